@@ -13,7 +13,7 @@ FLOORS = (
     ("torch_internals", "plugins", "stats", "experiments"),
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "hooks", "testing"),
-    ("multitask", "surgery"),
+    ("multitask", "per_example", "surgery"),
     ("__init__", "training"),
     ("report", "config"),
     ("reproduce", "run"),

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Stage
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, TransformContext, TransformState
+from gradsurg.transforms.base import Examples, Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Decision, TensorTrigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
@@ -100,6 +100,7 @@ class HookController:
     __slots__ = (
         "configuration",
         "decided_for",
+        "examples_of",
         "fast",
         "fast_allowed",
         "firing",
@@ -139,6 +140,8 @@ class HookController:
         # not counted, or in a forward pass, which enters and leaves autocast.
         self.steady_autocast = session.optimizer is not None and self.stage not in FORWARD
         self.max_calls = 1  # the most gradients at one site in this step
+        # Makes the gradients of single examples, for a transform that needs them.
+        self.examples_of: Callable[[Sequence[str], Sequence[Tensor]], Examples] | None = None
         self.has_several_tasks = False  # whether `live.backward` sends one gradient a task
         self.on = True
         self.skipped_nodes: Collection[Node] = ()

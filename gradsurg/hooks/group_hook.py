@@ -132,6 +132,10 @@ class GroupHook:
         if self.controller.needs_context:
             for hook, context in zip(hooks, contexts, strict=True):
                 context.value, context.gradient = hook.value(), hook.gradient()
+        if (examples_of := self.controller.examples_of) is not None:
+            examples = examples_of([hook.entry.site for hook in hooks], grads)
+            for context in contexts:
+                context.examples = examples
         try:
             if before is None:
                 before = transform.init_group(grads)
@@ -142,7 +146,7 @@ class GroupHook:
             raise
         if self.controller.needs_context:
             for context in contexts:
-                context.value = context.gradient = None
+                context.value = context.gradient = context.examples = None
         if checks:  # not again for a transform of gradsurg, whose results keep the shapes
             results = [
                 hook.check_result(link, grad, version, result, hook.value(), state)

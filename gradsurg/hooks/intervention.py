@@ -333,6 +333,11 @@ def _lack(at: Selector, need: Need) -> str:
                 "too; it can act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and "
                 "edge=0"
             )
+        case "examples":
+            return (
+                f"the gradients of the single examples, and {type(at).__name__} has none; it can "
+                "act at Parameters"
+            )
         case "error":
             return (
                 "the gradient of the model's output for the same examples, and "

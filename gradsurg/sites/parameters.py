@@ -44,7 +44,7 @@ class Parameters(ParamSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        return frozenset({"value"})
+        return frozenset({"value", "examples"})
 
     def hook(
         self,

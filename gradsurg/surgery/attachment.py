@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 from torch import Tensor, distributed, nn
 
@@ -17,6 +18,9 @@ from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
 from gradsurg.torch_internals import compiling
+
+if TYPE_CHECKING:
+    from gradsurg.per_example.gradients import ExampleSource
 
 
 class Attachment:
@@ -44,6 +48,7 @@ class Attachment:
         self._is_resting = False
         self._warned_of_parts = False
         self._end_checks: list[Callable[[], str]] = []
+        self._examples: ExampleSource | None = None
 
     # Life cycle.
 
@@ -88,6 +93,8 @@ class Attachment:
         """
         controller = self.controller
         controller.begin_step()
+        if self._examples is not None:
+            self._examples.recorder.clear()
         if controller.max_calls > 1:
             if not controller.has_several_tasks and not self._warned_of_parts:
                 self._warn_of_parts(controller.max_calls)
@@ -228,6 +235,12 @@ class Attachment:
             observe(item.forward_triggers, model, clock, self._observers, self.note)
         if "error" in item.needs:
             observe_output_gradient(model, clock, self._observers)
+        if "examples" in item.needs:
+            # Imported by the few surgeries that need it.
+            from gradsurg.per_example.gradients import ExampleSource
+
+            self._examples = ExampleSource(model, self.session, self._observers)
+            self.controller.examples_of = self._examples.of_group
 
     def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:
         """Drop the states with these labels; with suffix `/when`, only those of the trigger."""

@@ -36,6 +36,7 @@ Need = Literal[
     "product",  # the gradient is that of the input of a matrix product with a weight
     "error",  # `context.error`, the gradient of the model's output
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
+    "examples",  # `context.examples`, the gradients of the single examples of the batch
 ]
 """Inputs that a transform may require besides the gradient."""
 
@@ -45,6 +46,30 @@ class BackwardInfo(Protocol):
 
     task: str
     error: Tensor | None
+
+
+class Examples(Protocol):
+    """The gradients of the `count` examples of a step, whose sum over the rows is the gradient."""
+
+    @property
+    def count(self) -> int: ...
+
+    def norms(self) -> Tensor:
+        """Return the joint norm of each row, (n,)."""
+        ...
+
+    def weighted(self, weights: Tensor) -> list[Tensor]:
+        """Return the sum of the rows times `weights` (n,), for each gradient of the group."""
+        ...
+
+    def rows(self) -> list[Tensor]:
+        """Return the rows (n, *shape) of each gradient of the group."""
+        ...
+
+    # Any: an aggregator, of which this floor does not know.
+    def merged(self, aggregator: Any, context: "TransformContext") -> list[Tensor]:
+        """Return the aggregate of the rows, for each gradient of the group."""
+        ...
 
 
 @dataclass(slots=True)
@@ -62,6 +87,7 @@ class TransformContext:
     | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
     | `error` | the gradient of the model's output in this backward pass; None if not known |
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
+    | `examples` | the gradients of the single examples of the group; None if not asked for |
     """
 
     site: str = ""
@@ -72,6 +98,7 @@ class TransformContext:
     backward: BackwardInfo | None = None
     entering: tuple[Tensor | None, ...] = ()
     gradient: Tensor | None = None
+    examples: Examples | None = None
 
     @property
     def error(self) -> Tensor | None:
@@ -186,6 +213,27 @@ class GroupTransform(Transform):
     ) -> tuple[Tensor, TransformState]:
         grads, state = self.update_group([grad], state, [context])
         return grads[0], state
+
+
+class ExampleWeighting(ABC):
+    """A transform that multiplies the gradient of each example by one number, inside `PerSample`.
+
+    Then the gradients of the examples need not be computed one by one.
+    """
+
+    @property
+    def example_bound(self) -> float | None:
+        """The largest norm of a gradient after it; None if there is no bound."""
+        return None
+
+    @abstractmethod
+    def example_weights(
+        self, norms: Callable[[], Tensor], context: TransformContext
+    ) -> Tensor | None:
+        """Return the factors (n,), given a function that computes the norms of the gradients (n,).
+
+        None if the result is no multiple of the gradient.
+        """
 
 
 class Wrapper(GroupTransform):

@@ -1,6 +1,6 @@
 """ClipGlobalNorm: bound the joint norm of all gradients of a group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import inf
 from typing import Annotated
@@ -13,6 +13,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import NormOrder
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
+    ExampleWeighting,
     GroupTransform,
     TransformContext,
     TransformProperty,
@@ -21,7 +22,7 @@ from gradsurg.transforms.base import (
 
 
 @validated
-class ClipGlobalNorm(GroupTransform):
+class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     """Scale all gradients of a group by min(1, max_norm / (N + eps)), N their joint p-norm.
 
     Any shapes and dtypes. Zero gradients stay zero, empty tensors stay empty. A NaN or an infinity
@@ -53,9 +54,20 @@ class ClipGlobalNorm(GroupTransform):
             return list(grads), state
         return _scale(grads, self._factor(norms)), state
 
+    @property
+    def example_bound(self) -> float | None:
+        return self.max_norm if self.p == 2 else None
+
+    def example_weights(
+        self, norms: Callable[[], Tensor], context: TransformContext
+    ) -> Tensor | None:
+        return self._scale(norms()) if self.p == 2 else None
+
     def _factor(self, norms: Sequence[Tensor]) -> Tensor:
-        total = torch.linalg.vector_norm(torch.stack(list(norms)), self.p)
-        return (self.max_norm / (total + self.eps)).clamp(max=1.0)
+        return self._scale(torch.linalg.vector_norm(torch.stack(list(norms)), self.p))
+
+    def _scale(self, norm: Tensor) -> Tensor:
+        return (self.max_norm / (norm + self.eps)).clamp(max=1.0)
 
 
 def _alike(grads: Sequence[Tensor]) -> bool:

@@ -245,6 +245,9 @@ ROWS = (
     # The mean magnitude is 2.
     Row("scaled_sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0]),
     Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
+    # A gradient without a batch is that of one example: |g| = 5.
+    Row("per_sample_clip", [3.0, -4.0], [0.6, -0.8]),
+    Row("per_sample_clip", [3.0, -4.0], [3.0, -4.0], {"of": {"name": "identity"}}),
     Row("power_sgd", [[1.0, 2.0], [2.0, 4.0]], [[1.0, 2.0], [2.0, 4.0]]),
     # Of the largest magnitude and zero every level is exact; 63.5 of 127 is not.
     Row("quantize", [2.0, -2.0, 0.0], [2.0, -2.0, 0.0]),

@@ -1,0 +1,1 @@
+"""Gradients of single examples, computed from one backward pass of a batch."""

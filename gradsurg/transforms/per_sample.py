@@ -1,0 +1,164 @@
+"""PerSample: act on the gradient of each example of the batch, then combine them."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.transforms.base import (
+    ExampleWeighting,
+    GroupTransform,
+    Need,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+    as_transform,
+    init_all,
+    update_all,
+)
+from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+
+
+def _checked(of: Any) -> Any:  # Any: a transform, a function, or an aggregator of several rows
+    if hasattr(of, "merge") and not isinstance(of, type):  # an aggregator, which is callable too
+        return of
+    of = as_transform(of)
+    if isinstance(of, Transform):
+        return of
+    hint = f": did you mean {of.__name__}()?" if isinstance(of, type) else ""
+    raise ValueError(f"must be a transform or an aggregator{hint}")
+
+
+@validated
+class PerSample(GroupTransform):
+    """Apply a transform T to the gradient g_i of each of n examples, or aggregate them by A.
+
+    `of` is T or A and acts on all parameters of the site together; A must read the gradients. The
+    result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is the mean over the batch, and n
+    times that for a sum, `reduction="sum"`. The batch of a step is that of all its backward
+    passes. `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds
+    each norm by C, as `ClipGlobalNorm` does: the update of DP-SGD (Abadi et al., CCS 2016, arXiv
+    1607.00133, algorithm 1). No privacy follows without Poisson sampling and an accountant, which
+    gradsurg does not have.
+
+    T must have no state. Any shapes; zeros, NaN, infinities and empty tensors are treated as by T
+    or A, so that one NaN of one example reaches the result. Without a batch, as outside a surgery,
+    the gradient is that of one example.
+    """
+
+    of: Annotated[Any, BeforeValidator(_checked)] = ClipGlobalNorm(1.0)
+    _: KW_ONLY
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    reduction: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.of, Transform):
+            has_state = bool(init_all(self.of, [torch.zeros(1)]))
+        elif hasattr(self.of, "weigh"):
+            rule = "must read the gradients, and this aggregator weights losses"
+            raise Contradiction("of", f"{rule}, found {self.of!r}")
+        else:
+            has_state = bool(self.of.init(8))
+        if has_state:
+            rule = "must have no state, as no two steps have the same examples"
+            raise Contradiction("of", f"{rule}, found {self.of!r}")
+        if self.noise and self._bound is None:
+            rule = "needs a transform that bounds the norm of each gradient, as ClipGlobalNorm"
+            raise Contradiction("noise", f"{rule}, found of={self.of!r}")
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        is_random = self.noise or "deterministic" not in self.of.properties
+        return frozenset() if is_random else frozenset({"deterministic"})
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        of = self.of.needs if isinstance(self.of, Transform) else frozenset[Need]()
+        return of | {"value", "examples"}
+
+    @property
+    def _bound(self) -> float | None:
+        return self.of.example_bound if isinstance(self.of, ExampleWeighting) else None
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    @torch.no_grad()
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
+        examples = contexts[0].examples or _OneExample(grads)
+        count = examples.count
+        scale = count if self.reduction == "mean" else 1  # from the rows to the g_i
+        weights = None
+        if isinstance(self.of, ExampleWeighting):
+            weights = self.of.example_weights(lambda: examples.norms() * scale, contexts[0])
+        if weights is not None:
+            results = examples.weighted(weights)
+        elif not isinstance(self.of, Transform):
+            results = [result * count for result in examples.merged(self.of, contexts[0])]
+        else:
+            rows = [rows * scale for rows in examples.rows()]
+            results = [total / scale for total in self._transformed(rows, contexts)]
+        if self.noise:
+            deviation = self.noise * (self._bound or 0.0) / scale
+            results = [
+                result + deviation * _normal(result, context)
+                for result, context in zip(results, contexts, strict=True)
+            ]
+        return [result.to(grad.dtype) for result, grad in zip(results, grads, strict=True)], state
+
+    def _transformed(
+        self, rows: Sequence[Tensor], contexts: Sequence[TransformContext]
+    ) -> list[Tensor]:
+        """Return the sum over the examples of the transformed rows."""
+
+        def single(*grads: Tensor) -> tuple[Tensor, ...]:
+            return tuple(update_all(self.of, list(grads), {}, contexts)[0])
+
+        if "deterministic" in self.of.properties:
+            return [results.sum(0) for results in torch.vmap(single)(*rows)]
+        totals = [torch.zeros_like(row[0]) for row in rows]
+        first = [context.call for context in contexts]
+        for index in range(len(rows[0])):
+            for context, call in zip(contexts, first, strict=True):
+                context.call = call * len(rows[0]) + index  # other draws for each example
+            results = single(*(row[index] for row in rows))
+            totals = [total + result for total, result in zip(totals, results, strict=True)]
+        for context, call in zip(contexts, first, strict=True):
+            context.call = call
+        return totals
+
+
+class _OneExample:
+    """The gradients of a batch of one example."""
+
+    count = 1
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self.grads = grads
+
+    def norms(self) -> Tensor:
+        norms = [grad.float().norm() for grad in self.grads]
+        return torch.stack(norms).norm()[None]
+
+    def weighted(self, weights: Tensor) -> list[Tensor]:
+        return [grad * weights[0] for grad in self.grads]
+
+    def rows(self) -> list[Tensor]:
+        return [grad[None] for grad in self.grads]
+
+    def merged(self, aggregator: Any, context: TransformContext) -> list[Tensor]:
+        rows = torch.cat([grad.reshape(1, -1) for grad in self.grads], dim=1)
+        parts = aggregator(rows).split([grad.numel() for grad in self.grads])
+        return [part.view(grad.shape) for part, grad in zip(parts, self.grads, strict=True)]
+
+
+def _normal(like: Tensor, context: TransformContext) -> Tensor:
+    generator = context.generator(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
