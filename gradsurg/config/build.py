@@ -256,7 +256,10 @@ def _intervention(
     if not transforms or selector is None:
         return None
     key = f"transform.{next(iter(transforms))}" if len(transforms) == 1 else "transform"
-    chain, link_names = Chain(*transforms.values()), _link_names(transforms)
+    chain = errors.attempt(key, lambda: Chain(*transforms.values()))
+    if chain is None:
+        return None
+    link_names = _link_names(transforms)
     always = errors.attempt(key, lambda: Intervention(chain, selector, names=link_names))
     if always is None or trigger is None:
         return None

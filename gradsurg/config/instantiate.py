@@ -10,7 +10,7 @@ from typing import Any
 
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import nearest, one_line
-from gradsurg.plugins.registry import find
+from gradsurg.plugins.registry import find, names
 from gradsurg.transforms.base import Transform, as_transform
 
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
@@ -77,6 +77,8 @@ def user_code(config: Config, method: str = "") -> Iterator[None]:
 
 def _nested(kind: str, value: object, base: type) -> object:
     match value:
+        case Mapping() if base is Transform and value.get("name") in names("aggregators"):
+            return instantiate("aggregators", value, object)  # of the examples of a batch
         case Mapping() if "name" in value or "_target_" in value:
             return instantiate(kind, value, base)
         case list():

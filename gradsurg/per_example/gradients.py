@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,15 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
+from gradsurg.effects.tables import aligned
 from gradsurg.hooks.controller import Session
 from gradsurg.multitask.aggregation import aggregate
 from gradsurg.per_example.layers import LayerCall, Rule, rule_of
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
 from gradsurg.sites.selection import params_of
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import TransformContext
+from gradsurg.transforms.base import Transform, TransformContext, Wrapper
+from gradsurg.transforms.per_sample import PerSample
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Largest distance of the sum of the rows from the gradient, relative to the rows' joint norm."""
@@ -32,13 +35,32 @@ class _Use:
     name: str
 
 
-class ExampleSource:
-    """Makes the gradients of the examples of each step, and checks those of the first one."""
+NUMBERS = ("norm_mean", "norm_median", "norm_90", "norm_max", "changed", "noise_scale")
+"""Of the norms |g_i| in a step: mean, quantiles 0.5 and 0.9, largest; the share of examples whose
+gradient was multiplied by a number other than 1; and the gradient noise scale. Numbers that are NaN
+are left out."""
 
-    def __init__(self, model: nn.Module, session: Session, stack: ExitStack) -> None:
-        self.recorder = Recorder(model, stack)
+
+class ExampleSource:
+    """The gradients of the examples of each step, and numbers about them at measured steps.
+
+    `numbers()` has the means of `NUMBERS` over the measured steps, of the gradients g_i of the loss
+    of single examples. The noise scale is tr(S) / |G|² with unbiased estimates of both from the
+    mean of |g_i|² and the norm of the mean of g_i, each averaged over the steps: McCandlish et al.
+    2018 (arXiv 1812.06162), appendix A.1 with batches of 1 and n. It is left out if the
+    estimate of |G|² is not positive.
+    """
+
+    def __init__(self, recorder: Recorder, session: Session, transform: Transform) -> None:
+        self.recorder = recorder
         self.session = session
+        while isinstance(transform, Wrapper):
+            transform = transform.of
+        self.is_mean = not isinstance(transform, PerSample) or transform.reduction == "mean"
         self._is_checked = False
+        self._examples: ExampleGradients | None = None  # of this step, if it is measured
+        self._fresh: list[Tensor] = []  # since the last fetch, one tensor a measured step
+        self._totals = torch.zeros(len(NUMBERS) + 2, dtype=torch.float64, device="cpu")
 
     def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> "ExampleGradients":
         """Return the gradients of the examples for the parameters with these names.
@@ -57,11 +79,38 @@ class ExampleSource:
                 "model itself, with the batch as the first axis of its first tensor"
             )
         params = params_of(self.session.model)
-        examples = ExampleGradients(self.recorder, {site: params[site] for site in sites})
+        examples = ExampleGradients(self.recorder, {site: params[site] for site in sites}, grads)
         if not self._is_checked or len(self.recorder.records) > 1:
-            examples.check_sum(grads)
+            examples.check_sum()
             self._is_checked = True
+        self._examples = examples if self.session.effects.sampling else None
         return examples
+
+    def end_step(self) -> None:
+        """Measure the step, and drop its records."""
+        if self._examples is not None and self._examples.count > 1:
+            self._fresh.append(_measured(self._examples, self.is_mean))
+        self._examples = None
+        self.recorder.clear()
+
+    def fetch(self) -> dict[str, float]:
+        """Return the means since the last call; empty if no step was measured."""
+        if not self._fresh:
+            return {}
+        fresh = torch.stack(self._fresh).sum(0).double().cpu()
+        self._fresh = []
+        self._totals += fresh
+        return _named(fresh)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the means over the measured steps so far; empty if there are none."""
+        self.fetch()
+        return _named(self._totals) if self._totals[-1] else {}
+
+    def table(self) -> str:
+        """Return the numbers as a text table."""
+        values = [f"{value:.4g}" for value in self.numbers().values()]
+        return aligned([list(NUMBERS), values]) if values else "no step was measured"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +123,8 @@ class ExampleGradients:
 
     recorder: Recorder
     params: Mapping[str, nn.Parameter]
+    grads: Sequence[Tensor]  # of the parameters
+    factors: list[Tensor] = field(default_factory=list)  # of the examples, once known
 
     @property
     def count(self) -> int:
@@ -95,6 +146,10 @@ class ExampleGradients:
 
     def weighted(self, weights: Tensor) -> list[Tensor]:
         """Return the sum of the rows times `weights` (n,), for each parameter."""
+        self.factors.append(weights)
+        return self._weighted(weights)
+
+    def _weighted(self, weights: Tensor) -> list[Tensor]:
         parts = weights.split([record.count for record in self.recorder.records])
         totals = []
         for param in self.params.values():
@@ -114,28 +169,25 @@ class ExampleGradients:
             for param in self.params.values()
         ]
 
-    def check_sum(self, grads: Sequence[Tensor]) -> None:
+    def check_sum(self) -> None:
         """Raise ValueError, with the names, if the rows do not sum to the gradients.
 
         Waits for the device.
         """
-        sums = self.weighted(torch.ones(self.count, dtype=grads[0].dtype, device=grads[0].device))
-        scale = self.squares.sum().sqrt()
-        errors = torch.stack(
-            [(total - grad).norm() for total, grad in zip(sums, grads, strict=True)]
-        )
-        size = max(float(scale), 1e-30)
-        limit = TOLERANCE.get(grads[0].dtype, 5e-2)
+        first = self.grads[0]
+        sums = self._weighted(torch.ones(self.count, dtype=first.dtype, device=first.device))
+        errors = [(total - grad).norm() for total, grad in zip(sums, self.grads, strict=True)]
+        limit = TOLERANCE.get(first.dtype, 5e-2) * self.squares.sum().sqrt()
         wrong = [
             name
-            for name, error in zip(self.params, (errors / size).tolist(), strict=True)
-            if not error <= limit
+            for name, is_right in zip(self.params, torch.stack(errors) <= limit, strict=True)
+            if not is_right
         ]
-        if wrong:
+        if wrong and bool(limit.isfinite()):
             raise ValueError(
                 "PerSample: the gradients of the single examples do not sum to the gradient of "
                 f"{', '.join(wrong)}: another backward pass added to it, another hook changed it, "
-                "or the parameter is also used outside the modules' own forward"
+                "or the parameter is also used outside the forward of its module"
             )
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
@@ -149,8 +201,7 @@ class ExampleGradients:
         if alike:
             grads = list(grads[0].split([rows.shape[1] for rows in blocks]))
         return [
-            grad.view(param.shape)
-            for grad, param in zip(grads, self.params.values(), strict=True)
+            grad.view(param.shape) for grad, param in zip(grads, self.params.values(), strict=True)
         ]
 
     # Helpers.
@@ -209,6 +260,32 @@ class ExampleGradients:
         return total
 
 
+@torch.no_grad()
+def _measured(examples: ExampleGradients, is_mean: bool) -> Tensor:
+    """Return the first five of `NUMBERS`, tr(S), |G|² and 1 for one step, on the device."""
+    count = examples.count
+    scale = count if is_mean else 1
+    squares = examples.squares * scale**2
+    norms = squares.sqrt()
+    levels = torch.tensor([0.5, 0.9], dtype=norms.dtype, device=norms.device)
+    mean = (
+        torch.stack([grad.norm() for grad in examples.grads]).square().sum() * (scale / count) ** 2
+    )
+    trace = (squares.mean() - mean) * count / (count - 1)
+    square = (count * mean - squares.mean()) / (count - 1)
+    factors = examples.factors
+    changed = (factors[-1] != 1).to(norms.dtype).mean() if factors else norms.new_tensor(torch.nan)
+    parts = [norms.mean(), *norms.quantile(levels), norms.max(), changed, trace, square]
+    return torch.stack([*parts, norms.new_ones(())])
+
+
+def _named(sums: Tensor) -> dict[str, float]:
+    *sums, trace, square, steps = sums.tolist()
+    scale = trace / square if square > 0 else nan
+    values = [*(value / steps for value in sums), scale]
+    return {name: value for name, value in zip(NUMBERS, values, strict=True) if value == value}
+
+
 def rows_of_units(
     recorder: Recorder, record: BackwardRecord, params: Mapping[str, nn.Parameter]
 ) -> dict[nn.Parameter, Tensor]:
@@ -226,7 +303,9 @@ def rows_of_units(
     units = sorted(record.units, key=lambda module: -len(paths.get(module, "")))
     chosen: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for site, param in params.items():
-        unit = next((unit for unit in units if any(own is param for own in unit.parameters())), None)
+        unit = next(
+            (unit for unit in units if any(own is param for own in unit.parameters())), None
+        )
         if unit is None:
             raise ValueError(
                 f"PerSample: '{site}' got a gradient of no recorded batch: the first axis of the "

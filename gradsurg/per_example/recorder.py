@@ -187,4 +187,3 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 def _has_axes(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-

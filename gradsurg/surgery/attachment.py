@@ -48,7 +48,7 @@ class Attachment:
         self._is_resting = False
         self._warned_of_parts = False
         self._end_checks: list[Callable[[], str]] = []
-        self._examples: ExampleSource | None = None
+        self.examples: ExampleSource | None = None
 
     # Life cycle.
 
@@ -93,8 +93,8 @@ class Attachment:
         """
         controller = self.controller
         controller.begin_step()
-        if self._examples is not None:
-            self._examples.recorder.clear()
+        if self.examples is not None:
+            self.examples.end_step()
         if controller.max_calls > 1:
             if not controller.has_several_tasks and not self._warned_of_parts:
                 self._warn_of_parts(controller.max_calls)
@@ -236,11 +236,13 @@ class Attachment:
         if "error" in item.needs:
             observe_output_gradient(model, clock, self._observers)
         if "examples" in item.needs:
-            # Imported by the few surgeries that need it.
+            # Imported only by the few surgeries that need it.
             from gradsurg.per_example.gradients import ExampleSource
+            from gradsurg.per_example.recorder import Recorder
 
-            self._examples = ExampleSource(model, self.session, self._observers)
-            self.controller.examples_of = self._examples.of_group
+            recorder = Recorder(model, self._observers)
+            self.examples = ExampleSource(recorder, self.session, item.links[0])
+            self.controller.examples_of = self.examples.of_group
 
     def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:
         """Drop the states with these labels; with suffix `/when`, only those of the trigger."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradsurg.multitask.backward import MultiTaskBackward
     from gradsurg.multitask.conflict import Conflicts
     from gradsurg.multitask.losses import Losses
+    from gradsurg.per_example.gradients import ExampleSource
 
 
 class Live:
@@ -72,6 +73,12 @@ class Live:
         from gradsurg.multitask.conflict import Conflicts
 
         return Conflicts()
+
+    @property
+    def examples(self) -> "dict[str, ExampleSource]":
+        """Numbers about the gradients of single examples, by the label of each `PerSample`."""
+        sources = {item.label: item.examples for item in self._attachments}
+        return {label: source for label, source in sources.items() if source is not None}
 
     def backward(
         self, losses: "Losses", *, aggregate: bool = True, retain_graph: bool = False

@@ -90,7 +90,12 @@ class RunLog:
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
         update = self.counterfactual.fetch() if self.counterfactual is not None else {}
-        values = {"train/loss": loss, **update, **tested}
+        examples = {
+            f"examples/{label}/{name}": value
+            for label, source in live.examples.items()
+            for name, value in source.fetch().items()
+        }
+        values = {"train/loss": loss, **update, **examples, **tested}
         self.directory.append_metrics({"step": done, **values})
         self.directory.append_effects([{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]

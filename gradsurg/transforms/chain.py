@@ -37,6 +37,12 @@ class Chain(GroupTransform):
 
     def __init__(self, *transforms: Link, links: Iterable[Link] = ()) -> None:
         flat = tuple(_flat([*transforms, *links]))
+        for index, link in enumerate(flat):
+            if index and "examples" in link.needs:
+                raise ValueError(
+                    f"Chain.links.{index}: {type(link).__name__} reads the gradients of single "
+                    "examples, which no other transform has changed: it must be the first link"
+                )
         object.__setattr__(self, "links", flat)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -21,7 +21,7 @@ from gradsurg.transforms.base import (
     init_all,
     update_all,
 )
-from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
+from gradsurg.transforms.identity import Identity
 
 
 def _checked(of: Any) -> Any:  # Any: a transform, a function, or an aggregator of several rows
@@ -51,7 +51,7 @@ class PerSample(GroupTransform):
     the gradient is that of one example.
     """
 
-    of: Annotated[Any, BeforeValidator(_checked)] = ClipGlobalNorm(1.0)
+    of: Annotated[Any, BeforeValidator(_checked)] = Identity()
     _: KW_ONLY
     noise: Annotated[float, Field(ge=0)] = 0.0
     reduction: Literal["mean", "sum"] = "mean"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import yaml
 
-from gradsurg.plugins.registry import find
+from gradsurg.plugins.registry import find, names
 from gradsurg.transforms.base import Transform, TransformContext
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "transform"
@@ -248,6 +248,9 @@ ROWS = (
     # A gradient without a batch is that of one example: |g| = 5.
     Row("per_sample_clip", [3.0, -4.0], [0.6, -0.8]),
     Row("per_sample_clip", [3.0, -4.0], [3.0, -4.0], {"of": {"name": "identity"}}),
+    Row("per_sample", [3.0, NAN], [3.0, NAN]),
+    Row("per_sample_median", [3.0, -4.0], [3.0, -4.0]),
+    Row("dp_sgd", [3.0, -4.0], [0.6, -0.8], {"noise": 0.0}),
     Row("power_sgd", [[1.0, 2.0], [2.0, 4.0]], [[1.0, 2.0], [2.0, 4.0]]),
     # Of the largest magnitude and zero every level is exact; 63.5 of 127 is not.
     Row("quantize", [2.0, -2.0, 0.0], [2.0, -2.0, 0.0]),
@@ -301,4 +304,5 @@ def _made(node: Any) -> Any:  # Any: a node of a config is of any type
     if not isinstance(node, dict) or "name" not in node:
         return node
     fields = {key: _made(part) for key, part in node.items() if key != "name"}
-    return find("transforms", node["name"])(**fields)
+    kind = "aggregators" if node["name"] in names("aggregators") else "transforms"
+    return find(kind, node["name"])(**fields)
