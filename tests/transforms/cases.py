@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import yaml
 
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins import registry
+from gradsurg.plugins.registry import find
 from gradsurg.transforms.base import Transform, TransformContext
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "transform"
@@ -304,5 +305,5 @@ def _made(node: Any) -> Any:  # Any: a node of a config is of any type
     if not isinstance(node, dict) or "name" not in node:
         return node
     fields = {key: _made(part) for key, part in node.items() if key != "name"}
-    kind = "aggregators" if node["name"] in names("aggregators") else "transforms"
+    kind = "aggregators" if node["name"] in registry.names("aggregators") else "transforms"
     return find(kind, node["name"])(**fields)
