@@ -1,7 +1,6 @@
 """Gradients of single examples for a group of parameters: rows, norms and weighted sums."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
