@@ -101,6 +101,7 @@ from gradsurg.transforms.sign_agreement import SignAgreement as SignAgreement
 from gradsurg.transforms.spike_clip import SpikeClip as SpikeClip
 from gradsurg.transforms.straight_through import StraightThrough as StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient as SurrogateGradient
+from gradsurg.transforms.tgr import TGR as TGR
 from gradsurg.transforms.trust_ratio import TrustRatio as TrustRatio
 from gradsurg.transforms.zero import Zero as Zero
 from gradsurg.triggers.all_same_sign import AllSameSign as AllSameSign

@@ -32,7 +32,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PICTURES = DOCS / "gallery.md", DOCS / "gallery"
 
 BEFORE, AFTER, SECOND, LINE = "#a3a3a3", "#1d4ed8", "#dc2626", "#d4d4d4"
-STYLE = {"font.size": 7, "font.family": "DejaVu Sans", "axes.edgecolor": "#737373"}
+STYLE: dict[Any, Any] = {"font.size": 7, "font.family": "DejaVu Sans", "axes.edgecolor": "#737373"}
 STYLE |= {"xtick.color": "#525252", "ytick.color": "#525252", "axes.labelcolor": "#404040"}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6}
 STYLE |= {"legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.4}
@@ -145,7 +145,7 @@ def row(entry: Entry) -> str:
     lines += [f"Properties: {words}."] if words else []
     lines += [f"Stages: {', '.join(entry.stages)}."] if 0 < len(entry.stages) < most else []
     lines += [f"[{entry.paper}]({entry.url})" if entry.url else entry.paper] if entry.paper else []
-    fields = ILLUSTRATED.get(entry.name)
+    fields = None if is_recipe else ILLUSTRATED.get(entry.name)
     shown = (
         yaml.safe_dump(fields, default_flow_style=True, width=1000).strip()[1:-1] if fields else ""
     )
@@ -293,29 +293,26 @@ def draw_map(
     for point in points if arrows else ():
         start, end = before(point), result(point)
         if float((end - start).norm()) > 0.05:
-            arrow = {"arrowstyle": "-|>", "color": SECOND, "lw": 0.7, "mutation_scale": 5}
-            axes.annotate(
-                "", end.tolist(), start.tolist(), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0}
-            )
+            arrow(axes, end, SECOND, 0.7, start)
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_xticks([-2, 0, 2])
     axes.set_yticks([-2, 0, 2])
 
 
 def draw_plane(axes: "Axes", transform: Transform) -> None:
-    """Draw a function of a gradient with two entries, at the weights WEIGHTS if it needs them."""
+    """Draw a function of a gradient with two entries, with WEIGHTS as the weights or the gradient of an update."""
     needs_row = type(transform).__name__ == "Centralize"
 
     def result(point: Tensor) -> Tensor:
         shape = (1, 2) if needs_row else (2,)
-        context = TransformContext("a", value=WEIGHTS.view(shape))
+        context = TransformContext("a", value=WEIGHTS.view(shape), gradient=WEIGHTS.view(shape))
         return applied(transform, point.view(shape), context).flatten()
 
     draw_map(axes, result, lambda point: point)
-    if "value" in transform.needs:
-        arrow = {"arrowstyle": "-|>", "color": "#171717", "lw": 1.2, "mutation_scale": 7}
-        axes.annotate("", WEIGHTS.tolist(), (0, 0), arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0})
-        axes.text(1.7, 0.95, "w", fontsize=7)
+    label = {"value": "w", "gradient": "g"}
+    for need in transform.needs:  # g: the gradient, where updates are transformed
+        arrow(axes, WEIGHTS, "#171717", 1.2)
+        axes.text(1.7, 0.95, label[need], fontsize=7)
 
 
 def draw_product(axes: "Axes", transform: Transform) -> None:
@@ -431,10 +428,12 @@ def draw_matrix(axes: "Axes", transform: Transform) -> None:
     axes.legend(loc="upper right")
 
 
-def arrow(axes: "Axes", end: Tensor, color: str, width: float) -> None:
-    """Draw an arrow from zero."""
-    props = {"arrowstyle": "-|>", "color": color, "lw": width, "mutation_scale": 7}
-    axes.annotate("", end.tolist(), (0, 0), arrowprops=props | {"shrinkA": 0, "shrinkB": 0})
+def arrow(axes: "Axes", end: Tensor, color: str, width: float, start: Tensor | None = None) -> None:
+    """Draw an arrow, from zero without a `start`."""
+    props = {"arrowstyle": "-|>", "color": color, "lw": width, "shrinkA": 0, "shrinkB": 0}
+    (x, y), (from_x, from_y) = end.tolist(), (0.0, 0.0) if start is None else start.tolist()
+    props["mutation_scale"] = 5 if width < 1 else 7
+    axes.annotate("", (x, y), (from_x, from_y), arrowprops=props)
 
 
 def merged(aggregator: Aggregator, rows: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ KEYED = ("transform", "logger")
 ALIASES = {"trigger": "when", "recipe": "experiment"}
 
 NAME = r"[A-Z][\w-]+"
-PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} )?(?:19|20)\d\d)"
+PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} ){{0,2}}(?:19|20)\d\d)"
 """Authors, a venue and a year, as the docstrings have them."""
 
 LETTERS = {

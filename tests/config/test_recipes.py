@@ -30,6 +30,7 @@ SHIPPED = {
     "dgc",
     "feedback_alignment",
     "gradient_reversal",
+    "tgr",
 }
 
 
@@ -406,6 +407,36 @@ def test_pna_is_attention_with_a_constant_attention_map(monkeypatch: pytest.Monk
     monkeypatch.setattr("gradsurg.models._transformer.scaled_dot_product_attention", constant_map)
     expected = gradients(model, images())
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
+    assert differs(result, plain)
+
+
+def test_tgr_zeroes_the_extreme_tokens_at_the_input_of_each_mlp() -> None:
+    torch.manual_seed(0)
+    model = ViT((1, 8, 8), 3, width=8, num_heads=2).double()
+    image = images()[:1]  # the authors take the extremes of the first example
+    plain, result = gradients(model, image), gradients(model, image, gs.load("tgr"))
+
+    def authors(grad: Tensor) -> Tensor:
+        grad, channels = grad * 0.5, range(grad.shape[2])
+        largest, smallest = grad[0].argmax(0), grad[0].argmin(0)
+        grad[:, largest, channels] = 0.0
+        grad[:, smallest, channels] = 0.0
+        return grad
+
+    class Branch(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.view_as(x)
+            x.register_hook(authors)
+            return self.module(x)
+
+    for block in model.blocks.children():
+        block.mlp = Branch(block.mlp)
+    expected = gradients(model, image)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
     assert differs(result, plain)
 
 

@@ -97,6 +97,10 @@ ROWS = (
     Row("grad_power", [4.0, -9.0, 0.0, NAN], [8.0, -27.0, 0.0, NAN], {"amount": 1.5}),
     Row("grad_power", [32.0, -1.0], [64.0, -1.0]),
     Row("soft_threshold", [0.02, -0.5, 0.005, NAN, INF], [0.01, -0.49, 0.0, NAN, INF]),
+    # Tokens are rows: the extremes of the columns are 3 and -4, 2 and -6.
+    Row("tgr", [[3.0, 1.0], [-4.0, -6.0], [2.0, 2.0]], [[0.0, 0.5], [0.0, 0.0], [1.0, 0.0]]),
+    Row("tgr", [1.0, 3.0, 3.0, NAN, -1.0], [2.0, 6.0, 6.0, NAN, -2.0], {"factor": 2.0}),
+    Row("tgr", [1.0, 3.0, 3.0, -1.0], [2.0, 0.0, 6.0, 0.0], {"factor": 2.0}),
     Row("straight_through", [5.0, 5.0, 0.0], [2.0, -2.0, 3.0], other=[2.0, -2.0, 3.0]),
     # The norms of the examples are 5 and 10, those of the entering gradients 13 and 0.
     Row(

@@ -52,6 +52,7 @@ from gradsurg.transforms.sign_agreement import SignAgreement
 from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.straight_through import StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
+from gradsurg.transforms.tgr import TGR
 from gradsurg.transforms.trust_ratio import TrustRatio
 from tests.transforms.cases import INF, build, names
 from tests.transforms.table import README, row
@@ -78,6 +79,7 @@ OTHERS = (
     DirectFeedback(3.0),
     FeedbackWeights(3.0),
     StraightThrough(rescale=True),
+    TGR(2.0),
     Mask(0.5, per="unit"),
     Mask(0.4, rescale=True),
     Mask(0.3, by="threshold"),
