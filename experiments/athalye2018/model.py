@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor, nn
 
+from gradsurg.experiments.athalye2018.layers import Discretize
 from gradsurg.models.mlp import MLP
 from gradsurg.plugins.fields import validated
 
@@ -15,24 +16,6 @@ class DiscretizedOptions:
     """The checked width of the steps of `DiscretizedMLP`."""
 
     step: Annotated[float, Field(ge=0)] = 0.5
-
-
-class Discretize(nn.Module):
-    """Round to the nearest multiple of `step`; 0: the identity.
-
-    The gradient passes as if it were the identity, as in BPDA. The derivative itself is zero almost
-    everywhere: `gs.Zero()` at this module's input.
-    """
-
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.step:
-            return inputs
-        rounded = (inputs / self.step).round() * self.step
-        return inputs + (rounded - inputs).detach()
 
 
 class DiscretizedMLP(nn.Module):

@@ -5,18 +5,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
-import torch
 from torch import Tensor, nn
 
+from gradsurg.experiments.schoenbauer2024.layers import StraightSign
 from gradsurg.models.mlp import MLPOptions
-
-
-class StraightSign(nn.Module):
-    """1 where the input is positive or zero, else -1; the gradient passes as if it were the identity."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        signs = torch.where(inputs >= 0, 1.0, -1.0)
-        return inputs + (signs - inputs).detach()
 
 
 class SignMLP(nn.Module):

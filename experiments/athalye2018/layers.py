@@ -1,0 +1,21 @@
+"""Discretize: rounded inputs with a straight-through backward."""
+
+from torch import Tensor, nn
+
+
+class Discretize(nn.Module):
+    """Round to the nearest multiple of `step`; 0: the identity.
+
+    The gradient passes as if it were the identity, as in BPDA. The derivative itself is zero almost
+    everywhere: `gs.Zero()` at this module's input.
+    """
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.step:
+            return inputs
+        rounded = (inputs / self.step).round() * self.step
+        return inputs + (rounded - inputs).detach()
