@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated
 
+from gradsurg.experiments.athalye2018.layers import Discretize
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradsurg.experiments.athalye2018.layers import Discretize
 from gradsurg.models.mlp import MLP
 from gradsurg.plugins.fields import validated
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
+from gradsurg.experiments.schoenbauer2024.layers import StraightSign
 from torch import Tensor, nn
 
-from gradsurg.experiments.schoenbauer2024.layers import StraightSign
 from gradsurg.models.mlp import MLPOptions
 
 
