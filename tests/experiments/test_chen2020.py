@@ -13,6 +13,7 @@ def gradient_at(x: float, *interventions: gs.Intervention) -> float:
     model = Point((1,), 1, start=data.start)
     with gs.Surgery(*interventions).attach(model):
         task.loss(model(data.train_inputs), data.train_targets).backward()
+    assert model.point.grad is not None
     return model.point.grad.item()
 
 
