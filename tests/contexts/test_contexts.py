@@ -93,8 +93,13 @@ def test_compiled_training_has_the_weights_and_counts_of_eager_training(name: st
 
 
 @pytest.mark.filterwarnings(*NOISE)
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.full),
+        pytest.param("aot_eager", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
     name: str, backend: str

@@ -56,8 +56,17 @@ def train(every: int, dynamic: bool | None, *items: gs.Intervention) -> tuple[li
         return [own.detach().clone() for own in model.parameters()], len(live.conflicts.fetch())
 
 
-@pytest.mark.parametrize("dynamic", [False, None])
-@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.FAMO(), gs.PCGrad()])
+@pytest.mark.parametrize(
+    ("aggregator", "dynamic"),
+    [
+        (gs.Mean(), False),
+        (gs.PCGrad(), None),
+        pytest.param(gs.FAMO(), None, marks=pytest.mark.slow),
+        pytest.param(gs.Mean(), None, marks=pytest.mark.full),
+        pytest.param(gs.PCGrad(), False, marks=pytest.mark.full),
+        pytest.param(gs.FAMO(), False, marks=pytest.mark.full),
+    ],
+)
 def test_batches_of_several_sizes_train_the_same_measured_or_not(
     aggregator: Aggregator, dynamic: bool | None
 ) -> None:
@@ -198,10 +207,22 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("aggregator", "backend"),
+    [
+        (gs.Mean(), "aot_eager"),
+        (gs.PCGrad(), "aot_eager"),
+        pytest.param(gs.PCGrad(), "inductor", marks=pytest.mark.slow),
+        *(
+            pytest.param(aggregator, backend, marks=pytest.mark.full)
+            for aggregator in (gs.MGDA(), gs.UPGrad())
+            for backend in ("aot_eager", "inductor")
+        ),
+        pytest.param(gs.Mean(), "inductor", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("satisfied", [False, True])
-@pytest.mark.parametrize("aggregator", [gs.Mean(), gs.PCGrad(), gs.MGDA(), gs.UPGrad()])
 def test_a_zero_gradient_counts_as_in_eager_mode(
     aggregator: Aggregator, satisfied: bool, change: str, backend: str
 ) -> None:

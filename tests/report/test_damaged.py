@@ -82,7 +82,12 @@ def private(study: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [(name, text) for name, texts in DAMAGES.items() for text in texts]
+    ("name", "content"),
+    [
+        pytest.param(name, text, marks=[pytest.mark.full] if number > 2 else [])
+        for name, texts in DAMAGES.items()
+        for number, text in enumerate(texts)
+    ],
 )
 def test_a_broken_file_is_one_line_and_the_others_are_compared(
     study: Path, capsys: pytest.CaptureFixture[str], name: str, content: str

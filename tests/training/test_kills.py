@@ -116,8 +116,13 @@ def whole(tmp_path_factory) -> Record:
     return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [], threads=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 8)),
+    ],
+)
 def test_a_run_killed_at_a_random_moment_ends_like_an_uninterrupted_one(
     tmp_path: Path, whole: Record, seed: int
 ) -> None:
@@ -210,8 +215,13 @@ execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", AGGREGATORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in "famo pcgrad" else pytest.mark.full)
+        for name in AGGREGATORS
+    ],
+)
 def test_a_killed_multi_task_run_ends_with_the_same_conflicts_and_state(
     tmp_path: Path, name: str
 ) -> None:
