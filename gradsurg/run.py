@@ -4,9 +4,10 @@ Modules that import torch are imported in functions: help and shell completion d
 """
 
 import os
+import re
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ from gradsurg.plugins.pipes import address_space, ignore_closed_pipes
 if TYPE_CHECKING:
     from gradsurg.config.build import Experiment
     from gradsurg.config.cli import Command
+    from gradsurg.config.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
     from gradsurg.report.study import StudyReport
     from gradsurg.training.run import Run
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 ADDRESS_SPACE = 1.85e9
 """Bytes of address space with which a small job and its report end well."""
+TUNE = re.compile(r"tune=(?!null$)([^'\"].*)", re.DOTALL)
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
     "retried": "failed before, tried again",
@@ -101,6 +104,7 @@ def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
     from gradsurg.config.cli import checked_experiment
     from gradsurg.report.text import Runs, report
+    from gradsurg.report.tuning import tuning_text
 
     experiment = checked_experiment(config)
     if experiment.settings.dry_run:
@@ -113,8 +117,13 @@ def job(config: DictConfig) -> None:
         words = " ".join(HydraConfig.get().overrides.task)
         number = 1 + HydraConfig.get().job.num
         print(f"job {number}: {printable(words)}", file=sys.stderr, flush=True)
+    pairs = _tuned(experiment)
+    if pairs is None and sweeping:
+        return
+    if pairs is None:
+        sys.exit(FAILED)
     runs, skipped, wanted, failed = [], 0, 0, 0
-    for pair in experiment.pairs:
+    for pair in pairs:
         records = [_run(experiment, run) for run in pair.runs]
         done = [record for record in records if record and record.summary]
         directories = {record.run.name: record.directory for record in done}
@@ -130,6 +139,8 @@ def job(config: DictConfig) -> None:
         print(f"{failed} of {wanted} runs failed", file=sys.stderr)
     if sweeping:
         return  # `main` reports on all jobs together
+    if experiment.tuning is not None:
+        print(f"{tuning_text(experiment.tuning.write(experiment.settings))}\n")
     if any(run.treated or run.control for run in runs):
         print(report(runs))
     if experiment.settings.report is not False:
@@ -160,8 +171,29 @@ def _list(words: list[str]) -> None:
         print(entries.overview())
 
 
+def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
+    """Train the tuning runs that are not finished; return the runs to compare.
+
+    None if a tuning run failed: a choice without it could be another one.
+    """
+    if experiment.tuning is None:
+        return experiment.pairs
+    tuning = experiment.tuning.runs
+    failed = sum(_run(experiment, run) is None for run in tuning)
+    pairs = experiment.compared
+    if failed or pairs is None:
+        print(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen", file=sys.stderr)
+        return None
+    experiment.tuning.write(experiment.settings)
+    return pairs
+
+
 def _options_first(words: list[str]) -> list[str]:
-    """Put overrides behind options: the parser reads overrides in one piece only."""
+    """Put overrides behind options: the parser reads overrides in one piece only.
+
+    The value of `tune` is quoted, or Hydra would read its commas as those of a sweep.
+    """
+    words = [TUNE.sub(r'tune="\1"', word) for word in words]
     behind = [word for word in words if "=" in word and not word.startswith("-")]
     return [word for word in words if word not in behind] + behind
 
@@ -234,7 +266,7 @@ def _report_sweep(command: "Command") -> bool:
     from gradsurg.report.study import study_report
     from gradsurg.report.text import print_overview
 
-    table, all_finished = outcome_table(command.jobs)
+    table, all_finished = outcome_table(command.chosen())
     if command.has_new_runs:
         print(table)
     for folder, loggers in command.studies.items():

@@ -19,12 +19,15 @@ from gradsurg.config.dry_run import (
     check_optimizer,
     check_places,
     check_settings,
+    few_examples,
+    metric_names,
 )
 from gradsurg.config.errors import ConfigError, ErrorCollector, joined
 from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
 from gradsurg.config.runs import Pair, Plan, create_model
 from gradsurg.config.settings import Settings
+from gradsurg.config.tuning import FIRST_SEED, Candidate, Tuning, configs, tuning_metric
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.loggers.base import GuardedLogger, Logger
@@ -34,9 +37,11 @@ from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
+from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state
+from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain, links_of
@@ -50,7 +55,10 @@ REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 
 @dataclass(frozen=True)
 class Experiment:
-    """The checked objects of one config. It holds no data and no model: a sweep keeps many."""
+    """The checked objects of one config. It holds no data and no model: a sweep keeps many.
+
+    `pairs` are the runs with the values of the config, which with `tuning` are not trained.
+    """
 
     settings: Settings
     pairs: tuple[Pair, ...]
@@ -58,6 +66,19 @@ class Experiment:
     config: Config
     task: Task
     loggers: tuple[GuardedLogger, ...]
+    plan: Plan
+    tuning: Tuning | None = None
+
+    @property
+    def compared(self) -> tuple[Pair, ...] | None:
+        """The runs to compare, with tuning at the chosen values; None before tuning has ended."""
+        return self.tuning.pairs(self.settings) if self.tuning else self.pairs
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs that are known: those of the tuning, and those to compare."""
+        tuned = self.tuning.runs if self.tuning else []
+        return [*tuned, *(run for pair in self.compared or () for run in pair.runs)]
 
     def load_data(self) -> Data:
         """Load the data of the task."""
@@ -75,14 +96,17 @@ class Experiment:
     @property
     def is_finished(self) -> bool:
         """Whether all runs have finished before, so that nothing will be trained."""
-        return not self.settings.force and _all_finished(self.settings, self.pairs)
+        out = Path(self.settings.out)
+        if self.settings.force or self.compared is None:
+            return False
+        return all(RunDirectory(run.directory(out)).finished for run in self.runs)
 
 
-def build(config: Config) -> Experiment:
+def build(config: Config, trial: bool = True) -> Experiment:
     """Build every object of an experiment, and try one training step.
 
-    Raises ConfigError with all errors. The trial step is left out if all runs have finished, or if
-    the config asks for 0 steps.
+    Raises ConfigError with all errors. The trial step is left out without `trial`, if all runs have
+    finished, or if the config asks for 0 steps.
     """
     _check_keys(config)
     errors = ErrorCollector()
@@ -111,6 +135,10 @@ def build(config: Config) -> Experiment:
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
         experiment = _experiment(plan, loggers)
+        if settings.tune is not None and model is not None and data is not None:
+            made = model
+            tuning = errors.attempt("tune", lambda: _tuning(config, settings, task, made, data))
+            experiment = replace(experiment, tuning=tuning)
     if settings is not None and settings.steps == 0:
         if not (task and data and model and check_model(task, model, data, errors)):
             model = None
@@ -120,7 +148,7 @@ def build(config: Config) -> Experiment:
             check_optimizer(config, settings, model, errors)
         if task and data and model and not (finite and selector):
             check_model(task, model, data, errors)
-        elif task and data and model and selector:
+        elif trial and task and data and model and selector:
             # A step of a user's own model or task may differ from the next one.
             certain = "name" in config["model"] and "name" in config["task"]
             used = trigger if config.get("transform") or joint else None
@@ -159,14 +187,40 @@ def build_surgery(config: Config) -> Surgery:
 def _experiment(plan: Plan, loggers: tuple[GuardedLogger, ...]) -> Experiment:
     settings = plan.settings
     pairs = tuple(plan.pair(seed) for seed in settings.all_seeds)
-    return Experiment(settings, pairs, plan.surgery(0), plan.config, plan.task, loggers)
+    return Experiment(settings, pairs, plan.surgery(0), plan.config, plan.task, loggers, plan)
+
+
+def _tuning(config: Config, settings: Settings, task: Task, model: nn.Module, data: Data) -> Tuning:
+    """Build the experiment of each point of the grid. Raises ValueError for the first wrong one."""
+    assert settings.tune is not None
+    seeds = range(FIRST_SEED, FIRST_SEED + settings.tune_seeds)
+    if common := {*seeds} & {*settings.all_seeds}:
+        raise ValueError(f"{min(common)} is one of the tuning seeds, and cannot be compared too")
+    with untouched(model):
+        names = metric_names(task, model, *few_examples(data))
+    metric, lower = tuning_metric(settings, names)
+    candidates = []
+    for values, changed in configs(config, settings.tune, settings):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SurgeryWarning)  # those of the config are enough
+                plan = build(changed, trial=False).plan
+        except ConfigError as error:
+            shown = ", ".join(f"{key}={value}" for key, value in values.items())
+            raise ValueError(f"{shown}: {error.faults[0]}") from error
+        candidates.append(Candidate(values, plan))
+    return Tuning(settings.tune, metric, lower, seeds, tuple(candidates))
 
 
 def _check_number_of_runs(plan: Plan) -> None:
     """Refuse very many runs before they are made, unless `yes` is given."""
-    count = len(plan.settings.all_seeds) * len(plan.pair(0).runs)
+    seeds, grid = len(plan.settings.all_seeds), plan.settings.tune
+    if grid is not None:
+        seeds += plan.settings.tune_seeds * len(grid)
+    count = seeds * len(plan.pair(0).runs)
     if count > MAX_RUNS and not plan.settings.yes:
-        raise ConfigError([f"seeds: {too_many(count, 'runs')}, found {plan.settings.seeds}"])
+        key = "tune" if grid is not None else "seeds"
+        raise ConfigError([f"{key}: {too_many(count, 'runs')}"])
 
 
 def _check_finite(config: Config, errors: ErrorCollector) -> None:
@@ -189,12 +243,6 @@ def _numbers(value: object, *keys: str) -> Iterator[tuple[str, float]]:
         case list():
             for index, item in enumerate(value):
                 yield from _numbers(item, *keys, str(index))
-
-
-def _all_finished(settings: Settings, pairs: tuple[Pair, ...]) -> bool:
-    out = Path(settings.out)
-    runs = (run for pair in pairs for run in pair.runs)
-    return all(RunDirectory(run.directory(out)).finished for run in runs)
 
 
 def _check_keys(config: Config) -> None:

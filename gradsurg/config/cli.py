@@ -91,6 +91,7 @@ class Command:
     plans: list[Experiment] = field(default_factory=list)
     trains: bool = False  # whether a job is no dry run
     untrained: int = 0  # the number of jobs with steps=0
+    tuned: dict[int, Experiment] = field(default_factory=dict)  # by the number of the job
     has_new_runs: bool = True
     has_unfinished_runs: bool = True
 
@@ -107,8 +108,9 @@ class Command:
             self.untrained += 1
             return
         out = Path(settings.out)
-        runs = [run for pair in experiment.pairs for run in pair.runs]
-        self.jobs.append(planned_job(words, runs, out))
+        if experiment.tuning is not None:
+            self.tuned[len(self.jobs)] = experiment
+        self.jobs.append(planned_job(words, experiment.runs, out))
         study_loggers = self.studies.setdefault(out / settings.study, {})
         for logger in experiment.loggers:
             study_loggers[logger.key] = self.loggers.setdefault(logger.key, logger)
@@ -117,6 +119,14 @@ class Command:
         self.report &= settings.report is not False
         self.force |= settings.force
         self.retry_failed &= settings.retry_failed
+
+    def chosen(self) -> list[Job]:
+        """Return the jobs, those with a tuning with the runs that it has chosen."""
+        jobs = list(self.jobs)
+        for number, experiment in self.tuned.items():
+            out = Path(experiment.settings.out)
+            jobs[number] = planned_job(jobs[number].words, experiment.runs, out)
+        return jobs
 
 
 def read_command(arguments: Namespace) -> Command:
@@ -151,6 +161,9 @@ def read_command(arguments: Namespace) -> Command:
     except OSError as error:
         print(f"out: cannot be written to: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
+    each = " in each job" if len(command.tuned) > 1 else ""
+    for text in dict.fromkeys(map(_budget, command.tuned.values())):
+        print(f"tuning{each}: {text}", file=sys.stderr, flush=True)
     command.has_new_runs = set(states) != {"finished"}
     command.has_unfinished_runs = not set(states) <= {"finished", "diverged"}
     if command.sweeping:
@@ -255,7 +268,8 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
     """
     settings = experiment.settings
     runs = [run for pair in experiment.pairs for run in pair.runs]
-    count = num_jobs * len(runs)
+    tuned = experiment.tuning.runs if experiment.tuning else []
+    count = num_jobs * (len(runs) + len(tuned))
     if count > MAX_RUNS and not settings.yes:
         raise ConfigError([f"sweep: {too_many(count, 'runs')}"])
     if count > ANNOUNCED_RUNS:
@@ -271,6 +285,12 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _budget(experiment: Experiment) -> str:
+    """Return the number of runs of an experiment with tuning."""
+    assert experiment.tuning is not None
+    return experiment.tuning.budget(experiment.settings.all_seeds)
 
 
 def _duration(seconds: float) -> str:

@@ -173,7 +173,7 @@ def check_metrics(
             examined_names(task, model, data)
     if settings is not None and settings.until is not None:
         with errors.at("until"), untouched(model):
-            part, names = data.watched, metric_names(task, model, *_few(data))
+            part, names = data.watched, metric_names(task, model, *few_examples(data))
             if part == "validation" and settings.until.metric.startswith("test/"):
                 metric = settings.until.metric.replace("test/", VALIDATION)
                 raise ValueError(
@@ -183,7 +183,7 @@ def check_metrics(
             settings.until.check([f"{part}/{name}" for name in names])
 
 
-def _few(data: Data) -> tuple[Tensor, Tensor]:
+def few_examples(data: Data) -> tuple[Tensor, Tensor]:
     """Return the first examples of the part that is evaluated during training."""
     inputs, targets = data.part(data.watched)
     return inputs[:METRIC_EXAMPLES], targets[:METRIC_EXAMPLES]

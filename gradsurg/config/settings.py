@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from gradsurg.config.grid import Grid
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.messages import one_line
 from gradsurg.training.run import VALIDATION, Backend, ComputeOptions, Precision, Until
@@ -54,6 +55,10 @@ def _until(told: object) -> object:
     return Until.of(told if isinstance(told, str) else repr(told))
 
 
+def _grid(told: object) -> object:
+    return told if told is None or isinstance(told, Grid) else Grid.of(told)
+
+
 @validated
 class Settings:
     """The short keys at the top of the config."""
@@ -77,6 +82,8 @@ class Settings:
     eval_every: Annotated[int, Field(ge=0)] = 0
     until: Annotated[Until, BeforeValidator(_until)] | None = None
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
+    tune: Annotated[Grid, BeforeValidator(_grid)] | None = None
+    tune_seeds: Positive = 3
     threads: Positive | None = None
     force: bool = False
     retry_failed: bool = True
@@ -97,8 +104,8 @@ class Settings:
             rule = "is looked at where evaluations are due: give eval_every too"
             raise Contradiction("until", rule)
         if self.validation == 0 and self.decides_on_validation:
-            rule = f"must be above 0: until='{self.until}' is decided on it"
-            raise Contradiction("validation", f"{rule}, found 0")
+            decides = "tune chooses" if self.tune else f"until='{self.until}' is decided"
+            raise Contradiction("validation", f"must be above 0: {decides} on it, found 0")
 
     @property
     def all_seeds(self) -> Sequence[int]:
@@ -107,7 +114,9 @@ class Settings:
 
     @property
     def decides_on_validation(self) -> bool:
-        """Whether validation data decide something in training."""
+        """Whether something is decided on validation data."""
+        if self.tune is not None:
+            return True
         return self.until is not None and self.until.metric.startswith(VALIDATION)
 
     @property

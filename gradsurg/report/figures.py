@@ -28,6 +28,7 @@ from gradsurg.report.training_charts import (
     site_panels,
     task_panel,
 )
+from gradsurg.report.tuning import tuning_panels
 from gradsurg.report.wording import title
 
 Item = TypeVar("Item")
@@ -73,6 +74,8 @@ def figures(report: StudyReport) -> Iterator[Figure]:
         yield Figure("outcome", panels, 2, heading)
     if reached := reached_panel(report.arms):
         yield Figure("reached", [reached], 1)
+    if report.tunings:
+        yield Figure("tuning", tuning_panels(report.tunings)[:MAX_PANELS], 2)
     yield from _curve_figure(report)
     maps = [one for one in report.maps if one.transform != "none"]
     if maps:

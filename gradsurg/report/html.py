@@ -40,6 +40,7 @@ from gradsurg.report.training_sections import (
     effects_section,
     updates_section,
 )
+from gradsurg.report.tuning import tuning_panels, tuning_rows
 from gradsurg.report.wording import count, is_share, title, unbroken, value
 from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
 
@@ -60,6 +61,7 @@ def page(
     sections = [
         _outcome(report, data),
         _reached(report, data),
+        _tuning(report, data),
         _fronts(report, data),
         _trajectories(pictures),
         _alone(report),
@@ -248,6 +250,24 @@ def _reached(report: StudyReport, data: elements.PageData) -> elements.Section |
     data.add("reached", panel)
     how = "The share of seeds that have reached the stopping condition, over the steps."
     return elements.section("reached", "Steps to the target", how, elements.chart("reached"))
+
+
+def _tuning(report: StudyReport, data: elements.PageData) -> elements.Section | None:
+    if not report.tunings:
+        return None
+    how = (
+        "Each arm chose its values on validation data, with seeds that are not compared: a dot is "
+        "a seed, the line their mean, a ring the chosen value, a cross a value with which seeds "
+        "diverged. With several keys, a chart shows the points with the chosen values of the "
+        "others."
+    )
+    charts = []
+    for place, panel in enumerate(tuning_panels(report.tunings)):
+        data.add(f"tuning|{place}", panel)
+        charts.append(elements.chart(f"tuning|{place}"))
+    heads, rows = tuning_rows(report.tunings)
+    table = elements.table("Chosen values", heads, rows, words=["chosen", "remarks"])
+    return elements.section("tuning", "Tuning", how, elements.panels(charts), table)
 
 
 def _shares(report: StudyReport, data: elements.PageData) -> elements.Section | None:

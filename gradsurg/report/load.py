@@ -44,6 +44,8 @@ STATES = (
     "unreadable",
 )
 
+TUNING = "tuning"
+"""The folder of a study with its tuning runs and the choices of its arms."""
 OWN_FILES = (FACTS, CONFIG, SUMMARY, METRICS, ERROR)
 BESIDE_CONTROL = ("transform", "site", "when", "order", "control", "aggregator", "sources")
 
@@ -236,6 +238,8 @@ Stamp = dict[str, object]
 def stamp(folder: Path) -> Stamp:
     """Size and time of every file that a report is made from: another stamp, another report."""
     facts_of_files: Stamp = {}
+    for file in (folder / TUNING).glob("*.json"):
+        facts_of_files[file.name] = file.stat().st_size, file.stat().st_mtime_ns
     for path in _run_directories(folder):
         for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
             try:

@@ -36,6 +36,7 @@ from gradsurg.report.series import (
     load_metrics,
     norms,
 )
+from gradsurg.report.tuning import ArmTuning, read_tunings, unequal
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class StudyReport:
     answer: str
     cautions: list[str]
     effort: list[str]
+    tunings: list[ArmTuning]
 
     @property
     def about_tests(self) -> str:
@@ -95,7 +97,8 @@ def study_report(
     in_conflict = conflict_series(arms, conflicts)
     compared = compare(arms)
     grounds, broken = landscapes(logged, metrics)
-    faults = [*faults, *broken, *effects.faults, *torn]
+    tunings, unread = read_tunings(folder, arms)
+    faults = [*faults, *broken, *effects.faults, *torn, *unread]
     faults = [f"Left out, because it cannot be read: {text}" for text in faults]
     return StudyReport(
         folder=folder,
@@ -120,9 +123,11 @@ def study_report(
         cautions=[
             *cautions(runs, compared, arms),
             *about_lengths(in_conflict),
+            *unequal(tunings),
             *faults,
         ],
         effort=effort(runs),
+        tunings=tunings,
     )
 
 

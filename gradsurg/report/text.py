@@ -42,6 +42,7 @@ from gradsurg.report.conflicts import (
 from gradsurg.report.load import Arm, LoadedRun, fault_of
 from gradsurg.report.series import update_line
 from gradsurg.report.study import StudyReport
+from gradsurg.report.tuning import tuning_lines
 from gradsurg.report.wording import (
     FEW,
     HEADLINE,
@@ -399,6 +400,8 @@ def _print(report: StudyReport, console: Console) -> None:
         if compared and outcomes:
             console.print()
             console.print(_outcomes(outcomes, name))
+    for text in [*([""] if report.tunings else []), *tuning_lines(report.tunings)]:
+        console.print(Text(text))
     if report.alone:
         console.print()
         console.print(_study_alone(report))

@@ -52,11 +52,15 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study before it is trained: its folder, its runs by directory name, all their steps."""
+    """A study before it is trained: its folder, its runs by directory name, all their steps.
+
+    A `tuned` study has other runs after training: those with the values that it has chosen.
+    """
 
     folder: Path
     runs: dict[str, PlannedRun]
     steps: int
+    tuned: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedS
         raise WrongExperiment(f"{name}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
+    if plan.tuned:
+        plan = plan_study(name, overrides)  # with the values that it has chosen
     runs = {run.name: run for run in read_study(plan.folder, [*plan.runs])}
     return FinishedStudy(plan.folder, [runs[name] for name in plan.runs])
 
@@ -102,10 +108,13 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     """Compose a study and build its runs without training; WrongExperiment if it is wrong."""
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
+    tuned: dict[str, int] = {}
 
     def keep(words: list[str], experiment: Experiment, num_jobs: int) -> None:
         settings = experiment.settings
         folders.add(Path(settings.out) / settings.study)
+        for run in experiment.tuning.runs if experiment.tuning else ():
+            tuned[run.name] = run.schedule.steps
         runs.update(plan_runs(experiment))
 
     try:
@@ -114,12 +123,14 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
     (folder,) = folders
-    return StudyPlan(folder, runs, sum(run.steps for run in runs.values()))
+    steps = sum(run.steps for run in runs.values()) + sum(tuned.values())
+    return StudyPlan(folder, runs, steps, bool(tuned))
 
 
 def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
     """Return the runs of an experiment by the names of their directories; nothing is trained."""
-    runs = {run.name: run for pair in experiment.pairs for run in pair.runs}
+    pairs = experiment.compared or experiment.pairs  # before a tuning has ended: the config's own
+    runs = {run.name: run for pair in pairs for run in pair.runs}
     task, data = experiment.task, experiment.load_data()
     with random_state.preserved():
         model = experiment.make_model(data)
@@ -155,6 +166,7 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
 def _planned(run: Run, names: _Names) -> PlannedRun:
     schedule = run.schedule
     tested = [f"test/{name}" for name in names.tested]
+    validated = [f"validation/{name}" for name in names.tested if schedule.validation]
     later = [f"test/{name}" for name in run.task.trajectory_metric_names if schedule.eval_every]
     updates = (
         (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
@@ -162,10 +174,10 @@ def _planned(run: Run, names: _Names) -> PlannedRun:
     until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
     trained = [f"train/{name}" for name in names.trained]
     numbers = [f"examined/{name}" for name in names.examined]
-    ends = (*trained, *tested, *later, *numbers, *until, *updates, *ALWAYS)
+    ends = (*trained, *validated, *tested, *later, *numbers, *until, *updates, *ALWAYS)
     rows: dict[str, int] = dict.fromkeys(("train/loss", *updates), schedule.log_every)
     if schedule.eval_every:
-        rows |= dict.fromkeys(tested, schedule.eval_every)
+        rows |= dict.fromkeys(validated or tested, schedule.eval_every)
     known = selectable_keys(run.identity, run.label, run.seed)
     labels = zip(run.surgery.interventions, run.surgery.labels, strict=True)
     transforms = tuple(name for item, group in labels if not item.aggregator for name in group)

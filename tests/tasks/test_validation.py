@@ -66,7 +66,9 @@ def test_a_digit_of_an_overlay_is_in_one_part_only() -> None:
 class Curve(Digits):
     """Digits with a number that needs every test."""
 
-    trajectory_metric_names = ("forgetting",)
+    @property
+    def trajectory_metric_names(self) -> tuple[str, ...]:
+        return ("forgetting",)
 
 
 class Given(Digits):

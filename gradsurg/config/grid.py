@@ -1,0 +1,105 @@
+"""The grammar of `tune`: keys of the config, and the values that each of them is tried with."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import isfinite
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+RULE = (
+    "must be as optimizer.lr=log(1e-3,1,7): a key, and log(from,to,number), lin(from,to,number) or "
+    "a list [..]; several joined by ';'"
+)
+PART = re.compile(r"\s*([A-Za-z_][\w.]*)\s*=\s*(.+?)\s*", re.DOTALL)
+SPACED = re.compile(r"(log|lin)\((.*)\)", re.DOTALL)
+DIGITS = 4  # of a value between the ends
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key of the config with the values that it is tried with, in their order."""
+
+    key: str
+    values: tuple[Any, ...]  # Any: what a YAML file can hold
+    by_log: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The product of the values of one or more keys."""
+
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def of(cls, text: object) -> "Grid":
+        """Parse `optimizer.lr=log(1e-3,1,7); model.width=[32,64]`.
+
+        Raises ValueError if it has another form.
+        """
+        if not isinstance(text, str) or not text.strip(" ;"):
+            raise ValueError(RULE)
+        axes = tuple(_axis(part) for part in text.strip(" ;").split(";"))
+        keys = [axis.key for axis in axes]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"has {twice[0]} twice")
+        return cls(axes)
+
+    def combinations(self) -> Iterator[dict[str, Any]]:  # Any: as above
+        """Yield a value for each key, the last key varying fastest."""
+        for values in product(*(axis.values for axis in self.axes)):
+            yield {axis.key: value for axis, value in zip(self.axes, values, strict=True)}
+
+    def __len__(self) -> int:
+        return len(list(self.combinations()))
+
+
+def _axis(text: str) -> Axis:
+    match = PART.fullmatch(text)
+    if match is None:
+        raise ValueError(RULE)
+    key, written = match.groups()
+    if spaced := SPACED.fullmatch(written):
+        by_log = spaced[1] == "log"
+        values: Sequence[Any] = _spaced(written, by_log, spaced[2].split(","))
+    else:
+        by_log, values = False, _listed(written)
+    if len(values) < 2 or any(value in values[:place] for place, value in enumerate(values)):
+        raise ValueError(f"{key}: needs two values or more, each once")
+    numbers = all(isinstance(value, int | float) for value in values)
+    by_log = by_log or (numbers and min(values) > 0 and max(values) >= 10 * min(values))
+    return Axis(key, tuple(values), by_log)
+
+
+def _spaced(written: str, by_log: bool, ends: Sequence[str]) -> list[float]:
+    """Return the values of `log(1e-3,1,7)`; whole numbers if a linear grid has no others."""
+    try:
+        low, high, number = float(ends[0]), float(ends[1]), int(ends[2])
+        right = len(ends) == 3 and number >= 2 and isfinite(high - low) and low < high
+    except (ValueError, IndexError):
+        right, low, high, number = False, 0.0, 0.0, 0
+    if not right or (by_log and low <= 0):
+        above = "0 < from < to" if by_log else "from < to"
+        raise ValueError(f"{written}: needs (from,to,number) with {above} and 2 values or more")
+    if by_log:
+        inside = [low * (high / low) ** (k / (number - 1)) for k in range(1, number - 1)]
+    else:
+        inside = [low + (high - low) * k / (number - 1) for k in range(1, number - 1)]
+    values = [low, *(float(f"{value:.{DIGITS}g}") for value in inside), high]
+    whole = not by_log and all(value.is_integer() for value in values)
+    return [int(value) for value in values] if whole else values
+
+
+def _listed(written: str) -> list[Any]:  # Any: as above
+    """Return the values of a YAML list."""
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(f"values: {written}"))
+    except (OmegaConfBaseException, YAMLError, ValueError):
+        values = None
+    if not isinstance(values, dict) or not isinstance(values.get("values"), list):
+        raise ValueError(RULE)
+    return values["values"]
