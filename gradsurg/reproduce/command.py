@@ -1,7 +1,6 @@
 """The command line of a reproduction: run a paper's studies, judge them, print and record."""
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,16 +17,18 @@ from gradsurg.reproduce.expected import (
     papers,
     read_expected,
 )
-from gradsurg.reproduce.judge import (
-    HOLDS,
-    REPORTED,
+from gradsurg.reproduce.judge import judge
+from gradsurg.reproduce.record import (
     Record,
-    judge,
+    chance_of_all,
     make_record,
     markdown,
     read_record,
+    recorded_verdict,
+    summary,
     write_between,
     write_record,
+    write_tables,
 )
 from gradsurg.reproduce.studies import FinishedStudy, missing_measurements, plan_study, run_study
 
@@ -140,11 +141,13 @@ def _reproduce(
     conditions = f" ({expected.conditions})" if expected.conditions else ""
     changed = f", with {' '.join(other)}, which is not what the claim is about" if other else ""
     print(f"{paper}, {form} form: {record['verdict']}{conditions}{changed}")
+    if not other and (chance := chance_of_all(expected, record)) != "-":
+        print(f"Probability that all bands hold for as many new seeds: {chance}")
     for item in judgements:
         if not item.holds:
             print(f"{item.band.name} does not hold: {item.band.says} Found: {item.measured}.")
     if write:
-        write_record(folder, record, figure)
+        write_record(folder, expected, record, figure)
     return all(item.holds for item in judgements)
 
 
@@ -182,33 +185,36 @@ def _list(root: Path, expected: dict[str, Expected]) -> str:
     rows = [["paper", "verdict", "minutes", "claim"]]
     for paper, claim in expected.items():
         record = read_record(root / "experiments" / paper)
-        rows.append([paper, *_verdict_and_minutes(record), claim.claim])
+        rows.append([paper, recorded_verdict(claim, record), _minutes(record), claim.claim])
     return aligned(rows, left=4)
 
 
-def _verdict_and_minutes(record: Record | None) -> tuple[str, str]:
-    return (record["verdict"], f"{record['minutes']:g}") if record else ("not measured", "-")
-
-
-def _measured(expected: Expected, record: Record) -> str:
-    """Return the sentence `front` with its numbers filled in, and how many bands hold."""
-    values = {band["name"]: band["over_seeds"] for band in record["bands"]}
-    results = [band["said"] for band in record["bands"] if band["said"] != REPORTED]
-    held = f"{results.count(HOLDS)} of {len(results)} bands hold"
-    text = re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], "-"), expected.front)
-    return f"{text}; {held}" if text else held
+def _minutes(record: Record | None) -> str:
+    return f"{record['minutes']:g}" if record else "-"
 
 
 def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
-    """Print the claims' table; with `write` put it into experiments/README.md."""
-    rows = [["paper", "claim", "published", "measured here", "verdict", "minutes", "command"]]
+    """Print the claims' table; with `write` put it and the papers' tables into the READMEs."""
+    rows = [["paper", "claim", "published", "measured here", "verdict", "again", "minutes"]]
+    places = []
     for paper, claim in expected.items():
-        record = read_record(root / "experiments" / paper)
-        verdict, minutes = _verdict_and_minutes(record)
-        measured = _measured(claim, record) if record else "-"
-        link, command = f"[`{paper}`]({paper}/README.md)", f"`python scripts/reproduce.py {paper}`"
-        rows.append([link, claim.claim, claim.published, measured, verdict, minutes, command])
+        folder = root / "experiments" / paper
+        record = read_record(folder)
+        verdict = recorded_verdict(claim, record)
+        if claim.conditions:
+            verdict += f": {claim.conditions}"
+        measured, chance = "-", "-"
+        if record is not None:
+            measured, chance = summary(claim, record), chance_of_all(claim, record)
+            places.append(str(record["hardware"]))
+            if write:
+                write_tables(folder, claim, record)
+        link = f"[`{paper}`]({paper}/README.md)"
+        cells = [claim.claim, claim.published, measured, verdict, chance, _minutes(record)]
+        rows.append([link, *cells])
     table = markdown(rows)
+    if places:
+        table = f"Measured on {'; '.join(dict.fromkeys(places))}.\n\n{table}"
     print(table)
     if write:
         write_between(root / "experiments" / "README.md", table)

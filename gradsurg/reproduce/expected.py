@@ -27,8 +27,8 @@ class Band:
 
     Args:
         says: The band in a sentence.
-        metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`), or
-            `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
+        metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`),
+            `diverged`, 1 or 0, or `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
         of: The number that must lie in the band: `every` run's, their `mean` or their `total`.
         at: Take the metric at the `end`, or from the rows of `metrics.jsonl` its maximum (`most`),
             minimum (`least`) or value at a step.
@@ -80,6 +80,11 @@ class Band:
         return self.low is None and self.high is None
 
     @property
+    def is_two_sided(self) -> bool:
+        """Whether the band has two bounds."""
+        return self.low is not None and self.high is not None
+
+    @property
     def bounds(self) -> str:
         """The band as text: `>= 0.99`, `<= 0.01` or `-8.6 to -8.2`; `-` without bounds."""
         if self.is_unbounded:
@@ -113,6 +118,7 @@ class Expected:
         figure: A drawing, or the name of a figure in the report of the first study.
         front: The result in the claims' table; `{name}` stands for the value of a band: for runs of
             several seeds their mean and its interval.
+        result: The result in the experiment's README, with `{name}` as in `front`.
     """
 
     claim: Text
@@ -123,6 +129,7 @@ class Expected:
     full: tuple[Text, ...] = ()
     figure: Text | Drawing | None = None
     front: str = ""
+    result: str = ""
     conditions: str = ""
 
     def __post_init__(self) -> None:
@@ -131,8 +138,9 @@ class Expected:
             raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
         if self.full and len(self.full) != len(self.quick):
             raise Contradiction("full", "must be as many studies as quick, in the same order")
-        if unknown := [name for name in _names_in(self.front) if name not in names]:
-            raise Contradiction("front", f"names no band {{{unknown[0]}}}")
+        for field, text in (("front", self.front), ("result", self.result)):
+            if unknown := [name for name in _names_in(text) if name not in names]:
+                raise Contradiction(field, f"names no band {{{unknown[0]}}}")
         for band in self.bands:
             if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
                 rule = f"must name a study of quick in the band {band.name}"
@@ -148,9 +156,9 @@ class Expected:
         return dict(zip(self.quick, self.full if form == "full" else self.quick, strict=True))
 
 
-def _names_in(front: str) -> list[str]:
+def _names_in(text: str) -> list[str]:
     """Return the names of the bands in a sentence with `{name}`."""
-    return re.findall(r"\{(\w+)\}", front)
+    return re.findall(r"\{(\w+)\}", text)
 
 
 def papers(root: Path) -> list[str]:

@@ -1,31 +1,31 @@
-"""Judge the bands of a claim by its runs, and record the result for tables."""
+"""Judge the bands of a claim by its runs."""
 
-import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
-from pathlib import Path
-from statistics import fmean
+from math import floor, isfinite, log10, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
-from gradsurg.report.load import LoadedRun, flat, group
-from gradsurg.reproduce.expected import Band, Expected, Form
+from gradsurg.report.load import LoadedRun, flat
+from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import paired_difference
 from gradsurg.training.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 
 Studies = Mapping[str, Sequence[LoadedRun]]
-Record = Mapping[str, Any]  # Any: what JSON can hold
 
 EFFECT = "effect/"
-STEPS = "steps"
-HOLDS, CONDITIONS, FAILS = "holds", "holds under conditions", "does not hold"
+DIVERGED = "diverged"
+HOLDS, CONDITIONS = "holds", "holds under conditions"
+UNDECIDED = "in the mean; interval undecided"
+UNMEASURED, FAILS = "not measured", "does not hold"
 REPORTED = "reported"
+WEAKEST = (FAILS, UNMEASURED, UNDECIDED)
+"""Results of a band that are a paper's verdict if one band has them, the weakest first."""
+COUNTED = (UNTIL_REACHED, DIVERGED)
+"""Outcomes that a diverged run has."""
 MAX_DECIMALS = 6
-
-FILE = "measured.json"
-BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
+NUM_POSTERIOR_DRAWS = 20_000
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,37 @@ class Judgement:
 
     @property
     def result(self) -> str:
-        """`holds`, `does not hold`, or `reported` for a band without bounds."""
+        """`holds`, `does not hold`, or `reported` for a band without bounds.
+
+        A band of a mean whose interval reaches over a bound is `in the mean; interval undecided`.
+        """
         if not self.holds:
             return FAILS
-        return REPORTED if self.band.is_unbounded else HOLDS
+        if self.band.is_unbounded:
+            return REPORTED
+        return HOLDS if self.band.of != "mean" or self.is_decided else UNDECIDED
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval of the mean lies in the band; without an interval it does not.
+
+        Of a band with two bounds the interval of 90 %, which is the test of equivalence by two
+        one-sided t tests at 5 % (TOST; Schuirmann 1987), else that of 95 %.
+        """
+        ends = _interval(self.values, 0.9 if self.band.is_two_sided else 0.95)
+        return ends is not None and all(self.band.holds(end) for end in ends)
+
+    @property
+    def chances(self) -> tuple[float, float] | None:
+        """The probabilities that the band holds for as many new seeds; see `chances_again`."""
+        if self.lacking or self.band.is_unbounded:
+            return None
+        if self.band.of == "total":
+            binary = all(value in (0, 1) for value in self.values)
+            return share_again(self.band, sum(self.values), len(self.values)) if binary else None
+        if len(self.values) < 2 or len(set(self.seeds)) < len(self.values):
+            return None  # starts or settings, which are not draws
+        return chances_again(self.band, fmean(self.values), stdev(self.values), len(self.values))
 
     @property
     def measured(self) -> str:
@@ -60,9 +87,12 @@ class Judgement:
         if self.lacking:
             return self.lacking
         if self.band.of == "mean":
-            return mean_with_interval(self.values)
+            text, ends = mean_with_interval(self.values), _interval(self.values, 0.9)
+            if self.band.is_two_sided and ends is not None and ends[0] < ends[1]:
+                return f"{text}; 90 % {ends[0]:.2g} to {ends[1]:.2g}"
+            return text
         if self.band.of == "total":
-            of = f" of {len(self.values)}" if self.band.metric == UNTIL_REACHED else ""
+            of = f" of {len(self.values)}" if self.band.metric in COUNTED else ""
             return f"{sum(self.values):.4g}{of}"
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
@@ -70,6 +100,8 @@ class Judgement:
     @property
     def over_seeds(self) -> str:
         """Like `measured`, but for runs of several seeds their mean with its interval."""
+        if self.band.of == "mean" and not self.lacking:
+            return mean_with_interval(self.values)
         apart = len(set(self.seeds)) == len(self.values) > 1 and self.band.of == "every"
         apart = apart and min(self.values) < max(self.values)
         return mean_with_interval(self.values) if apart else self.measured
@@ -96,16 +128,59 @@ def mean_with_interval(values: Sequence[float]) -> str:
     return f"{mean} ({low} to {high})"
 
 
+def _interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Return the t interval of the mean; None for fewer than three values."""
+    difference = paired_difference(values, [0.0] * len(values), confidence)
+    if difference.low is None or difference.high is None:
+        return None
+    return difference.low, difference.high
+
+
+def chances_again(band: Band, mean: float, sd: float, n: int) -> tuple[float, float]:
+    """Return the probabilities that n new seeds are in the band: of plug-in and of prediction.
+
+    Seeds are drawn from a normal distribution: of the measured mean and deviation, and of both
+    from their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed.
+    """
+    if sd == 0:
+        return (float(band.holds(mean)),) * 2
+    import numpy
+    from scipy.special import ndtr
+
+    generator = numpy.random.default_rng(0)
+    sigmas = sd * numpy.sqrt((n - 1) / generator.chisquare(n - 1, NUM_POSTERIOR_DRAWS))
+    means = mean + sigmas / sqrt(n) * generator.standard_normal(NUM_POSTERIOR_DRAWS)
+    results = []
+    for mu, sigma in ((numpy.array([mean]), numpy.array([sd])), (means, sigmas)):
+        scale = sigma / sqrt(n) if band.of == "mean" else sigma
+        below = 0.0 if band.low is None else ndtr((band.low - mu) / scale)
+        up_to = 1.0 if band.high is None else ndtr((band.high - mu) / scale)
+        each = up_to - below
+        results.append(float(numpy.mean(each if band.of == "mean" else each**n)))
+    return results[0], results[1]
+
+
+def share_again(band: Band, count: float, n: int) -> tuple[float, float]:
+    """Return the same for a number of seeds of n: binomial, and beta-binomial (Jeffreys' prior)."""
+    from scipy.stats import betabinom, binom
+
+    inside = [k for k in range(n + 1) if band.holds(k)]
+    laws = binom(n, count / n), betabinom(n, count + 0.5, n - count + 0.5)
+    plug_in, predicted = (float(sum(law.pmf(k) for k in inside)) for law in laws)
+    return plug_in, predicted
+
+
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
     """Judge each band by the runs of its study; `studies` are keyed by their quick names."""
     return [_judge(band, studies[band.study or expected.quick[0]]) for band in expected.bands]
 
 
-def verdict(expected: Expected, judgements: Sequence[Judgement]) -> str:
-    """Return the verdict of all bands on the claim."""
-    if not all(item.holds for item in judgements):
-        return FAILS
-    return CONDITIONS if expected.conditions else HOLDS
+def verdict(results: Sequence[str], conditions: str) -> str:
+    """Return the verdict on a claim, that of its weakest band."""
+    for result in WEAKEST:
+        if result in results:
+            return result
+    return CONDITIONS if conditions else HOLDS
 
 
 def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
@@ -118,8 +193,8 @@ def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
     if band.count not in (None, len(chosen)):
         return Judgement(band, lacking=f"{len(chosen)} runs, and the band is of {band.count}")
     needed = [*chosen, *others]
-    # a diverged run has an outcome if the question is whether it reached a goal
-    ended = ("finished", "diverged") if band.metric == UNTIL_REACHED else ("finished",)
+    # a diverged run has an outcome if the question is whether it diverged or reached a goal
+    ended = ("finished", "diverged") if band.metric in COUNTED else ("finished",)
     if unfinished := [run for run in needed if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judgement(band, lacking=f"{len(unfinished)} of {len(needed)} runs: {states}")
@@ -157,6 +232,8 @@ def is_selected(keys: Mapping[str, object], which: Mapping[str, object]) -> bool
 
 def outcome(run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
     """Return an outcome of a run, or a sum or difference of outcomes; None if it is missing."""
+    if metric == DIVERGED:
+        return float(run.state == DIVERGED)
     if metric.startswith(EFFECT):
         values = effect(run, metric)
         at = max(values, default=0) if at == "end" else at
@@ -195,104 +272,3 @@ def _combined(numbers: Mapping[str, Any], metric: str) -> float | None:  # Any: 
     return float(
         sum(-value if sign == "-" else value for value, sign in zip(values, signs, strict=True))
     )
-
-
-# The record -----------------------------------------------------------------------------------
-
-
-def make_record(
-    expected: Expected,
-    form: Form,
-    judgements: Sequence[Judgement],
-    studies: Studies,
-    minutes: float,
-    step_ms: Mapping[str, float | None],
-) -> Record:
-    """Return the content of measured.json, from which all tables are made."""
-    bands = [
-        {
-            "name": item.band.name,
-            "says": item.band.says,
-            "band": item.band.bounds,
-            "measured": item.measured,
-            "over_seeds": item.over_seeds,
-            "runs": len(item.values),
-            "said": item.result,
-        }
-        for item in judgements
-    ]
-    hardware = [(run.summary or {}).get("hardware") for runs in studies.values() for run in runs]
-    return {
-        "form": form,
-        "verdict": verdict(expected, judgements),
-        "minutes": round(minutes, 1),
-        "step_ms": {key: time and round(time, 3) for key, time in step_ms.items()},
-        "hardware": next((text for text in hardware if text), None),
-        "bands": bands,
-        "arms": [row for name in studies for row in _arm_rows(name, studies[name], expected)],
-    }
-
-
-def read_record(folder: Path) -> Record | None:
-    """Read the record of an experiment's folder; None if there is none."""
-    path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def write_record(folder: Path, record: Record, figure: Path | None) -> None:
-    """Write the record, the tables of the README and the figure into an experiment's folder."""
-    (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    if figure is not None:
-        shutil.copyfile(figure, folder / figure.name)
-    write_between(folder / "README.md", _tables(record))
-
-
-def write_between(path: Path, text: str) -> None:
-    """Replace the text between a file's markers, which are appended if it has none."""
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if BEGIN not in before:
-        before = f"{before.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()
-    head, _, rest = before.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table; the first row is its head."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def _tables(record: Record) -> str:
-    bands = [["band", "stated", "measured", "runs", ""]]
-    bands += [
-        [row["says"], row["band"], row["measured"], str(row["runs"]), row["said"]]
-        for row in record["bands"]
-    ]
-    arms = [["study", "arm", "seeds", "outcome", "mean (95 % interval)"]]
-    arms += [[str(cell) for cell in row.values()] for row in record["arms"]]
-    time = f"{record['minutes']:g} minutes of training, all runs together"
-    head = f"Verdict of the {record['form']} form: **{record['verdict']}** ({time})."
-    return "\n\n".join([head, markdown(bands), markdown(arms)])
-
-
-def _arm_rows(study: str, runs: Sequence[LoadedRun], expected: Expected) -> list[dict[str, object]]:
-    """Return a row for each arm and each metric of the study's bands, or of all bands."""
-    bands = [band for band in expected.bands if band.study in ("", study)] or expected.bands
-    rows = []
-    for arm in group(runs):
-        for quantity, metric, at in dict.fromkeys((b.quantity, b.metric, b.at) for b in bands):
-            outcomes = [outcome(run, metric, at) for run in arm.whole]
-            values = [value for value in outcomes if value is not None]
-            if metric.startswith(EFFECT) and not values:
-                continue  # a transform that is not in this arm
-            seeds = ", ".join(str(run.seed) for run in arm.whole)
-            mean = mean_with_interval(values) if values else "-"
-            if values and metric == UNTIL_REACHED:
-                mean = f"{sum(values):g} of {len(values)}"
-            elif values and metric == STEPS:  # a mean over runs that stopped early says little
-                mean = f"{min(values):g} to {max(values):g}"
-            rows.append(
-                {"study": study, "arm": arm.name, "seeds": seeds, "metric": quantity, "mean": mean}
-            )
-    return rows

@@ -18,7 +18,7 @@ from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.messages import nearest
 from gradsurg.report.load import LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
-from gradsurg.reproduce.judge import EFFECT, is_selected, selectable_keys, terms
+from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.sites.model_tree import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
@@ -26,8 +26,8 @@ from gradsurg.training.run import Run
 from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 
 WRONG_INPUT = 2
-ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms")
-"""Numbers that every finished run has."""
+ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms", DIVERGED)
+"""Numbers that every run has at its end."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from gradsurg.reproduce import command
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw, draw_maps
 from gradsurg.reproduce.judge import Judgement, judge, mean_with_interval
+from gradsurg.reproduce.record import make_record, read_record, recorded_verdict, tables
 from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
@@ -26,7 +27,7 @@ MINI = {
     "quick": ["simple_transforms"],
     "bands": [{**BAND, "metric": "test/loss"}],
 }
-TIMES = {"time/train_s": 60, "time/step_ms": 2.5}
+TIMES = {"time/train_s": 60, "time/step_ms": 2.5, "hardware": "a small machine"}
 LOSSES = {("clip", 0): 0.25, ("clip", 1): 0.5, ("none", 0): 2.0}
 Reproduce = Callable[..., Ended]
 
@@ -121,7 +122,79 @@ def test_a_band_about_the_mean_is_held_against_the_mean(root: Path, reproduce: R
     expect(root, {**MINI, "bands": [{**MINI["bands"][0], "high": 0.4, "of": "mean"}]})
     ended = reproduce("mini")
     assert ended.code == 0
-    assert "0.375     2  holds" in ended.out  # of two seeds, which have no interval
+    # of two seeds, which have no interval
+    assert "0.375     2  in the mean; interval undecided" in ended.out
+    assert "mini, quick form: in the mean; interval undecided\n" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds", "result"),
+    [
+        ([0.1, 0.2, 0.3], {"high": 0.5}, "holds"),
+        ([0.1, 0.2, 0.3], {"high": 0.4}, "in the mean; interval undecided"),
+        ([0.1, 0.2, 0.3], {"high": 0.1}, "does not hold"),
+        # half of the 95 % interval is 0.248, of the 90 % interval 0.169
+        ([0.1, 0.2, 0.3], {"low": 0.0, "high": 0.4}, "holds"),
+        ([0.1, 0.2, 0.3], {"low": 0.1, "high": 0.4}, "in the mean; interval undecided"),
+        ([0.1, 0.2, 0.3], {"low": 0.0}, "in the mean; interval undecided"),
+        ([0.25, 0.25, 0.25], {"high": 0.25}, "holds"),
+    ],
+)
+def test_a_mean_whose_interval_reaches_over_a_bound_is_undecided(
+    root: Path, values: list[float], bounds: dict[str, float], result: str
+) -> None:
+    runs = [found("clip", seed, {"test/loss": loss}, root) for seed, loss in enumerate(values)]
+    band = {"high": None, **bounds}
+    assert judged_with(root, runs, of="mean", **band).result == result
+
+
+def test_the_verdict_is_that_of_the_weakest_band(root: Path, reproduce: Reproduce) -> None:
+    weak = {**MINI["bands"][0], "name": "weak", "high": 0.4, "of": "mean"}
+    expect(root, {**MINI, "bands": [*MINI["bands"], weak], "conditions": "fewer steps"})
+    ended = reproduce("mini", "--write")
+    assert "quick form: in the mean; interval undecided (fewer steps)" in ended.out
+    text = (root / "experiments" / "mini" / "README.md").read_text(encoding="utf-8")
+    start = "Verdict of the quick form: **in the mean; interval undecided**."
+    assert f"{start} Conditions: fewer steps." in text
+    # a band that was added since, and one whose bound was moved, have not been measured
+    for added in ({**MINI["bands"][0], "name": "new"}, {**weak, "high": 0.45}):
+        kept = [band for band in (*MINI["bands"], weak) if band["name"] != added["name"]]
+        expect(root, {**MINI, "bands": [*kept, added]})
+        assert "| not measured | 2 |" not in reproduce("--table").out
+        assert "mini   not measured" in reproduce("--list").out
+
+
+def test_bands_hold_again_by_chance(root: Path) -> None:
+    # 7 of 8 or more, of 8 seeds that all have it: 1 plug-in; with Jeffreys' prior 0.897 (scipy
+    # 1.17: betabinom.sf(6, 8, 8.5, 0.5)); at most 3 of 8, where 1 has it: 0.9887 binomial
+    for k, low, high, wanted in ((8, 7, None, (1.0, 0.897)), (1, None, 3, (0.9887, 0.919))):
+        runs = [found("clip", s, {"until/reached": int(s < k)}, root) for s in range(8)]
+        band = {"metric": "until/reached", "of": "total", "count": 8, "low": low, "high": high}
+        assert judged_with(root, runs, **band).chances == pytest.approx(wanted, abs=1e-3)
+    runs = [found("clip", s, {"test/loss": 0.1 * s}, root) for s in range(1, 4)]
+    # three of three below 0.3 where mean 0.2 and deviation 0.1: Phi(1)^3, and less of new ones
+    plug_in, predicted = judged_with(root, runs, high=0.3).chances or (0, 0)
+    assert plug_in == pytest.approx(0.8413**3, abs=1e-3)
+    assert predicted < plug_in
+    # the mean of three below 0.3: Phi(sqrt(3)); predicted t_2 at sqrt(3 / 2)
+    chances = judged_with(root, runs, of="mean", high=0.3).chances
+    assert chances == pytest.approx((0.9584, 0.8273), abs=0.01)
+    one = [found("clip", 0, {"test/loss": 0.1}, root)]
+    assert judged_with(root, one).chances is None
+    assert judged_with(root, [*one, *one]).chances is None  # not two seeds
+
+
+def test_diverged_runs_are_counted_in_the_table_of_arms(root: Path) -> None:
+    runs = [found("clip", seed, {"test/loss": 0.25}, root) for seed in range(3)]
+    runs[1:] = [replace(run, state="diverged") for run in runs[1:]]
+    expected = read_expected(root, "mini")
+    for chosen, mean in ((runs, "0.25, diverged 2/3"), (runs[1:], "diverged 2/2")):
+        studies = {"simple_transforms": chosen}
+        record = make_record(expected, "quick", judge(expected, studies), studies, 1.0, {})
+        assert [row["mean"] for row in record["arms"]] == [mean]
+    assert judged_with(root, runs, metric="diverged", of="total", count=3, low=2, high=None).holds
+    few = judged_with(root, runs, metric="diverged", of="total", count=3, low=3, high=None)
+    assert (few.measured, few.holds) == ("2 of 3", False)
 
 
 CLP = "has no run of label: clp. There are: clip, none. Did you mean 'clip'?"
@@ -427,6 +500,7 @@ def test_a_missing_full_form_is_an_error(reproduce: Reproduce) -> None:
         ({"bands": []}, ": bands: must have at least 1 item, found []"),
         ({"bands": [*MINI["bands"], *MINI["bands"]]}, "a name each, found low_enough twice"),
         ({"front": "a loss of {low}"}, ": front: names no band {low}"),
+        ({"result": "a loss of {low}"}, ": result: names no band {low}"),
         ({"bands": [{**MINI["bands"][0], "low": 1}]}, "must be <= high, found low=1.0, high=0.5"),
         ({"bands": [{**MINI["bands"][0], "of": "total"}]}, "count: is required with of=total"),
         ({"bands": [{**MINI["bands"][0], "study": "x"}]}, "the band low_enough, found x. There a"),
@@ -458,7 +532,9 @@ def test_measurements_are_recorded_and_appear_in_the_tables(
     text = readme.read_text(encoding="utf-8")
     assert text.startswith("# Mini\n\n<!-- begin")
     assert text.count("| It is low. | <= 0.5 | 0.25 to 0.5 | 2 | holds |") == 1
-    assert text.count("| simple_transforms | control | 0 | test/loss | 2 |") == 1
+    assert text.count("| simple_transforms | control | 0 | test/loss | 2 | 2 |") == 1
+    assert text.count("| 0, 1 | test/loss | 0.375 | 0.25, 0.5 |") == 1
+    assert "Bands. Measured on a small machine, gradsurg " in text
     assert (
         json.loads((readme.parent / "measured.json").read_text(encoding="utf-8"))["verdict"]
         == "holds"
@@ -466,7 +542,7 @@ def test_measurements_are_recorded_and_appear_in_the_tables(
     assert "mini   holds    3        Clipping helps." in reproduce("--list").out
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
     told = "a loss of 0.375; 1 of 1 bands hold"
-    row = f"Clipping helps. | 0.4 | {told} | holds | 3 | `python scripts/reproduce.py mini` |"
+    row = f"Clipping helps. | 0.4 | {told} | holds | 50 % to 58 % | 3 |"
     assert row in reproduce("--table", "--write").out
     assert row in (root / "experiments" / "README.md").read_text(encoding="utf-8")
 
@@ -477,7 +553,7 @@ def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: R
     expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
     assert reproduce("mini", "--write").code == 0
     text = (root / "experiments" / "mini" / "README.md").read_text(encoding="utf-8")
-    assert text.count("| more | control | 0 | test/loss | 2 |") == 1
+    assert text.count("| more | control | 0 | test/loss | 2 | 2 |") == 1
 
 
 def test_the_cost_of_the_full_form_is_estimated_from_measured_steps(
@@ -507,6 +583,18 @@ def test_every_experiment_has_bands_and_a_readme(paper: str) -> None:
     assert f"python scripts/reproduce.py {paper}" in text
     index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
     assert f"[`{paper}`]({paper}/README.md)" in index
+
+
+@pytest.mark.parametrize("paper", papers(ROOT))
+def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> None:
+    expected, folder = read_expected(ROOT, paper), ROOT / "experiments" / paper
+    record = read_record(folder)
+    if record is None:
+        pytest.skip("not measured")
+    assert tables(expected, record) in (folder / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in index.splitlines() if f"[`{paper}`]" in line]
+    assert f"| {recorded_verdict(expected, record)}" in row
 
 
 @pytest.mark.slow
