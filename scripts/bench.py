@@ -8,6 +8,7 @@ python scripts/bench.py runner [--rounds 8]               the command and a plai
 python scripts/bench.py multitask [--rounds 10]           aggregators and those of TorchJD
 python scripts/bench.py engines [--rounds 3]              a step of eight tasks and a plain step
 python scripts/bench.py telemetry                         measurements of gradient conflicts
+python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
 """
 
@@ -19,6 +20,7 @@ from statistics import median
 from time import perf_counter
 
 import bench_engines
+import bench_examples
 import bench_multitask
 import bench_nodes
 import bench_report
@@ -122,7 +124,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "start"]
+    whats += ["telemetry", "examples", "start"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -141,6 +143,8 @@ def main() -> None:
             print(bench_runner.table(args.rounds, args.only))
         case "engines":
             print(bench_engines.table(args.rounds))
+        case "examples":
+            print(bench_examples.table(args.rounds))
         case "telemetry":
             print(bench_telemetry.table(args.rounds))
         case "start":

@@ -1,9 +1,10 @@
 """Gradients of single examples for a group of parameters: rows, norms and weighted sums."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from math import nan
+from operator import add
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,11 @@ NUMBERS = ("norm_mean", "norm_median", "norm_90", "norm_max", "changed", "noise_
 """Of the norms |g_i| in a step: mean, quantiles 0.5 and 0.9, largest; the share of examples whose
 gradient was multiplied by a number other than 1; and the gradient noise scale. Numbers that are NaN
 are left out."""
+
+
+ENTRIES = 1 << 20
+"""Entries of the rows that are in memory at a time."""
+WHOLE = slice(None)
 
 
 class ExampleSource:
@@ -158,15 +164,17 @@ class ExampleGradients:
             totals.append(total)
         return totals
 
-    def rows(self) -> list[Tensor]:
-        """Return the rows of each parameter, (n, *shape)."""
-        indices = range(len(self.recorder.records))
-        return [
-            torch.cat([self._rows(index, param) for index in indices])
-            if len(indices) > 1
-            else self._rows(0, param)
-            for param in self.params.values()
-        ]
+    def rows(self, scale: float) -> Iterator[list[Tensor]]:
+        """Yield the rows times `scale`, some examples at a time: (k, *shape) for each parameter.
+
+        Few enough at a time that their memory is used again.
+        """
+        width = sum(param.numel() for param in self.params.values())
+        size = max(1, ENTRIES // max(1, width))
+        for index, record in enumerate(self.recorder.records):
+            for start in range(0, record.count, size):
+                part = slice(start, start + size)
+                yield [self._rows(index, param, part, scale) for param in self.params.values()]
 
     def check_sum(self) -> None:
         """Raise ValueError, with the names, if the rows do not sum to the gradients.
@@ -191,7 +199,7 @@ class ExampleGradients:
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
         """Return the aggregate of the rows, for each parameter."""
-        blocks = [rows.flatten(1) for rows in self.rows()]
+        blocks = [torch.cat(parts).flatten(1) for parts in zip(*self.rows(1.0), strict=True)]
         alike = len({(rows.dtype, rows.device) for rows in blocks}) == 1
         parts = [torch.cat(blocks, dim=1)] if alike else blocks
         of_step = AggregatorContext(context.step, context.seed, context.site)
@@ -230,15 +238,16 @@ class ExampleGradients:
             for record, uses in zip(self.recorder.records, self._uses, strict=True)
         ]  # fmt: skip
 
-    def _rows(self, index: int, param: nn.Parameter) -> Tensor:
-        """Return the rows of a parameter in one record."""
+    def _rows(
+        self, index: int, param: nn.Parameter, part: slice = WHOLE, scale: float = 1.0
+    ) -> Tensor:
+        """Return some rows of a parameter in one record, times `scale`."""
         uses = self._uses[index][param]
         if not uses:
-            return self._unit_rows[index][param]
-        rows = uses[0].rule.rows(uses[0].call, uses[0].name)
-        for use in uses[1:]:
-            rows = rows + use.rule.rows(use.call, use.name)
-        return rows
+            rows = self._unit_rows[index][param][part]
+            return rows * scale if scale != 1 else rows
+        terms = [use.rule.rows(_part(use.call, part, scale), use.name) for use in uses]
+        return reduce(add, terms)
 
     def _squares(self, index: int, param: nn.Parameter) -> Tensor:
         """Return the squared norm of each row of a parameter in one record."""
@@ -257,6 +266,13 @@ class ExampleGradients:
         for use in uses[1:]:
             total = total + use.rule.weighted(use.call, use.name, weights)
         return total
+
+
+def _part(call: LayerCall, part: slice, scale: float) -> LayerCall:
+    if part is WHOLE and scale == 1:
+        return call
+    grad = call.grad[part]
+    return LayerCall(call.layer, call.inputs[part], grad * scale if scale != 1 else grad)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -62,8 +62,8 @@ class Examples(Protocol):
         """Return the sum of the rows times `weights` (n,), for each gradient of the group."""
         ...
 
-    def rows(self) -> list[Tensor]:
-        """Return the rows (n, *shape) of each gradient of the group."""
+    def rows(self, scale: float) -> Iterator[list[Tensor]]:
+        """Yield the rows times `scale`, some examples at a time: (k, *shape) for each gradient."""
         ...
 
     # Any: an aggregator, of which this floor does not know.

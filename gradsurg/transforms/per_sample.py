@@ -1,6 +1,6 @@
 """PerSample: act on the gradient of each example of the batch, then combine them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.transforms.base import (
+    Examples,
     ExampleWeighting,
     GroupTransform,
     Need,
@@ -103,8 +104,7 @@ class PerSample(GroupTransform):
         elif not isinstance(self.of, Transform):
             results = [result * count for result in examples.merged(self.of, contexts[0])]
         else:
-            rows = [rows * scale for rows in examples.rows()]
-            results = [total / scale for total in self._transformed(rows, contexts)]
+            results = [total / scale for total in self._transformed(examples, scale, contexts)]
         if self.noise:
             deviation = self.noise * (self._bound or 0.0) / scale
             results = [
@@ -114,25 +114,35 @@ class PerSample(GroupTransform):
         return [result.to(grad.dtype) for result, grad in zip(results, grads, strict=True)], state
 
     def _transformed(
-        self, rows: Sequence[Tensor], contexts: Sequence[TransformContext]
+        self, examples: Examples, scale: int, contexts: Sequence[TransformContext]
     ) -> list[Tensor]:
-        """Return the sum over the examples of the transformed rows."""
+        """Return the sum over the examples of the transformed gradients."""
 
         def single(*grads: Tensor) -> tuple[Tensor, ...]:
             return tuple(update_all(self.of, list(grads), {}, contexts)[0])
 
-        if "deterministic" in self.of.properties:
-            return [results.sum(0) for results in torch.vmap(single)(*rows)]
-        totals = [torch.zeros_like(row[0]) for row in rows]
-        first = [context.call for context in contexts]
-        for index in range(len(rows[0])):
-            for context, call in zip(contexts, first, strict=True):
-                context.call = call * len(rows[0]) + index  # other draws for each example
-            results = single(*(row[index] for row in rows))
-            totals = [total + result for total, result in zip(totals, results, strict=True)]
-        for context, call in zip(contexts, first, strict=True):
+        totals: list[Tensor] | None = None
+        deterministic, done = "deterministic" in self.of.properties, 0
+        calls = [context.call for context in contexts]
+        for rows in examples.rows(scale):
+            if deterministic:
+                results = [part.sum(0) for part in torch.vmap(single)(*rows)]
+                totals = _added(totals, results)
+                continue
+            for example in zip(*rows, strict=True):
+                for context, call in zip(contexts, calls, strict=True):
+                    context.call = call * examples.count + done  # other draws for each example
+                totals, done = _added(totals, single(*example)), done + 1
+        for context, call in zip(contexts, calls, strict=True):
             context.call = call
+        assert totals is not None
         return totals
+
+
+def _added(totals: list[Tensor] | None, results: Sequence[Tensor]) -> list[Tensor]:
+    if totals is None:
+        return list(results)
+    return [total + result for total, result in zip(totals, results, strict=True)]
 
 
 class _OneExample:
@@ -150,8 +160,8 @@ class _OneExample:
     def weighted(self, weights: Tensor) -> list[Tensor]:
         return [grad * weights[0] for grad in self.grads]
 
-    def rows(self) -> list[Tensor]:
-        return [grad[None] for grad in self.grads]
+    def rows(self, scale: float) -> Iterator[list[Tensor]]:
+        yield [grad[None] * scale for grad in self.grads]
 
     def merged(self, aggregator: Any, context: TransformContext) -> list[Tensor]:
         rows = torch.cat([grad.reshape(1, -1) for grad in self.grads], dim=1)
