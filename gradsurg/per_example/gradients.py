@@ -18,7 +18,7 @@ from gradsurg.multitask.aggregation import aggregate
 from gradsurg.per_example.layers import LayerCall, Rule, rule_of
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
 from gradsurg.sites.selection import params_of
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Transform, TransformContext, Wrapper
 from gradsurg.transforms.per_sample import PerSample
 
@@ -41,7 +41,7 @@ gradient was multiplied by a number other than 1; and the gradient noise scale. 
 are left out."""
 
 
-ENTRIES = 1 << 20
+ENTRIES = 1 << 21
 """Entries of the rows that are in memory at a time."""
 WHOLE = slice(None)
 
@@ -71,7 +71,8 @@ class ExampleSource:
         """Return the gradients of the examples for the parameters with these names.
 
         `grads` are the parameters' own gradients. They are compared with the sum over the examples
-        at the first call, and whenever a step has several backward passes.
+        at the first call, and whenever a step has several backward passes. At the first call the
+        gradient of the first example is also computed without the others, and compared.
         """
         if self.session.is_scaled:
             raise ValueError(
@@ -87,6 +88,10 @@ class ExampleSource:
         examples = ExampleGradients(self.recorder, {site: params[site] for site in sites}, grads)
         if not self._is_checked or len(self.recorder.records) > 1:
             examples.check_sum()
+            if not self._is_checked:
+                examples.check_first_example()
+                if doubt := _reduction_doubt(examples, self.is_mean):
+                    self.session.warn_once(doubt)
             self._is_checked = True
         self._examples = examples if self.session.effects.sampling else None
         return examples
@@ -194,7 +199,34 @@ class ExampleGradients:
             raise ValueError(
                 "PerSample: the gradients of the single examples do not sum to the gradient of "
                 f"{', '.join(wrong)}: another backward pass added to it, another hook changed it, "
-                "or the parameter is also used outside the forward of its module"
+                "the parameter is also used outside the forward of its module, or the model mixes "
+                "the examples of a batch"
+            )
+
+    def check_first_example(self) -> None:
+        """Raise ValueError if the first example has another gradient in a batch of its own.
+
+        Left out if the model draws random numbers, or if others have hooked its modules. Waits for
+        the device.
+        """
+        record, model = self.recorder.records[0], self.recorder.model()
+        calls = [] if model is None else record.units.get(model, [])
+        if model is None or len(calls) != 1 or self.recorder.has_other_hooks():
+            return
+        call = _example_of(calls[0], record.count)
+        if call is None or _draws(call):
+            return
+        alone = _call_rows(call, self.params, 1, "the whole model")
+        pairs = [
+            (self._rows(0, param, slice(1)), alone[site]) for site, param in self.params.items()
+        ]
+        error = torch.stack([(row - own).norm() for row, own in pairs]).norm()
+        size = torch.stack([own.norm() for _, own in pairs]).norm()
+        if error > 2 * TOLERANCE.get(self.grads[0].dtype, 5e-2) * size:
+            raise ValueError(
+                "PerSample: the first example of the batch has another gradient than in a batch of "
+                "its own: the model mixes the examples of a batch, or the first axis of a tensor "
+                "is not that of the examples"
             )
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
@@ -266,6 +298,63 @@ class ExampleGradients:
         for use in uses[1:]:
             total = total + use.rule.weighted(use.call, use.name, weights)
         return total
+
+
+def _example_of(call: UnitCall, count: int) -> UnitCall | None:
+    """Return the call with its first example alone, None if an output has none."""
+
+    def first(leaf: object) -> object:
+        is_batch = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count
+        return leaf.detach()[:1] if is_batch else leaf
+
+    if any(not grad.ndim or len(grad) != count for grad in call.grads.values()):
+        return None
+    args, kwargs = pytree.tree_map(first, (call.args, call.kwargs))
+    grads = {place: grad[:1] for place, grad in call.grads.items()}
+    return UnitCall(call.module, args, kwargs, grads)
+
+
+def _draws(call: UnitCall) -> bool:
+    """Whether two calls of the model with the same input have different outputs."""
+
+    def outputs(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        buffers = {name: buffer.clone() for name, buffer in call.module.named_buffers()}
+        return list(tensors_in(functional_call(call.module, buffers, call.args, call.kwargs)))
+
+    device = next(call.module.parameters()).device
+    with random_state.preserved(device), torch.no_grad():
+        pairs = zip(outputs(0), outputs(1), strict=True)
+        return not all(torch.equal(one, two) for one, two in pairs)
+
+
+def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
+    """Return a warning if the outputs' gradients are not those of the declared reduction.
+
+    The gradient of a cross-entropy by the outputs sums to zero and has a 1-norm of at most 2.
+    """
+    record, model = examples.recorder.records[0], examples.recorder.model()
+    calls = [] if model is None else record.units.get(model, [])
+    if len(calls) != 1 or len(calls[0].grads) != 1 or examples.count < 4:
+        return ""
+    grad = next(iter(calls[0].grads.values())).float()
+    if grad.ndim != 2 or grad.shape[1] < 2 or not bool(grad.isfinite().all()):
+        return ""
+    size = grad.abs().sum(1)
+    if bool((grad.sum(1).abs() > 1e-4 * size).any()) or not bool(size.any()):
+        return ""
+    largest = float(size.max())
+    if is_mean and largest * examples.count > 2.01:
+        other = "sum"
+    elif not is_mean and largest * examples.count <= 2.01:
+        other = "mean"
+    else:
+        return ""
+    declared = "mean" if is_mean else "sum"
+    return (
+        f"PerSample: reduction='{declared}', and the gradients of the outputs look like those of a "
+        f"cross-entropy that is the {other} over the batch: is it reduction='{other}'?"
+    )
 
 
 def _part(call: LayerCall, part: slice, scale: float) -> LayerCall:

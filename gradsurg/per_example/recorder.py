@@ -45,6 +45,7 @@ class Recorder:
         self.records: list[BackwardRecord] = []
         self.is_on = True
         self._open: BackwardRecord | None = None
+        self._num_hooks = 0
         self._count = 0  # examples of the forward that runs
         self._batched: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         stack.callback(self._detach)
@@ -61,6 +62,13 @@ class Recorder:
         """Drop all records."""
         self.records = []
         self._open = None
+
+    def has_other_hooks(self) -> bool:
+        """Whether modules of the model have forward hooks besides those of this recorder."""
+        model = self.model()
+        modules = () if model is None else model.modules()
+        hooks = sum(len(own._forward_hooks) + len(own._forward_pre_hooks) for own in modules)
+        return hooks > self._num_hooks
 
     def _name(self, module: nn.Module) -> str:
         model = self.model()
@@ -86,6 +94,7 @@ class Recorder:
                 record(called, *given)
 
         stack.callback(register(hook, with_kwargs=True).remove)
+        self._num_hooks += 1
 
     def _begin(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if not autograd.in_backward() and self._open is not None:  # that backward has failed
