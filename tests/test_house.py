@@ -11,7 +11,7 @@ def test_few_docstrings_are_built_around_what() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "functions", "files"),
-    [("attach", 40, 14), ("first step", 24, 8), ("later step", 12, 8)],
+    [("attach", 46, 15), ("first step", 24, 9), ("later step", 12, 9)],
 )
 def test_few_functions_run_to_attach_a_clip_and_to_step(
     stage: str, functions: int, files: int
@@ -25,7 +25,7 @@ def test_few_modules_outside_the_plugins_have_a_single_importer() -> None:
     figures = house.figures()
     assert figures["root modules"] == 3
     assert int(str(figures["modules with a single importer"])) <= 19
-    assert int(str(figures["files outside the plug-ins"])) <= 123
+    assert int(str(figures["files outside the plug-ins"])) <= 130
 
 
 def test_a_docstring_around_what_is_counted(tmp_path) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
-from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Stage
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Examples, Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
@@ -46,8 +46,9 @@ class Session:
     conflict_every: int = 1
     shadow: bool = False
     target: nn.Module | None = None
-    optimizer: Optimizer | None = None
+    steps: OptimizerSteps = field(default_factory=OptimizerSteps)
     scaler: GradScaler | None = None
+    factor: float = 1.0  # of the losses of `live.backward`
     warned: set[str] = field(default_factory=set)
 
     @property
@@ -74,18 +75,20 @@ class Session:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the GradScaler; 1 without one."""
-        return self.scaler.get_scale() if self.scaler is not None and self.is_scaled else 1.0
+        """What the losses were multiplied by: the factor of the GradScaler and of `backward`."""
+        is_scaled = self.scaler is not None and self.is_scaled
+        return self.factor * (self.scaler.get_scale() if self.scaler and is_scaled else 1.0)
 
     def warn_once(self, text: str, key: str = "") -> None:
         """Warn the caller outside gradsurg; texts with the same `key` are emitted once."""
         if (key or text) not in self.warned:
             self.warned.add(key or text)
-            warnings.warn(text, SurgeryWarning, stacklevel=_user_stacklevel())
+            warn_user(text)
 
     def close(self) -> None:
-        """Release the model, the optimizer and the counts on the device."""
-        self.target = self.optimizer = self.scaler = None
+        """Release the model, the optimizers and the counts on the device."""
+        self.target = self.scaler = None
+        self.steps.close()
         self.clock.observations.clear()
         self.clock.error = None
         self.ledger.settle()
@@ -136,9 +139,6 @@ class HookController:
         self.label = " -> ".join(labels)
         self.stage: Stage = intervention.stage
         self.is_writable = self.stage in WRITABLE
-        # A whole step is under autocast or not, so one check a step is enough; not where steps are
-        # not counted, or in a forward pass, which enters and leaves autocast.
-        self.steady_autocast = session.optimizer is not None and self.stage not in FORWARD
         self.max_calls = 1  # the most gradients at one site in this step
         # Makes the gradients of single examples, for a transform that needs them.
         self.examples_of: Callable[[Sequence[str], Sequence[Tensor]], Examples] | None = None
@@ -165,6 +165,10 @@ class HookController:
         self.needs_context = self.needs_value or self.needs_entering or self.needs_gradient
         self.stateless = all(isinstance(link, Stateless) for link in intervention.links)
         self.has_group_link = intervention.scope == "group"
+        # A whole step is under autocast or not, so one check a step is enough; not where steps are
+        # not counted, or in a forward pass, which enters and leaves autocast.
+        has_clock = bool(self.session.steps.optimizers)
+        self.steady_autocast = has_clock and self.stage not in FORWARD
         self.configuration = object()
         # The value of `sampling` for which the decisions of `begin_step` hold in later steps too.
         self.decided_for: bool | None = None
@@ -304,9 +308,9 @@ def many_at_once(stateful: object, site: str) -> RuntimeError:
     )
 
 
-def _user_stacklevel() -> int:
-    """The stack level, from the caller, of the first frame outside gradsurg."""
-    frame, level = sys._getframe(1), 1
+def warn_user(text: str) -> None:
+    """Warn the first caller outside gradsurg."""
+    frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, SurgeryWarning, stacklevel=level)

@@ -355,7 +355,7 @@ class Aggregation:
         if state:
             states, key = self.session.states, f"{self.label}/{group}"
             # A scaler may skip this step; without an optimizer no end of the step is seen.
-            waits = self.session.is_scaled and self.session.optimizer is not None
+            waits = self.session.is_scaled and bool(self.session.steps.optimizers)
             target = self._new_states if waits else states
             target[key] = state
             if f"{key}/tasks" not in states:  # they do not change, as `_state` has checked

@@ -7,6 +7,7 @@ from operator import add
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.hooks.controller import HookController, Session
@@ -80,11 +81,16 @@ class MultiTaskBackward:
         self,
         losses: Losses,
         controllers: Sequence[HookController],
+        scale: float,
         aggregate: bool,
         retain_graph: bool,
     ) -> None:
         """Implement `Live.backward`."""
-        call = BackwardCall(named_losses(losses), list(controllers), aggregate, retain_graph)
+        named = named_losses(losses)
+        if scale != 1.0:
+            named = {name: loss * scale for name, loss in named.items()}
+        self.session.factor = scale
+        call = BackwardCall(named, list(controllers), aggregate, retain_graph)
         if retain_graph:
             check_repeatable(call.losses, shared=False)
         self._tasks |= dict.fromkeys(call.losses)
@@ -103,7 +109,7 @@ class MultiTaskBackward:
             if self.discard():
                 error.add_note("gradients of live.backward(..., aggregate=False) were dropped")
             raise
-        if call.last and self.session.optimizer is None:
+        if call.last and not self.session.steps.optimizers:
             self.session.clock.backwards += 1
         if self.session.is_scaled:
             self._allow_step_without_gradients()
@@ -158,7 +164,7 @@ class MultiTaskBackward:
                 "give the loss of each task separately"
             )
         without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
-        if self.aggregations and without_step and self.session.optimizer is not None:
+        if self.aggregations and without_step and self.session.steps.optimizers:
             texts.append(
                 f"live.backward was called for {self._num_updates} steps, and the optimizer given "
                 "to attach made none: triggers and random numbers saw step 0 only. Give attach the "
@@ -181,12 +187,14 @@ class MultiTaskBackward:
         `GradScaler.step` raises without a gradient: one parameter has a gradient of zeros until the
         optimizer steps.
         """
-        optimizer = self.session.optimizer
-        params = (
-            [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-        )
-        has_failed = any(aggregation.has_failed for aggregation in self.aggregations)
-        if optimizer is None or not has_failed or any(param.grad is not None for param in params):
+        if not any(aggregation.has_failed for aggregation in self.aggregations):
+            return
+        for optimizer in self.session.steps.optimizers:
+            self._give_zeros(optimizer)
+
+    def _give_zeros(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(param.grad is not None for param in params):
             return
         param = params[0]
         zeros = param.grad = torch.zeros_like(param)

@@ -461,9 +461,9 @@ class JacobianBuilder:
 
     def _current(self) -> Jacobian:
         """Return the Jacobian, replaced if the parameters that require a gradient have changed."""
-        model, optimizer = self._session.model, self._session.optimizer
+        model = self._session.model
         all_names = {param: names[0][0] for param, names in owned_params(model).items()}
-        for group in optimizer.param_groups if optimizer is not None else []:
+        for group in self._session.steps.param_groups:
             for param in group["params"]:
                 all_names.setdefault(param, f"parameter {len(all_names)} of the optimizer")
         names = {param: name for param, name in all_names.items() if param.requires_grad}

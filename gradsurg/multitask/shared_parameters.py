@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 from torch import nn
-from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
@@ -19,6 +18,7 @@ from gradsurg.sites.selection import (
     nothing_matched,
     selected_params,
 )
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Scope
 
 SHARED = "shared"
@@ -159,7 +159,7 @@ class SharedParameters(ParamSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

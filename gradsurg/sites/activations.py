@@ -10,12 +10,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.sites.call_tracker import Calls, rebuilt
 from gradsurg.sites.selection import ROOT, ModuleSelector, SiteIds, names_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -57,7 +57,7 @@ class Activations(ModuleSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

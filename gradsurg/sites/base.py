@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import find
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
 
 Stage = Literal[
@@ -269,7 +269,7 @@ class Selector(ABC):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

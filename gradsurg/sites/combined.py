@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import nn
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -113,7 +113,7 @@ class Combined(Selector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,
@@ -124,7 +124,7 @@ class Combined(Selector):
                 kind.find(model, registry.selects)
             except LookupError:
                 continue  # the other kinds have sites, or `find` has raised before
-            kind.hook(model, optimizer, stage, scope, registry, stack)
+            kind.hook(model, steps, stage, scope, registry, stack)
 
     def decide(self, place: Place, decisions: Sequence[bool | None]) -> bool | None:
         """Return whether the place is selected, given the decisions of the parts."""

@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.nn.modules import module as process
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
@@ -37,6 +36,7 @@ from gradsurg.sites.selection import (
     names_of,
     site_ids,
 )
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -127,7 +127,7 @@ class EveryModule(Selector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -10,11 +10,11 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import HookRegistry, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Scope
@@ -45,7 +45,7 @@ class Group(ParamSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

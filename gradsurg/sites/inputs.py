@@ -9,7 +9,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
@@ -17,6 +16,7 @@ from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import rebuilt, tensors_in
 from gradsurg.sites.outputs import HookedTensors, alias_of, is_new, value_of
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -63,7 +63,7 @@ class Inputs(ModuleSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -17,6 +17,7 @@ from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.selection import ROOT, names_of, params_of
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
@@ -162,12 +163,12 @@ def _site_lines(
     scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
     stage = at.resolve(scope)
     recorder = _Recorder(at.new_test())
-    optimizer = None
+    steps = OptimizerSteps()
     if stage == "step":  # it is never stepped
         params = [*model.parameters()] or [torch.zeros(1, requires_grad=True)]
-        optimizer = torch.optim.SGD(params, lr=0.0)
+        steps.bind([torch.optim.SGD(params, lr=0.0)])
     with ExitStack() as stack:
-        at.hook(model, optimizer, stage, scope, recorder, stack)
+        at.hook(model, steps, stage, scope, recorder, stack)
         recorder.running = True
         _uncompile(model, stack)
         _run(model, example)

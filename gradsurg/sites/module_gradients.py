@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage, apply_hooks
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -70,7 +70,7 @@ class ModuleGradients(ModuleSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
@@ -24,6 +23,7 @@ from gradsurg.sites.selection import (
     names_of,
     nothing_matched,
 )
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
 
 COMPILED = "CompiledFunction"
@@ -146,7 +146,7 @@ class Nodes(Selector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -7,13 +7,13 @@ from typing import ClassVar, TypeGuard
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, foreign_hooks, names_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -42,7 +42,7 @@ class Outputs(ModuleSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

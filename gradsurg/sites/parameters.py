@@ -1,17 +1,17 @@
 """Parameters: the gradient of each parameter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.transforms.base import Need, Scope
 
@@ -49,7 +49,7 @@ class Parameters(ParamSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,
@@ -86,23 +86,13 @@ class Parameters(ParamSelector):
                     hook = _node_posthook(registry.hook_for(name, ref(param)), ref(param))
                     stack.callback(node.register_hook(hook).remove)
             case "step":
-                if optimizer is None:
-                    raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
-                check_in_optimizer(optimizer, params)
-                values = list(params.values())
-                group_hook = registry.group_hook(list(params), [ref(param) for param in values])
-                handle = optimizer.register_step_pre_hook(_before_step(values, group_hook))
-                stack.callback(handle.remove)
+                for optimizer, part in steps.split(params, scope):
+                    values = [ref(param) for param in part.values()]
+                    group_hook = registry.group_hook(list(part), values)
+                    function = _before_step(list(part.values()), group_hook)
+                    steps.before(optimizer, function, stack)
             case _:
                 raise AssertionError(stage)
-
-
-def check_in_optimizer(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
-    """Raise ValueError if the optimizer does not hold one of the parameters."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name, param in params.items() if id(param) not in held]
-    if missing:
-        raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
 
 
 def _accumulate_grad_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
@@ -156,25 +146,14 @@ def _on_grad_attribute(hook: GradFn) -> Callable[[Tensor], None]:
     return replace_grad
 
 
-def _before_step(params: Sequence[nn.Parameter], group_hook: GroupFn) -> Callable[..., None]:
-    """Return the optimizer's pre-step hook. It is removed on detach, so it may hold parameters."""
+def _before_step(params: Sequence[nn.Parameter], group_hook: GroupFn) -> Callable[[], None]:
+    """Return what runs before a step of the optimizer, which does not outlive the surgery."""
 
-    def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
-            raise RuntimeError(
-                "stage 'step' acts before optimizer.step(); with a closure the gradients are made "
-                "inside it. Use stage='accumulated' or 'backward'."
-            )
-        # A fused optimizer unscales the gradients itself, after this hook.
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
-                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-            )
+    def replace_grads() -> None:
         grads = [param.grad for param in params]
         results = group_hook(grads)
         if results is not grads:
             for param, result in zip(params, results, strict=True):
                 param.grad = result
 
-    return hook
+    return replace_grads

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._tensor_origins import Origin, TensorOrigins
@@ -25,6 +24,7 @@ from gradsurg.sites.selection import (
     described,
     names_of,
 )
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -112,7 +112,7 @@ class SavedTensors(ModuleSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -10,9 +10,8 @@ from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import GroupFn, HookRegistry, Stage
-from gradsurg.sites.parameters import check_in_optimizer
 from gradsurg.sites.selection import ParamSelector, expect_params
-from gradsurg.sites.weights import move_clocks_last
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -44,43 +43,43 @@ class Updates(ParamSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         params = expect_params(self, model, registry)
-        if optimizer is None:
-            raise ValueError("Updates needs the optimizer: attach(model, optimizer)")
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "Updates cannot act on LBFGS, which computes curvature from its own updates; "
-                "choose another optimizer"
-            )
-        check_in_optimizer(optimizer, params)
-        updates = _StepUpdates(params, registry)
-        stack.callback(optimizer.register_step_pre_hook(updates.before_step).remove)
-        stack.callback(optimizer.register_step_post_hook(updates.after_step).remove)
-        move_clocks_last(optimizer)
+        for optimizer, part in steps.split(params, scope):
+            if isinstance(optimizer, LBFGS):
+                raise ValueError(
+                    "Updates cannot act on LBFGS, which computes curvature from its own updates; "
+                    "choose another optimizer"
+                )
+            updates = _StepUpdates(optimizer, part, registry)
+            steps.at_begin(optimizer, updates.before_step, stack)
+            steps.after(optimizer, updates.after_step, stack)
 
 
 class _StepUpdates:
-    """The optimizer's hooks around a step. They are removed on detach, so may hold parameters."""
+    """What runs around a step of an optimizer. It ends on detach, so it may hold parameters."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], registry: HookRegistry) -> None:
+    def __init__(
+        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter], registry: HookRegistry
+    ) -> None:
+        self._optimizer = optimizer
         self._params = list(params.values())
         self._before: list[Tensor] = []  # empty except during a step
         values = [self._value(index) for index in range(len(params))]
         gradients = [_gradient(param) for param in self._params]
         self._group_hook: GroupFn = registry.group_hook(list(params), values, gradients)
 
-    def before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def before_step(self) -> None:
         """Copy the parameters."""
         self._before = [param.detach().clone() for param in self._params]
 
     @torch.no_grad()
-    def after_step(self, optimizer: Optimizer, *_: object) -> None:
+    def after_step(self) -> None:
         """Transform the updates and write those entries that changed."""
         if not self._before:  # attached during the step
             return
@@ -89,7 +88,7 @@ class _StepUpdates:
             for param, before in zip(self._params, self._before, strict=True)
         ]
         results = self._group_hook(updates)
-        self._write(updates, results, getattr(optimizer, "found_inf", None))
+        self._write(updates, results, getattr(self._optimizer, "found_inf", None))
         self._before = []
 
     def _write(

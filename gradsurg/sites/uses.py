@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.base import (
@@ -24,6 +23,7 @@ from gradsurg.sites.base import (
 from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around
 from gradsurg.sites.nodes import posthook
 from gradsurg.sites.selection import ROOT, Pattern, matches, names_of, nothing_matched, params_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Scope
 
@@ -92,7 +92,7 @@ class Uses(Selector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,

@@ -6,16 +6,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import HookRegistry, Stage
-from gradsurg.sites.parameters import check_in_optimizer
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
-
-CLOCK = "gradsurg.surgery.surgery"  # the module that defines the hook that counts optimizer steps
 
 
 @validated
@@ -39,34 +36,22 @@ class Weights(ParamSelector):
     def hook(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        steps: OptimizerSteps,
         stage: Stage,
         scope: Scope,
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
         params = expect_params(self, model, registry)
-        edit = _editor(params, registry)
         match stage:
             case "step":
-                if optimizer is None:
-                    raise ValueError("stage 'step' needs the optimizer: attach(model, optimizer)")
-                check_in_optimizer(optimizer, params)
-                handle = optimizer.register_step_post_hook(lambda *_: edit())
-                move_clocks_last(optimizer)
+                for optimizer, part in steps.split(params, scope):
+                    steps.after(optimizer, _editor(part, registry), stack)
             case "forward":
-                handle = model.register_forward_pre_hook(_before_forward(edit))
+                edit = _editor(params, registry)
+                stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
             case _:
                 raise AssertionError(stage)
-        stack.callback(handle.remove)
-
-
-def move_clocks_last(optimizer: Optimizer) -> None:
-    """Move the step-counting hooks behind the weight edit, also if it is added later."""
-    table = vars(optimizer)["_optimizer_step_post_hooks"]
-    for key, hook in list(table.items()):
-        if getattr(hook, "__module__", "") == CLOCK:
-            table.move_to_end(key)
 
 
 def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:

@@ -54,10 +54,10 @@ class Attachment:
 
     def attach(self, model: nn.Module) -> None:
         """Hook all sites, and the modules that the trigger reads."""
-        item, optimizer = self.intervention, self.session.optimizer
+        item = self.intervention
         self._observe(model)
         self.controller.begin_step()
-        item.at.hook(model, optimizer, item.stage, item.scope, self, self._stack)
+        item.at.hook(model, self.session.steps, item.stage, item.scope, self, self._stack)
         is_distributed = distributed.is_available() and distributed.is_initialized()
         if is_distributed and item.differs_from_average:
             when_averaged(model, self._stack, self._note_average)

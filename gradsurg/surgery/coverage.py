@@ -159,7 +159,7 @@ def clock_warnings(
         since = f" since this block began, at step {start[0]}" if start[0] else ""
         yield (
             f"{', '.join(sorted(timed))}: no optimizer step was counted{since}; "
-            "attach(model, optimizer) or call live.tick() after each step"
+            "attach(model, optimizer), live.bind(optimizer) or call live.tick() after each step"
         )
     has_moved = has_length or clock.counted_epochs > start[1]
     if any(part.length is None for part in epochs) and not has_moved:

@@ -1,16 +1,18 @@
 """The handle of an attached surgery: steps, switches, losses, and changes while it runs."""
 
+import atexit
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakMethod, WeakSet, finalize, ref
 
 from torch import nn
+from torch.optim import Optimizer
 
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import Session
+from gradsurg.hooks.controller import Session, warn_user
 from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.wrapped_models import late_hooks_reason
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
     from gradsurg.multitask.conflict import Conflicts
     from gradsurg.multitask.losses import Losses
     from gradsurg.per_example.gradients import ExampleSource
+
+
+_open: "WeakSet[Live]" = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is still attached when the program ends, with its warnings."""
+    for live in list(_open):
+        live.close()
 
 
 class Live:
@@ -49,6 +61,14 @@ class Live:
         self._is_compiled = is_compiled
         self._had_compiled = compiling.has_compiled()  # before the hooks were there
         session.effects.begin(clock.step)
+        self.on_end: Callable[[], None] = lambda: None
+        # What removes the hooks must not refer to this object, which would never be garbage then.
+        self.stack = ExitStack()
+        self.stack.callback(session.close)
+        self.stack.callback(self._changes.close)
+        self.stack.callback(_close_attachments, self._attachments)
+        self._finalizer = finalize(self, self.stack.close)
+        _open.add(self)
 
     @property
     def step(self) -> int:
@@ -81,7 +101,12 @@ class Live:
         return {label: source for label, source in sources.items() if source is not None}
 
     def backward(
-        self, losses: "Losses", *, aggregate: bool = True, retain_graph: bool = False
+        self,
+        losses: "Losses",
+        *,
+        scale: float = 1.0,
+        aggregate: bool = True,
+        retain_graph: bool = False,
     ) -> None:
         """Replace `sum(losses).backward()`: one update from several losses.
 
@@ -100,7 +125,9 @@ class Live:
         With `aggregate=False` the gradients are kept, and added to those of the next call, so that
         several batches make one step; each may have some of the tasks, unless losses are weighted.
         `discard`, an error and a step of the optimizer drop kept gradients. `retain_graph` is that
-        of `Tensor.backward`. With a GradScaler pass scaled losses.
+        of `Tensor.backward`. With a GradScaler pass scaled losses. `scale` multiplies the update,
+        as the 1/n of a framework that accumulates n batches; losses keep their values for methods
+        that read them.
 
         Raises TypeError or ValueError for an invalid loss, for a transform whose state would mix
         the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
@@ -108,7 +135,7 @@ class Live:
         self.session.check_attached()
         controllers = [attachment.controller for attachment in self._attachments]
         with self._changes.hold():
-            self._load_multi_task().backward(losses, controllers, aggregate, retain_graph)
+            self._load_multi_task().backward(losses, controllers, scale, aggregate, retain_graph)
 
     def discard(self) -> None:
         """Drop the gradients kept by `live.backward(..., aggregate=False)`.
@@ -192,6 +219,72 @@ class Live:
         attachment.planned = new
         self._changes.request(lambda: self._change(attachment, new))
 
+    def bind(
+        self, optimizer: Optimizer | Sequence[Optimizer], *, clock: Optimizer | None = None
+    ) -> None:
+        """Use these optimizers from now on, in the place of earlier ones; states are kept.
+
+        Each may be wrapped, as by Accelerate or Lightning, with the optimizer as its `.optimizer`.
+        Steps of `clock` are counted, by default those of the first. Raises TypeError for something
+        that is no optimizer, ValueError if stage `step` has a parameter that none of them holds.
+        """
+        self.session.check_attached()
+        steps = self.session.steps
+        steps.bind(optimizer, clock, WeakMethod(self.tick))
+        with ExitStack() as undo:
+            undo.callback(steps.close)
+            for place, attachment in enumerate(self._attachments):
+                if attachment.controller.stage == "step":
+                    attachment.close()
+                    renewed = Attachment(attachment.intervention, attachment.labels, self.session)
+                    self._attachments[place] = renewed
+                    renewed.attach(self.session.model)
+                else:
+                    attachment.controller.set(attachment.intervention)
+            undo.pop_all()
+
+    def before_step(self, optimizer: Optimizer | None = None) -> None:
+        """Let stage `step` act now, and not in the next step of the optimizer.
+
+        For loops in which something else comes between, as the clipping of a framework. Of several
+        optimizers all are meant, or the given one. Gradients must be unscaled: with a GradScaler
+        call `scaler.unscale_(optimizer)` first. Raises RuntimeError if they are not, ValueError if
+        no optimizer is bound.
+        """
+        self.session.check_attached()
+        self.session.steps.run_before(optimizer, self.session.scaler)
+
+    def close(self) -> None:
+        """Remove all hooks, and warn of what did not act; does nothing if that is done."""
+        if not self._finalizer.alive:
+            return
+        try:
+            for text in self._end_warnings():
+                warn_user(text)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Remove all hooks without a warning: an error has ended the training."""
+        self.on_end()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    @property
+    def _waiting(self) -> list[Attachment]:
+        """What waits for `bind`."""
+        if self.session.steps.optimizers:
+            return []
+        return [each for each in self._attachments if each.controller.stage == "step"]
+
     # Called by Surgery.
 
     def _load_states(self) -> None:
@@ -211,6 +304,9 @@ class Live:
             has_acted = any(entry.all_calls for entry in self.ledger)
             reason = late_hooks_reason(session.model, self._is_compiled, has_acted)
         texts = self.ledger.warnings(self._start[0], reason)
+        waiting = self._waiting
+        if waiting:
+            reason = " It acts at stage 'step', and live.bind(optimizer) was not called."
         recorded = {entry.intervention for entry in self.ledger}
         unmet = [item.label for item in attachments if item.label not in recorded]
         texts += [
@@ -225,19 +321,9 @@ class Live:
             triggers = [attachment.intervention.when for attachment in attachments]
             texts += clock_warnings(triggers, self.clock, self._start)
         texts += unhooked_warnings(
-            [attachment.coverage for attachment in attachments], session.model
+            [each.coverage for each in attachments if each not in waiting], session.model
         )
         return texts
-
-    def _close(self) -> None:
-        """Remove all hooks, also if removing one of them fails."""
-        with ExitStack() as stack:
-            for attachment in self._attachments:
-                stack.callback(attachment.close)
-            stack.callback(self._changes.close)
-            if self._multi_task is not None:
-                stack.callback(self._multi_task.close)
-            self.session.close()
 
     # Helpers.
 
@@ -352,6 +438,7 @@ class Live:
 
         if self._multi_task is None:
             self._multi_task = MultiTaskBackward(self.session, self.conflicts)
+            self.stack.callback(self._multi_task.close)
         return self._multi_task
 
     def _add_aggregator(self, intervention: Intervention, model: nn.Module) -> None:
@@ -366,6 +453,13 @@ class Live:
         self._aggregators[label] = intervention
         for flag in intervention.flags:
             self.clock.flags.setdefault(flag.flag, flag.on)
+
+
+def _close_attachments(attachments: list[Attachment]) -> None:
+    """Remove all hooks, also if removing one of them fails."""
+    with ExitStack() as stack:
+        for attachment in attachments:
+            stack.callback(attachment.close)
 
 
 class _PendingChanges:

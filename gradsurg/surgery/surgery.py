@@ -2,10 +2,11 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -68,23 +69,25 @@ class Surgery:
             labels.append(labels_of(item, labels))
         return tuple(labels)
 
-    @contextmanager
     def attach(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
+        clock: Optimizer | None = None,
         effects_every: int = 1,
         conflict_every: int = 1,
         shadow: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
         in_state_dict: bool = False,
-    ) -> "Iterator[Live]":
-        """Hook `model` for the length of a block; all hooks are removed after it, on errors too.
+    ) -> Live:
+        """Hook `model` for the length of a `with` block; all hooks are removed after it, on errors
+        too.
 
         `optimizer` moves the step clock that triggers read, and is required by stage `step`;
         without it an aggregator draws new random numbers at each `live.backward`, not at each step.
+        If there are several, the steps of `clock` are counted, by default the first.
         Effects are measured every `effects_every` steps, never if 0; the conflict of several tasks
         at those of these steps that `conflict_every` divides. `shadow` measures without applying;
         then, if no transform has a state and all triggers are `Always`, gradients are
@@ -99,8 +102,47 @@ class Surgery:
         with this option; load into other models with `strict=False`. One surgery of a model at a
         time can do so.
 
+        Without a `with` block the surgery stays attached until `live.close()`, as by `start`.
+
         Raises LookupError, listing the names, if a selector matches nothing; after the first
         forward if sites are known only then.
+        """
+        transforms = [item for item in self.interventions if item.aggregator is None]
+        if optimizer is None and any(item.stage == "step" for item in transforms):
+            raise ValueError(
+                "stage 'step' needs the optimizer: attach(model, optimizer); if it is made later, "
+                "start(model) and bind(optimizer)"
+            )
+        return self.start(
+            model,
+            optimizer,
+            clock=clock,
+            effects_every=effects_every,
+            conflict_every=conflict_every,
+            shadow=shadow,
+            scaler=scaler,
+            steps_per_epoch=steps_per_epoch,
+            in_state_dict=in_state_dict,
+        )
+
+    def start(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        clock: Optimizer | None = None,
+        effects_every: int = 1,
+        conflict_every: int = 1,
+        shadow: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        steps_per_epoch: int | None = None,
+        in_state_dict: bool = False,
+    ) -> Live:
+        """Hook `model` until `live.close()`, for callbacks of a trainer; else as `attach`.
+
+        The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
+        `step` wait. The hooks are also removed when both the surgery and the returned handle are
+        garbage, and at exit.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
@@ -117,26 +159,29 @@ class Surgery:
             seed=self.seed,
             shadow=shadow,
             target=model,
-            optimizer=optimizer,
             scaler=scaler,
         )
         live = Live(session, model, is_compiled=given is not model)
-        with ExitStack() as stack:
-            stack.callback(self._detach, live)
+        live.on_end = partial(self._release, live)
+        with ExitStack() as undo:
+            undo.callback(live.abort)
+            if optimizer is not None:
+                session.steps.bind(optimizer, clock, WeakMethod(live.tick))
             for intervention in self._interventions:
-                if intervention.aggregator is None:
-                    live._admit(intervention, model).attach(model)
-                else:
+                if intervention.aggregator is not None:
                     live._add_aggregator(intervention, model)
+                    continue
+                attachment = live._admit(intervention, model)
+                if optimizer is None and intervention.stage == "step":
+                    intervention.at.find(model)
+                else:
+                    attachment.attach(model)
             self._live = live
             self.was_attached = True
             if in_state_dict:
-                _store_in_model(self, model, stack)
-            if optimizer is not None:
-                stack.callback(optimizer.register_step_post_hook(lambda *_: live.tick()).remove)
-            yield live
-            for text in live._end_warnings():
-                warnings.warn(text, SurgeryWarning, stacklevel=3)
+                _store_in_model(self, model, live.stack)
+            undo.pop_all()
+        return live
 
     def plan(self, model: nn.Module, example_input: Any = None) -> str:
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
@@ -227,11 +272,10 @@ class Surgery:
     def _names(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
-    def _detach(self, live: Live) -> None:
+    def _release(self, live: Live) -> None:
         if self._live is live:
             self._interventions = live.interventions
-        self._live = None
-        live._close()
+            self._live = None
 
 
 def _state_size(
@@ -253,11 +297,11 @@ def _state_size(
     return text + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")
 
 
-def _copies_size(item: Intervention, params: Sequence[TensorSpec]) -> str:
+def _copies_size(item: Intervention, params: Sequence[TensorSpec | None]) -> str:
     """The size of the copies of parameters that a selector holds during a step; empty if none."""
     if not any(kind.copies_params for kind in item.at.kinds):
         return ""
-    likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params]
+    likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params if like]
     size = sum(tensor.nbytes for tensor in likes)
     return f", {plural(size, 'byte')} of copied parameters in each step"
 

@@ -12,12 +12,14 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 _foreach = vars(torch)
 foreach_norm = _foreach["_foreach_norm"]
 foreach_mul = _foreach["_foreach_mul"]
@@ -103,6 +105,26 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
         frame = frame.f_back
     scaler = None if frame is None else frame.f_locals["self"]
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the gradients of an optimizer wait to be unscaled by an enabled scaler."""
+    state = vars(scaler)["_per_optimizer_states"].get(id(optimizer), {})
+    return scaler.is_enabled() and state.get("stage", OptState.READY) is OptState.READY
+
+
+def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
+    """How many steps of this optimizer are on the call stack, one inside the other.
+
+    A step that raised leaves no mark either, so the stack is searched.
+    """
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE:
+            depth += frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return depth
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -219,21 +219,29 @@ def test_one_backward_a_step_is_not_warned_about() -> None:
 
 
 @pytest.mark.parametrize("as_keyword", [True, False])
-def test_a_closure_is_refused_at_stage_step(as_keyword: bool) -> None:
-    model = small()
-    optimizer = torch.optim.LBFGS(model.parameters()) if as_keyword else sgd(model)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_stage_step_acts_at_the_end_of_each_call_of_a_closure(
+    as_keyword: bool, by_hand: bool
+) -> None:
+    model = Sums(1.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, lr=1.0)
+    with attached(model, gs.Scale(-1.0), gs.Parameters(stage="step"), optimizer) as live:
 
-    def closure() -> float:
-        return 0.0
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.tensor([0.5]))
+            loss.backward()
+            if by_hand:
+                live.before_step()
+            return loss
 
-    with (
-        pytest.raises(RuntimeError, match=r"closure.*Use stage='accumulated' or 'backward'"),
-        attached(model, gs.Zero(), gs.Parameters(stage="step"), optimizer),
-    ):
         if as_keyword:
             optimizer.step(closure=closure)
         else:
             optimizer.step(closure)
+        assert live.step == 1
+    # One step of min(1, 1 / |g|_1) * lr against the reversed gradient -0.5.
+    assert model.w.tolist() == [1.5]
     assert num_hooks(model, optimizer) == 0
 
 

@@ -499,10 +499,10 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
     with attached(model, gs.Scale(1.0), None, optimizer) as live:
         before = num_hooks(model), live.interventions, live.labels, list(live.ledger)
         wrong = gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when)
-        live.session.optimizer = other
+        live.bind(other)
         with pytest.raises(ValueError, match="the optimizer does not have last.weight"):
             live.add(wrong)
-        live.session.optimizer = optimizer
+        live.bind(optimizer)
         assert (num_hooks(model), live.interventions, live.labels, list(live.ledger)) == before
         assert live.add(gs.Intervention(gs.Zero(), gs.Parameters("last.bias"))) == "zero"
         train(model, optimizer, 1)

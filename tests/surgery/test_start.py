@@ -1,0 +1,264 @@
+"""A surgery without a `with` block: start, bind, several optimizers, steps by hand, and the end."""
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import gradsurg as gs
+from gradsurg.transforms.base import Transform
+from tests.nets import num_hooks, sgd, small
+
+
+class Weight(nn.Module):
+    """One weight; d/dw of `forward(x)` is x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: float) -> Tensor:
+        return (self.w * x).sum()
+
+
+class Wrapped:
+    """A wrapper as of Accelerate or Lightning."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def at_step(transform: Transform, pattern: str = "*") -> gs.Surgery:
+    return gs.Surgery(gs.Intervention(transform, gs.Parameters(pattern, stage="step")))
+
+
+def step(model: nn.Module, optimizer: Any, x: float = 1.0) -> float:
+    """Make one step, and return what was added to the weight."""
+    before = model.w.item()
+    model.zero_grad()
+    model(x).backward()
+    optimizer.step()
+    return round(model.w.item() - before, 6)
+
+
+def test_start_acts_until_close() -> None:
+    model = Weight()
+    optimizer = sgd(model, lr=1.0)
+    surgery = at_step(gs.Scale(2.0))
+    live = surgery.start(model, optimizer)
+    assert step(model, optimizer) == -2.0
+    live.close()
+    live.close()
+    assert step(model, optimizer) == -1.0
+    assert num_hooks(model, optimizer) == 0
+    with surgery.attach(model, optimizer):
+        assert step(model, optimizer) == -2.0
+
+
+def test_attach_without_a_block_acts_too() -> None:
+    model = Weight()
+    optimizer = sgd(model, lr=1.0)
+    live = at_step(gs.Scale(2.0)).attach(model, optimizer)
+    assert step(model, optimizer) == -2.0
+    live.close()
+    assert step(model, optimizer) == -1.0
+
+
+def test_close_warns_of_what_never_acted_and_an_error_in_the_block_does_not() -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.Zero()))
+    live = surgery.start(model)
+    with pytest.warns(gs.SurgeryWarning, match="no gradient ever passed") as caught:
+        live.close()
+    assert caught[0].filename == __file__
+    with pytest.raises(KeyError), surgery.attach(model):
+        raise KeyError
+    assert num_hooks(model) == 0
+
+
+def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
+    model = Weight()
+    surgery = at_step(gs.Momentum(0.5))
+    live = surgery.start(model)
+    optimizer = sgd(model, lr=1.0)
+    assert step(model, optimizer) == -1.0  # not bound yet
+    live.bind(Wrapped(optimizer))
+    assert [step(model, Wrapped(optimizer)) for _ in range(2)] == [-1.0, -1.5]
+    later = sgd(model, lr=1.0)
+    live.bind(later)
+    assert num_hooks(nn.Module(), optimizer) == 0
+    assert step(model, later) == -1.75  # the state is kept
+    assert live.step == 3
+    live.close()
+
+
+def test_a_bound_optimizer_that_lacks_a_parameter_is_refused_and_none_is_bound() -> None:
+    model = small()
+    live = at_step(gs.Zero()).start(model)
+    optimizer = SGD(model.first.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer does not have last.weight"):
+        live.bind(optimizer)
+    assert num_hooks(model, optimizer) == 0
+    live.abort()
+
+
+@pytest.mark.parametrize("wrong", [None, nn.Linear(1, 1), "adam"])
+def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
+    live = at_step(gs.Zero()).start(small())
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, found"):
+        live.bind(wrong)
+    live.abort()
+
+
+def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
+    model = small()
+    live = at_step(gs.Zero()).start(model)
+    with pytest.warns(gs.SurgeryWarning, match=r"live\.bind\(optimizer\) was not called"):
+        live.close()
+
+
+def test_of_two_optimizers_each_has_its_parameters_and_one_counts() -> None:
+    model = small()
+    first = SGD(model.first.parameters(), lr=1.0)
+    last = SGD(model.last.parameters(), lr=1.0)
+    live = at_step(gs.Zero()).start(model, [first, last], clock=last)
+    before = [param.clone() for param in model.parameters()]
+    for optimizer, num_steps in ((first, 0), (last, 1)):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        assert live.step == num_steps
+    assert all(map(torch.equal, before, model.parameters()))
+    live.close()
+
+
+def test_a_group_in_two_optimizers_is_refused() -> None:
+    model = small()
+    both = [SGD(part.parameters(), lr=1.0) for part in (model.first, model.last)]
+    with pytest.raises(ValueError, match="a whole group at once, and two optimizers share it"):
+        gs.Surgery(gs.Intervention(gs.ClipGlobalNorm(1.0))).start(model, both)
+    assert num_hooks(model, *both) == 0
+    with pytest.raises(ValueError, match="two optimizers have first.weight"):
+        at_step(gs.Zero()).start(model, [both[0], SGD(model.parameters(), lr=1.0)])
+    with pytest.raises(ValueError, match="clock be one of them"):
+        at_step(gs.Zero()).start(model, both[0], clock=both[1])
+
+
+def test_before_step_acts_before_the_clipping_of_a_framework_and_only_once() -> None:
+    model = Weight()
+    optimizer = sgd(model, lr=1.0)
+    with at_step(gs.Scale(10.0)).attach(model, optimizer) as live:
+        model(1.0).backward()
+        live.before_step()
+        nn.utils.clip_grad_value_(model.parameters(), 3.0)
+        optimizer.step()
+        assert model.w.item() == -3.0
+        assert step(model, optimizer) == -10.0  # not called: the optimizer's own hook acts
+    other = sgd(model)
+    with at_step(gs.Zero()).start(model) as live:
+        with pytest.raises(ValueError, match="no such optimizer; bind it first"):
+            live.before_step(other)
+        live.abort()
+
+
+def test_before_step_refuses_gradients_that_are_still_scaled() -> None:
+    model = Weight()
+    optimizer = sgd(model, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with at_step(gs.Clip(0.5)).attach(model, optimizer, scaler=scaler) as live:
+        scaler.scale(model(1.0)).backward()
+        with pytest.raises(RuntimeError, match=r"call scaler\.unscale_\(optimizer\) first"):
+            live.before_step()
+        scaler.unscale_(optimizer)
+        live.before_step()
+        scaler.step(optimizer)
+    assert model.w.item() == -0.5
+
+
+class Doubled(SGD):
+    """Calls the step that it extends, as DeMo and MuonClip of pytorch_optimizer do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Failing(SGD):
+    """Fails in its first step."""
+
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise OSError("disk")
+        return super().step(closure)
+
+
+def test_a_step_inside_a_step_acts_and_counts_once() -> None:
+    model = Weight()
+    SGD(model.parameters(), lr=1.0)  # so that the class it extends has hooks of its own
+    optimizer = Doubled(model.parameters(), lr=1.0)
+    edit = gs.Intervention(gs.Scale(2.0), gs.Weights())
+    surgery = gs.Surgery(*at_step(gs.Scale(3.0)).interventions, edit)
+    with surgery.attach(model, optimizer) as live:
+        assert step(model, optimizer) == -6.0
+        assert live.step == 1
+        assert step(model, optimizer) == -12.0
+        assert live.step == 2
+
+
+def test_after_a_step_that_raised_the_next_one_acts() -> None:
+    model = Weight()
+    optimizer = Failing(model.parameters(), lr=1.0)
+    with at_step(gs.Scale(3.0)).attach(model, optimizer) as live:
+        with pytest.raises(OSError, match="disk"):
+            step(model, optimizer)
+        optimizer.fails = False
+        assert step(model, optimizer) == -3.0
+        assert live.step == 1
+
+
+def test_scale_multiplies_the_update_and_losses_keep_their_values() -> None:
+    updates = []
+    for parts, scale in ((1, 1.0), (4, 0.25)):
+        torch.manual_seed(0)
+        model = small()
+        surgery = gs.Surgery(gs.Intervention(gs.DWA(), at=gs.SharedParameters()))
+        x = torch.randn(8, 6)
+        with surgery.attach(model, sgd(model)) as live:
+            for batch in x.chunk(parts):
+                out = model(batch)
+                losses = {"a": out.square().mean(), "b": (out - 1).abs().mean()}
+                live.backward(losses, scale=scale)
+            live.tick()
+        updates.append([param.grad for param in model.parameters()])
+    for one, four in zip(*updates, strict=True):
+        torch.testing.assert_close(one, four)
+
+
+def test_what_nobody_holds_is_detached() -> None:
+    model = small()
+    optimizer = sgd(model)
+    live = gs.Surgery(gs.Intervention(gs.Scale(1.0))).start(model, optimizer)
+    model(torch.ones(1, 6)).sum().backward()
+    del live
+    gc.collect()
+    assert num_hooks(model, optimizer) == 0
+
+
+def test_at_exit_an_open_surgery_warns() -> None:
+    code = """
+import gradsurg as gs, torch
+model = torch.nn.Linear(2, 1)
+surgery = gs.Surgery(gs.Intervention(gs.Zero()))
+live = surgery.start(model)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "zero: attached, but no gradient ever passed at: weight, bias" in ended.stderr
