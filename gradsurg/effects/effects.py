@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.effects.ledger import Entry, Ledger
-from gradsurg.effects.numbers import EFFECT_NAMES
+from gradsurg.effects.numbers import EFFECT_NAMES, effects_by_path
 from gradsurg.effects.sums import NUM_SUMS, Array, add_on_cpu, effect_numbers, is_in_memory, sums_of
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
@@ -124,6 +124,14 @@ class Effects:
                 slot.fresh = _zeros()
                 slot.fetched_fired, slot.fetched_calls = fired, calls
         return rows
+
+    def numbers(self, prefix: str = "effect") -> dict[str, float]:
+        """Return the numbers since the last call, or `fetch`, for a logger of your own.
+
+        The keys are `<prefix>/<transform>/<site>/<number>`, with the numbers of `EFFECT_NUMBERS`,
+        the gradients `seen` and the `calls` of the transform; those without a value are left out.
+        """
+        return effects_by_path(self.fetch(), prefix)
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""

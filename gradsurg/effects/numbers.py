@@ -1,5 +1,6 @@
 """The tables of logged numbers: the name, label and unit of each, for logs, terminal and report."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,3 +85,18 @@ EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
 UPDATE_NAMES = tuple(number.name for number in UPDATE_NUMBERS)
 CONFLICT_NAMES = tuple(number.name for number in CONFLICT_NUMBERS)
 CONFLICT_TASK_NAMES = tuple(number.name for number in CONFLICT_TASK_NUMBERS)
+
+
+def effects_by_path(
+    rows: Iterable[Mapping[str, object]], prefix: str = "effect"
+) -> dict[str, float]:
+    """Return the numbers of effect rows as `effect/<transform>/<site>/<number>`.
+
+    Those without a value are left out.
+    """
+    return {
+        f"{prefix}/{row['transform']}/{row['site']}/{name}": value
+        for row in rows
+        for name in ("seen", "calls", *EFFECT_NAMES)
+        if isinstance(value := row[name], int | float)
+    }

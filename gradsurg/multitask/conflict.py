@@ -84,25 +84,29 @@ class Conflict:
         }
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row of a `Conflict` by logged path.
+def numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the finite numbers of the last row of each group, by logged path.
 
     Any: the values of a row are whatever JSON can hold.
     """
-    tasks = row["tasks"]
-    of_group = {name: row.get(name) for name in CONFLICT_NAMES}
-    for name in CONFLICT_TASK_NAMES:
-        path = name.rstrip("s")
-        of_group |= {f"{path}/{task}": value for task, value in zip(tasks, row[name], strict=False)}
-    for first, name in enumerate(tasks):
-        for second in range(first):
-            of_group[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
-    of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in row["others"].items()}
-    place = f"{row['aggregator']}/{row['group']}"
-    paths = {f"conflict/{place}/{name}": number for name, number in of_group.items()}
-    for name, other in row["others"].items():
-        for task, weight in zip(tasks, other["weights"], strict=True):
-            paths[f"others/{place}/{name}/weight/{task}"] = weight
+    paths: dict[str, object] = {}
+    for row in rows:
+        tasks = row["tasks"]
+        of_group = {name: row.get(name) for name in CONFLICT_NAMES}
+        for name in CONFLICT_TASK_NAMES:
+            path = name.rstrip("s")
+            of_group |= {
+                f"{path}/{task}": value for task, value in zip(tasks, row[name], strict=False)
+            }
+        for first, name in enumerate(tasks):
+            for second in range(first):
+                of_group[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
+        of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in row["others"].items()}
+        place = f"{row['aggregator']}/{row['group']}"
+        paths |= {f"conflict/{place}/{name}": number for name, number in of_group.items()}
+        for name, other in row["others"].items():
+            for task, weight in zip(tasks, other["weights"], strict=True):
+                paths[f"others/{place}/{name}/weight/{task}"] = weight
     return {
         path: number
         for path, number in paths.items()
@@ -236,6 +240,13 @@ class Conflicts:
         ]
         self._unfetched.clear()
         return conflicts
+
+    def numbers(self) -> dict[str, float]:
+        """Return the newest conflict of each group since the last call, or `fetch`.
+
+        The keys are `conflict/<aggregator>/<group>/<number>`; numbers without a value are left out.
+        """
+        return numbers(conflict.row() for conflict in self.fetch())
 
     def table(self) -> str:
         """Return a table for each group: means over the sampled steps, one line a task."""

@@ -1,7 +1,7 @@
 """The log of a run: interval rows for its files and loggers, and the summary of its outcome."""
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurg.effects.numbers import EFFECT_NAMES
+from gradsurg.effects.numbers import effects_by_path
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
@@ -102,7 +102,7 @@ class RunLog:
         self.directory.append_conflicts(conflicts)
         if self.loggers:
             times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
-            self._log(done, {**values, **_newest(conflicts), **times}, rows)
+            self._log(done, {**values, **numbers(conflicts), **times}, rows)
         self.diverged = self.bad_step is not None or not isfinite(loss)
         return not self.diverged and not self._until_reached(tested)
 
@@ -132,7 +132,7 @@ class RunLog:
         before = 0
         for row in self.directory.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
-            values |= _newest(
+            values |= numbers(
                 conflict for conflict in conflicts if before <= conflict["step"] < row["step"]
             )
             before = row["step"]
@@ -141,12 +141,7 @@ class RunLog:
     def _log(
         self, done: int, values: dict[str, float], effects: Sequence[Mapping[str, object]]
     ) -> None:
-        for row in effects:
-            prefix = f"effect/{row['transform']}/{row['site']}"
-            for name in ("seen", "calls", *EFFECT_NAMES):
-                value = row[name]
-                if isinstance(value, int | float):
-                    values[f"{prefix}/{name}"] = value
+        values |= effects_by_path(effects)
         for logger in self.loggers:
             logger.log(done, values)
 
@@ -265,11 +260,6 @@ def _processor(device: torch.device) -> str:
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
-
-
-def _newest(conflicts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the numbers of the last conflict of each group."""
-    return {key: value for row in conflicts for key, value in numbers(row).items()}
 
 
 def _median_ms(seconds: list[float]) -> float | None:

@@ -63,7 +63,7 @@ def test_each_number_equals_the_hand_computed_one() -> None:
     assert conflict.norm_to_mean == pytest.approx(3.25**0.5 / 2)
     entropy = -(0.75 * log(0.75) + 0.25 * log(0.25)) / log(2)
     assert conflict.weight_entropy == pytest.approx(entropy)
-    paths = numbers(conflict.row())
+    paths = numbers([conflict.row()])
     assert paths["conflict/mine/shared/cosine/a~b"] == pytest.approx(-0.6)
     assert paths["conflict/mine/shared/decrease/b"] == pytest.approx(-0.5)
     assert paths["conflict/mine/shared/norm/a"] == 3.0
@@ -85,7 +85,7 @@ def test_the_weights_of_other_aggregators_are_logged() -> None:
     conflicts = Conflicts()
     conflicts.add(made(rows, None, rows.sum(0), own="sum"))
     (conflict,) = conflicts.fetch()
-    paths = numbers(conflict.row())
+    paths = numbers([conflict.row()])
     assert paths["others/mine/shared/mean/weight/b"] == 0.5
     assert paths["conflict/mine/shared/cosine_to/mean"] == pytest.approx(1.0)
     ours = [path for path in paths if path.startswith("others/")]
@@ -102,7 +102,7 @@ def test_undefined_numbers_are_nan_and_not_logged() -> None:
     assert conflict.weights == []
     assert isnan(conflict.cosine_to_mean)
     assert isnan(conflict.weight_entropy)
-    said = numbers(conflict.row())
+    said = numbers([conflict.row()])
     assert "conflict/mine/shared/cosine_to_mean" not in said
     assert not any("weight" in path for path in said)
 

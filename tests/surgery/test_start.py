@@ -262,3 +262,22 @@ live = surgery.start(model)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "zero: attached, but no gradient ever passed at: weight, bias" in ended.stderr
+
+
+def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:
+    model = small()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(2.0), gs.Parameters("first.bias")),
+        gs.Intervention(gs.PCGrad()),
+    )
+    with surgery.attach(model, sgd(model)) as live:
+        out = model(torch.ones(2, 6))
+        live.backward({"a": out.sum(), "b": out.square().sum()})
+        effects = live.effects.numbers("surgery")
+        row = live.effects.rows()[0]
+        assert effects["surgery/scale/first.bias/norm_after"] == row["norm_after"]
+        assert effects["surgery/scale/first.bias/calls"] == 2
+        assert all(isinstance(value, int | float) for value in effects.values())
+        conflicts = live.conflicts.numbers()
+        assert -1 <= conflicts["conflict/pcgrad/shared/cosine/a~b"] <= 1
+        assert live.effects.numbers() == live.conflicts.numbers() == {}
