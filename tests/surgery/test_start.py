@@ -268,7 +268,7 @@ def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> N
     model = small()
     surgery = gs.Surgery(
         gs.Intervention(gs.Scale(2.0), gs.Parameters("first.bias")),
-        gs.Intervention(gs.PCGrad()),
+        gs.Intervention(gs.PCGrad(), gs.SharedParameters()),
     )
     with surgery.attach(model, sgd(model)) as live:
         out = model(torch.ones(2, 6))
