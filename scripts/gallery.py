@@ -18,6 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.config import catalogue
 from gradsurg.config.catalogue import Entry
@@ -50,6 +51,7 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "clip": {"value": 1.0},
     "delay": {"steps": 12},
     "dgc": {"amount": 0.1},
+    "dp_sgd": {"noise": 0.5},
     "fast_sigmoid_surrogate": {"slope": 3.0},
     "grokfast_ema": {"decay": 0.9},
     "grokfast_ma": {"window": 20, "strength": 2.0},
@@ -200,10 +202,12 @@ def drawer(entry: Entry) -> "Callable[[Axes, Any], None]":  # Any: as of `made`
         return draw_matrix
     if "entering" in entry.needs:
         return draw_product if "product" in entry.needs else draw_entering
+    if "examples" in entry.needs:
+        return draw_examples
     if "error" in entry.needs:
         return draw_product
-    if entry.name in ("sign_agreement",):
-        return draw_agreement
+    if entry.name in ALONE:
+        return ALONE[entry.name]
     if entry.name == "scheduled" or transform.init(torch.zeros(8, 8)):
         return draw_steps
     if entry.name.endswith(("_surrogate", "surrogate_gradient")):
@@ -300,7 +304,7 @@ def draw_map(
 
 
 def draw_plane(axes: "Axes", transform: Transform) -> None:
-    """Draw a function of a gradient with two entries, with WEIGHTS as the weights or the gradient of an update."""
+    """Draw a function of two entries; WEIGHTS are the weights, or the gradient of an update."""
     needs_row = type(transform).__name__ == "Centralize"
 
     def result(point: Tensor) -> Tensor:
@@ -415,6 +419,38 @@ def draw_agreement(axes: "Axes", transform: Transform) -> None:
     axes.set_xticks([])
 
 
+def draw_tokens(axes: "Axes", transform: Transform) -> None:
+    """Draw one channel of the gradients of ten tokens before and after."""
+    grad = torch.randn(10, 1, generator=torch.Generator().manual_seed(5))
+    axes.bar(np.arange(10), grad[:, 0], color=BEFORE, alpha=0.6, width=0.8)
+    axes.bar(np.arange(10), applied(transform, grad)[:, 0], color=AFTER, width=0.4)
+    axes.axhline(0, color=LINE, lw=0.6)
+    axes.set_xlabel("tokens, in one channel", labelpad=1)
+    axes.set_xticks([])
+
+
+def draw_examples(axes: "Axes", transform: Transform) -> None:
+    """Draw the gradients of seven examples, their mean and the result; dots: other draws."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.tensor([0.6, 0.5]) + 0.3 * torch.randn(7, 2, generator=generator)
+    rows[0] = torch.tensor([-2.4, 1.9])
+
+    def result(seed: int) -> Tensor:
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        surgery = gs.Surgery(gs.Intervention(transform), seed=seed)
+        with surgery.attach(model, optimizer, effects_every=0):
+            model(rows).mean().backward()  # the gradient of an example is its row
+            optimizer.step()
+        assert model.weight.grad is not None
+        return model.weight.grad[0]
+
+    draw_arrows(axes, rows, result(0))
+    if "deterministic" not in transform.properties:
+        draws = torch.stack([result(seed) for seed in range(1, 100)])
+        axes.plot(*draws.T, ls="", marker=".", ms=2, color=AFTER, alpha=0.6)
+
+
 def draw_matrix(axes: "Axes", transform: Transform) -> None:
     """Draw the singular values of a matrix before and after."""
     generator = torch.Generator().manual_seed(0)
@@ -474,6 +510,11 @@ def draw_robust(axes: "Axes", aggregator: Aggregator) -> None:
     rows[0] = torch.tensor([-2.4, 1.9])
     state = aggregator.init(7)
     result, _ = aggregator.merge(rows, state, AggregatorContext())
+    draw_arrows(axes, rows, result)
+
+
+def draw_arrows(axes: "Axes", rows: Tensor, result: Tensor) -> None:
+    """Draw several gradients, their mean and a result."""
     cross(axes, "", "")
     for one in rows:
         arrow(axes, one, BEFORE, 0.7)
@@ -485,6 +526,8 @@ def draw_robust(axes: "Axes", aggregator: Aggregator) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
 
+
+ALONE = {"sign_agreement": draw_agreement, "tgr": draw_tokens}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

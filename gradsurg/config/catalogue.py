@@ -147,7 +147,7 @@ def measured() -> Catalogue:
 def paper(text: str) -> tuple[str, str]:
     """Return the first citation in a text, preferably one with an arXiv number, and its address."""
     text = " ".join(text.split())
-    match = re.search(rf"{PAPER} \(arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
+    match = re.search(rf"{PAPER}(?: \(|, )arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
     if not match:
         return "", ""
     cited, number = match.groups()

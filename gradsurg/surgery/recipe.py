@@ -44,7 +44,7 @@ def recipe(interventions: Sequence[Intervention], seed: int) -> str:
     if len(transforms) > 1 or len(aggregators) > 1 or not interventions:
         raise ValueError(
             "a recipe has at most one intervention with a transform and one with an aggregator, "
-            f"found {len(transforms)} and {len(aggregators)}: {', '.join(map(repr, interventions))}"
+            f"found {len(transforms)} and {len(aggregators)}"
         )
     content: dict[str, object] = {}
     for item in transforms:
