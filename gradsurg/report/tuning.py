@@ -119,16 +119,15 @@ def read_tunings(folder: Path, arms: Sequence[Arm]) -> tuple[list[ArmTuning], li
 def tuning_text(files: Iterable[Path]) -> str:
     """Return the choices in these files for the terminal."""
     tunings, faults = _read(files)
-    return "\n".join([*tuning_lines(tunings), *faults])
+    return "\n".join([*tuning_lines(tunings), *unequal(tunings), *faults])
 
 
 def tuning_lines(tunings: Sequence[ArmTuning]) -> list[str]:
-    """Return a line for each arm, and one if the arms had unequal grids; [] without a tuning."""
+    """Return a line for each arm under a heading; [] without a tuning."""
     if not tunings:
         return []
-    lines = ["Chosen on validation data, with seeds that are not compared:"]
-    lines += [f"  {one.sentence}" for one in tunings]
-    return [*lines, *unequal(tunings)]
+    heading = "Chosen on validation data, with seeds that are not compared:"
+    return [heading, *(f"  {one.sentence}" for one in tunings)]
 
 
 def unequal(tunings: Sequence[ArmTuning]) -> list[str]:

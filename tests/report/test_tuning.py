@@ -14,6 +14,7 @@ from gradsurg.report.tuning import (
     tuning_panels,
     tuning_rows,
     tuning_text,
+    unequal,
 )
 
 AXIS: dict[str, Any] = {"key": "lr", "values": [0.01, 0.1, 1.0], "by_log": True}
@@ -91,8 +92,8 @@ def test_ties_and_divergence_are_told(tmp_path: Path) -> None:
 def test_arms_with_unequal_grids_are_told(tmp_path: Path) -> None:
     short = content([0.5, 0.8, 0.6], 1, label="none", role="control")
     short["rows"] = [row for row in rows([0.5, 0.8, 0.6]) if row["place"] == 1]
-    lines = tuning_lines(tunings(tmp_path, content([0.5, 0.8, 0.6], 1), short))
-    assert lines[-1].startswith("clip chose among 3 values and control among 1: more tries are")
+    (line,) = unequal(tunings(tmp_path, content([0.5, 0.8, 0.6], 1), short))
+    assert line.startswith("clip chose among 3 values and control among 1: more tries are")
 
 
 def test_a_chart_has_every_seed_and_marks_the_chosen_value(tmp_path: Path) -> None:
