@@ -1,0 +1,89 @@
+"""Digits, with an attack by the gradient of the trained network on others trained on the same data."""
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradsurg.models.mlp import MLP
+from gradsurg.plugins.fields import validated
+from gradsurg.tasks.base import Chance, Data, Examination, Examined
+from gradsurg.tasks.data.arrays import Count
+from gradsurg.tasks.digits import Digits
+
+STEP = 0.25  # of an ascent, as a share of the norm
+HIDDEN = (64, 64)  # of the other networks
+TRAINING = 400  # Adam steps of each, of a batch of 128 at 0.002
+
+
+@validated
+class TransferDigits(Examined):
+    """Classify scikit-learn's digits; then attack the test images, and test other networks on them.
+
+    The attack is gradient ascent of the trained network's loss in `num_steps` steps. A step goes
+    `norm` / 4 along the gradient of each image, and then the perturbation is brought to the 2-norm
+    `norm`, so every perturbation of every arm has exactly that norm. `source` is the accuracy of
+    the trained network afterwards, `target` the mean accuracy of `num_targets` MLPs with weights of
+    their own, `target_clean` theirs on the images, and `target_noise` theirs with random
+    perturbations of that norm. Pixels are standardized and not clamped.
+    """
+
+    norm: Annotated[float, Field(gt=0)] = 2.0
+    num_steps: Count = 10
+    num_targets: Count = 3
+
+    def load(self) -> Data:
+        return Digits().load()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return Digits().loss(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return Digits().metrics(outputs, targets)
+
+    def chance(self, targets: Tensor) -> Chance:
+        return Digits().chance(targets)
+
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        device = next(model.parameters()).device
+        images, labels = data.test_inputs.to(device), data.test_targets.to(device)
+        others = [_trained(data).to(device) for _ in range(self.num_targets)]
+        noise = images + self.norm * _unit(torch.randn(images.shape).to(device))
+        moved = torch.zeros_like(images)
+        for _ in range(self.num_steps):
+            points = (images + moved).requires_grad_()
+            loss = functional.cross_entropy(model(points), labels)
+            (gradient,) = torch.autograd.grad(loss, points)
+            moved = self.norm * _unit(moved + STEP * self.norm * _unit(gradient))
+        attacked = images + moved
+        numbers = {"source": _accuracy([model], attacked, labels)}
+        for name, at in {"": attacked, "_clean": images, "_noise": noise}.items():
+            numbers[f"target{name}"] = _accuracy(others, at, labels)
+        return Examination(numbers)
+
+
+def _unit(values: Tensor) -> Tensor:
+    """Scale each image to the 2-norm 1; zero stays zero."""
+    return functional.normalize(values.flatten(1), dim=1).view_as(values)
+
+
+def _trained(data: Data) -> nn.Module:
+    """Return an MLP with the outputs of the data, trained on all of its training examples."""
+    network = MLP(data.input_shape, data.num_outputs, hidden=HIDDEN)
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.002)
+    for _ in range(TRAINING):
+        batch = torch.randint(len(data.train_inputs), (128,))
+        optimizer.zero_grad()
+        outputs = network(data.train_inputs[batch])
+        functional.cross_entropy(outputs, data.train_targets[batch]).backward()
+        optimizer.step()
+    return network.eval()
+
+
+@torch.no_grad()
+def _accuracy(networks: list[nn.Module], inputs: Tensor, labels: Tensor) -> float:
+    """Return the mean accuracy of several networks."""
+    hits = torch.stack([network(inputs).argmax(dim=1) == labels for network in networks])
+    return hits.double().mean().item()
