@@ -1,4 +1,4 @@
-"""Digits, with an attack by the gradient of the trained network on others trained on the same data."""
+"""Digits, with an attack by the trained network on others that are trained on the same data."""
 
 from typing import Annotated
 
