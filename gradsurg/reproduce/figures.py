@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "figure"
 ROW = 26  # height of an arm, in pixels
+LABEL = 420  # longest name of an arm, in pixels
 SIDE = 0.82  # of a picture, in inches
 MAX_IMAGES = 3
 TRAINED = "trained"
@@ -83,7 +84,13 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Chart | None:
     names = [arm.name for arm in arms]
     shared = {
         "x": _quantity("value", f"{title(metric)} of each seed, and the mean", is_share(metric)),
-        "y": {"field": "arm", "type": "nominal", "sort": names, "title": None},
+        "y": {
+            "field": "arm",
+            "type": "nominal",
+            "sort": names,
+            "title": None,
+            "axis": {"labelLimit": LABEL},
+        },
         "color": {**_colour("arm", names), "legend": None},
     }
     dots = {"type": "point", "filled": True, "size": 45, "opacity": 0.6}
