@@ -345,7 +345,9 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
 
 
 @pytest.mark.parametrize("study", [studies.chain, studies.toy], ids=["chain", "toy"])
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [pytest.param(1280, "dark", marks=pytest.mark.full), (390, "light")]
+)
 def test_what_some_studies_have_has_no_serious_fault_of_access(
     tmp_path: Path, study: Callable[[Path], Path], width: int, scheme: str
 ) -> None:
@@ -460,7 +462,14 @@ def test_a_page_without_several_tasks_has_no_such_section(tmp_path: Path) -> Non
         assert "Conflict" not in one(driver, "#contents").text
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        pytest.param(1280, "light", marks=pytest.mark.full),
+        pytest.param(390, "light", marks=pytest.mark.full),
+        (1280, "dark"),
+    ],
+)
 def test_conflicts_have_no_serious_fault_of_access(tmp_path: Path, width: int, scheme: str) -> None:
     import axe_core_python
 

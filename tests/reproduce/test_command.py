@@ -601,7 +601,8 @@ def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> N
 def test_a_study_is_run_once_and_ignores_other_runs_in_its_folder(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", f"out={root / 'runs'}"]
+    small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", "report=false"]
+    small.append(f"out={root / 'runs'}")
     chance = {**MINI["bands"][0], "metric": "test/loss", "high": 10, "runs": {}}
     expect(root, {**MINI, "bands": [chance]})
     assert command.main(["mini", *small, "seed=0"], root) == 0

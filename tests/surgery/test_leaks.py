@@ -11,7 +11,7 @@ from torch import nn
 import gradsurg as gs
 from tests.contexts.kinds import KINDS, Kind, Net
 
-ROUNDS = 200
+ROUNDS = 100
 
 
 def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
@@ -38,7 +38,7 @@ def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_two_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> None:
+def test_a_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> None:
     refs: list[ref] = []
     model = Net()
     counts = []
