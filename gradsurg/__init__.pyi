@@ -90,6 +90,7 @@ from gradsurg.transforms.norm_rescale import NormRescale as NormRescale
 from gradsurg.transforms.orthogonalize import Orthogonalize as Orthogonalize
 from gradsurg.transforms.per_sample import PerSample as PerSample
 from gradsurg.transforms.perpendicular import Perpendicular as Perpendicular
+from gradsurg.transforms.placebo import Placebo as Placebo
 from gradsurg.transforms.quantize import Quantize as Quantize
 from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm as RescaleGlobalNorm
 from gradsurg.transforms.sanitize import Sanitize as Sanitize

@@ -453,15 +453,21 @@ def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector)
             "attribute",
             f"needs a chain of two transforms or more to leave one out of, found {found}",
         )
-    if settings.attribute and settings.control == "norm_matched":
+    if settings.attribute and settings.control not in ("none", "plain"):
         errors.add(
             "attribute",
-            "the shorter chains have no norm-matched control, needs control=plain or "
-            "control=none, found control=norm_matched",
+            f"the shorter chains have no {settings.control.replace('_', '-')} control, needs "
+            f"control=plain or control=none, found control={settings.control}",
         )
 
 
 def _check_control(settings: Settings, joint: Intervention | None, errors: ErrorCollector) -> None:
+    if joint is not None and settings.control == "placebo":
+        errors.add(
+            "control",
+            f"placebo is for transforms, and {joint.names[0]} is an aggregator: needs "
+            "control=plain, control=norm_matched or control=none, found control=placebo",
+        )
     weighs = joint is not None and isinstance(joint.aggregator, LossWeighting)
     if joint is not None and weighs and settings.control == "norm_matched":
         errors.add(

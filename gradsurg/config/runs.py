@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.aggregators.sum import Sum
 from gradsurg.config.instantiate import Config, fields_of, target_of, user_code
 from gradsurg.config.settings import Settings
@@ -17,12 +16,12 @@ from gradsurg.plugins.fields import call_with_fields
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.training.controls import ActingControl, control_interventions
 from gradsurg.training.optimizers import optimizer_maker
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_identity import run_identity
 from gradsurg.training.schedules import schedule_maker
 from gradsurg.transforms.identity import Identity
-from gradsurg.transforms.norm_matched import NormMatched
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,15 @@ class Plan:
         return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
 
     def _control(self, seed: int) -> Run:
-        """Make the control run: no surgery, or the plain gradients with the treated norm.
+        """Make the control run: no surgery, or one of `ActingControl`.
 
         Without surgery the gradients are measured at the same sites.
         """
-        if self._interventions and self.settings.control == "norm_matched":
-            surgery = Surgery(*map(_norm_matched, self._interventions), seed=seed)
-            label = "norm_matched-" + "+".join(self._names)
-            identity = self._identity(seed, "norm_matched")
+        kind = self.settings.control
+        if self._interventions and (kind == "norm_matched" or kind == "placebo"):
+            surgery = Surgery(*control_interventions(self._interventions, kind), seed=seed)
+            label = f"{kind}-{'+'.join(self._names)}"
+            identity = self._identity(seed, kind)
             return self._run("control", label, seed, identity, surgery, shadow=False)
         measured = [Intervention(Identity(), self.selector, names=("none",))]
         if isinstance(self.task, MultiTask):
@@ -111,7 +111,7 @@ class Plan:
         return self._run("control", "none", seed, identity, surgery, shadow=True)
 
     def _identity(
-        self, seed: int, arm: Literal["treated", "control", "norm_matched"]
+        self, seed: int, arm: Literal["treated", "control"] | ActingControl
     ) -> dict[str, object]:
         settings = self.settings
         chosen: dict[str, object] = {
@@ -191,11 +191,3 @@ def create_model(config: Config, data: Data) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
-
-
-def _norm_matched(item: Intervention) -> Intervention:
-    """Return the intervention that rescales the plain gradient to the norm that `item` gives it."""
-    if item.aggregator is None:
-        return replace(item, transform=NormMatched(item.operator), names=("norm_matched",))
-    matched = NormMatchedSum(item.aggregator)
-    return replace(item, transform=matched, names=("norm_matched_sum",))

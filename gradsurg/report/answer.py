@@ -6,6 +6,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 
 from gradsurg.report.compare import (
+    PLAIN,
     Outcome,
     TimeToTarget,
     chosen_metrics,
@@ -29,7 +30,9 @@ from gradsurg.report.wording import (
     value,
 )
 from gradsurg.stats import CLEAR, HINTS, MAX_P, MIN_FOR_P, UNCLEAR, seeds_needed
+from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
+from gradsurg.training.run_reader import BrokenFile
 
 
 def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
@@ -48,6 +51,11 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     compared = [outcome for outcome in of_headline if outcome.difference]
     lost = [outcome.arm.name for outcome in of_headline if not outcome.difference]
     first = [*diverged(arms), *reached(arms)]
+    empty = {outcome.arm.name: text for outcome in compared if (text := vacuous(outcome))}
+    first += empty.values()
+    compared = [outcome for outcome in compared if outcome.arm.name not in empty]
+    if empty and not compared:
+        return " ".join(first)
     if not compared:
         return " ".join([*first, _nothing_yet(arms, lost)])
     one = compared[0]
@@ -69,6 +77,51 @@ def diverged(arms: Sequence[Arm]) -> list[str]:
     ]
     return [*sentences, ABOUT_DIVERGED] if sentences else []
 
+
+def vacuous(outcome: Outcome) -> str:
+    """Return a sentence on a control that is the treatment itself; empty for any other.
+
+    A control that keeps the transform's norm, or its norm and cosine, is the treatment if the
+    transform has turned no gradient.
+    """
+    if outcome.plain == PLAIN or any(run.has_aggregator for run in outcome.arm.whole):
+        return ""
+    try:
+        rows = effect_table([run.path for run in outcome.arm.whole])
+    except BrokenFile:
+        return ""  # a line of the report tells it
+    cosines = [cosine for row in rows if isinstance(cosine := row["cosine"], float)]
+    if min(cosines, default=0) < PARALLEL:
+        return ""
+    name = outcome.arm.name
+    return (
+        f"{name} turned no gradient (cosine 1 at every site), so the {outcome.plain} arm is the "
+        f"same training up to rounding and tells nothing about {name}; compare with control=plain."
+    )
+
+
+PARALLEL = 1 - 1e-6
+"""Smallest mean cosine of a transform that turns no gradient, up to rounding."""
+
+
+def about_controls(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a sentence for each kind of control that changes gradients itself."""
+    kinds: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.difference and outcome.control_kind in ABOUT_CONTROLS:
+            kinds.setdefault(outcome.control_kind, []).append(outcome.arm.name)
+    return [
+        ABOUT_CONTROLS[kind].format(listed(list(dict.fromkeys(names))))
+        for kind, names in kinds.items()
+    ]
+
+
+ABOUT_CONTROLS = {
+    "norm_matched": "The norm-matched arm has the gradient's direction with the norm that {} gives "
+    "it: a clear difference is due to the direction.",
+    "placebo": "The placebo arm turns each gradient as far as {}, to the same norm, in a random "
+    "direction: a clear difference is due to the direction chosen.",
+}
 
 ABOUT_DIVERGED = "Means and medians are over the seeds in which both arms ended."
 
@@ -105,12 +158,15 @@ def cautions(
             f"{count(len(skipped), 'run')} skipped {count(sum(skipped), 'step')}, because scaled "
             "gradients were not finite."
         )
-    several = sum(len(run.controls) > 1 for run in runs)
-    if several:
-        sentences.append(
-            f"{count(several, 'run')} with a norm-matched control too, here compared with the "
-            "plain one alone; control=norm_matched given again tells the other."
-        )
+    for kind in ABOUT_CONTROLS:
+        several = sum(kind in run.controls and run.controls[kind] != run.control for run in runs)
+        if several:
+            name = kind.replace("_", "-")
+            sentences.append(
+                f"{count(several, 'run')} with a {name} control too, here compared with the "
+                f"plain one alone; control={kind} given again tells the other."
+            )
+    sentences += about_controls(outcomes)
     untold = sum(not run.has_facts for run in runs)
     if untold:
         sentences.append(

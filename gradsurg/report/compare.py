@@ -52,6 +52,7 @@ class Outcome:
     treated: tuple[float, ...] = ()
     control: tuple[float, ...] = ()
     plain: str = "control"
+    control_kind: str = ""
     difference: Difference | None = None
     q_value: float | None = None
     link: str = ""
@@ -157,11 +158,14 @@ def shares(arms: Sequence[Arm]) -> list[Outcome]:
 
 
 def costs(arms: Sequence[Arm]) -> list[Cost]:
-    """Compare step times with the control's, where both are known."""
+    """Compare step times with those of the plain control, where both are known.
+
+    Other controls run a surgery themselves, and so give no cost.
+    """
     runs = {run.name: run for arm in arms for run in arm.runs}
     arm_costs = []
     for arm in arms:
-        pairs = [] if arm.is_control else _pairs(arm, _its_control(runs), "control")
+        pairs = [] if arm.is_control else _pairs(arm, _its_plain_control(runs), "control")
         times = [(_number(a, "time/step_ms"), _number(b, "time/step_ms")) for a, b in pairs]
         both = [(a, b) for a, b in times if a and b]
         if both:
@@ -298,7 +302,18 @@ def _has_target(run: LoadedRun) -> bool:
 
 def plain_name(run: LoadedRun) -> str:
     """Return the name of a control run's arm in a sentence."""
-    return "control" if run.label == "none" else run.label.replace("_", "-")
+    return PLAIN if run.label == "none" else run.label.replace("_", "-")
+
+
+PLAIN = "control"
+"""The name of a control arm without surgery."""
+
+
+def _control_kind(run: LoadedRun) -> str:
+    """Return the kind of a control run, as the key `control` has it; empty for a shorter chain."""
+    if run.arm != "control":
+        return ""
+    return "plain" if run.label == "none" else run.label.partition("-")[0]
 
 
 FINISHED, DIVERGED = "finished", "diverged"
@@ -308,6 +323,14 @@ SHORTER = "shorter chain"
 
 def _its_control(runs: Mapping[str, LoadedRun]) -> Beside:
     return lambda run: runs.get(run.control or "")
+
+
+def _its_plain_control(runs: Mapping[str, LoadedRun]) -> Beside:
+    def beside(run: LoadedRun) -> LoadedRun | None:
+        control = runs.get(run.controls.get("plain") or run.control or "")
+        return control if control and control.label == "none" else None
+
+    return beside
 
 
 def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
@@ -331,6 +354,7 @@ def _outcome(arm: Arm, metric: str, beside: Beside, kind: str) -> Outcome:
         treated=treated,
         control=control,
         plain=plain_name(both[0][1]),
+        control_kind=_control_kind(both[0][1]),
         difference=paired_difference(treated, control),
         repeats=repeats,
     )

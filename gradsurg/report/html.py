@@ -318,14 +318,14 @@ def _doses(report: StudyReport, data: elements.PageData) -> elements.Section | N
 
 def _costs(report: StudyReport, data: elements.PageData) -> elements.Section:
     how = (
-        "Step time divided by the control's, of steps that measure no effect if there are such: "
-        "the median over pairs of runs and their range. Runs that shared "
+        "Step time divided by that of the plain control, of steps that measure no effect if there "
+        "are such: the median over pairs of runs and their range. Runs that shared "
         "their machine with other work are slower than necessary."
     )
     lines, label = elements.items(report.effort), "Time and hardware"
     effort = f'<ul class="cautions" id="effort" aria-label="{label}">{lines}</ul>'
     if not report.costs:
-        text = "<p>No pair of runs with step times yet.</p>"
+        text = "<p>No pair of a treated and a plain run with step times.</p>"
         return elements.section("cost", "Cost", how, text, effort)
     data.add("cost", cost_panel(report.costs))
     rows = []

@@ -84,6 +84,10 @@ class LoadedRun:
     def is_readable(self) -> bool:
         return self.state not in ("missing", "unreadable")
 
+    @property
+    def has_aggregator(self) -> bool:
+        return bool((self.config or {}).get("aggregator"))
+
     @cached_property
     def key(self) -> str:
         """The key of the run's arm: its config without the seed."""

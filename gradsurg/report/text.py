@@ -15,14 +15,17 @@ from rich.text import Text
 from gradsurg.effects.tables import aligned
 from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.report.answer import (
+    about_controls,
     about_metrics,
     alone_rows,
     dead_line,
     diverged,
     reached,
     spread,
+    vacuous,
 )
 from gradsurg.report.compare import (
+    PLAIN,
     Cost,
     Outcome,
     about_p,
@@ -140,14 +143,17 @@ def _outcome(runs: Sequence[Runs]) -> str:
     rows = [["", treated.name, control.name, *heads]]
     rows += [_row(key, text, *by_metric[key]) for key, text in shown.items()]
     step_times = costs([treated, control])
-    rows.append([*_time_row(step_times), ""])
+    if control.name == PLAIN:
+        rows.append([*_time_row(step_times), ""])
     headline = next(iter(by_metric))
     difference = by_metric[headline][1]
-    sentence = fill(answer(treated.name, control.name, headline, difference), WIDTH)
+    one = replace(by_metric[headline][0], plain=control.name)
+    sentence = vacuous(one) or answer(treated.name, control.name, headline, difference)
+    sentence = fill(" ".join([sentence, *([] if vacuous(one) else about_controls([one]))]), WIDTH)
     few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
     bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
-    notes = [note for note in (few, bootstrap, _measured(step_times, treated)) if note]
+    notes = [note for note in (few, bootstrap, _measured(step_times, treated, control)) if note]
     same = fill(repeats_line(compared), WIDTH)
     return "\n".join([*lost, sentence, *([same] if same else []), "", aligned(rows), *notes])
 
@@ -170,13 +176,14 @@ def _found(path: Path, summary: Summary, arm: str) -> LoadedRun:
         label=summary["label"],
         summary=summary,
         metric=measured.get("metric") or "",
+        config=RunDirectory(path).read_config(),
     )
 
 
 def _arm(runs: Sequence[LoadedRun]) -> Arm:
     name = runs[0].label
     if runs[0].arm == "control":
-        name = "control" if name == "none" else "norm-matched"
+        name = "control" if name == "none" else name.partition("-")[0].replace("_", "-")
     return Arm(name, tuple(runs), {})
 
 
@@ -241,7 +248,13 @@ def _time_row(costs: Sequence[Cost]) -> list[str]:
     return ["step time", *times, "", f"{median(ratios) - 1:+.0%}", spread]
 
 
-def _measured(costs: Sequence[Cost], arm: Arm) -> str:
+def _measured(costs: Sequence[Cost], arm: Arm, control: Arm) -> str:
+    if control.name != PLAIN:
+        return fill(
+            f"No step times: the {control.name} arm runs a surgery too; control=plain tells what "
+            f"{arm.name} costs.",
+            WIDTH,
+        )
     if not costs or costs[0].measured_ms is None:
         return ""
     every = _first(arm)["effects_every"]

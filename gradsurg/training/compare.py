@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from gradsurg.effects.tables import aligned, number
 from gradsurg.stats import paired_difference, verdict
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals import random_state
+from gradsurg.training.controls import ActingControl, control_interventions
 
 Numbers = float | Mapping[str, float]
 TrainFn = Callable[[nn.Module, Surgery], Numbers]
@@ -38,19 +40,27 @@ class Comparison:
 
 
 def compare(
-    make_model: Callable[[], nn.Module], train: TrainFn, surgery: Surgery, seeds: int = 5
+    make_model: Callable[[], nn.Module],
+    train: TrainFn,
+    surgery: Surgery,
+    seeds: int = 5,
+    control: Literal["plain"] | ActingControl = "plain",
 ) -> Comparison:
     """Train with `surgery` and without it, seed by seed, and restore the random generators.
 
     `train(model, surgery)` attaches the surgery it is given, trains, and returns a number or a dict
-    of numbers; the control arm gets an empty surgery. Raises ValueError if `seeds` < 1, the surgery
-    was never attached, or the arms return different keys.
+    of numbers. The `plain` control gets an empty surgery, `norm_matched` the direction of the plain
+    gradient with the norm of the treated one, `placebo` its norm and its cosine to the plain
+    gradient in a random direction. Raises ValueError if `seeds` < 1, the control is unknown, or the
+    placebo of an aggregator; if the surgery was never attached; or if the arms return different
+    keys.
     """
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")
+    controls = () if control == "plain" else control_interventions(surgery.interventions, control)
     arms: tuple[list[Mapping[str, float]], ...] = ([], [])
     for seed in range(seeds):
-        for arm, interventions in zip(arms, (surgery.interventions, ()), strict=True):
+        for arm, interventions in zip(arms, (surgery.interventions, controls), strict=True):
             with random_state.preserved(), torch.random.fork_rng():  # the latter: every CUDA device
                 random_state.seed(seed)
                 given = Surgery(*interventions, seed=seed)

@@ -380,7 +380,8 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
     controls, control = facts.get("controls"), facts.get("control")
     if isinstance(controls, Mapping):
         return dict(controls)
-    kind = "norm_matched" if str(control).startswith("norm_matched-") else "plain"
+    kind = str(control).partition("-")[0]
+    kind = kind if kind in ("norm_matched", "placebo") else "plain"
     return {kind: control} if isinstance(control, str) else {}
 
 

@@ -25,11 +25,12 @@ Not in it:
   `update_effect_every`, `eval_every` without `until`, and `metric`; `Run.measured` records them
   beside the run;
 - launching: `hydra`, `threads`, `force` and `retry_failed`;
-- the runs that it is compared with: `control` (except `norm_matched`), `seeds` and `attribute`.
+- the runs that it is compared with: `control` (except `norm_matched` and `placebo`), `seeds` and
+  `attribute`.
 
 A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
 treatments at one site share one control. A norm-matched control has the treatment that it takes the
-norm of, and `control: norm_matched`.
+norm of, and `control: norm_matched`; likewise a placebo.
 
 An edit of gradsurg's own source does not change the identity: most edits concern a message or a
 report. `environment` records the full versions and a hash of that source, and
@@ -66,7 +67,7 @@ Config = Mapping[str, object]
 
 def run_identity(
     config: Config,
-    arm: Literal["treated", "control", "norm_matched"],
+    arm: Literal["treated", "control", "norm_matched", "placebo"],
     settings: Config,
     aggregated: bool = False,
     data_hash: str = "",
@@ -83,8 +84,8 @@ def run_identity(
         treatment = TREATMENT_GROUPS + AGGREGATOR_GROUPS * aggregated
         groups |= {key: config[key] for key in treatment}
         groups["order"] = [*_mapping(config["transform"])]
-        if arm == "norm_matched":
-            groups["control"] = "norm_matched"
+        if arm != "treated":
+            groups["control"] = arm
     return {
         **_versions(),
         **settings,

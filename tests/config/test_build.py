@@ -216,7 +216,13 @@ def test_seed_pins_one_seed_and_seeds_counts_from_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("control", "label"), [("none", None), ("plain", "none"), ("norm_matched", "norm_matched-clip")]
+    ("control", "label"),
+    [
+        ("none", None),
+        ("plain", "none"),
+        ("norm_matched", "norm_matched-clip"),
+        ("placebo", "placebo-clip"),
+    ],
 )
 def test_control_names_the_arm_to_compare_with(control: str, label: str | None) -> None:
     (pair,) = built("transform=clip", f"control={control}").pairs
@@ -381,8 +387,9 @@ def test_two_transforms_of_one_study_share_their_control() -> None:
     assert first.directory(out) != third.directory(out)
 
 
-def test_a_norm_matched_control_is_a_transforms_own() -> None:
-    words = ("control=norm_matched", "transform=clip", "seed=0")
+@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+def test_a_control_that_acts_is_a_transforms_own(control: str) -> None:
+    words = (f"control={control}", "transform=clip", "seed=0")
     first, second = (
         built(*words, f"transform.clip.value={value}").pairs[0].control for value in (0.01, 0.02)
     )

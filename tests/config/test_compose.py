@@ -188,7 +188,10 @@ WRONG = (
     Wrong("seeds=[1,2]", "seeds: must be a whole number, found [1, 2]"),
     Wrong("seed=9999999999999999999999", "seed: must be < "),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
-    Wrong("control=plane", "control: must be one of 'none', 'plain' or 'norm_matched', found"),
+    Wrong(
+        "control=plane",
+        "control: must be one of 'none', 'plain', 'norm_matched' or 'placebo', found",
+    ),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("device=meta", "device: there is no 'meta' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),

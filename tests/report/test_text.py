@@ -1,6 +1,7 @@
 """What a job prints, against summaries made by hand."""
 
 import ast
+import json
 import math
 from pathlib import Path
 
@@ -388,6 +389,45 @@ def test_a_norm_matched_control_is_called_so(write) -> None:
         for seed in range(2)
     ]
     assert "against the norm-matched arm" in " ".join(report(runs).split())
+
+
+def acting(write, control: str, cosine: float) -> str:
+    """The report of three seeds with a control that acts."""
+    runs = []
+    for seed in range(3):
+        path = write(summary("clip", seed, 0.8))
+        other = write(summary(f"{control}-clip", seed, 0.9, arm="control"))
+        rows = [json.loads(line) for line in (path / "effects.jsonl").read_text().splitlines()]
+        lines = [json.dumps({**row, "cosine": cosine}) for row in rows]
+        (path / "effects.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        runs.append(Runs(path, other))
+    return " ".join(report(runs).split())
+
+
+@pytest.mark.parametrize(
+    ("control", "words"),
+    [
+        ("norm_matched", "The norm-matched arm has the gradient's direction with the norm that"),
+        ("placebo", "The placebo arm turns each gradient as far as clip, to the same norm,"),
+    ],
+)
+def test_a_control_that_acts_is_explained_and_costs_are_for_a_plain_one(
+    write, control: str, words: str
+) -> None:
+    text = acting(write, control, 0.9)
+    assert f"than in the {control.replace('_', '-')} arm" in text
+    assert words in text
+    assert "step time " not in text
+    assert "control=plain tells what clip costs" in text
+
+
+@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+def test_a_control_that_is_the_treatment_itself_gives_no_verdict(write, control: str) -> None:
+    text = acting(write, control, 1 - 1e-9)
+    assert text.startswith("clip turned no gradient (cosine 1 at every site), so the")
+    assert "hint" not in text
+    assert "compare with control=plain" in text
+    assert "turned no gradient" not in acting(write, control, 0.9999)
 
 
 def test_the_answer_comes_first_then_notes_then_effects_then_where_it_lies(write) -> None:

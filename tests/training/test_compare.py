@@ -1,5 +1,7 @@
 """`compare`: treated and control arm with the same seeds, and their table."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,28 @@ def test_a_surgery_that_was_never_attached_is_an_error() -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Zero()))
     with pytest.raises(ValueError, match="did not attach the surgery"):
         gs.compare(make_model, lambda model, given: 1.0, surgery, seeds=1)
+
+
+def test_the_placebo_of_a_surgery_that_changes_nothing_is_plain_training_bit_for_bit() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))
+    comparison = gs.compare(make_model, train, surgery, seeds=2, control="placebo")
+    plain = gs.compare(make_model, train, surgery, seeds=2)
+    assert comparison.control == plain.control == plain.treated
+
+
+@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+def test_a_control_that_acts_differs_from_both_other_arms(control: Any) -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Sign(), gs.Parameters(), names=("sign",)))
+    acting = gs.compare(make_model, train, surgery, seeds=1, control=control)
+    plain = gs.compare(make_model, train, surgery, seeds=1)
+    assert acting.treated == plain.treated
+    assert acting.control not in (plain.control, plain.treated)
+
+
+def test_an_unknown_control_and_the_placebo_of_an_aggregator_are_refused() -> None:
+    kind: Any = "placebos"
+    surgery = gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
+    with pytest.raises(ValueError, match=r"^control: must be one of plain, norm_matched, placebo,"):
+        gs.compare(make_model, train, surgery, control=kind)
+    with pytest.raises(ValueError, match=r"^control: placebo is for transforms, found PCGrad"):
+        gs.compare(make_model, train, surgery, control="placebo")

@@ -174,6 +174,11 @@ ROWS = (
     Row("n_of_m", [[1.0, 9.0], [2.0, 3.0]], [[0.0, 9.0], [2.0, 0.0]], {"n": 1, "m": 2, "axis": 0}),
     # Clipped to [0.01, 0.01], norm 0.01 sqrt 2; |g| = 5: times 0.002 sqrt 2 = 0.0028284271.
     Row("norm_matched", [3.0, 4.0], [0.0084852814, 0.0113137085]),
+    # Two entries have one direction orthogonal to g, (0.8, 0.6), and the draw chose -2.4 times it;
+    # the part of (3, 0) along g is 1.8 (0.6, -0.8).
+    Row("placebo", [3.0, -4.0], [-0.84, -2.88]),
+    Row("placebo", [3.0, 4.0], [3.0, 4.0]),
+    Row("placebo", [-3.0], [0.0]),
     Row("norm_rescale", [3.0, 4.0], [0.6, 0.8]),
     Row("norm_rescale", [0.0, 0.0], [0.0, 0.0]),
     Row(

@@ -42,6 +42,7 @@ from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.transforms.orthogonalize import Orthogonalize
 from gradsurg.transforms.perpendicular import Perpendicular
+from gradsurg.transforms.placebo import Placebo
 from gradsurg.transforms.quantize import Quantize
 from gradsurg.transforms.sanitize import Sanitize
 from gradsurg.transforms.scale import Scale
@@ -151,6 +152,8 @@ OTHERS = (
     ErrorFeedback(ClipGlobalNorm(0.5)),
     Chain(FeedbackWeights(), Scale(2.0)),
     NormMatched(GradientReversal()),
+    Placebo(ScaleBySign(-1.0, 0.5)),
+    Placebo(Chain(AddNoise(0.1), ClipGlobalNorm(0.5))),
     NormMatched(NormRescale()),
     NormMatched(ScaleBySign()),
     NormMatched(Chain(Scale(2.0), ClipGlobalNorm(0.5))),

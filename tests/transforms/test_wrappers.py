@@ -26,6 +26,7 @@ from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.identity import Identity
 from gradsurg.transforms.mask import Mask
 from gradsurg.transforms.norm_matched import NormMatched
+from gradsurg.transforms.placebo import Placebo
 from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled
@@ -233,3 +234,58 @@ def test_norm_matched_of_a_group_matches_each_tensor() -> None:
     results, _ = update_all(matched, GRADS, init_all(matched, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([0.6, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[0.8]]))
+
+
+@pytest.mark.parametrize(
+    "other", [Sign(), ScaleBySign(), AddNoise(sigma=1.0), Chain(Scale(5.0), ScaleBySign(-1.0, 0.5))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_placebo_has_the_transforms_norm_and_cosine_and_another_direction(
+    other: Transform, dtype: torch.dtype
+) -> None:
+    grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    target, placebo = act(other, grad), act(Placebo(other), grad)
+    cosine = torch.nn.CosineSimilarity(dim=0)
+    torch.testing.assert_close(placebo.norm(), target.norm())
+    angle = cosine(grad.flatten(), target.flatten())
+    torch.testing.assert_close(cosine(grad.flatten(), placebo.flatten()), angle)
+    # Two directions orthogonal to g are nearly orthogonal to each other.
+    along = grad.flatten() / grad.norm()
+    ways = [way.flatten() - (way.flatten() @ along) * along for way in (target, placebo)]
+    assert abs(cosine(*ways)) < 0.15
+
+
+def test_the_placebo_of_a_transform_that_changes_nothing_is_the_gradient_bit_for_bit() -> None:
+    grad = torch.tensor([0.1, -0.0, 1e-30, -3.0, 1e30])
+    assert same_bits(act(Placebo(Scale(1.0)), grad), grad)
+    assert same_bits(act(Placebo(Clip(1e31)), grad), grad)
+
+
+def test_a_placebo_draws_anew_at_each_step_site_and_call_and_never_from_the_global_generator() -> (
+    None
+):
+    grad, placebo = torch.arange(-5.0, 5.0), Placebo(ScaleBySign())
+    contexts = [
+        TransformContext("a", 1),
+        TransformContext("a", 2),
+        TransformContext("b", 1),
+        TransformContext("a", 1, seed=1),
+        TransformContext("a", 1, call=1),
+    ]
+    before = torch.get_rng_state()
+    results = [placebo.update(grad, {}, context)[0] for context in contexts]
+    assert len({tuple(result.tolist()) for result in results}) == len(contexts)
+    again, _ = placebo.update(grad, {}, TransformContext("a", 1))
+    assert torch.equal(again, results[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_placebo_of_zero_has_the_transforms_norm_and_one_of_one_entry_is_the_transform() -> None:
+    zeros = torch.zeros(5)
+    noisy = act(AddNoise(sigma=1.0), zeros)
+    torch.testing.assert_close(act(Placebo(AddNoise(sigma=1.0)), zeros).norm(), noisy.norm())
+    torch.testing.assert_close(act(Placebo(Scale(-2.0)), torch.tensor([3.0])), torch.tensor([-6.0]))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))

@@ -1,0 +1,69 @@
+"""Placebo: a random change of the gradient, as large and at the same angle as a transform's."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import direction, norm, widened
+from gradsurg.transforms.base import (
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+    Wrapper,
+    as_transform,
+    init_all,
+    update_all,
+)
+from gradsurg.transforms.scale_by_sign import ScaleBySign
+
+
+@validated
+class Placebo(Wrapper):
+    """Change each gradient in a random direction, with the cosine and norm of a transform's result.
+
+    A control arm for the transform T (the field `of`): with u = g / |g|, the part p = (u . T(g)) u
+    of T(g) along g is kept, and the rest, |T(g) - p|, goes to a random direction r with |r| = 1 and
+    r . g = 0, drawn uniformly for each (seed, site, step, call): p + |T(g) - p| r. The cosine to g
+    and the norm are those of T(g). Where T(g) = g the result is g, bit for bit.
+
+    Any shape. A gradient of zeros, which has no direction, becomes |T(g)| r. A tensor with one
+    entry has no direction orthogonal to it, and its result is T(g). A NaN or an infinity in g or
+    T(g) makes every entry NaN. An empty tensor stays empty. The state is that of T.
+    """
+
+    of: Annotated[Transform, BeforeValidator(as_transform)] = ScaleBySign()
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        inherited: set[TransformProperty] = {"homogeneous", "norm_non_increasing"}
+        return self.of.properties & inherited
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return init_all(self.of, grads)
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
+        targets, state = update_all(self.of, grads, state, contexts)
+        triples = zip(grads, targets, contexts, strict=True)
+        return [_turned(grad, target, context) for grad, target, context in triples], state
+
+
+def _turned(grad: Tensor, target: Tensor, context: TransformContext) -> Tensor:
+    """Return the part of `target` along `grad`, and the rest of it in a random direction."""
+    # Another site than that of T, which may draw the same numbers.
+    generator = replace(context, site=f"{context.site}/placebo").generator(grad.device)
+    unit, wide = direction(grad, "tensor"), widened(target)
+    noise = torch.randn(grad.shape, dtype=unit.dtype, device=grad.device, generator=generator)
+    for _ in range(2):  # once leaves a rounding error along g, which is large if r is nearly g
+        noise = noise - (noise * unit).sum() * unit
+    along = (wide * unit).sum() * unit
+    rest = norm(wide - along, "tensor")
+    turned = (along + rest * direction(noise, "tensor")).to(grad.dtype)
+    return torch.where((target == grad).all(), grad, turned)
