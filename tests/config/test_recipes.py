@@ -600,7 +600,7 @@ def test_gradient_reversal_subtracts_the_gradient_of_the_domain_classifier() -> 
         torch.testing.assert_close(param.grad, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_the_command_of_a_recipe_trains(name: str, here: Here) -> None:
     entry = next(entry for entry in gs.list("recipe") if entry.name == name)
