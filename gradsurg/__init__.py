@@ -19,7 +19,7 @@ except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
 KINDS = ("transforms", "sites", "triggers", "aggregators")
-FOLDERS = (*KINDS, "testing")
+FOLDERS = (*KINDS, "integrations", "testing")
 
 HOMES = {
     "Comparison": "training.compare",

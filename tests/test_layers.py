@@ -13,7 +13,7 @@ FLOORS = (
     ("torch_internals", "plugins", "stats", "experiments"),
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "hooks", "testing"),
-    ("multitask", "per_example", "surgery"),
+    ("multitask", "per_example", "surgery", "integrations"),
     ("__init__", "training"),
     ("report", "config"),
     ("reproduce", "run"),

@@ -1,0 +1,94 @@
+"""A callback for Lightning: `L.Trainer(callbacks=[SurgeryCallback(surgery)])`."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import Optimizer
+
+from gradsurg.surgery.live import Live
+from gradsurg.surgery.surgery import Surgery
+
+
+class SurgeryCallback(pl.Callback):
+    """Attach a surgery to the module while it trains.
+
+    Stage `step` acts on accumulated and unscaled gradients, before Lightning clips them. The state
+    of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are
+    logged by the module, every `log_every_n_steps` of the trainer. With manual optimization
+    `self.surgery.backward(losses)` in `training_step` replaces `self.manual_backward(loss)`; a loss
+    scale of `precision="16-mixed"` is in it. With several optimizers the first one counts steps.
+    """
+
+    def __init__(self, surgery: Surgery, *, effects_every: int = 1) -> None:
+        self.surgery = surgery
+        self.effects_every = effects_every
+        self.live: Live | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        self.live = self.surgery.start(
+            pl_module, trainer.optimizers, effects_every=self.effects_every, scaler=scaler
+        )
+        pl_module.surgery = _Backward(self.live)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self.live is not None:
+            self.live.before_step(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+    ) -> None:
+        every = trainer.log_every_n_steps
+        if self.live is not None and every and trainer.global_step % every == 0:
+            pl_module.log_dict(self.live.effects.numbers() | self.live.conflicts.numbers())
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.live is not None:
+            self.live.next_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end(pl_module, failed=False)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._end(pl_module, failed=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.surgery.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.surgery.load_state_dict(state_dict)
+
+    def _end(self, pl_module: pl.LightningModule, failed: bool) -> None:
+        live, self.live = self.live, None
+        if live is None:
+            return
+        del pl_module.surgery
+        if failed:
+            live.abort()
+        else:
+            live.close()
+
+
+class _Backward:
+    """`backward` and the numbers of an attached surgery, as the attribute of a module."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+
+    def backward(self, losses: Any, **options: Any) -> None:
+        """`Live.backward`, with the loss scale of the precision plugin."""
+        scaler = self.live.session.scaler
+        if scaler is not None:
+            pairs = losses.items() if isinstance(losses, Mapping) else enumerate(losses)
+            scaled = {name: scaler.scale(loss) for name, loss in pairs}
+            losses = scaled if isinstance(losses, Mapping) else list(scaled.values())
+        self.live.backward(losses, **options)

@@ -1,0 +1,178 @@
+"""The callback in Lightning: exact, before its clipping, resumed, and gone after an exception."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradsurg as gs
+from tests.nets import num_hooks
+
+pl = pytest.importorskip("lightning.pytorch")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
+]
+
+
+class Module(pl.LightningModule):
+    def __init__(self, several: bool = False, fails_at: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.automatic_optimization = not several
+        self.several, self.fails_at = several, fails_at
+        self.logged: list[dict[str, Any]] = []
+
+    def losses(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        out = self.net(x)
+        return {"a": (out[:, 0] - y).square().mean(), "b": (out[:, 1] + y).abs().mean()}
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+        if index == self.fails_at:
+            raise OSError("disk")
+        losses = self.losses(batch)
+        if not self.several:
+            return losses["a"] + losses["b"]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.surgery.backward(losses)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def data(size: int = 32) -> DataLoader:
+    x = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sum(1)), batch_size=4)
+
+
+def at_step(*transforms: Any) -> gs.Surgery:
+    return gs.Surgery(*(gs.Intervention(t, gs.Parameters(stage="step")) for t in transforms))
+
+
+def fit(
+    module: Module, surgery: gs.Surgery, folder: Path, max_steps: int = 8, **options: Any
+) -> Any:
+    path, loader = options.pop("ckpt_path", None), data(options.pop("size", 32))
+    trainer = pl.Trainer(
+        max_steps=max_steps,
+        callbacks=[
+            pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1),
+            gs.integrations.lightning.SurgeryCallback(surgery),
+        ],
+        logger=pl.loggers.CSVLogger(folder),
+        log_every_n_steps=2,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, loader, ckpt_path=path)
+    return trainer
+
+
+def by_hand(surgery: gs.Surgery, clip: float | None, accumulate: int = 1) -> list[Tensor]:
+    module = Module()
+    optimizer = module.configure_optimizers()
+    with surgery.attach(module, optimizer) as live:
+        for index, batch in enumerate(data()):
+            (sum(module.losses(batch).values()) / accumulate).backward()
+            if (index + 1) % accumulate == 0:
+                live.before_step()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(module.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_it_acts_before_the_clipping_on_accumulated_gradients(
+    tmp_path: Path, accumulate: int
+) -> None:
+    module = Module()
+    fit(
+        module,
+        at_step(gs.Scale(3.0), gs.Sign()),
+        tmp_path,
+        8 // accumulate,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=accumulate,
+    )
+    expected = by_hand(at_step(gs.Scale(3.0), gs.Sign()), 0.5, accumulate)
+    for param, other in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(param, other)
+    assert num_hooks(module) == 0
+    assert not hasattr(module, "surgery")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_trains_with_the_surgery(tmp_path: Path, precision: str) -> None:
+    module = Module(several=True)
+    surgery = gs.Surgery(
+        gs.Intervention(gs.PCGrad(), gs.SharedParameters()), gs.Intervention(gs.ClipGlobalNorm(0.1))
+    )
+    before = [param.clone() for param in module.parameters()]
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu")
+        options = {"plugins": [pl.plugins.MixedPrecision(precision, "cpu", scaler)]}
+    fit(module, surgery, tmp_path, 4, **options)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(module.parameters(), before, strict=True)])
+    assert 0 < moved.norm() < 4 * 0.1 * 0.1 * 4  # steps of at most lr * clip / (1 - momentum)
+
+
+def test_pcgrad_in_manual_optimization_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    def surgery() -> gs.Surgery:
+        return gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
+
+    module, plain = Module(several=True), Module()
+    fit(module, surgery(), tmp_path)
+    optimizer = plain.configure_optimizers()
+    with surgery().attach(plain, optimizer) as live:
+        for batch in data():
+            optimizer.zero_grad()
+            live.backward(plain.losses(batch))
+            optimizer.step()
+    assert all(map(torch.equal, module.parameters(), plain.parameters()))
+
+
+def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
+    tmp_path: Path,
+) -> None:
+    whole, first, second = Module(), Module(), Module()
+    # Lightning resumes inside an epoch with its first batches again: four of them are an epoch.
+    fit(whole, at_step(gs.GrokfastEMA()), tmp_path / "a", size=16)
+    fit(first, at_step(gs.GrokfastEMA()), tmp_path / "b", 4, size=16)
+    path = next((tmp_path / "b").glob("*.ckpt"))
+    saved = torch.load(path, weights_only=False)
+    assert not any("gradsurg" in key for key in saved["state_dict"])
+    surgery = at_step(gs.GrokfastEMA())
+    fit(second, surgery, tmp_path / "b", ckpt_path=path, size=16)
+    assert surgery.state_dict()["step"] == 8
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
+    module = Module(fails_at=3)
+    surgery = at_step(gs.Scale(2.0))
+    with pytest.raises(OSError, match="disk"):
+        fit(module, surgery, tmp_path)
+    assert num_hooks(module) == 0
+    with surgery.attach(module, module.configure_optimizers()) as live:
+        live.abort()
+
+
+def test_effects_are_logged_by_lightnings_own_logger(tmp_path: Path) -> None:
+    trainer = fit(Module(), at_step(gs.Scale(2.0)), tmp_path)
+    trainer.logger.save()
+    text = (Path(trainer.logger.log_dir) / "metrics.csv").read_text(encoding="utf-8")
+    assert "effect/scale/net.0.weight/norm_after" in text
