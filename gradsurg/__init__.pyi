@@ -1,6 +1,7 @@
 # Written by scripts/stub.py.
 
 from gradsurg import aggregators as aggregators
+from gradsurg import integrations as integrations
 from gradsurg import sites as sites
 from gradsurg import testing as testing
 from gradsurg import transforms as transforms
