@@ -30,7 +30,13 @@ from gradsurg.reproduce.record import (
     write_record,
     write_tables,
 )
-from gradsurg.reproduce.studies import FinishedStudy, missing_measurements, plan_study, run_study
+from gradsurg.reproduce.studies import (
+    FinishedStudy,
+    full_cost,
+    missing_measurements,
+    plan_study,
+    run_study,
+)
 
 NEUTRAL = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
 """Beginnings of overrides that leave the question of a study as it is."""
@@ -64,7 +70,7 @@ def main(words: Sequence[str], root: Path | None = ROOT) -> int:
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
         if arguments.cost:
-            print("\n".join(_cost(root, paper, expected[paper], overrides) for paper in chosen))
+            print("\n".join(full_cost(root, paper, expected[paper], overrides) for paper in chosen))
             return ALL_HOLD
         if arguments.write and (other := _changing(overrides)):
             rule = "--write records the study as it is configured"
@@ -149,24 +155,6 @@ def _reproduce(
     if write:
         write_record(folder, expected, record, figure)
     return all(item.holds for item in judgements)
-
-
-def _cost(root: Path, paper: str, expected: Expected, overrides: Sequence[str]) -> str:
-    """Return the steps of the full form, and its hours at the quick form's time per step."""
-    record = read_record(root / "experiments" / paper) or {}
-    measured = record.get("step_ms", {})
-    steps, hours, unknown = 0, 0.0, False
-    for key, name in expected.studies("full").items():
-        try:
-            planned = plan_study(name, overrides).steps
-        except WrongExperiment as error:
-            return f"{paper}: {error}"
-        steps += planned
-        unknown = unknown or not measured.get(key)
-        hours += planned * (measured.get(key) or 0) / 3_600_000
-    if unknown:
-        return f"{paper}: {steps:,} steps; the quick form has not been measured"
-    return f"{paper}: {steps:,} steps, {hours:.3g} hours of one core at the quick form's pace"
 
 
 def _figure(expected: Expected, studies: dict[str, FinishedStudy]) -> Path | None:

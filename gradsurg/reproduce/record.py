@@ -154,11 +154,11 @@ def _band_rows(expected: Expected, record: Record) -> list[Mapping[str, Any]]:  
     rows = []
     for band in expected.bands:
         row = recorded.get(band.name)
-        if row is None or row["band"] != band.bounds:
-            said = REPORTED if band.is_unbounded and row else UNMEASURED
-            row = {**missing, "name": band.name, "said": said}
-            if band.is_unbounded:
-                row = {**row, "said": REPORTED, "measured": UNMEASURED}
+        if band.is_unbounded:
+            row = {**(row or {**missing, "name": band.name, "measured": UNMEASURED})}
+            row |= {"said": REPORTED, "again": None}
+        elif row is None or row["band"] != band.bounds:
+            row = {**missing, "name": band.name, "said": UNMEASURED}
         rows.append({**row, "says": band.says, "band": band.bounds})
     return rows
 
@@ -171,7 +171,8 @@ def tables(expected: Expected, record: Record) -> str:
         for row in _band_rows(expected, record)
     ]
     time = f"{record['minutes']:g} minutes of training, all runs together"
-    place = ", ".join(text for text in (record["hardware"], record.get("versions")) if text)
+    versions = record.get("versions", "version of gradsurg not recorded")
+    place = ", ".join(text for text in (record["hardware"], versions) if text)
     conclusion = recorded_verdict(expected, record)
     parts = [f"Verdict of the {record['form']} form: **{conclusion}**."]
     if expected.conditions:

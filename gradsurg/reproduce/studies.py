@@ -19,6 +19,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.report.load import LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
+from gradsurg.reproduce.record import read_record
 from gradsurg.sites.model_tree import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
@@ -125,6 +126,24 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     (folder,) = folders
     steps = sum(run.steps for run in runs.values()) + sum(tuned.values())
     return StudyPlan(folder, runs, steps, bool(tuned))
+
+
+def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[str]) -> str:
+    """Return the steps of the full form, and its hours at the quick form's time per step."""
+    record = read_record(root / "experiments" / paper) or {}
+    measured = record.get("step_ms", {})
+    steps, hours, unknown = 0, 0.0, False
+    for key, name in expected.studies("full").items():
+        try:
+            planned = plan_study(name, overrides).steps
+        except WrongExperiment as error:
+            return f"{paper}: {error}"
+        steps += planned
+        unknown = unknown or not measured.get(key)
+        hours += planned * (measured.get(key) or 0) / 3_600_000
+    if unknown:
+        return f"{paper}: {steps:,} steps; the quick form has not been measured"
+    return f"{paper}: {steps:,} steps, {hours:.3g} hours of one core at the quick form's pace"
 
 
 def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:

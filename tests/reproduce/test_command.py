@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gradsurg.report.load import LoadedRun, group
-from gradsurg.reproduce import command
+from gradsurg.reproduce import command, studies
 from gradsurg.reproduce.expected import Drawing, papers, read_expected
 from gradsurg.reproduce.figures import draw, draw_maps
 from gradsurg.reproduce.judge import Judgement, judge, mean_with_interval
@@ -561,7 +561,7 @@ def test_the_cost_of_the_full_form_is_estimated_from_measured_steps(
 ) -> None:
     expect(root, {**MINI, "full": ["simple_transforms"]})
     planned = StudyPlan(root, {"a": foreseen("clip", 0)}, 3_600_000)
-    monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
+    monkeypatch.setattr(studies, "plan_study", lambda name, words: planned)
     said = "mini: 3,600,000 steps; the quick form has not been measured\n"
     assert reproduce("mini", "--cost").out == said
     reproduce("mini", "--write")
