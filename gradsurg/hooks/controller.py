@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Stage
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Examples, Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Clock, Decision, TensorTrigger, TriggerContext
@@ -131,6 +132,7 @@ class HookController:
         "transform",
         "trigger",
         "trigger_reads_gradient",
+        "watches_trigger",
     )
 
     def __init__(self, session: Session, labels: Sequence[str], intervention: Intervention) -> None:
@@ -158,6 +160,10 @@ class HookController:
         parts = self.trigger.parts
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
         sources = {part.source for part in parts if isinstance(part, TensorTrigger)}
+        # A user's trigger, until it has answered without a draw from a global generator.
+        self.watches_trigger = any(
+            type(part).__module__.partition(".")[0] != "gradsurg" for part in parts
+        )
         self.trigger_reads_gradient = "grad" in sources
         self.needs_entering = "entering" in intervention.needs
         self.needs_gradient = "gradient" in intervention.needs
@@ -279,10 +285,20 @@ class HookController:
             return fires.to(grad.device, non_blocking=True)
         return fires
 
+    def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
+        """Raise RuntimeError if the trigger draws from a global generator."""
+        return random_state.untouched(
+            f"{self.label}: {self.trigger!r}",
+            context.grad.device if context.grad is not None else torch.device("cpu"),
+            "Draw from a torch.Generator seeded by context.seed, context.site and the step.",
+        )
+
     def _evaluate(self, context: TriggerContext) -> Decision:
         """The answer of the trigger. Raises TypeError if it has another type than `Decision`."""
         try:
-            fires = self.trigger.fires(context)
+            with self._watched(context) if self.watches_trigger else nullcontext():
+                fires = self.trigger.fires(context)
+            self.watches_trigger = self.watches_trigger and fires is None
         except Exception as error:  # a user's trigger may raise anything; it is raised again
             where = f"at site '{context.site}'" if context.site else "before a gradient was there"
             error.add_note(f"while {self.trigger!r} was evaluated {where}, step {self.step}")

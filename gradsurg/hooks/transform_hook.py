@@ -11,7 +11,7 @@ from torch.amp import is_autocast_available
 from gradsurg.effects.ledger import Entry
 from gradsurg.hooks.controller import HookController, many_at_once
 from gradsurg.sites.base import SiteHook
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
     Function,
@@ -36,6 +36,7 @@ class BoundTransform:
         "apply",
         "context",
         "is_simple",
+        "is_tried",
         "keeps_shape",
         "key",
         "label",
@@ -64,12 +65,24 @@ class BoundTransform:
     def set(self, transform: Transform) -> None:
         """Set the transform; the state stays."""
         self.transform = transform
+        self.is_tried = False  # whether it was called, and drew from no global generator
         self.apply = transform.apply if isinstance(transform, Stateless) else None
         self.update = transform.update
         # The shape was checked at the first gradient; an elementwise transform keeps it.
         self.keeps_shape = "elementwise" in transform.properties
         self.trusted = is_trusted(transform)
         self.is_simple = self.trusted and self.apply is not None  # and so needs least checking
+
+    def watched(self, device: torch.device) -> AbstractContextManager[None]:
+        """Raise RuntimeError if the first call of a user's transform draws from a global
+        generator."""
+        self.is_tried = True
+        return random_state.untouched(
+            f"{self.label}: {self.transform!r}",
+            device,
+            "Draw from context.generator(grad.device), which `apply(grad, context)` of a Transform "
+            "has: it is seeded by (seed, site, step).",
+        )
 
     def store(self, state: TransformState, fires: Tensor | None = None) -> None:
         """Store the next state, outside the graph of `create_graph` and of `torch.func.grad`.
@@ -270,10 +283,11 @@ class TransformHook:
                 context.gradient = self.gradient() if self.controller.needs_gradient else None
                 if link.state is NO_STATE and link.apply is None:
                     link.state = link.transform.init(grad)
-            if link.apply is not None:
-                result = link.apply(grad, context)
-            else:
-                result, state = link.update(grad, link.state, context)
+            with nullcontext() if link.trusted or link.is_tried else link.watched(grad.device):
+                if link.apply is not None:
+                    result = link.apply(grad, context)
+                else:
+                    result, state = link.update(grad, link.state, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(link))
             raise

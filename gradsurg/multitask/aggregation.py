@@ -1,6 +1,7 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, combinations
@@ -31,6 +32,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import Selector
 from gradsurg.sites.tree_table import plural
+from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.autograd import without_autocast
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
@@ -125,6 +127,7 @@ class Aggregation:
         self._new_states: dict[str, AggregatorState] = {}
         self._weights: Tensor | None = None  # of the losses, for the rest of this step
         self._weighted_tasks: tuple[str, ...] = ()
+        self._is_tried = False  # whether the aggregator was called
 
     @property
     def weights_losses(self) -> bool:
@@ -158,7 +161,8 @@ class Aggregation:
                 weights = torch.ones(len(tasks), dtype=torch.float64)
             elif weights is None:
                 context, state = self._context(SHARED, losses), self._state(SHARED, tasks)
-                weights, state = self.aggregator.weigh(len(tasks), state, context)
+                with self._watched(torch.device("cpu")):
+                    weights, state = self.aggregator.weigh(len(tasks), state, context)
                 self._store(SHARED, tasks, state)
                 self._warn_zero_loss(losses, weights)
         self._weights, self._weighted_tasks = None if last else weights, tasks
@@ -252,7 +256,8 @@ class Aggregation:
         try:
             state = self._state(group, context.tasks)
             scale = self.session.loss_scale
-            result = aggregate(self.aggregator, parts, state, context, scale)
+            with self._watched(parts[0].device):
+                result = aggregate(self.aggregator, parts, state, context, scale)
             if result.fell_back:
                 self._count_outcome(group, "fallbacks")
             return result
@@ -268,6 +273,16 @@ class Aggregation:
         except Exception as error:  # whatever a user's aggregator raises, with its place added
             error.add_note(f"while {self.label} acted at '{group}', step {context.step}")
             raise
+
+    def _watched(self, device: torch.device) -> AbstractContextManager[None]:
+        """Raise RuntimeError if the first call of a user's aggregator draws from a global
+        generator."""
+        is_theirs = type(self.aggregator).__module__.partition(".")[0] != "gradsurg"
+        if self._is_tried or not is_theirs:
+            return nullcontext()
+        self._is_tried = True
+        way_out = "Draw from context.generator(), which is seeded by (seed, group, step)."
+        return random_state.untouched(f"{self.label}: {self.aggregator!r}", device, way_out)
 
     def _count_outcome(self, group: str, outcome: str) -> None:
         """Count an update that fell back or was skipped; a state, so that checkpoints hold it."""

@@ -57,3 +57,28 @@ def preserved(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         set_states(states, device)
+
+
+@contextmanager
+def untouched(who: str, device: torch.device, way_out: str) -> Iterator[None]:
+    """Raise RuntimeError if the block draws from a global generator: two arms would no longer see
+    the same batches and the same dropout.
+    """
+    before = _fingerprint(device)
+    yield
+    if _fingerprint(device) != before:
+        raise RuntimeError(
+            f"{who} drew from a global random generator, which training uses too: the arms of a "
+            f"comparison would no longer have the same random numbers. {way_out}"
+        )
+
+
+def _fingerprint(device: torch.device) -> tuple[object, ...]:
+    on_cuda = device.type == "cuda"
+    name, keys, *position = np.random.get_state()
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        torch.cuda.get_rng_state(device).numpy().tobytes() if on_cuda else b"",
+        random.getstate(),
+        (name, np.asarray(keys).tobytes(), *position),
+    )

@@ -18,7 +18,7 @@ from tests.transforms.cases import build, config, names
 
 Mode = Literal["is_grads_batched", "vmap"]
 MODES = ("is_grads_batched", "vmap")
-DRAWS = ("add_noise", "noise", "qsgd", "quantize", "random_mask", "terngrad")
+DRAWS = ("add_noise", "noise", "placebo", "qsgd", "quantize", "random_mask", "terngrad")
 GROUPS = tuple(
     n for n in names() if build(n).scope == "group"
 )  # no gradient of a batched backward is part of a group

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -464,3 +465,56 @@ def test_a_chain_without_links_attaches_and_changes_nothing() -> None:
         assert live.labels == (("chain",),)
     after = gradients(model)
     assert all(torch.equal(after[name], grad) for name, grad in plain.items())
+
+
+class GlobalDraws(gs.Trigger):
+    """A user's trigger that draws from the global generator."""
+
+    def fires(self, context: Any) -> bool:
+        return bool(torch.rand(()) < 2)
+
+
+def _numpy_noise(grad: Tensor) -> Tensor:
+    return grad + float(np.random.standard_normal())
+
+
+@pytest.mark.filterwarnings("ignore:.*plain callable")
+@pytest.mark.parametrize(
+    ("intervention", "message"),
+    [
+        (lambda: gs.Intervention(lambda grad: grad + torch.randn_like(grad)), "context.generator"),
+        (lambda: gs.Intervention(_numpy_noise), "context.generator"),
+        (
+            lambda: gs.Intervention(gs.Chain(gs.Clip(1.0), torch.nn.Dropout(0.5))),
+            "context.generator",
+        ),
+        (lambda: gs.Intervention(gs.Clip(1.0), when=GlobalDraws()), "seeded by context.seed"),
+    ],
+)
+def test_user_code_that_draws_from_a_global_generator_is_refused_with_the_way_out(
+    intervention: Callable[[], gs.Intervention], message: str
+) -> None:
+    model = small()
+    with (
+        pytest.raises(RuntimeError, match=f"drew from a global random generator.*{message}"),
+        gs.Surgery(intervention()).attach(model, sgd(model)),
+    ):
+        backward(model)
+
+
+class OwnDraws(Stateless):
+    """A user's transform that draws from the generator of its context."""
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return grad + torch.randn(grad.shape, generator=context.generator(grad.device))
+
+
+def test_user_code_that_draws_from_its_context_is_accepted() -> None:
+    model = small()
+    with gs.Surgery(gs.Intervention(OwnDraws())).attach(model, sgd(model)) as live:
+        backward(model)
+        assert all(row["changed"] for row in live.effects.rows())
