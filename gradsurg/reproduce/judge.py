@@ -143,7 +143,8 @@ def chances_again(band: Band, mean: float, sd: float, n: int) -> tuple[float, fl
     from their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed.
     """
     if sd == 0:
-        return (float(band.holds(mean)),) * 2
+        certain = float(band.holds(mean))
+        return certain, certain
     import numpy
     from scipy.special import ndtr
 
@@ -165,9 +166,10 @@ def share_again(band: Band, count: float, n: int) -> tuple[float, float]:
     from scipy.stats import betabinom, binom
 
     inside = [k for k in range(n + 1) if band.holds(k)]
-    laws = binom(n, count / n), betabinom(n, count + 0.5, n - count + 0.5)
-    plug_in, predicted = (float(sum(law.pmf(k) for k in inside)) for law in laws)
-    return plug_in, predicted
+    plug_in = sum(float(binom.pmf(k, n, count / n)) for k in inside)
+    prior = 0.5
+    predicted = (float(betabinom.pmf(k, n, count + prior, n - count + prior)) for k in inside)
+    return plug_in, sum(predicted)
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
