@@ -8,6 +8,7 @@ from gradsurg import transforms as transforms
 from gradsurg import triggers as triggers
 from gradsurg.aggregators.agem import AGEM as AGEM
 from gradsurg.aggregators.aligned_mtl import AlignedMTL as AlignedMTL
+from gradsurg.aggregators.and_mask import AndMask as AndMask
 from gradsurg.aggregators.cagrad import CAGrad as CAGrad
 from gradsurg.aggregators.centered_clip import CenteredClip as CenteredClip
 from gradsurg.aggregators.con_fig import ConFIG as ConFIG

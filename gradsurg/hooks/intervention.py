@@ -186,6 +186,8 @@ class Intervention:
             if isinstance(module, TABLES) and module.sparse:
                 self._check_sparse(model, sites)
                 break
+        if "examples" in self.needs:
+            _check_examples(model, sites)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
         params = params_of(model) if patterns and self.acts_on_parameters else {}
@@ -307,6 +309,18 @@ class Intervention:
                     "all of a group at once; it can look at the 'batch' or at a module"
                 )
                 raise FieldError(part, [("source", text)])
+
+
+def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:
+    """Raise ValueError if a site is a parameter whose gradients of single examples are unknown."""
+    for name, module in model.named_modules():
+        own = [f"{name}.{param}" if name else param for param, _ in module.named_parameters()]
+        refused = [site for site in own if site in sites]
+        if refused and isinstance(module, nn.RNNBase):
+            raise ValueError(
+                f"PerSample: {', '.join(refused)}: {type(module).__name__} has no gradients of "
+                "single examples, as vmap has no rule for it; leave it out by the site's pattern"
+            )
 
 
 def _lack(at: Selector, need: Need) -> str:

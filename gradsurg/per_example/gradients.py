@@ -1,5 +1,6 @@
 """Gradients of single examples for a group of parameters: rows, norms and weighted sums."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
@@ -463,7 +464,9 @@ def _call_rows(
             f"PerSample: {names}: an output of {where} has no axis of {count} examples first"
         )
     try:
-        return vmap(single, randomness="error")(batched, call.grads)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            return vmap(single, randomness="error")(batched, call.grads)
     except RuntimeError as error:  # PyTorch's own refusals: randomness, no rule for an operation
         first = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -33,6 +33,8 @@ RIGHT = [[1.0, 0.0], [0.0, 3.0]]  # at right angles
 FOUR = [[0.0, 0.0], [1.0, 0.0], [1.5, 0.0], [9.0, 0.0]]
 
 ROWS = (
+    Row("and_mask", [[1.0, 2.0, 0.0], [3.0, -4.0, 2.0]], [2.0, 0.0, 0.0]),
+    Row("and_mask", [[1.0, 3.0], [1.0, 3.0], [4.0, -3.0]], [2.0, 1.0], {"threshold": 0.3}),
     # g = (1, 0) turned away from g_ref = (-1, 1): (1, 0) + 1/2 (-1, 1); the other way round g is
     # (-1, 1) and what is left of it is (0, 1).
     Row("agem", ACUTE, [0.5, 0.5]),

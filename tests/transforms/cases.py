@@ -259,6 +259,7 @@ ROWS = (
     Row("per_sample_clip", [3.0, -4.0], [0.6, -0.8]),
     Row("per_sample_clip", [3.0, -4.0], [3.0, -4.0], {"of": {"name": "identity"}}),
     Row("per_sample", [3.0, NAN], [3.0, NAN]),
+    Row("per_sample_and_mask", [3.0, -4.0], [3.0, -4.0]),
     Row("per_sample_median", [3.0, -4.0], [3.0, -4.0]),
     Row("dp_sgd", [3.0, -4.0], [0.6, -0.8], {"noise": 0.0}),
     Row("power_sgd", [[1.0, 2.0], [2.0, 4.0]], [[1.0, 2.0], [2.0, 4.0]]),
