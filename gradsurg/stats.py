@@ -25,6 +25,8 @@ MIN_BCA_SEEDS = 20
 """Smallest n of a BCa interval."""
 NUM_RESAMPLES = 9_999
 _DRAWS_PER_BATCH = 900
+NUM_POSTERIOR_DRAWS = 20_000
+
 ROUNDING = 1e-12
 """Relative difference up to which two numbers count as equal."""
 
@@ -308,6 +310,59 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[fl
     if max(differences) - min(differences) <= ROUNDING * max(map(abs, [*treated, *control])):
         differences = [differences[0]] * len(differences)
     return tuple(differences)
+
+
+def chances_of_mean(
+    values: Sequence[float], low: float | None, high: float | None
+) -> tuple[float, float]:
+    """Return the probabilities that the mean of as many new values is from `low` to `high`.
+
+    Values are drawn from a normal distribution: of the measured mean and deviation, and of both
+    from their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must
+    differ.
+    """
+    return _normal_chances(values, low, high, len(values), 1)
+
+
+def chances_of_all(
+    values: Sequence[float], low: float | None, high: float | None
+) -> tuple[float, float]:
+    """Return the probabilities that each of as many new values is from `low` to `high`.
+
+    They are computed as those of `chances_of_mean`.
+    """
+    return _normal_chances(values, low, high, 1, len(values))
+
+
+def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, float]:
+    """Return the probabilities that a new count of n is among `inside`.
+
+    Binomial, and beta-binomial with Jeffreys' prior.
+    """
+    from scipy.stats import betabinom, binom
+
+    plug_in = binom.pmf(inside, n, count / n).sum()
+    predicted = betabinom.pmf(inside, n, count + 0.5, n - count + 0.5).sum()
+    return float(plug_in), float(predicted)
+
+
+def _normal_chances(
+    values: Sequence[float], low: float | None, high: float | None, averaged: int, repeats: int
+) -> tuple[float, float]:
+    import numpy
+    from scipy.special import ndtr
+
+    mean, sd, n = fmean(values), stdev(values), len(values)
+    generator = numpy.random.default_rng(0)
+    sigmas = sd * numpy.sqrt((n - 1) / generator.chisquare(n - 1, NUM_POSTERIOR_DRAWS))
+    means = mean + sigmas / sqrt(n) * generator.standard_normal(NUM_POSTERIOR_DRAWS)
+    results = []
+    for mu, sigma in ((numpy.array([mean]), numpy.array([sd])), (means, sigmas)):
+        scale = sigma / sqrt(averaged)
+        below = 0.0 if low is None else ndtr((low - mu) / scale)
+        up_to = 1.0 if high is None else ndtr((high - mu) / scale)
+        results.append(float(numpy.mean((up_to - below) ** repeats)))
+    return results[0], results[1]
 
 
 def _signed_sums(differences: Sequence[float]) -> "NDArray[float64]":

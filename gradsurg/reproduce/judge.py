@@ -3,13 +3,18 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10, sqrt
+from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
 from gradsurg.report.load import LoadedRun, flat
 from gradsurg.reproduce.expected import Band, Expected
-from gradsurg.stats import paired_difference
+from gradsurg.stats import (
+    chances_of_all,
+    chances_of_count,
+    chances_of_mean,
+    paired_difference,
+)
 from gradsurg.training.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 
 Studies = Mapping[str, Sequence[LoadedRun]]
@@ -25,7 +30,6 @@ WEAKEST = (FAILS, UNMEASURED, UNDECIDED)
 COUNTED = (UNTIL_REACHED, DIVERGED)
 """Outcomes that a diverged run has."""
 MAX_DECIMALS = 6
-NUM_POSTERIOR_DRAWS = 20_000
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,21 @@ class Judgement:
 
     @property
     def chances(self) -> tuple[float, float] | None:
-        """The probabilities that the band holds for as many new seeds; see `chances_again`."""
+        """The probabilities that the band holds for as many new seeds; see `gradsurg.stats`."""
         if self.lacking or self.band.is_unbounded:
             return None
         if self.band.of == "total":
-            binary = all(value in (0, 1) for value in self.values)
-            return share_again(self.band, sum(self.values), len(self.values)) if binary else None
+            if not all(value in (0, 1) for value in self.values):
+                return None
+            inside = [k for k in range(len(self.values) + 1) if self.band.holds(k)]
+            return chances_of_count(round(sum(self.values)), len(self.values), inside)
         if len(self.values) < 2 or len(set(self.seeds)) < len(self.values):
             return None  # starts or settings, which are not draws
-        return chances_again(self.band, fmean(self.values), stdev(self.values), len(self.values))
+        low, high = self.band.low, self.band.high
+        if not stdev(self.values):
+            return (float(self.band.holds(self.values[0])),) * 2
+        chances = chances_of_mean if self.band.of == "mean" else chances_of_all
+        return chances(self.values, low, high)
 
     @property
     def measured(self) -> str:
@@ -134,42 +144,6 @@ def _interval(values: Sequence[float], confidence: float) -> tuple[float, float]
     if difference.low is None or difference.high is None:
         return None
     return difference.low, difference.high
-
-
-def chances_again(band: Band, mean: float, sd: float, n: int) -> tuple[float, float]:
-    """Return the probabilities that n new seeds are in the band: of plug-in and of prediction.
-
-    Seeds are drawn from a normal distribution: of the measured mean and deviation, and of both
-    from their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed.
-    """
-    if sd == 0:
-        certain = float(band.holds(mean))
-        return certain, certain
-    import numpy
-    from scipy.special import ndtr
-
-    generator = numpy.random.default_rng(0)
-    sigmas = sd * numpy.sqrt((n - 1) / generator.chisquare(n - 1, NUM_POSTERIOR_DRAWS))
-    means = mean + sigmas / sqrt(n) * generator.standard_normal(NUM_POSTERIOR_DRAWS)
-    results = []
-    for mu, sigma in ((numpy.array([mean]), numpy.array([sd])), (means, sigmas)):
-        scale = sigma / sqrt(n) if band.of == "mean" else sigma
-        below = 0.0 if band.low is None else ndtr((band.low - mu) / scale)
-        up_to = 1.0 if band.high is None else ndtr((band.high - mu) / scale)
-        each = up_to - below
-        results.append(float(numpy.mean(each if band.of == "mean" else each**n)))
-    return results[0], results[1]
-
-
-def share_again(band: Band, count: float, n: int) -> tuple[float, float]:
-    """Return the same for a number of seeds of n: binomial, and beta-binomial (Jeffreys' prior)."""
-    from scipy.stats import betabinom, binom
-
-    inside = [k for k in range(n + 1) if band.holds(k)]
-    plug_in = sum(float(binom.pmf(k, n, count / n)) for k in inside)
-    prior = 0.5
-    predicted = (float(betabinom.pmf(k, n, count + prior, n - count + prior)) for k in inside)
-    return plug_in, sum(predicted)
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
