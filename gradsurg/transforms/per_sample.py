@@ -80,7 +80,7 @@ class PerSample(GroupTransform):
     @property
     def needs(self) -> frozenset[Need]:
         of = self.of.needs if isinstance(self.of, Transform) else frozenset[Need]()
-        return of | {"value", "examples"}
+        return of | frozenset[Need]({"value", "examples"})
 
     @property
     def _bound(self) -> float | None:
