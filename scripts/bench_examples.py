@@ -1,5 +1,7 @@
 """Costs of the gradients of single examples, for `bench.py examples`."""
 
+# pyright: reportMissingImports=false
+
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec

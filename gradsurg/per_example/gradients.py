@@ -305,8 +305,9 @@ def _example_of(call: UnitCall, count: int) -> UnitCall | None:
     """Return the call with its first example alone, None if an output has none."""
 
     def first(leaf: object) -> object:
-        is_batch = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count
-        return leaf.detach()[:1] if is_batch else leaf
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == count:
+            return leaf.detach()[:1]
+        return leaf
 
     if any(not grad.ndim or len(grad) != count for grad in call.grads.values()):
         return None
@@ -385,9 +386,9 @@ def _measured(examples: ExampleGradients, is_mean: bool) -> Tensor:
 
 
 def _named(sums: Tensor) -> dict[str, float]:
-    *sums, trace, square, steps = sums.tolist()
+    *totals, trace, square, steps = sums.tolist()
     scale = trace / square if square > 0 else nan
-    values = [*(value / steps for value in sums), scale]
+    values = [*(total / steps for total in totals), scale]
     return {name: value for name, value in zip(NUMBERS, values, strict=True) if value == value}
 
 
@@ -455,7 +456,7 @@ def _call_rows(
             output = list(tensors_in(functional_call(call.module, values, args, kwargs)))
             return tuple(output[place] for place in grads)
 
-        _, pull = vjp(run, values)
+        pull = vjp(run, values)[1]
         return pull(tuple(grad.unsqueeze(0) for grad in grads.values()))[0]
 
     names = ", ".join(params)

@@ -1,7 +1,7 @@
 """Gradients of single examples for each kind of layer, from its inputs and output gradients.
 
-A layer's input x has the shape (n, ...), one entry an example, and dy is the gradient of its output.
-A rule computes, for a parameter of the layer, the rows (n, *shape), their squared norms (n,), and
+A layer's input x has the shape (n, ...), one entry an example, dy is the gradient of its output. A
+rule computes, for a parameter of the layer, the rows (n, *shape), their squared norms (n,), and
 their weighted sum; the last two without the rows where that is cheaper ("ghost" norms: Goodfellow
 2015, arXiv 1510.01799; Bu et al., NeurIPS 2022, arXiv 2205.10683).
 """
@@ -134,7 +134,7 @@ class ConvolutionRule(Rule):
             x = x[:, :, None]
             kernel, dilation = (1, *layer.kernel_size), (1, *layer.dilation)
             return functional.unfold(x, kernel, dilation, (0, *padding), (1, *layer.stride))
-        return functional.unfold(x, layer.kernel_size, layer.dilation, padding, layer.stride)
+        return functional.unfold(x, layer.kernel_size, layer.dilation, tuple(padding), layer.stride)
 
 
 class EmbeddingRule(Rule):

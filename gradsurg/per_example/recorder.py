@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -194,5 +194,5 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _has_axes(value: object) -> bool:
+def _has_axes(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.ndim > 0

@@ -87,7 +87,8 @@ class Judgement:
             return None  # starts or settings, which are not draws
         low, high = self.band.low, self.band.high
         if not stdev(self.values):
-            return (float(self.band.holds(self.values[0])),) * 2
+            holds = float(self.band.holds(self.values[0]))
+            return holds, holds
         chances = chances_of_mean if self.band.of == "mean" else chances_of_all
         return chances(self.values, low, high)
 

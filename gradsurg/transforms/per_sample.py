@@ -80,7 +80,8 @@ class PerSample(GroupTransform):
     @property
     def needs(self) -> frozenset[Need]:
         of = self.of.needs if isinstance(self.of, Transform) else frozenset[Need]()
-        return of | frozenset[Need]({"value", "examples"})
+        own: frozenset[Need] = frozenset({"value", "examples"})
+        return of | own
 
     @property
     def _bound(self) -> float | None:

@@ -37,7 +37,10 @@ def treated(
             (functional.cross_entropy(model(part), labels) / parts).backward()
         optimizer.step()
     grads = [param.grad for param in model.parameters()]
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), grads)]
+    return [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(model.parameters(), grads, strict=True)
+    ]
 
 
 def assert_close(results: list[Tensor], expected: list[Tensor], tolerance: float = 1e-6) -> None:
@@ -120,7 +123,7 @@ def test_identity_leaves_the_gradient() -> None:
     model, inputs = models.make("mlp", COUNT)
     targets = torch.arange(COUNT)
     functional.cross_entropy(model(inputs), targets).backward()
-    expected = [param.grad.clone() for param in model.parameters()]
+    expected = [torch.clone(param.grad) for param in model.parameters()]
     model.zero_grad()
     assert_close(treated(model, inputs, targets, gs.PerSample(gs.Identity())), expected)
 

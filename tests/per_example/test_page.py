@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "per_example.md"
 
 
 def test_the_code_of_the_page_runs(capsys) -> None:
-    clip, route = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    clip, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     model = nn.Sequential(nn.Linear(6, 10))
     names = {
         "gs": gs,
