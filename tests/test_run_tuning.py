@@ -20,7 +20,9 @@ def rate(path: Path) -> float:
 
 
 def summaries(folder: Path) -> dict[Path, dict[str, Any]]:
-    return {path.parent: json.loads(path.read_text()) for path in folder.rglob("summary.json")}
+    return {
+        path.parent: json.loads(path.read_text("utf-8")) for path in folder.rglob("summary.json")
+    }
 
 
 def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Path) -> None:

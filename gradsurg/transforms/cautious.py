@@ -32,8 +32,8 @@ class Cautious(Stateless):
     | `none` | 1 | the mask alone |
 
     At `Updates` only. u has weight decay in it; the authors mask the step without it. Any shape. An
-    entry where u or g is zero or NaN becomes zero; an infinity that is kept stays. An empty tensor
-    stays empty.
+    entry where u is zero, or g is zero or NaN, becomes zero; a NaN of u stays, and so does an
+    infinity that is kept. An empty tensor stays empty.
     """
 
     scale: Literal["mean", "paper", "count", "none"] = "mean"
@@ -52,6 +52,7 @@ class Cautious(Stateless):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         # The product of two tiny numbers would be zero.
         keeps = grad.sign() * gradient_of(self, context).sign().to(grad.dtype) < 0
+        keeps |= grad.isnan()
         entries, kept = grad.numel(), keeps.sum()
         match self.scale:
             case "mean":

@@ -48,4 +48,4 @@ class StraightThrough(Stateless):
             )
         if self.rescale:
             entering = direction(entering, "unit") * norm(grad, "unit")
-        return entering.to(grad.dtype)
+        return entering.to(grad.dtype, copy=True)  # the node passes it on too

@@ -160,7 +160,10 @@ def test_a_key_of_the_transform_alone_leaves_the_control_as_it_is(tmp_path: Path
         "tune_seeds=2",
     )
     files = tuning.write(experiment.settings)
-    contents = {one["label"]: one for one in (json.loads(file.read_text()) for file in files)}
+    contents = {
+        one["label"]: one
+        for one in (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    }
     assert [axis["key"] for axis in contents["none"]["axes"]] == ["lr"]
     assert (len(contents["none"]["rows"]), len(contents["clip"]["rows"])) == (4, 12)
     assert contents["clip"]["chosen"] == {"lr": 0.1, "transform.clip.value": 0.1}
@@ -175,4 +178,4 @@ def test_a_wider_grid_replaces_the_choice_of_an_arm(tmp_path: Path) -> None:
         tuning.write(settings)
     files = [*(tmp_path / "default" / "tuning").glob("*.json")]
     assert len(files) == 2
-    assert {json.loads(file.read_text())["chosen"]["lr"] for file in files} == {2}
+    assert {json.loads(file.read_text(encoding="utf-8"))["chosen"]["lr"] for file in files} == {2}

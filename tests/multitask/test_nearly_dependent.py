@@ -194,7 +194,7 @@ def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> No
         resumed.attach(model, optimizer) as live,
     ):
         live.backward(pulled_losses(model, 0))
-    logged = numbers(conflicts[-1].row())
+    logged = numbers([conflicts[-1].row()])
     assert next(value for key, value in logged.items() if key.endswith("/fallbacks")) == 3
 
 
@@ -204,7 +204,7 @@ def test_numbers_of_a_row_written_before_there_were_fallbacks() -> None:
         live.backward(losses_of(model))
         row = live.conflicts.fetch()[0].row()
     del row["fallbacks"]
-    assert not any(key.endswith("/fallbacks") for key in numbers(row))
+    assert not any(key.endswith("/fallbacks") for key in numbers([row]))
 
 
 def test_measured_norms_are_those_of_the_update() -> None:

@@ -397,9 +397,11 @@ def acting(write, control: str, cosine: float) -> str:
     for seed in range(3):
         path = write(summary("clip", seed, 0.8))
         other = write(summary(f"{control}-clip", seed, 0.9, arm="control"))
-        rows = [json.loads(line) for line in (path / "effects.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (path / "effects.jsonl").read_text("utf-8").splitlines()
+        ]
         lines = [json.dumps({**row, "cosine": cosine}) for row in rows]
-        (path / "effects.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        (path / "effects.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
         runs.append(Runs(path, other))
     return " ".join(report(runs).split())
 

@@ -73,7 +73,7 @@ ROWS = (
         [4 / 3, 0.0, 4.0, -16 / 3],
         other=[-1.0, -1.0, -5.0, 2.0],
     ),
-    Row("cautious", [1.0, 2.0, NAN], [1.0, 0.0, 0.0], {"scale": "none"}, other=[-1.0, 0.0, -1.0]),
+    Row("cautious", [1.0, 2.0, NAN], [1.0, 0.0, NAN], {"scale": "none"}, other=[-1.0, 0.0, -1.0]),
     Row("centralize", [[1.0, 3.0], [-1.0, -1.0]], [[-1.0, 1.0], [0.0, 0.0]]),
     Row("centralize", [1.0, 3.0], [1.0, 3.0]),
     # Clipped to [0.01, -0.002], then halved.
