@@ -70,12 +70,11 @@ def test_two_instances_of_a_config_are_equal_and_immutable(name: str) -> None:
         setattr(transform, next(iter(vars(transform)), "anything"), None)
 
 
+SOONER = {"chain": (), "mask": (), "clip": pytest.mark.slow, "muon": pytest.mark.slow}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("chain", "mask") else pytest.param(name, marks=pytest.mark.slow)
-        for name in names()
-    ],
+    "name", [pytest.param(name, marks=SOONER.get(name, pytest.mark.full)) for name in names()]
 )
 def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
     transform = build(name)
@@ -86,7 +85,7 @@ def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
 
     def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
         return transform.update(
-            grad, state, TransformContext(step=500, value=value, entering=(grad,))
+            grad, state, TransformContext(step=500, value=value, entering=(grad,), gradient=value)
         )
 
     torch.compiler.reset()
