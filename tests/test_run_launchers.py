@@ -18,7 +18,6 @@ from scripts.same_runs import differences
 ROOT = Path(__file__).parents[1]
 SHORT = ("steps=20", "seeds=1", "logger=none")
 LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
-PARALLEL = ("joblib", "submitit_local")
 SWEEP = ("transform=theirs.fails,clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
 SWEEP += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
 
