@@ -17,7 +17,7 @@ from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.selection import params_of
+from gradsurg.sites.selection import ParamSelector, params_of
 from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
@@ -130,6 +130,10 @@ class Intervention:
         return all(isinstance(kind, Parameters) for kind in self.at.kinds)
 
     @property
+    def _acts_on_modules(self) -> bool:
+        return not all(isinstance(kind, ParamSelector) for kind in self.at.kinds)
+
+    @property
     def differs_from_sum(self) -> bool:
         """Whether acting on the gradient of each backward pass differs from acting on their sum."""
         properties = self.operator.properties
@@ -178,9 +182,15 @@ class Intervention:
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError or LookupError if it cannot act on this model.
 
-        That is, if no site is found, a `per` does not fit a parameter, or a gradient will be
-        sparse.
+        That is, if no site is found, a module was scripted, a `per` does not fit a parameter, or a
+        gradient will be sparse.
         """
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and self._acts_on_modules:
+                raise ValueError(
+                    f"'{name or type(module).__name__}' is a ScriptModule, which runs no Python "
+                    "hooks: attach before torch.jit.script, or act at Parameters or Weights"
+                )
         sites = self.at.find(model)
         for module in model.modules():
             if isinstance(module, TABLES) and module.sparse:
