@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,18 @@ def make_model(shape, num_outputs):
 
 
 gc.disable()  # until all tests are collected: a million objects, and no garbage among them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` all but each n-th case of a test that has the mark `one_in(n)`."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % mark.args[0]:
+                item.add_marker("full")
+            cases[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -99,6 +99,7 @@ def test_every_class_has_its_config_and_every_config_its_class_and_its_command()
     assert missing(ROOT) == []
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "conf/transform").glob("*.yaml")), ids=lambda path: path.stem
 )

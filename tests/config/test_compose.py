@@ -392,6 +392,7 @@ WRONG = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrong", WRONG, ids=[wrong.line for wrong in WRONG])
 def test_each_error_is_one_line_under_its_config_key(
     wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
