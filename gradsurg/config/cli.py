@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from glob import escape
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -26,6 +27,7 @@ from gradsurg.plugins.messages import printable
 from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
+from gradsurg.training.run_identity import edited_modules
 from gradsurg.training.run_reader import BrokenFile
 
 WRONG_INPUT = 2
@@ -156,6 +158,8 @@ def read_command(arguments: Namespace) -> Command:
         return Command() if command.trains else Command(plans=command.plans)
     if command.untrained and not command.jobs:
         sys.exit()
+    for text in dict.fromkeys(filter(None, map(_edited, command.jobs))):
+        print(text, file=sys.stderr)
     try:
         states = plan_runs(command.jobs, command.force)
     except OSError as error:
@@ -212,6 +216,21 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
                 state = "failed"
         states[state] += 1
     return states
+
+
+def _edited(job: Job) -> str:
+    """A line if a job's first run was trained before with other source of a user's modules."""
+    run = next((run for run in job.runs if run.identity["sources"]), None)
+    if run is None or run.path.exists():
+        return ""
+    stem = escape(run.path.name.rpartition("-")[0])
+    for path in sorted(run.path.parent.glob(f"{stem}-{'[0-9a-f]' * 8}")):
+        with suppress(BrokenFile):
+            before = RunDirectory(path).read_config()
+            if before and (modules := edited_modules(before, run.identity)):
+                names = ", ".join(modules)
+                return f"{names}: edited since {path.name} was trained; trained anew beside it"
+    return ""
 
 
 def _planned(run: JobRun, directory: RunDirectory, force: bool) -> RunState:

@@ -24,8 +24,8 @@ from gradsurg.plugins.pipes import address_space
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.html import DRAWING_SPACE, page
-from gradsurg.report.load import flat
 from gradsurg.report.study import StudyReport
+from gradsurg.report.tables import runs_table, with_arms
 
 _log = logging.getLogger("gradsurg")
 
@@ -64,10 +64,12 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     _remove_drafts(out)
     with _draft(out) as draft:
-        _write_parquet(runs_table(report), draft / "runs.parquet")
-        _write_parquet(effects_table(report), draft / "effects.parquet")
+        _write_parquet(runs_table(report.arms), draft / "runs.parquet")
+        _write_parquet(with_arms(report.arms, report.effects), draft / "effects.parquet")
         if len(report.conflict_rows):
-            _write_parquet(conflicts_table(report), draft / "conflicts.parquet")
+            _write_parquet(
+                with_arms(report.arms, report.conflict_rows), draft / "conflicts.parquet"
+            )
         (draft / "outcome.md").write_text(markdown(report), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(report), encoding="utf-8")
         with _drawn(report, draft) if figures else nullcontext():
@@ -189,62 +191,6 @@ def _is_alive(process: str) -> bool:
     return True
 
 
-def runs_table(report: StudyReport) -> pl.DataFrame:
-    """A row for each run, whatever its state: outcome and config, `config.` before its keys."""
-    rows = []
-    for arm in report.arms:
-        for run in arm.runs:
-            row: dict[str, object] = {
-                "run": run.name,
-                "arm": arm.name,
-                "role": run.arm,
-                "label": run.label,
-                "seed": run.seed if run.seed >= 0 else None,
-                "state": run.state,
-                "reason": run.reason,
-                "steps": run.steps,
-                "done": run.done,
-                "control": run.control,
-            }
-            summary = run.summary or {}
-            row |= {key: _number(summary[key]) for key in summary if "/" in key}
-            row |= {
-                f"config.{key}": item if isinstance(item, int | float | str) else _text(item)
-                for key, item in flat(run.config or {}).items()
-            }
-            rows.append(row)
-    # a key can be a number in one run and a word in another
-    kinds = {key: _kind([row.get(key) for row in rows]) for row in rows for key in row}
-    columns = {
-        key: [_text(row.get(key)) if kind == pl.String else row.get(key) for row in rows]
-        for key, kind in kinds.items()
-    }
-    return pl.DataFrame(columns, schema=kinds, strict=False)
-
-
-def effects_table(report: StudyReport) -> pl.DataFrame:
-    """The rows of all effects.jsonl, with the arm and seed of each."""
-    return _with_arms(report, report.effects)
-
-
-def conflicts_table(report: StudyReport) -> pl.DataFrame:
-    """The rows of all conflicts.jsonl, with the arm and seed of each."""
-    return _with_arms(report, report.conflict_rows)
-
-
-def _with_arms(report: StudyReport, rows: pl.DataFrame) -> pl.DataFrame:
-    known = [(run.name, arm.name, run.seed, run.state) for arm in report.arms for run in arm.runs]
-    names = pl.DataFrame(known, schema=["run", "arm", "seed", "state"], orient="row")
-    rows = rows.with_columns(pl.col("run").cast(pl.String)).join(
-        names, on="run", how="left", maintain_order="left"
-    )
-    first = ["run", "arm", "seed", "state"]
-    others = [name for name in rows.columns if name not in first]
-    return rows.select(*first, *others).with_columns(
-        pl.col("run", "arm", "state").cast(pl.Categorical)
-    )
-
-
 def markdown(report: StudyReport) -> str:
     """The outcomes as a table for an issue or a README; names and reasons cannot be markup."""
     parts = [_plain_markdown(text) for text in (f"# {report.folder.name}", *_notes(report))]
@@ -308,19 +254,3 @@ def _tex(text: str) -> str:
 
 def _tex_row(cells: Sequence[str]) -> str:
     return " & ".join(_tex(cell) for cell in cells) + r" \\"
-
-
-def _kind(values: Sequence[object]) -> type[pl.DataType]:
-    known = [value for value in values if value is not None]
-    for types, kind in (((bool,), pl.Boolean), ((int,), pl.Int64), ((int, float), pl.Float64)):
-        if known and all(type(value) in types for value in known):
-            return kind
-    return pl.String
-
-
-def _number(item: object) -> float | None:
-    return float(item) if isinstance(item, int | float) else None
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -13,8 +13,9 @@ gradsurg's own source can change some bits, and are not in it.) It has:
   no order), and with an aggregator also `aggregator` and `shared`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
   and defaults. A patch release or another build (`+cpu`, `+cu126`) keeps the identity;
-- `sources`: for each dotted path (`_target_`) a hash of the source of its module, so that editing
-  a user's transform gives a new run;
+- `sources`: for each dotted path (`_target_`) a hash of the source of its module, and one of each
+  local module that it imports, so that editing a user's transform or a helper of it gives a new
+  run. Local is what belongs neither to Python nor to an installed package;
 - `data`: a hash of the files that the task reads.
 
 Not in it:
@@ -37,6 +38,7 @@ report. `environment` records the full versions and a hash of that source, and
 `environment_changes` reports a difference when a run resumes from a checkpoint.
 """
 
+import ast
 import copy
 import hashlib
 import importlib
@@ -47,6 +49,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal
 
@@ -143,12 +146,25 @@ def _versions() -> dict[str, str]:
     return {"gradsurg": __version__, "torch": ".".join(torch.__version__.split(".")[:2])}
 
 
+def edited_modules(before: Config, now: Config) -> list[str]:
+    """Return the dotted paths and modules whose source differs; empty if another key does too."""
+    first, second = ({**config, "sources": None} for config in (before, now))
+    sources = [_mapping(config.get("sources") or {}) for config in (before, now)]
+    if first != second:
+        return []
+    names = sorted({*sources[0], *sources[1]})
+    return [name for name in names if sources[0].get(name) != sources[1].get(name)]
+
+
 def _sources(config: object) -> Iterator[tuple[str, str]]:
-    """Yield each dotted path in a config with a hash of the source of its module."""
+    """Yield each dotted path in a config, and each local module behind it, with a hash."""
     if isinstance(config, Mapping):
         target = config.get("_target_")
         if isinstance(target, str):
-            yield target, _source_hash(target)
+            modules = _modules_of(target)
+            yield target, _hash(modules)
+            for module in sorted(_local_imports(modules)):
+                yield module, _hash({module})
         for value in config.values():
             yield from _sources(value)
     elif isinstance(config, list):
@@ -156,19 +172,79 @@ def _sources(config: object) -> Iterator[tuple[str, str]]:
             yield from _sources(value)
 
 
-def _source_hash(target: str) -> str:
-    """Return a hash of the module in a dotted path and of the one that defines its object."""
+def _modules_of(target: str) -> set[str]:
+    """The module in a dotted path and the one that defines its object."""
     path, _, name = target.rpartition(".")
     defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
-    modules = {path, defined_in} & {*sys.modules}
-    # A module that is built into Python has no file.
-    files = [
-        inspect.getsourcefile(sys.modules[module])
-        for module in modules
-        if getattr(sys.modules[module], "__file__", None)
-    ]
-    contents = sorted(Path(file).read_bytes() for file in files if file)
+    return {path, defined_in} & {*sys.modules}
+
+
+def _hash(modules: set[str]) -> str:
+    contents = sorted(file.read_bytes() for file in map(_file_of, modules) if file)
     return hashlib.sha256(b"".join(contents)).hexdigest()[:8]
+
+
+def _file_of(module: str) -> Path | None:
+    """The source of a module, imported or not, or None: one built into Python has no file."""
+    if module in sys.modules and getattr(sys.modules[module], "__file__", None):
+        file = inspect.getsourcefile(sys.modules[module])
+        return Path(file) if file else None
+    spec = _spec(module)
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Look a module up without importing it, or a package around it."""
+    folders, parent = None, module.rpartition(".")[0]
+    if parent:
+        package = sys.modules.get(parent) or _spec(parent)
+        folders = getattr(package, "__path__", getattr(package, "submodule_search_locations", None))
+        if folders is None:
+            return None
+    specs = (finder.find_spec(module, folders) for finder in sys.meta_path)
+    return next(filter(None, specs), None)
+
+
+def _local_imports(modules: set[str]) -> set[str]:
+    """The local modules that `modules` import, directly or through another one, without these."""
+    reached, waiting = set[str](), [*modules]
+    while waiting:
+        module = waiting.pop()
+        file = None if module in reached else _file_of(module)
+        if file is not None and (module in modules or _is_local(module, file)):
+            reached.add(module)
+            waiting += _imports(module, file, file.stat().st_mtime_ns)
+    return reached - modules
+
+
+def _is_local(module: str, file: Path) -> bool:
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    return top != "gradsurg" or module.startswith("gradsurg.experiments.")
+
+
+@cache
+def _imports(module: str, file: Path, _modified: int) -> list[str]:
+    """The names of all modules in the import statements of a module, at any depth of its code."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # an extension module
+        return []
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    dotted: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            dotted += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")
+                base = ".".join([*parent[: len(parent) - node.level + 1], *filter(None, [base])])
+            dotted += [f"{base}.{alias.name}" for alias in node.names]  # a module, or a name in one
+    outside = {*sys.stdlib_module_names}  # which need not be looked up
+    parts = [name.split(".") for name in dotted if name.partition(".")[0] not in outside]
+    return [".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)]
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -367,6 +367,48 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
     assert identity("transform=their_package.gentle") != first
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"their_ops": "from helper import K", "helper": "K = 1.0"},
+        {"their_ops": "import helper", "helper": "from other import K", "other": "K = 1.0"},
+        {"their_ops": "def later():\n    from helper import K", "helper": "K = 1.0"},
+        {"their_ops": "import inner.part", "inner/__init__": "", "inner/part": "K = 1.0"},
+        {
+            "their_ops": "import inner",
+            "inner/__init__": "from . import part",
+            "inner/part": "K = 1",
+        },
+        {
+            "their_ops": "from inner import K",
+            "inner/__init__": "from .part.deep import K",
+            "inner/part/__init__": "",
+            "inner/part/deep": "from ..other import K",
+            "inner/other": "K = 1.0",
+        },
+    ],
+    ids=["a name", "through another", "inside a function", "dotted", "relative", "deep"],
+)
+def test_editing_what_a_users_file_imports_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import os.path\n{text}\n", encoding="utf-8")
+        module = name.removesuffix("/__init__").replace("/", ".")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with (tmp_path / "their_ops.py").open("a", encoding="utf-8") as file:
+        file.write(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    word = "transform=their_ops.gentle"
+    first = identity(word)
+    assert identity(word) == first
+    with path.open("a", encoding="utf-8") as file:  # the last one, which has K
+        file.write("K = 2.0\n")
+    assert identity(word) != first
+
+
 def test_a_dotted_path_inside_another_transform_is_part_of_the_identity() -> None:
     words = ("transform=norm_matched", "~transform.norm_matched.of")
     of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
