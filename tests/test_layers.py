@@ -31,6 +31,7 @@ DOORS = {
     "hydra": ("run", "config"),
     "omegaconf": ("run", "config", "training.run_directory"),
     "wandb": ("loggers.wandb",),
+    "tensorboard": ("loggers.tensorboard",),
     "rich": ("effects.tables", "loggers.console", "report", "training"),
     "polars": ("training", "report"),
     "altair": ("report",),
