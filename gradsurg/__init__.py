@@ -33,7 +33,7 @@ HOMES = {
     "hook": "surgery.hook",
     "list": "config.catalogue",
     "load": "config.recipes",
-    "load_study": "report.tables",
+    "load_study": "report",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 

@@ -41,7 +41,7 @@ from gradsurg.config.recipes import load as load
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.hooks.intervention import Intervention as Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
-from gradsurg.report.tables import load_study as load_study
+from gradsurg.report import load_study as load_study
 from gradsurg.sites.activations import Activations as Activations
 from gradsurg.sites.captured import Captured as Captured
 from gradsurg.sites.combined import Combined as Combined

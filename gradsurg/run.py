@@ -6,7 +6,7 @@ Modules that import torch are imported in functions: help and shell completion d
 import os
 import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import chdir
 from pathlib import Path
@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import gradsurg
@@ -57,6 +57,7 @@ def main() -> None:
         if any(word.partition("=")[0] == "--list" for word in sys.argv[1:]):
             _list(sys.argv[1:])
             return
+        _refuse_dashes(sys.argv[1:])
         sys.argv[1:] = _options_first(sys.argv[1:])
         arguments = hydra_utils.get_args_parser().parse_args()
         overrides.register()
@@ -64,6 +65,7 @@ def main() -> None:
             _run_hydra()
             return
         _check_address_space()
+        _check_names(arguments)
         from gradsurg.config.cli import read_command
 
         command = read_command(arguments)
@@ -86,6 +88,20 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _check_names(arguments: Namespace) -> None:
+    """Exit if an option or a key does not exist, before torch is imported, which takes seconds."""
+    from gradsurg.config.compose import check_names
+    from gradsurg.config.errors import ConfigError
+
+    folders = [arguments.config_dir] if arguments.config_dir else []
+    name = arguments.config_name or "config"
+    try:
+        check_names(arguments.overrides, arguments.multirun, folders, name)
+    except ConfigError as error:
+        print(*error.faults, sep="\n", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
 
 
 def _check_address_space() -> None:
@@ -150,6 +166,16 @@ def job(config: DictConfig) -> None:
     _print_notes(experiment.loggers)
     if failed:
         sys.exit(FAILED)
+
+
+def _refuse_dashes(words: list[str]) -> None:
+    """Exit if a key is written as an option: `--seeds 3` for `seeds=3`."""
+    keys = {*overrides.GROUPS, *OmegaConf.load(overrides.CONFIG_DIR / "config.yaml")}
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        key, _, given = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key in keys:
+            print(f"{word}: is a key, written {key}={given or value}", file=sys.stderr)
+            sys.exit(WRONG_INPUT)
 
 
 def _list(words: list[str]) -> None:

@@ -496,12 +496,12 @@ def test_a_dry_run_with_no_steps_prints_that_no_step_was_tried(command, capsys) 
 
 def test_all_wrong_overrides_are_reported_and_nothing_is_trained(command, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        command("transform=[clip,clop]", "lr=-1", "steps=-1")
+        command("transform=clip", "transform.clip.value=0", "lr=-1", "steps=-1")
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""
     keys = [line.partition(":")[0] for line in told.err.splitlines()]
-    assert sorted(keys) == ["lr", "steps", "transform"]
+    assert sorted(keys) == ["lr", "steps", "transform.clip.value"]
     assert list(tmp_path.iterdir()) == []
 
 

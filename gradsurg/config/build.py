@@ -249,7 +249,11 @@ def _check_keys(config: Config) -> None:
     """Refuse unknown keys at the top of the config, and missing groups."""
     known = [*GROUPS, *MAPPINGS, *Settings.__annotations__]
     faults = [
-        f"{key}: is not a key here. {nearest(key, known)}" for key in config if key not in known
+        "experiment: its file must begin with the line '# @package _global_'"
+        if key == "experiment"
+        else f"{key}: is not a key here. {nearest(key, known)}"
+        for key in config
+        if key not in known
     ]
     faults += [
         f"{key}: is required, a mapping with a name"

@@ -1,16 +1,19 @@
-"""Compose the config of every job of a command line with Hydra, and report all errors at once."""
+"""Compose the config of every job of a command line with Hydra, and report all errors at once.
+
+Names are checked against the config files first: modules that import torch, which takes seconds,
+are imported in functions.
+"""
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -18,9 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from gradsurg.config.build import Experiment, build
 from gradsurg.config.errors import ConfigError
-from gradsurg.config.instantiate import target_of
 from gradsurg.config.overrides import (
     CONFIG_DIR,
     LISTS,
@@ -40,7 +41,10 @@ from gradsurg.config.overrides import (
 )
 from gradsurg.plugins.messages import nearest
 
-Keep = Callable[[list[str], Experiment, int], None]
+if TYPE_CHECKING:
+    from gradsurg.config.build import Experiment
+
+Keep = Callable[[list[str], "Experiment", int], None]
 
 MAX_WRONG_JOBS = 20  # after which the other jobs of a sweep are not checked
 
@@ -58,6 +62,9 @@ KINDS = {
 KINDS |= {"model": "models", "task": "tasks", "logger": "loggers"}
 RENAMED = {"plan": "dry_run", "sink": "logger"}
 NO_KEY = "is not a key here."
+
+_composed: dict[tuple[str, ...], DictConfig | None] = {}
+"""The config of the first job, which `check_names` has composed and `check` takes."""
 
 
 def expand_study(
@@ -124,6 +131,31 @@ def check(
         raise ConfigError(faults)
 
 
+def check_names(
+    overrides: Sequence[str], multirun: bool, config_dirs: Sequence[str], config_name: str
+) -> None:
+    """Check the names of options, and the keys of the first job, by the config files alone.
+
+    Raises ConfigError with all errors of this kind, and leaves those of values to `check`.
+    """
+    overrides, multirun = expand_study(overrides, multirun, config_dirs, config_name)
+    register()
+    faults = wrong_config_dirs(config_dirs)
+    if faults:
+        raise ConfigError(faults)
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        words, faults = parse(overrides, multirun, config_dirs)
+        if faults or prod(map(len, words)) > MAX_RUNS:
+            return  # `check` has the numbers that these errors name
+        for values in words:
+            faults += split_unknown_options(values, config_dirs)[1]
+        job = _Job([values[0] for values in words], config_dirs, config_name)
+        errors, _composed[job.key] = job.composed()
+    if faults + errors:
+        _composed.clear()
+        raise ConfigError(faults + errors)
+
+
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
     """Return the resolved config of these overrides."""
     register()
@@ -141,7 +173,22 @@ def plain(config: DictConfig) -> dict[str, Any]:
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError([key + first_line(error)]) from None
     assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    named = {key: _with_key(resolved[key]) for key in LISTS if key in resolved}
+    return {str(key): value for key, value in (resolved | named).items()}
+
+
+def _with_key(options: object) -> object:
+    """Put a user's option that lies at the top of its file under a key, as those of gradsurg."""
+    if not isinstance(options, Mapping) or any(map(_is_named, options.values())):
+        return options
+    name = str(options.get("name") or options.get("_target_", "")).rpartition(".")[2]
+    return {name: options} if name and _is_named(options) else options
+
+
+def _is_named(value: object) -> bool:
+    return isinstance(value, Mapping) and any(
+        isinstance(value.get(key), str) for key in ("name", "_target_")
+    )
 
 
 @dataclass(frozen=True)
@@ -152,6 +199,10 @@ class _Job:
     config_dirs: Sequence[str]
     config_name: str
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (self.config_name, *self.config_dirs, *self.words)
+
     def check(
         self, unreadable: Collection[str], builds: bool, num_jobs: int, keep: Keep | None
     ) -> list[str]:
@@ -159,17 +210,11 @@ class _Job:
 
         `unreadable` are the keys of overrides that could not be parsed.
         """
-        words, faults = split_unknown_options(self.words, self.config_dirs)
-        unknown = {fault.partition(":")[0] for fault in faults} | {*unreadable}
-        words, repeated = split_repeated_options(words, self.config_dirs)
-        faults += repeated + repeated_keys(words)
-        try:
-            config = self.compose(words)
-        except COMPOSE_ERRORS as error:
-            errors, config = self._compose_one_by_one(words, unknown)
-            faults += errors if config is not None else [first_line(error)]
+        faults, config = self.composed(unreadable)
         if not builds or config is None:
             return faults
+        from gradsurg.config.build import build
+
         try:
             with chdir(Path.cwd()):  # which a user's code may change
                 experiment = build(plain(config))
@@ -178,6 +223,20 @@ class _Job:
         if keep is not None and not faults:
             keep(list(self.words), experiment, num_jobs)
         return faults
+
+    def composed(self, unreadable: Collection[str] = ()) -> tuple[list[str], DictConfig | None]:
+        """Return the errors of the overrides, and the config composed of the correct ones."""
+        if self.key in _composed:
+            return [], _composed.pop(self.key)
+        words, faults = split_unknown_options(self.words, self.config_dirs)
+        unknown = {fault.partition(":")[0] for fault in faults} | {*unreadable}
+        words, repeated = split_repeated_options(words, self.config_dirs)
+        faults += repeated + repeated_keys(words)
+        try:
+            return faults, self.compose(words)
+        except COMPOSE_ERRORS as error:
+            errors, config = self._compose_one_by_one(words, unknown)
+            return faults + (errors if config is not None else [first_line(error)]), config
 
     def compose(self, words: Sequence[str], return_hydra_config: bool = False) -> DictConfig:
         """Compose the config of these overrides."""
@@ -255,9 +314,20 @@ def _missing_key(path: str, config: DictConfig) -> str:
         chosen = ",".join([*keys, parts[1]])
         chosen = f"'{parts[0]}=[{chosen}]'" if keys else f"{parts[0]}={chosen}"
         return f"'{parts[1]}' is not chosen; add {chosen}"
-    adds = depth == len(parts) - 1 and _takes(parts[0], parts[depth], place)
+    inside = {str(key): value for key, value in OmegaConf.to_container(place).items()}
+    above = ".".join([*parts[:depth], ""])
+    deeper = [
+        f"{above}{key}"
+        for key, value in inside.items()
+        if isinstance(value, Mapping) and parts[depth] in value
+    ]
+    if deeper:
+        return f"{NO_KEY} Is it {deeper[0]}.{parts[depth]}?"
+    choices = nearest(parts[depth], keys)
+    is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices
+    adds = is_field and _takes(parts[0], parts[depth], place)
     hint = f" '+{path}=...' adds it." if adds else ""
-    return f"'{parts[depth]}' {NO_KEY} {nearest(parts[depth], keys)}{hint}"
+    return f"'{parts[depth]}' {NO_KEY} {choices}{hint}"
 
 
 def _contains(place: object, key: str) -> TypeGuard[DictConfig | ListConfig]:
@@ -269,6 +339,10 @@ def _contains(place: object, key: str) -> TypeGuard[DictConfig | ListConfig]:
 
 def _takes(group: str, field: str, config: DictConfig) -> bool:
     """Return whether the class or function that a mapping names has a parameter of this name."""
+    import torch
+
+    from gradsurg.config.instantiate import target_of
+
     try:
         mapping = {str(key): value for key, value in config.items()}
         match group:

@@ -11,6 +11,9 @@ from typing import Any
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.plugins.registry import find, names
+from gradsurg.tasks.base import Task
+from gradsurg.tasks.data.given import task_of
+from gradsurg.torch_internals import random_state
 from gradsurg.transforms.base import Transform, as_transform
 
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
@@ -33,8 +36,14 @@ def instantiate(kind: str, config: Config, base: type) -> Any:  # Any: an instan
     with user_code(config):
         if base is Transform:
             result = as_transform(_transform(target, fields))
+        elif base is Task and "_target_" in config:
+            with random_state.preserved():
+                random_state.seed(0)  # a user's data are the same in every process
+                result = call_with_fields(target, (), fields)
         else:
             result = call_with_fields(target, (), fields)
+    if base is Task and not isinstance(result, Task):
+        return task_of(result)
     if not isinstance(result, base):
         raise TypeError(f"must be a {base.__name__}, found {result!r}")
     return result

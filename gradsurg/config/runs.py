@@ -1,5 +1,6 @@
 """The runs of an experiment: for each seed a treated run and its control."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -12,7 +13,7 @@ from gradsurg.config.instantiate import Config, fields_of, target_of, user_code
 from gradsurg.config.settings import Settings
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import call_with_fields
+from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
@@ -187,7 +188,36 @@ def create_model(config: Config, data: Data) -> nn.Module:
     target = target_of("models", fields)
     options = data.model_options(target, fields_of(fields))
     with user_code(fields):
-        model = call_with_fields(target, (data.input_shape, data.num_outputs), options)
+        args, options = _model_arguments(target, data, options, "_target_" in fields)
+        model = call_with_fields(target, args, options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
+
+
+def _model_arguments(
+    target: object, data: Data, options: dict[str, object], theirs: bool
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments of a model: `input_shape` and `num_outputs`, as far as it takes them.
+
+    A user's class or function (`theirs`) gets them by name, or if it requires two arguments of
+    other names, in this order.
+    """
+    sizes = {"input_shape": data.input_shape, "num_outputs": data.num_outputs}
+    both = tuple(sizes.values())
+    if not theirs or not callable(target):
+        return both, options
+    parameters = inspect.signature(target).parameters.values()
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    taken = [param for param in parameters if param.name not in options and param.kind not in stars]
+    required = [param.name for param in taken if param.default is param.empty]
+    positional = all(param.kind is not param.KEYWORD_ONLY for param in taken)
+    if positional and len(required) == len(sizes) and not set(required) <= set(sizes):
+        return both, options
+    if not taken and any(param.kind is param.VAR_POSITIONAL for param in parameters):
+        return both, options
+    if missing := [name for name in required if name not in sizes]:
+        text = "needs a value: a model is given input_shape and num_outputs, if it takes them"
+        raise FieldError("", [(name, text) for name in missing])
+    names = {param.name for param in taken}
+    return (), {**{name: size for name, size in sizes.items() if name in names}, **options}

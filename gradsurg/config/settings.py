@@ -49,6 +49,15 @@ def _folder(path: str) -> str:
     return str(folder)
 
 
+def _number_of_seeds(told: object) -> object:
+    if isinstance(told, list | tuple):
+        chosen = ",".join(map(str, told))
+        raise ValueError(
+            f"must be a number, as seeds={len(told)}; for these, write -m seed={chosen}"
+        )
+    return told
+
+
 def _until(told: object) -> object:
     if told is None or isinstance(told, Until):
         return told
@@ -65,7 +74,7 @@ class Settings:
 
     steps: Annotated[int, Field(ge=0)]
     batch_size: Positive
-    seeds: Positive
+    seeds: Annotated[Positive, BeforeValidator(_number_of_seeds)]
     log_every: Positive
     checkpoint_every: Positive
     effects_every: Annotated[int, Field(ge=0)]

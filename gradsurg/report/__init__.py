@@ -2,6 +2,10 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradsurg.report.tables import StudyTables
 
 
 def summary(study: Path | str, only: Collection[str] | None = None) -> str:
@@ -15,3 +19,14 @@ def summary(study: Path | str, only: Collection[str] | None = None) -> str:
     from gradsurg.report.text import overview
 
     return overview(study_report(Path(study), only, logs=False))
+
+
+def load_study(folder: str | Path) -> "StudyTables":
+    """Read the runs of a study, such as `runs/default`, as polars data frames.
+
+    Logs that cannot be read are left out with a warning. Raises NotAStudy, a ValueError, if the
+    folder has no runs. torch is not imported.
+    """
+    from gradsurg.report.tables import study_tables
+
+    return study_tables(Path(folder))

@@ -27,18 +27,14 @@ class StudyTables:
     conflicts: pl.DataFrame
 
 
-def load_study(folder: str | Path) -> StudyTables:
-    """Read the runs of a study, such as `runs/default`; torch is not imported.
-
-    Logs that cannot be read are left out with a warning. Raises NotAStudy, a ValueError, if the
-    folder has no runs.
-    """
-    arms = group(read_study(Path(folder)))
+def study_tables(folder: Path) -> StudyTables:
+    """Return the tables of a study; see `gradsurg.load_study`."""
+    arms = group(read_study(folder))
     metrics, faults = load_metrics(arms)
     effects = load_effects(arms)
     conflicts, torn = load_conflicts(arms)
     for fault in (*faults, *effects.faults, *torn):
-        warnings.warn(f"left out, because it cannot be read: {fault}", stacklevel=2)
+        warnings.warn(f"left out, because it cannot be read: {fault}", stacklevel=3)
     logs = (with_arms(arms, rows) for rows in (metrics, effects.rows, conflicts))
     return StudyTables(runs_table(arms), *logs)
 

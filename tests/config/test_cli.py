@@ -44,11 +44,14 @@ def finished(folder: Path) -> list[str]:
 
 
 def test_wrong_input_ends_with_code_2_and_a_line_for_each_fault(folder: Path) -> None:
-    ended = command(folder, "transform=[clip,clop]", "transform.clip.value=-1", "lr=0", *SHORT)
-    assert ended.code == 2
-    assert ended.out == ""
-    keys = [line.partition(": ")[0] for line in ended.err.splitlines()]
-    assert keys == ["transform", "lr", "transform.clip.value"]
+    for words, expected in (
+        (("transform=[clip,clop]", "lr=0", "modl=mlp"), ["transform", "modl"]),  # names first
+        (("transform=clip", "transform.clip.value=-1", "lr=0"), ["lr", "transform.clip.value"]),
+    ):
+        ended = command(folder, *words, *SHORT)
+        assert ended.code == 2
+        assert ended.out == ""
+        assert [line.partition(": ")[0] for line in ended.err.splitlines()] == expected
     assert not (folder / "runs").exists()
 
 

@@ -510,7 +510,8 @@ def test_a_users_yaml_stands_among_the_choices(tmp_path: Path) -> None:
         ("mine:\n  name: clop\n", "transform.mine: there is no 'clop' in transforms. There are: "),
         ("mine: [1\n", "transform: 'mine' cannot be read: while parsing a flow sequence in "),
         ("3\n", "transform: 'mine' cannot be read: Invalid loaded object type: int"),
-        ("name: clip\nvalue: 3\n", "transform.name: must be a mapping with a name, found 'clip'"),
+        ("name: clip\nvalue: x\n", "transform.clip.value: must be a number, found 'x'"),
+        ("name: clip\nsign: {name: sign}\n", "transform.name: must be a mapping with a name, "),
     ],
 )
 def test_a_users_broken_yaml_is_a_sentence(tmp_path: Path, text: str, begins: str) -> None:

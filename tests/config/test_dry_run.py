@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from gradsurg.config import build as build_module
-from gradsurg.config import cli, compose, dry_run
+from gradsurg.config import cli, dry_run
 from gradsurg.surgery.surgery import Surgery
 from tests.builds import built
 from tests.conftest import Here
@@ -44,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> list
 def test_a_command_builds_each_job_once_with_one_trial_step(
     here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], jobs: int
 ) -> None:
-    by_compose = counted(monkeypatch, compose, "build")
+    by_compose = counted(monkeypatch, build_module, "build")
     by_job = counted(monkeypatch, cli, "build")
     steps = counted(monkeypatch, build_module, "check_first_step")
     assert here(*words, *SHORT).code == 0
