@@ -219,8 +219,15 @@ def _options_first(words: list[str]) -> list[str]:
 
     The value of `tune` is quoted, or Hydra would read its commas as those of a sweep.
     """
+    try:
+        words = overrides.without_expressions(words)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(WRONG_INPUT)
     words = [TUNE.sub(r'tune="\1"', word) for word in words]
-    behind = [word for word in words if "=" in word and not word.startswith("-")]
+    behind = [
+        word for word in words if ("=" in word and not word.startswith("-")) or word[:1] == "~"
+    ]
     return [word for word in words if word not in behind] + behind
 
 

@@ -314,7 +314,7 @@ def _missing_key(path: str, config: DictConfig) -> str:
         chosen = ",".join([*keys, parts[1]])
         chosen = f"'{parts[0]}=[{chosen}]'" if keys else f"{parts[0]}={chosen}"
         return f"'{parts[1]}' is not chosen; add {chosen}"
-    inside = {str(key): value for key, value in OmegaConf.to_container(place).items()}
+    inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
     above = ".".join([*parts[:depth], ""])
     deeper = [
         f"{above}{key}"

@@ -3,6 +3,7 @@
 Help and shell completion need this module, so it imports no torch.
 """
 
+import ast
 import json
 import math
 import re
@@ -102,6 +103,79 @@ class DottedSource(ConfigSource):
             config=OmegaConf.create(config),
             header=header,
         )
+
+
+def without_expressions(words: Sequence[str]) -> list[str]:
+    """Replace `when=steps(start=9) & ~flag()`, the algebra of triggers, by overrides of Hydra.
+
+    Raises ValueError, with a line for the user, for an expression that cannot be read.
+    """
+    found: list[str] = []
+    for word in words:
+        key, _, text = word.partition("=")
+        if key == "when" and re.search(r"[(&|~]", text):
+            found += _trigger_overrides(text)
+        else:
+            found.append(word)
+    return found
+
+
+def _trigger_overrides(text: str) -> list[str]:
+    try:
+        condition = _condition(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError) as error:
+        reason = "is no expression" if isinstance(error, SyntaxError) else str(error)
+        example = "when='steps(start=100) & ~threshold(above=0.05, measure=norm)'"
+        raise ValueError(f"when: {reason}, found {text!r}; write {example}") from None
+    words = [f"when={condition.pop('name')}"]
+    for key, value in condition.items():
+        # An override of a mapping would keep the keys that stand there.
+        words += ["~when.of"] if isinstance(value, dict) else []
+        added = "+" if isinstance(value, dict) else ""
+        words.append(f"{added}when.{key}={_as_override(value)}")
+    return words
+
+
+def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can hold
+    """Return the config of a trigger. Raises ValueError for what is no trigger."""
+    match node:
+        case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as sign, right):
+            name = "all_of" if isinstance(sign, ast.BitAnd) else "any_of"
+            return {"name": name, "of": [_condition(left), _condition(right)]}
+        case ast.UnaryOp(ast.Invert(), of):
+            return {"name": "unless", "of": _condition(of)}
+        case ast.Call(ast.Name(name), [], fields) if all(field.arg for field in fields):
+            return {"name": name, **{str(field.arg): _field(field.value) for field in fields}}
+        case ast.Name(name):
+            return {"name": name}
+        case ast.Call(ast.Name(name)):
+            raise ValueError(f"{name} takes fields by name, as steps(start=100)")
+        case _:
+            raise ValueError(f"takes triggers with &, | and ~, and {ast.unparse(node)} is none")
+
+
+def _field(node: ast.expr) -> object:
+    """Return a number, a word (with or without quotes), null or a list of these."""
+    words = {"null": None, "true": True, "false": False}
+    match node:
+        case ast.Name(name):
+            return words.get(name, name)
+        case ast.List(items):
+            return [*map(_field, items)]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"needs a number or a word, and {ast.unparse(node)} is none") from None
+
+
+def _as_override(value: object) -> str:
+    match value:
+        case dict():
+            return f"{{{','.join(f'{key}:{_as_override(item)}' for key, item in value.items())}}}"
+        case list():
+            return f"[{','.join(map(_as_override, value))}]"
+        case _:
+            return json.dumps(value)
 
 
 def parse(

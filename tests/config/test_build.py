@@ -392,6 +392,7 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
 def test_editing_what_a_users_file_imports_changes_the_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
 ) -> None:
+    path = tmp_path
     for name, text in files.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
