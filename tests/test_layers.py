@@ -16,7 +16,7 @@ FLOORS = (
     ("multitask", "per_example", "surgery", "integrations"),
     ("__init__", "training"),
     ("report", "config"),
-    ("reproduce", "run"),
+    ("reproduce", "run", "__main__"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
 units that stand left of it on its own floor. Inside a folder there must be no cycle."""

@@ -86,4 +86,5 @@ def test_a_wheel_has_every_module_and_every_config(installed: Path) -> None:
         assert expected
         assert expected - {path.relative_to(there) for path in there.rglob(kind)} == set()
     assert (package / "py.typed").is_file()
+    assert (installed / "bin" / "gradsurg").is_file()
     assert not (installed / "tests").exists()

@@ -1,5 +1,7 @@
 """TensorBoard: scalars, config and outcome of each run as an event file in its folder."""
 
+# pyright: reportMissingImports=false
+
 import json
 import shlex
 import struct
@@ -16,7 +18,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.plugins.messages import printable
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard import FileWriter
 
 FOLDER = "tensorboard"  # in the folder of a run, and in that of a study's report
 FLUSH_S = 10  # an interrupted run logs all its rows again
@@ -27,7 +29,7 @@ PNG_SIZE = slice(16, 24)  # width and height, big-endian
 class _Session:
     """The state of a `TensorBoard`, which has no fields."""
 
-    writer: "SummaryWriter | None" = None
+    writer: "FileWriter | None" = None
     config: dict[str, bool | str | float | int] = field(default_factory=dict)
     step: int = 0
     studies: dict[Path, None] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class TensorBoard(StudyLogger):
         session.config = {"arm": run.arm, "seed": run.seed, **dict(_flat(run.config))}
         session.studies[run.directory.parent] = None
         text = json.dumps(run.config, indent=2, default=str)
-        session.writer.add_text("config", f"```\n{text}\n```")
+        _add_text(session.writer, "config", f"```\n{text}\n```")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._session.step = step
@@ -68,7 +70,7 @@ class TensorBoard(StudyLogger):
         outcome = {f"outcome/{name}": float(value) for name, value in summary.items()}
         self._write(outcome)
         for part in hparams({**session.config, "state": state}, outcome):
-            writer.file_writer.add_summary(part)
+            writer.add_summary(part)
         writer.close()
         session.writer = None
 
@@ -76,7 +78,7 @@ class TensorBoard(StudyLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         writer = _new_writer(study.directory)
-        writer.add_text("study", _markdown(study.rows))
+        _add_text(writer, "study", _markdown(study.rows))
         for title, path in study.figures:
             png = path.read_bytes()
             width, height = struct.unpack(">II", png[PNG_SIZE])
@@ -84,7 +86,7 @@ class TensorBoard(StudyLogger):
                 encoded_image_string=png, width=width, height=height, colorspace=4
             )
             values = [Summary.Value(tag=f"figures/{title}", image=image)]
-            writer.file_writer.add_summary(Summary(value=values), 0)
+            writer.add_summary(Summary(value=values), 0)
         writer.close()
         self._session.studies[study.directory.parent] = None
 
@@ -102,23 +104,32 @@ class TensorBoard(StudyLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer().file_writer.add_summary(Summary(value=scalars), self._session.step)
+        self._writer().add_summary(Summary(value=scalars), self._session.step)
 
-    def _writer(self) -> "SummaryWriter":
+    def _writer(self) -> "FileWriter":
         if self._session.writer is None:
             raise RuntimeError("start() was not called")
         return self._session.writer
 
 
-def _new_writer(directory: Path) -> "SummaryWriter":
+def _new_writer(directory: Path) -> "FileWriter":
     """Return a writer that replaces the event files in `directory`."""
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from torch.utils.tensorboard import FileWriter
 
     folder = directory / FOLDER
     for path in folder.glob("events.out.tfevents.*"):
         path.unlink()
-    # The purge lets a TensorBoard that has read the earlier file drop its points.
-    return SummaryWriter(str(folder), purge_step=0, flush_secs=FLUSH_S)
+    writer = FileWriter(str(folder), flush_secs=FLUSH_S)
+    # A TensorBoard that has read the earlier file drops its points.
+    writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=0)
+    return writer
+
+
+def _add_text(writer: "FileWriter", tag: str, markdown: str) -> None:
+    from torch.utils.tensorboard.summary import text
+
+    writer.add_summary(text(tag, markdown), 0)
 
 
 def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str | float]]:

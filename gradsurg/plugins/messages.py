@@ -1,5 +1,6 @@
 """Texts of error messages, one line each; imports no library."""
 
+import sys
 from difflib import get_close_matches
 
 
@@ -24,6 +25,11 @@ def printable(text: str) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def typed_command(module: str) -> str:
+    """Return the command of a module as typed: `gradsurg report`, `python -m gradsurg.report`."""
+    return sys.argv[0] if sys.argv[0].startswith("gradsurg ") else f"python -m {module}"
 
 
 def nearest(name: str, choices: list[str]) -> str:

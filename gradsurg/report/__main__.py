@@ -1,17 +1,17 @@
-"""The command `python -m gradsurg.report runs/first`."""
+"""The command `python -m gradsurg.report runs/first`; libraries are imported after parsing."""
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gradsurg.plugins.messages import printable
+from gradsurg.plugins.messages import printable, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
-from gradsurg.report.export import write_report
-from gradsurg.report.load import NotAStudy, Stamp, stamp
-from gradsurg.report.study import study_report
-from gradsurg.report.text import print_overview
+
+if TYPE_CHECKING:
+    from gradsurg.report.load import Stamp
 
 WRONG_INPUT = 2
 EVERY = 3.0  # seconds between two looks
@@ -19,12 +19,12 @@ EVERY = 3.0  # seconds between two looks
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the summary of a study and write its report; with --watch do so until interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m gradsurg.report", description=__doc__)
-    parser.add_argument("study", type=Path, help="the folder of a study, as runs/first")
-    parser.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
-    watch = "write the report anew when files change, until interrupted; the page reloads itself"
-    parser.add_argument("--watch", action="store_true", help=watch)
-    arguments = parser.parse_args(words)
+    arguments = parser().parse_args(words)
+    from gradsurg.report.export import write_report
+    from gradsurg.report.load import NotAStudy
+    from gradsurg.report.study import study_report
+    from gradsurg.report.text import print_overview
+
     out = arguments.out or arguments.study / "report"
     try:
         if arguments.watch:
@@ -43,8 +43,26 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog=typed_command("gradsurg.report"),
+        description="Print the summary of a study, and write its report: a page, tables, figures.",
+    )
+    made.add_argument("study", type=Path, help="the folder of a study, as runs/first")
+    made.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
+    watch = "write the report anew when files change, until interrupted; the page reloads itself"
+    made.add_argument("--watch", action="store_true", help=watch)
+    return made
+
+
 def _watch(study: Path, out: Path) -> int:
     """Look every few seconds; a report that takes long to write is written less often."""
+    from gradsurg.report.export import write_report
+    from gradsurg.report.load import stamp
+    from gradsurg.report.study import study_report
+    from gradsurg.report.text import print_overview
+
     seen: Stamp = {}
     report = None
     try:

@@ -1,13 +1,18 @@
-"""The command line of a reproduction: run a paper's studies, judge them, print and record."""
+"""The command line of a reproduction: run a paper's studies, judge them, print and record.
+
+Torch is imported after parsing.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
+from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.reproduce.expected import (
     Drawing,
@@ -30,29 +35,25 @@ from gradsurg.reproduce.record import (
     write_record,
     write_tables,
 )
-from gradsurg.reproduce.studies import (
-    FinishedStudy,
-    full_cost,
-    missing_measurements,
-    plan_study,
-    run_study,
-)
+
+if TYPE_CHECKING:
+    from gradsurg.reproduce.studies import FinishedStudy
 
 NEUTRAL = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
 """Beginnings of overrides that leave the question of a study as it is."""
 ALL_HOLD, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def main(words: Sequence[str], root: Path | None = ROOT) -> int:
+def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     """Run the command on the checkout `root` and return the exit code.
 
     0: every band holds, 1: one does not, 2: the command or an `expected.yaml` is wrong, or there is
     no checkout.
     """
+    arguments = parser().parse_intermixed_args(words)
     if root is None:
         print("reproduce needs a checkout of gradsurg: a wheel has no experiments", file=sys.stderr)
         return WRONG_INPUT
-    arguments = _parser().parse_intermixed_args(words)
     chosen = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word]
     try:
@@ -70,6 +71,8 @@ def main(words: Sequence[str], root: Path | None = ROOT) -> int:
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
         if arguments.cost:
+            from gradsurg.reproduce.studies import full_cost
+
             print("\n".join(full_cost(root, paper, expected[paper], overrides) for paper in chosen))
             return ALL_HOLD
         if arguments.write and (other := _changing(overrides)):
@@ -88,23 +91,24 @@ def main(words: Sequence[str], root: Path | None = ROOT) -> int:
     return ALL_HOLD if all(results) else FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "reproduce.py",
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        typed_command("gradsurg.reproduce"),
         description="Run a published claim again and compare it with the bands stated for it.",
         allow_abbrev=False,
     )
     text = "papers, and overrides for the runner, as hydra/launcher=joblib or out=elsewhere"
-    parser.add_argument("words", nargs="*", metavar="paper", help=text)
-    parser.add_argument("--full", action="store_true", help="at the paper's scale")
+    made.add_argument("words", nargs="*", metavar="paper", help=text)
+    made.add_argument("--full", action="store_true", help="at the paper's scale")
     text = "estimate the time of the full form from the quick form's steps; nothing is run"
-    parser.add_argument("--cost", action="store_true", help=text)
-    parser.add_argument("--all", action="store_true", help="all papers")
-    parser.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
-    parser.add_argument("--table", action="store_true", help="the claims' table, from the records")
+    made.add_argument("--cost", action="store_true", help=text)
+    made.add_argument("--all", action="store_true", help="all papers")
+    made.add_argument("--list", action="store_true", help="the papers, their claims and verdicts")
+    made.add_argument("--table", action="store_true", help="the claims' table, from the records")
     text = "write the record, figure and tables to experiments/; with --table its README.md"
-    parser.add_argument("--write", action="store_true", help=text)
-    return parser
+    made.add_argument("--write", action="store_true", help=text)
+    return made
 
 
 def _changing(overrides: Sequence[str]) -> list[str]:
@@ -116,6 +120,8 @@ def _reproduce(
     folder: Path, expected: Expected, form: Form, overrides: Sequence[str], write: bool
 ) -> bool:
     """Run a paper's studies, print the bands and return whether all hold."""
+    from gradsurg.reproduce.studies import missing_measurements, plan_study, run_study
+
     paper = folder.name
     other = _changing(overrides)
     names = expected.studies(form)
@@ -157,7 +163,7 @@ def _reproduce(
     return all(item.holds for item in judgements)
 
 
-def _figure(expected: Expected, studies: dict[str, FinishedStudy]) -> Path | None:
+def _figure(expected: Expected, studies: "dict[str, FinishedStudy]") -> Path | None:
     """Draw the paper's figure, or take it from the report of its first study; None if missing."""
     folder = studies[expected.quick[0]].folder / "report"
     if isinstance(expected.figure, Drawing):

@@ -1,5 +1,7 @@
 """The TensorBoard logger: event files read back have each point once, also after a resume."""
 
+# pyright: reportMissingImports=false
+
 import importlib.util
 import json
 from pathlib import Path

@@ -91,8 +91,8 @@ def reproduce(
     planned = StudyPlan(
         root, {f"{label}-{seed}": foreseen(label, seed) for label, seed in losses}, 10
     )
-    monkeypatch.setattr(command, "run_study", run_study)
-    monkeypatch.setattr(command, "plan_study", lambda name, words: planned)
+    monkeypatch.setattr(studies, "run_study", run_study)
+    monkeypatch.setattr(studies, "plan_study", lambda name, words: planned)
 
     def reproduced(*words: str) -> Ended:
         code = command.main(words, root)

@@ -1,4 +1,7 @@
-"""The command `python -m gradsurg.tasks.fetch mnist fashion-mnist text`."""
+"""The command `python -m gradsurg.tasks.fetch mnist fashion-mnist text`.
+
+Torch is imported after parsing.
+"""
 
 import argparse
 import os
@@ -7,13 +10,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import nearest, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.tasks.data import cache
-from gradsurg.tasks.fetch.sources import DATA_SETS, DataSet, NotFetched, NotTheDataSet
+
+if TYPE_CHECKING:
+    from gradsurg.tasks.fetch.sources import DataSet
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -23,7 +29,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
     0: all of them are there, 1: one could not be fetched, 2: the command line is wrong.
     """
-    arguments = _parser().parse_intermixed_args(words)
+    arguments = parser().parse_intermixed_args(words)
+    from gradsurg.tasks.fetch.sources import DATA_SETS
+
     names = list(dict.fromkeys(arguments.names))
     if unknown := [name for name in names if name not in DATA_SETS]:
         for name in unknown:
@@ -45,21 +53,24 @@ def main(words: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gradsurg.tasks.fetch",
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog=typed_command("gradsurg.tasks.fetch"),
         description="Put data sets into the user's cache folder, where the tasks find them. "
         "GRADSURG_DATA moves it.",
     )
-    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(DATA_SETS))
+    made.add_argument("names", nargs="*", metavar="name", help="data sets, see --list")
     text = "take files that you have: IDX files, torchvision's folder, or another cache folder"
-    parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
-    parser.add_argument("--list", action="store_true", help="the data sets and their folders")
-    return parser
+    made.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
+    made.add_argument("--list", action="store_true", help="the data sets and their folders")
+    return made
 
 
-def _fetch(data_set: DataSet, source: Path | None) -> int:
+def _fetch(data_set: "DataSet", source: Path | None) -> int:
     """Put one data set into its folder, print the result, and return the exit code."""
+    from gradsurg.tasks.fetch.sources import NotFetched, NotTheDataSet
+
     place = cache.place(data_set.name)
     try:
         was_there = _put(data_set, place, source)
@@ -81,8 +92,10 @@ def _fetch(data_set: DataSet, source: Path | None) -> int:
     return 0
 
 
-def _put(data_set: DataSet, place: Path, source: Path | None) -> bool:
+def _put(data_set: "DataSet", place: Path, source: Path | None) -> bool:
     """Put a complete data set into its folder; return whether it was there before."""
+    from gradsurg.tasks.fetch.sources import NotFetched
+
     if not data_set.fault(place):
         return True
     with _draft_folder(place.parent) as draft:
@@ -133,6 +146,8 @@ def _move(complete: Path, place: Path) -> None:
 
 
 def _list() -> str:
+    from gradsurg.tasks.fetch.sources import DATA_SETS
+
     lines = []
     for data_set in DATA_SETS.values():
         place = cache.place(data_set.name)
@@ -142,7 +157,7 @@ def _list() -> str:
     return "\n".join(lines)
 
 
-def _about(data_set: DataSet, source: str) -> list[str]:
+def _about(data_set: "DataSet", source: str) -> list[str]:
     return [
         f"  {data_set.title}",
         f"  source: {source}",
