@@ -225,9 +225,7 @@ def _options_first(words: list[str]) -> list[str]:
         print(error, file=sys.stderr)
         sys.exit(WRONG_INPUT)
     words = [TUNE.sub(r'tune="\1"', word) for word in words]
-    behind = [
-        word for word in words if ("=" in word and not word.startswith("-")) or word[:1] == "~"
-    ]
+    behind = [word for word in words if "=" in word and not word.startswith("-")]
     return [word for word in words if word not in behind] + behind
 
 

@@ -96,7 +96,7 @@ def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
 ) -> None:
     command("transform=clip", *SHORT)
     out, _ = command("transform=[clip,sign]", "attribute=true", "update_effect_every=5", *SHORT)
-    directories = list((tmp_path / "runs" / "default").glob("*-seed*"))
+    directories = list((tmp_path / "runs" / "digits-mlp").glob("*-seed*"))
     labels = sorted(path.name.rpartition("-seed")[0] for path in directories)
     assert labels == sorted(["none", "clip", "sign", "clip+sign"] * 2)
     assert "4 of them had been finished before" in out

@@ -76,10 +76,10 @@ def test_the_task_of_the_guide_is_trained_and_an_edited_file_is_another_run(
     file.write_text(numbers(0), encoding="utf-8")
     ended = here(*command)
     assert ended.code == 0, ended.err
-    (summary,) = folder.glob("runs/default/none-seed0-*/summary.json")
+    (summary,) = folder.glob("runs/*/none-seed0-*/summary.json")
     assert json.loads(summary.read_text(encoding="utf-8"))["test/r2"] > 0.5
     file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     assert "2 of them had been finished before" in here(*command).out
     file.write_text(numbers(1), encoding="utf-8")
     assert "finished before" not in here(*command).out
-    assert len(list(folder.glob("runs/default/clip-seed0-*"))) == 2
+    assert len(list(folder.glob("runs/*/clip-seed0-*"))) == 2

@@ -71,8 +71,8 @@ def test_the_command_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     assert version != "0+unknown"
     printed = python(installed, tmp_path, "-m", "gradsurg.run", *WORDS)
     assert printed.startswith("clip: test accuracy ")
-    assert len([*(tmp_path / "runs" / "default").glob("*-seed0-*")]) == 2
-    assert (tmp_path / "runs" / "default" / "report" / "index.html").is_file()
+    assert len([*(tmp_path / "runs" / "digits-mlp").glob("*-seed0-*")]) == 2
+    assert (tmp_path / "runs" / "digits-mlp" / "report" / "index.html").is_file()
 
 
 @pytest.mark.slow

@@ -83,13 +83,13 @@ def shell(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def directories(folder: Path, study: str = "default") -> list[str]:
+def directories(folder: Path, study: str = "digits-mlp") -> list[str]:
     """The names of a study's runs without their hashes."""
     paths = (folder / "runs" / study).glob("*-seed*")
     return sorted(path.name.rpartition("-")[0] for path in paths)
 
 
-def of(folder: Path, label: str, study: str = "default") -> Path:
+def of(folder: Path, label: str, study: str = "digits-mlp") -> Path:
     (path,) = (folder / "runs" / study).glob(f"{label}-????????")
     return path
 
@@ -310,7 +310,7 @@ def test_an_arm_whose_transform_does_nothing_is_its_control_bit_by_bit(
     printed, _ = command(*words, *SHORT, "model.dropout=0.4", "log_every=1")
     treated, control = (
         lines(path, "metrics.jsonl")
-        for path in sorted((tmp_path / "runs" / "default").glob("*-seed*"))
+        for path in sorted((tmp_path / "runs" / "digits-mlp").glob("*-seed*"))
     )
     assert len(treated) == 20
     assert treated == control
@@ -359,7 +359,7 @@ def test_a_sweep_runs_every_combination_and_shares_the_controls(command, tmp_pat
     assert told.count("job ") == 12
     rates = [
         OmegaConf.select(OmegaConf.load(path / "config.yaml"), "optimizer.lr")
-        for path in (tmp_path / "runs" / "default").glob("*-seed*")
+        for path in (tmp_path / "runs" / "digits-mlp").glob("*-seed*")
     ]
     assert sorted(rates) == [0.1] * 6 + [0.2] * 6
 
@@ -435,7 +435,8 @@ def test_the_files_of_a_user_are_found_in_the_folder_where_the_command_is_given(
     printed, _ = command("transform=[clip,mine.Halve]", *words, *SHORT)
     assert re.search(r"^clip +1\.weight", printed, re.MULTILINE)
     assert re.search(r"^halve +1\.weight", printed, re.MULTILINE)
-    assert directories(tmp_path) == ["clip+halve-seed0", "none-seed0"]
+    study = "mine.FewDigits-mine.linear"
+    assert directories(tmp_path, study) == ["clip+halve-seed0", "none-seed0"]
 
 
 def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:

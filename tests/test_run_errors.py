@@ -68,11 +68,11 @@ def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: P
 def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path) -> None:
     ended = here("transform=their_module.total", *SHORT)
     assert ended.code == 1
-    assert ended.out.splitlines()[-1] == "report: runs/default/report/index.html"
+    assert ended.out.splitlines()[-1] == "report: runs/digits-mlp/report/index.html"
     warning, line, count = ended.err.splitlines()
     assert count == "1 of 2 runs failed"
     assert warning.startswith("warning: total is a plain callable")
-    (log,) = folder.glob("runs/default/total-*/error.log")
+    (log,) = folder.glob("runs/digits-mlp/total-*/error.log")
     assert line.startswith("total, seed 0: TypeError: total: total must return a tensor like the ")
     assert "site 'output.bias', step 0" in line
     assert line.endswith(f" (the traceback is in {log.relative_to(folder)})")
@@ -96,7 +96,7 @@ def test_a_traceback_that_could_not_be_written_is_not_named(
     assert ended.code == 1
     (line,) = (line for line in ended.err.splitlines() if line.startswith("total, seed 0: "))
     assert line.endswith(" (HYDRA_FULL_ERROR=1 shows the traceback)")
-    assert not list(folder.glob("runs/default/total-*/error.log"))
+    assert not list(folder.glob("runs/digits-mlp/total-*/error.log"))
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -116,7 +116,7 @@ def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Pa
     assert ended.code == 1
     assert "RuntimeError: the disk is on fire; while fails acted at site '" in ended.err
     assert re.search(r"site '[\w.]+', step 10 \(", ended.err)
-    (log,) = folder.glob("runs/default/*/error.log")
+    (log,) = folder.glob("runs/digits-mlp/*/error.log")
     rows = (log.parent / "metrics.jsonl").read_text(encoding="utf-8")
     assert rows.count("\n") == 10
     sys.modules["their_module"].calls = -1000
@@ -217,11 +217,11 @@ def test_a_read_only_study_is_skipped_if_it_is_finished_and_else_refused(folder:
 
 FULL = """
 run transform=clip steps=20 seeds=1 report=false
-cat disk/runs/default/*/summary.json > before
+cat disk/runs/digits-mlp/*/summary.json > before
 room=$(df --output=avail disk | tail -n 1)
 head -c $(((room - 60) * 1024)) /dev/zero > disk/other
 run transform=clip steps=20 seeds=3 checkpoint_every=1 checkpoint_seconds=0 log_every=1 report=false
-cat disk/runs/default/*/summary.json > after
+cat disk/runs/digits-mlp/*/summary.json > after
 rm disk/other
 run transform=clip steps=20 seeds=3 report=false
 """

@@ -75,7 +75,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     return process.returncode, said
 
 
-def finished(folder: Path, study: str = "default") -> list[str]:
+def finished(folder: Path, study: str = "digits-mlp") -> list[str]:
     """The finished runs of a study, without their hashes."""
     paths = (folder / "runs" / study).glob(f"*/{SUMMARY}")
     return sorted(path.parent.name.rpartition("-")[0] for path in paths)
@@ -111,7 +111,7 @@ def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_
     assert [*differences(alone / "runs", folder / "runs")] == []
     (note,) = folder.glob("noted-*")
     assert note.read_text(encoding="utf-8") == "3"
-    logs = [log.read_text(encoding="utf-8") for log in folder.glob("runs/default/*/error.log")]
+    logs = [log.read_text(encoding="utf-8") for log in folder.glob("runs/digits-mlp/*/error.log")]
     assert ["the disk is on fire" in log for log in logs] == [True, True]
     assert not [*folder.rglob(LOCK)]
 
@@ -129,7 +129,7 @@ def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) 
     lines = [line for _, said in results for line in said.splitlines()]
     trained = [re.match(r"(?:treated|control) (\S+): finished", line) for line in lines]
     assert sorted(found.group(1) for found in trained if found) == names
-    for path in folder.glob("runs/default/*/metrics.jsonl"):
+    for path in folder.glob("runs/digits-mlp/*/metrics.jsonl"):
         steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
         assert steps == [*range(50, 401, 50)]
     assert not [*folder.rglob(LOCK)]

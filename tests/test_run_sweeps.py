@@ -14,7 +14,7 @@ SHORT = ("steps=20", "seeds=1", "logger=none")
 TWO = ("-m", "transform=their_module.total,clip", *SHORT)
 
 
-def states(folder: Path, study: str = "default") -> dict[str, str]:
+def states(folder: Path, study: str = "digits-mlp") -> dict[str, str]:
     paths = sorted((folder / "runs" / study).glob("*-seed*"))
     return {path.name.rpartition("-")[0]: RunDirectory(path).state for path in paths}
 
@@ -37,7 +37,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_and_code_1_if_one_failed(
         "total-seed0": "failed",
     }
     failed, finished = table(ended.out)
-    (log,) = folder.glob("runs/default/total-*/error.log")
+    (log,) = folder.glob("runs/digits-mlp/total-*/error.log")
     assert failed.startswith("transform=their_module.total 1 of 2 runs failed TypeError: ")
     assert failed.endswith(f"({log.relative_to(folder)})")
     assert finished == "transform=clip finished"
@@ -84,14 +84,14 @@ def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
     words = ("-m", "transform=clip,sign", "seed=0,1", *SHORT, "report=false")
     first, again = here(*words), here(*words)
     assert again.err == "4 jobs, 6 runs: 6 finished before, skipped\n"
-    _, _, study = first.out.partition("\nstudy default:")
+    _, _, study = first.out.partition("\nstudy digits-mlp:")
     assert study
-    assert again.out == f"\nstudy default:{study}"
+    assert again.out == f"\nstudy digits-mlp:{study}"
 
 
 def test_failed_runs_can_be_kept_failed(here: Here, folder: Path) -> None:
     here(*TWO, "seed=0")
-    (log,) = folder.glob("runs/default/total-*/error.log")
+    (log,) = folder.glob("runs/digits-mlp/total-*/error.log")
     before = log.read_text(encoding="utf-8"), log.stat().st_mtime_ns
     again = here(*TWO, "seed=0", "retry_failed=false")
     assert again.code == 1
@@ -117,7 +117,9 @@ def test_a_diverged_run_is_reported_and_does_not_stop_the_others(here: Here, fol
     ended = here("-m", "transform=scale", "transform.scale.factor=1e38,2", "seed=0", *SHORT)
     assert ended.code == 1
     first, second = table(ended.out)
-    assert first.startswith("transform.scale.factor=1e+38 1 of 2 runs diverged runs/default/scale")
+    assert first.startswith(
+        "transform.scale.factor=1e+38 1 of 2 runs diverged runs/digits-mlp/scale"
+    )
     assert second == "transform.scale.factor=2 finished"
 
 
@@ -175,9 +177,9 @@ def test_the_report_of_a_single_job_has_the_files_asked_for(
     here: Here, folder: Path, word: str
 ) -> None:
     ended = here("transform=clip", "steps=20", "seeds=2", "logger=none", word)
-    report = folder / "runs" / "default" / "report"
+    report = folder / "runs" / "digits-mlp" / "report"
     asked = word.partition("=")[2]
-    assert ("report: runs/default/report/index.html\n" in ended.out) == (asked != "false")
+    assert ("report: runs/digits-mlp/report/index.html\n" in ended.out) == (asked != "false")
     assert (report / "index.html").is_file() == (asked != "false")
     drawn = {path.name for path in report.glob("*.*g")}
     assert FIGURES & drawn == (FIGURES if asked == "true" else set())
@@ -186,7 +188,7 @@ def test_the_report_of_a_single_job_has_the_files_asked_for(
 def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, folder: Path) -> None:
     words = ("steps=20", "seeds=2", "logger=none")
     here("-m", "transform=sign", *words)
-    (figure,) = folder.glob("runs/default/report/outcome.svg")
+    (figure,) = folder.glob("runs/digits-mlp/report/outcome.svg")
     assert "clip (n = 2)" not in figure.read_text(encoding="utf-8")
     here("transform=clip", *words)
     assert "clip (n = 2)" in figure.read_text(encoding="utf-8")
@@ -218,8 +220,8 @@ def test_loggers_get_the_study_of_a_single_job_also_if_no_run_is_new(
 def test_a_report_that_cannot_be_written_is_a_line_and_the_answer_stands(
     here: Here, folder: Path
 ) -> None:
-    (folder / "runs" / "default").mkdir(parents=True)
-    (folder / "runs" / "default" / "report").write_text("in the way", encoding="utf-8")
+    (folder / "runs" / "digits-mlp").mkdir(parents=True)
+    (folder / "runs" / "digits-mlp" / "report").write_text("in the way", encoding="utf-8")
     ended = here("transform=clip", *SHORT)
     assert ended.code == 0
     assert ended.out.startswith("clip: test accuracy ")
@@ -288,7 +290,7 @@ def test_an_error_in_a_study_file_is_reported_like_one_on_the_command_line(
 
 def controls(folder: Path, label: str = "clip") -> dict[str, str]:
     """The controls of the only run with that label, by their kind, without the hashes."""
-    (path,) = folder.glob(f"runs/default/{label}-seed0-*/run.json")
+    (path,) = folder.glob(f"runs/digits-mlp/{label}-seed0-*/run.json")
     facts = json.loads(path.read_text(encoding="utf-8"))
     known = facts["controls"]
     assert facts["control"] == known.get("plain", next(iter(known.values()), None))
@@ -307,12 +309,12 @@ def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) ->
     assert controls(folder) == {"norm_matched": BOTH["norm_matched"]}
     assert here(*words, "control=plain").code == 0
     assert controls(folder) == BOTH
-    (path,) = folder.glob("runs/default/clip-*/run.json")
+    (path,) = folder.glob("runs/digits-mlp/clip-*/run.json")
     before = path.read_bytes(), path.stat().st_mtime_ns
     for word in ("control=none", "control=plain"):
         assert here(*words, word).code == 0
         assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    told = summary(folder / "runs" / "default")
+    told = summary(folder / "runs" / "digits-mlp")
     assert "Nothing can be compared" not in told
     assert "1 run with a norm-matched control too" in " ".join(told.split())
     assert here(*words, "control=none", "force=true").code == 0
@@ -328,7 +330,7 @@ def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: P
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     words = (*words, "log_every=1")
     here(*words)
-    (path,) = folder.glob("runs/default/interrupts-*")
+    (path,) = folder.glob("runs/digits-mlp/interrupts-*")
     assert RunDirectory(path).state == "interrupted"
     here(*words, "control=none")
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
@@ -337,7 +339,7 @@ def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: P
 def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", "logger=none")
     here(*words)
-    (path,) = folder.glob("runs/default/interrupts-*/run.json")
+    (path,) = folder.glob("runs/digits-mlp/interrupts-*/run.json")
     path.write_text("{", encoding="utf-8")
     here(*words)
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
@@ -368,4 +370,4 @@ def test_another_text_in_the_file_is_another_run_and_another_control(
         ended = here(*words)
         assert ended.code == 0, ended.err
         for label in ("none", "clip"):
-            assert len([*folder.glob(f"runs/default/{label}-seed0-*")]) == count
+            assert len([*folder.glob(f"runs/char_lm-gpt/{label}-seed0-*")]) == count

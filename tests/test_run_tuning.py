@@ -41,7 +41,7 @@ def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Pat
             if path.parent.name == "tuning" and summary["label"] == label:
                 scores.setdefault(lr, []).append(summary["validation/accuracy"])
         best = max(scores, key=lambda lr: fmean(scores[lr]))
-        (final,) = (folder / "runs" / "default").glob(f"{label}-seed0-*")
+        (final,) = (folder / "runs" / "digits-mlp").glob(f"{label}-seed0-*")
         assert rate(final) == best
         assert f"  {arm}: lr={best:g} (validation accuracy {fmean(scores[best]):.2%}; " in ended.out
     again = here("transform=clip", *SHORT, TUNE)
@@ -83,7 +83,7 @@ def test_a_sweep_tunes_a_shared_control_once(here: Here, folder: Path) -> None:
     assert "12 to train" in ended.err
     assert len(summaries(folder)) == 12 + 3
     assert ended.out.count("(validation accuracy ") == 3
-    tunings, faults = read_tunings(folder / "runs" / "default", [])
+    tunings, faults = read_tunings(folder / "runs" / "digits-mlp", [])
     assert sorted(one.name for one in tunings) == ["clip", "control", "sign"]
     assert not faults
     again = here(*words)
@@ -96,7 +96,7 @@ def test_a_tuning_with_a_failed_run_chooses_nothing(here: Here, folder: Path) ->
     ended = here("transform=their_module.total", *SHORT, "seed=0", TUNE)
     assert ended.code == 1
     assert "6 of 12 tuning runs failed: nothing is chosen" in ended.err
-    assert not [*(folder / "runs" / "default").glob("*-seed0-*")]
+    assert not [*(folder / "runs" / "digits-mlp").glob("*-seed0-*")]
 
 
 @pytest.mark.parametrize("word", ["tune=lr", "tune=lr=log(1,0,2)", "tune="])

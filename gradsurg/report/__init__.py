@@ -22,7 +22,7 @@ def summary(study: Path | str, only: Collection[str] | None = None) -> str:
 
 
 def load_study(folder: str | Path) -> "StudyTables":
-    """Read the runs of a study, such as `runs/default`, as polars data frames.
+    """Read the runs of a study, such as `runs/digits-mlp`, as polars data frames.
 
     Logs that cannot be read are left out with a warning. Raises NotAStudy, a ValueError, if the
     folder has no runs. torch is not imported.

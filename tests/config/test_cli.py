@@ -32,7 +32,7 @@ def command(folder: Path, *words: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def runs(folder: Path, study: str = "default") -> list[str]:
+def runs(folder: Path, study: str = "digits-mlp") -> list[str]:
     """The run directories of a study without their hashes."""
     return sorted(
         path.name.rpartition("-")[0] for path in (folder / "runs" / study).glob("*-seed*")
@@ -94,7 +94,7 @@ def test_a_sweep_runs_all_combinations(here: Here, folder: Path) -> None:
 
 def test_finished_runs_are_not_repeated_unless_forced(here: Here, folder: Path) -> None:
     here("transform=clip", *SHORT)
-    (summary,) = folder.glob("runs/default/clip-*/summary.json")
+    (summary,) = folder.glob("runs/digits-mlp/clip-*/summary.json")
     first = summary.stat().st_mtime_ns
     again = here("transform=clip", *SHORT)
     assert again.out.endswith("2 of them had been finished before; force=true repeats them\n")

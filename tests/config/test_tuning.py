@@ -119,8 +119,8 @@ def test_the_arms_are_compared_at_their_values_with_other_seeds(tmp_path: Path) 
     assert pair.treated.identity["optimizer"]["lr"] == 1  # type: ignore[index]
     assert pair.control.identity["optimizer"]["lr"] == 0.1  # type: ignore[index]
     assert pair.treated.controls == {"plain": pair.control.name}
-    assert pair.treated.study == "default"
-    assert {run.study for run in tuning.runs} == {"default/tuning"}
+    assert pair.treated.study == "digits-mlp"
+    assert {run.study for run in tuning.runs} == {"digits-mlp/tuning"}
     assert {run.seed for run in tuning.runs} == {FIRST_SEED, FIRST_SEED + 1}
     assert all(run.schedule.validation == 0.2 for run in [*tuning.runs, *pair.runs])
     assert all(run.schedule.effects_every == 0 for run in tuning.runs)
@@ -176,6 +176,6 @@ def test_a_wider_grid_replaces_the_choice_of_an_arm(tmp_path: Path) -> None:
         end(tuning, tmp_path, scores)
         settings = built("transform=clip", f"out={tmp_path}", "validation=0.2").settings
         tuning.write(settings)
-    files = [*(tmp_path / "default" / "tuning").glob("*.json")]
+    files = [*(tmp_path / "digits-mlp" / "tuning").glob("*.json")]
     assert len(files) == 2
     assert {json.loads(file.read_text(encoding="utf-8"))["chosen"]["lr"] for file in files} == {2}

@@ -128,8 +128,8 @@ def test_out_is_the_folder_of_the_start_also_if_code_changes_the_current_one(
     ended = here("-m", *words, *SHORT)
     assert ended.code == 0
     assert Path.cwd() == folder
-    assert len([*folder.glob("runs/default/*/summary.json")]) == 3
-    assert len([*folder.glob("runs/default/*/checkpoint.pt")]) == 3
+    assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == 3
+    assert len([*folder.glob("runs/digits-mlp/*/checkpoint.pt")]) == 3
     assert not Path("/runs").exists()
 
 
@@ -165,8 +165,8 @@ def test_closed_and_full_streams_lose_no_run(folder: Path, end: str, code: int, 
     )
     assert (process.returncode, process.stderr) == (code, told)
     finished = 0 if "steps" in end else 2
-    assert len([*folder.glob("runs/default/*/summary.json")]) == finished
-    assert (folder / "runs/default/report/index.html").is_file() == bool(finished)
+    assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == finished
+    assert (folder / "runs/digits-mlp/report/index.html").is_file() == bool(finished)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_an_ascii_locale_changes_nothing(folder: Path) -> None:
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False
     )
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.endswith("report: runs/default/report/index.html\n")
+    assert process.stdout.endswith("report: runs/digits-mlp/report/index.html\n")
     other = folder / "ü"
     other.mkdir()
     process = subprocess.run(
