@@ -579,14 +579,14 @@ def test_a_killed_command_that_is_repeated_ends_like_an_uninterrupted_one(
     (torn / "kill_at").write_text("47", encoding="utf-8")
     done = shell(torn, *words, "control=none")
     assert done.returncode == -signal.SIGKILL, done.stderr
-    place = of(torn, "grokfast_ema+noise-seed0")
+    place = of(torn, "grokfast_ema+noise-seed0", "digits-fragile.make")
     assert not (place / "summary.json").exists()
     assert (place / "checkpoint.pt").exists()
     with (place / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":50,"tra')
     assert shell(torn, *words, "control=none").returncode == 0
     command(*words, "control=none")
-    whole = of(tmp_path, "grokfast_ema+noise-seed0")
+    whole = of(tmp_path, "grokfast_ema+noise-seed0", "digits-fragile.make")
     assert whole.name == place.name
     assert numbers(whole) == numbers(place)
 
