@@ -52,6 +52,7 @@ class _Session:
     last_step: int = -1
     pending: list[dict[str, float]] = field(default_factory=list)
     sent_at: float = 0.0
+    started: bool = False
     offline: list[Path] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     project: str = ""
@@ -66,7 +67,9 @@ class Wandb(StudyLogger):
     `auto` follows wandb's own setting (`WANDB_MODE`, `wandb offline`), else it is online if wandb
     finds a key, else offline. It never prompts: without a key or a connection an online run becomes
     offline, with a warning. A resumed run continues the same W&B run online; offline all rows are
-    logged again and the earlier W&B run is removed. A repeated run is a new W&B run.
+    logged again and the earlier W&B run is removed. A repeated run is a new W&B run. The agent of a
+    W&B sweep has one run for each command: it gets the first run; others and the study are not
+    logged, and RuntimeError says so.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -78,6 +81,12 @@ class Wandb(StudyLogger):
         return _Session()
 
     def start(self, run: RunInfo) -> None:
+        if self._session.started and _is_in_sweep():
+            raise RuntimeError(
+                "the agent of a W&B sweep has one run for each command, and this command trains "
+                "several: add seed=0 control=none, or sweep over seed"
+            )
+        self._session.started = True
         about = _About(run.study, run.arm, run.label, run.tags, run.config, run.directory)
         self._begin(about, run.resumed)
 
@@ -99,6 +108,8 @@ class Wandb(StudyLogger):
         self._session.run = None
 
     def study(self, study: StudyInfo) -> None:
+        if _is_in_sweep():
+            return
         # Different loggers write separate W&B runs into this folder.
         id_prefix = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
         content = repr([study.rows, [title for title, _ in study.figures]])
@@ -260,6 +271,13 @@ class _About:
     config: dict[str, object]
     directory: Path
     id_prefix: str = ""
+
+
+def _is_in_sweep() -> bool:
+    """Return whether the agent of a W&B sweep has started this process, which names the run."""
+    import wandb
+
+    return bool(wandb.setup(wandb.Settings(silent=True)).settings.sweep_id)
 
 
 def _remove_offline_runs(directory: Path, id_prefix: str = "") -> str | None:

@@ -142,6 +142,31 @@ print(logger.notes()[-1])
     assert rows(inspect(tmp_path, second)) == [{"global_step": 10, "train/loss": 0.25}]
 
 
+def test_a_run_of_a_wandb_sweep_has_the_rows_of_one_run_only(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+from gradsurg.loggers.base import StudyInfo
+
+os.environ.update(WANDB_SWEEP_ID="sweep1", WANDB_RUN_ID="agents01")
+logger = GuardedLogger(Wandb(mode="offline"))
+for seed in range(3):
+    logger.start(run(seed))
+    logger.log(10, {"train/loss": seed + 1.5})
+    logger.finish("finished", {})
+logger.study(StudyInfo("study", Path("runs/report"), [{"arm": "clip"}]))
+print(logger.notes()[-1])
+""",
+    )
+    (path,) = (tmp_path / "runs").glob("*/wandb/offline-run-*")
+    assert path.name.endswith("-agents01")
+    assert rows(inspect(tmp_path, path)) == [{"global_step": 10, "train/loss": 1.5}]
+    rule = "the agent of a W&B sweep has one run for each command, and this command trains several"
+    assert rule in done.stderr
+    assert "stopped in 2 of 4 runs" in done.stdout
+    assert "seed=0 control=none" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("mode", "field", "made", "notes"),
     [
