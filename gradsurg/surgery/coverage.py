@@ -37,6 +37,7 @@ class Coverage:
         self._rejected: dict[str, None] = {}  # names of places that are not selected
         self._is_checked = False
         self._awaits_backward = False
+        self._frozen: set[str] = set()  # names of parameters
         self._known: dict[int, ref[nn.Module | Tensor]] = {}
 
     def selects(self, place: Place) -> bool | None:
@@ -54,9 +55,11 @@ class Coverage:
     def check(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites hooked so far, or have the first forward check them.
 
-        The modules and parameters of the model are remembered, to notice new ones on detach.
+        The modules and parameters of the model are remembered, to notice new and unfrozen ones on
+        detach.
         """
         at, things = self._at, (*model.modules(), *model.parameters())
+        self._frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
         self._known = {id(thing): ref(thing) for thing in things}
         if at.count is None and self._has_selected:
             self._is_checked = True
@@ -84,14 +87,17 @@ class Coverage:
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
     def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
-        """Names of selected modules and parameters added after attaching, and not hooked.
+        """Names of selected modules and parameters that were added, or frozen, and are not hooked.
 
         Any: a module or a parameter, each with the places of its names.
         """
         for thing, places in things.items():
             # A module compiled in place wraps the one that is hooked.
             if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
-                continue
+                name = places[0].name
+                has_use = any(site.startswith(f"{name}/") for site in self._hooked)
+                if name not in self._frozen or has_use:
+                    continue
             for kind in self._at.kinds:
                 later = kind.place_if_added(thing)
                 first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
@@ -181,11 +187,12 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
         if param.requires_grad
     }
     part = " or taken for a part of the module around it"  # as Nodes take the nodes it makes
-    for kind, places, also in (("modules", modules, part), ("parameters", trained, "")):
+    changed = ("modules were replaced or added", "parameters were replaced, added or unfrozen")
+    for change, places, also in zip(changed, (modules, trained), (part, ""), strict=True):
         names = dict.fromkeys(name for coverage in coverages for name in coverage.unhooked(places))
         if names:
             yield (
-                f"{kind} were replaced or added while the block was open, and the new ones are not "
-                f"hooked{also}: {', '.join(names)}; attach after replacing, or remove the "
-                "intervention and add it again"
+                f"{change} while the block was open, and the new ones are not hooked{also}: "
+                f"{', '.join(names)}; attach after the change, or remove the intervention and add "
+                "it again"
             )

@@ -65,7 +65,7 @@ def test_modules_that_came_while_the_block_was_open_are_told(at: Selector) -> No
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Group(), gs.Uses("*")], ids=str)
 def test_parameters_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
     text = warnings_of(at, grow)
-    assert "parameters were replaced or added" in text
+    assert "parameters were replaced, added or unfrozen" in text
     assert "not hooked: last.weight, last.bias, 3.weight, 3.bias; attach" in text
 
 
@@ -92,6 +92,36 @@ def frozen(model: nn.Sequential) -> None:
 
 def test_a_frozen_parameter_that_came_is_not_told() -> None:
     assert "came" not in warnings_of(gs.Parameters(), frozen)
+
+
+@pytest.mark.parametrize(
+    ("at", "is_told"),
+    [
+        (gs.Parameters(), True),
+        (gs.Parameters(stage="step"), True),
+        (gs.Parameters("first.*"), False),
+        (gs.Group(), True),
+        (gs.Updates(), True),
+        (gs.Uses("*"), False),  # it acts there
+        (gs.Outputs(), False),
+    ],
+    ids=str,
+)
+def test_a_parameter_that_is_trained_only_after_attaching_is_told(
+    at: Selector, is_told: bool
+) -> None:
+    model = small()
+    optimizer = sgd(model)
+    model[2].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(model, gs.Identity(), at, optimizer):
+            train(model, optimizer, 1)
+            model[2].requires_grad_(True)
+            train(model, optimizer, 1)
+    told = " ".join(str(item.message) for item in caught)
+    assert ("parameters were replaced, added or unfrozen" in told) == is_told
+    assert ("not hooked: last.weight, last.bias; " in told) == is_told
 
 
 def restore_random_state(model: nn.Sequential) -> None:
