@@ -568,7 +568,8 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
         return
     # Data that the user has to get, and the package of an extra, may be missing here.
     missing = re.compile(
-        r"task\.root: (must be the folder with |(Fashion-)?MNIST is not in )|.* pip install 'gradsurg\["
+        r"task\.root: (must be the folder with |(Fashion-)?MNIST is not in )"
+        r"|.* pip install 'gradsurg\["
     )
     told = faults(command)
     assert [fault for fault in told if not missing.match(fault)] == []
