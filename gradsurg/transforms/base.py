@@ -139,13 +139,13 @@ class Transform(ABC):
     """
 
     @property
-    @abstractmethod
     def properties(self) -> frozenset[TransformProperty]:
-        """The properties that hold for these fields.
+        """The properties that hold for these fields; by default none is claimed.
 
         They hold for finite gradients and for every fixed state and context, so that a transform
         with state declares those alone that hold after any history.
         """
+        return frozenset()
 
     @property
     def scope(self) -> Scope:
@@ -259,10 +259,6 @@ class Function(Stateless):
     def __repr__(self) -> str:
         # No address: state_dicts identify a transform by its repr.
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.function(grad)

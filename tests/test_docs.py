@@ -1,0 +1,75 @@
+"""The commands and snippets of the pages in docs/ run as they stand."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from tests.conftest import Here
+from tests.test_readme import ROOT, blocks
+
+PAGE = "docs/own_code.md"
+SHORT = ("steps=3", "seeds=1", "logger=none", "report=false")
+
+
+def commands(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line.startswith("python -m gradsurg.run ")]
+
+
+COMMANDS = commands(PAGE)
+TIMM = [line for line in COMMANDS if "timm" in line]
+
+
+@pytest.fixture
+def own(here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """The command in a folder with the page's mine.py."""
+    (folder / "mine.py").write_text(blocks("python", PAGE)[0], encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return here
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in TIMM])
+def test_a_command_with_ones_own_code_trains(own: Here, line: str) -> None:
+    ended = own(*shlex.split(line)[3:], *SHORT)
+    assert ended.code == 0, ended.err
+    assert "mine" not in line or "warning: halve is a plain callable" in ended.err or not ended.err
+
+
+def test_the_model_of_another_package_is_one_line(own: Here) -> None:
+    pytest.importorskip("timm", reason="the extra `oracles` has timm")
+    (line,) = TIMM
+    assert own(*shlex.split(line)[3:], "steps=1", *SHORT[1:]).code == 0
+
+
+def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
+    option, experiment = blocks("yaml", PAGE)
+    for kind, name, text in (("transform", "soft", option), ("experiment", "all", experiment)):
+        (folder / "confs" / kind).mkdir(parents=True)
+        (folder / "confs" / kind / f"{name}.yaml").write_text(text, encoding="utf-8")
+    words = shlex.split(option.splitlines()[0].partition(": ")[2])[3:]
+    assert own(*words, *SHORT).code == 0
+    assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
+
+
+def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own("transform=clip", *SHORT).code == 0
+    names: dict[str, object] = {}
+    exec(blocks("python", PAGE)[-1], names)
+    runs = vars(names["study"])["runs"]
+    assert isinstance(runs, pl.DataFrame)
+    assert sorted(runs["arm"]) == ["clip", "control"]
+
+
+def test_the_trigger_of_the_concepts_is_the_one_of_its_command(here: Here) -> None:
+    (line,) = commands("docs/concepts.md")
+    ended = here(*shlex.split(line)[3:], "dry_run=true", "logger=none")
+    assert ended.code == 0, ended.err
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= {*index.split()}
