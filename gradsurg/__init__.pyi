@@ -102,6 +102,7 @@ from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign
 from gradsurg.transforms.sign_agreement import SignAgreement as SignAgreement
+from gradsurg.transforms.skip_update import SkipUpdate as SkipUpdate
 from gradsurg.transforms.spike_clip import SpikeClip as SpikeClip
 from gradsurg.transforms.straight_through import StraightThrough as StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient as SurrogateGradient

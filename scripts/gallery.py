@@ -527,7 +527,33 @@ def draw_arrows(axes: "Axes", rows: Tensor, result: Tensor) -> None:
     axes.set_yticks([])
 
 
-ALONE = {"sign_agreement": draw_agreement, "tgr": draw_tokens}
+def draw_skipped(axes: "Axes", transform: Transform) -> None:
+    """Draw a weight under SGD with momentum, one of whose gradients is infinite."""
+    bad, steps = 6, 14
+    for change, color, label in ((gs.Sanitize(), BEFORE, "zeroed"), (transform, AFTER, "skipped")):
+        weight = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(weight.weight)
+        optimizer = torch.optim.SGD(weight.parameters(), lr=0.1, momentum=0.9)
+        surgery = gs.Surgery(gs.Intervention(change, at=gs.Parameters(stage="step")))
+        path = [0.0]
+        with surgery.attach(weight, optimizer):
+            for step in range(steps):
+                weight.weight.grad = torch.tensor([[math.inf if step == bad else -1.0]])
+                optimizer.step()
+                path.append(weight.weight.item())
+        axes.plot(path, color=color, lw=1.4, marker=".", ms=4, label=label)
+    axes.axvspan(bad, bad + 1, color=SECOND, alpha=0.15, lw=0)
+    axes.text(bad - 0.2, 0.1, "g = inf", ha="right", color=SECOND)
+    axes.set_xlabel("step", labelpad=1)
+    axes.set_ylabel("a weight", labelpad=1)
+    axes.legend(loc="upper left")
+
+
+ALONE = {
+    "sign_agreement": draw_agreement,
+    "skip_update": draw_skipped,
+    "tgr": draw_tokens,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

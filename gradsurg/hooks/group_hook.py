@@ -1,6 +1,6 @@
 """Apply the transforms of one intervention at all its sites together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -13,15 +13,22 @@ from gradsurg.hooks.transform_hook import (
     disabled_autocast,
 )
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import GroupTransform, TransformState
+from gradsurg.transforms.base import SKIPPED, GroupTransform, TransformState
 
 
 class GroupHook:
     """One intervention at all its sites together, in the order of `hooks`."""
 
-    def __init__(self, controller: HookController, hooks: Sequence[TransformHook]) -> None:
+    def __init__(
+        self,
+        controller: HookController,
+        hooks: Sequence[TransformHook],
+        skip: Callable[[], None] | None = None,
+    ) -> None:
         self.controller = controller
         self.hooks = hooks
+        self._skip = skip  # skips the step of the optimizer, at sites that can
+        self._skips = False  # whether a link has skipped this one
         self._is_checked = False  # whether a group has passed all checks
         self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
         self._all = list(range(len(hooks)))
@@ -59,6 +66,9 @@ class GroupHook:
             results = self._run_links(hooks, present, fires)
         if controller.session.shadow:
             return grads
+        if self._skips and self._skip is not None:
+            self._skip()
+            return [None] * len(grads)
         if len(results) == len(grads):
             return results
         new = dict(zip(acting, results, strict=True))
@@ -86,6 +96,7 @@ class GroupHook:
         self, hooks: Sequence[TransformHook], grads: list[Tensor], fires: list[bool | Tensor]
     ) -> list[Tensor]:
         controller = self.controller
+        self._skips = False
         for hook, grad in zip(hooks, grads, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
@@ -104,6 +115,8 @@ class GroupHook:
             if controller.sampling:
                 for link, before, after in zip(links, befores, grads, strict=True):
                     controller.session.effects.add(link.slot, before, after)
+            if self._skips:
+                break
         self._is_checked = True
         return grads
 
@@ -160,6 +173,8 @@ class GroupHook:
         if state:
             self._check_members(links)
             states[key] = _chosen(fires, state, before)
+            if "skip" in transform.needs:
+                self._skips = bool(states[key][SKIPPED] > before[SKIPPED])
         if fires is self._all_fire:
             return results
         return [

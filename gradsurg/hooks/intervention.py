@@ -21,6 +21,7 @@ from gradsurg.sites.selection import ParamSelector, params_of
 from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
+    SKIPPED,
     SPARSE_RULE,
     Function,
     Need,
@@ -305,6 +306,10 @@ class Intervention:
             link = next(link for link in self.links if link.needs - provided)
             lacks = sorted(link.needs - provided)
             raise FieldError(link, [("", f"needs {_lack(self.at, lacks[0])}")])
+        for link in self.links:
+            if "skip" in link.needs and SKIPPED not in link.init(torch.zeros(1)):
+                text = "cannot skip steps from inside another transform; make it a link of a chain"
+                raise FieldError(link, [("", text)])
         for part in self.when.parts:
             source = part.source if isinstance(part, TensorTrigger) else ""
             if source == "value" and source not in self.at.provides:
@@ -361,6 +366,11 @@ def _lack(at: Selector, need: Need) -> str:
             return (
                 f"the gradients of the single examples, and {type(at).__name__} has none; it can "
                 "act at Parameters"
+            )
+        case "skip":
+            return (
+                f"an optimizer whose step can be skipped, and {type(at).__name__} has none; it can "
+                "act at Parameters, stage 'step'"
             )
         case "error":
             return (

@@ -105,6 +105,11 @@ class HookRegistry(Protocol):
         ...
 
     @property
+    def may_skip(self) -> bool:
+        """Whether a transform may skip the step of the optimizer."""
+        ...
+
+    @property
     def stateful(self) -> str:
         """The transform or trigger that keeps a state for each site, as text; empty if none."""
         ...
@@ -166,10 +171,12 @@ class HookRegistry(Protocol):
         sites: Sequence[str],
         values: Sequence[Callable[[], Tensor | None]],
         gradients: Sequence[Callable[[], Tensor | None]] = (),
+        skip: Callable[[], None] | None = None,
     ) -> GroupFn:
         """Return one hook for the gradients of all `sites` together.
 
-        Where it gets updates, `gradients` return the gradients that the optimizer used.
+        Where it gets updates, `gradients` return the gradients that the optimizer used. The hook
+        calls `skip` to skip the step of the optimizer, and then returns None for each gradient.
         """
         ...
 

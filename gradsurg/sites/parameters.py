@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import LBFGS
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
@@ -44,7 +46,7 @@ class Parameters(ParamSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        return frozenset({"value", "examples"})
+        return frozenset({"value", "examples", "skip"})
 
     def hook(
         self,
@@ -88,7 +90,13 @@ class Parameters(ParamSelector):
             case "step":
                 for optimizer, part in steps.split(params, scope):
                     values = [ref(param) for param in part.values()]
-                    group_hook = registry.group_hook(list(part), values)
+                    if registry.may_skip and isinstance(optimizer, LBFGS):
+                        raise ValueError(
+                            "LBFGS also steps without gradients, so that no step of it can be "
+                            "skipped; choose another optimizer"
+                        )
+                    skip = partial(steps.skip, optimizer)
+                    group_hook = registry.group_hook(list(part), values, skip=skip)
                     function = _before_step(list(part.values()), group_hook)
                     steps.before(optimizer, function, stack)
             case _:

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.torch_internals import autograd
@@ -101,6 +101,13 @@ class OptimizerSteps:
         """Call `function` after each step of the optimizer, and before the step is counted."""
         _add(self._watched[optimizer].after, function, stack)
 
+    def skip(self, optimizer: Optimizer) -> None:
+        """Have the optimizer find no gradient in this step; they are back after it.
+
+        Called before a step. Raises RuntimeError after the step if it has changed a parameter.
+        """
+        self._watched[optimizer].skip()
+
     def run_before(self, optimizer: object | None, scaler: torch.amp.GradScaler | None) -> None:
         """Run the functions before a step now (of all optimizers, or one), not in the next step."""
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
@@ -152,6 +159,7 @@ class _WatchedOptimizer:
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         self.has_run_before = False
+        self.skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
         # A step that calls the one of the class it extends has the hooks of both.
         classes = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
         self.nests = len(classes) > 2  # one of them is Optimizer
@@ -201,9 +209,31 @@ class _WatchedOptimizer:
         self.has_run_before = False
         for function in self.after:
             function()
+        if self.skipped:
+            self.end_skip()
         tick = None if self.tick is None else self.tick()
         if tick is not None:
             tick()
+
+    def skip(self) -> None:
+        """Take the gradients of all parameters away until the end of the step."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        self.skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
+        for param in params:
+            param.grad = None
+
+    def end_skip(self) -> None:
+        """Give the gradients back. Raises RuntimeError if the step has changed a parameter."""
+        skipped, self.skipped = self.skipped, []
+        for param, grad, _ in skipped:
+            if param.grad is None:
+                param.grad = grad
+        if any(autograd.version_of(param) != version for param, _, version in skipped):
+            raise RuntimeError(
+                f"a step was to be skipped, and {type(self.optimizer).__name__} has changed "
+                "parameters that had no gradient: it does not skip them, so choose another "
+                "optimizer"
+            )
 
     def run_before(self) -> None:
         """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""

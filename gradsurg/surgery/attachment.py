@@ -153,6 +153,11 @@ class Attachment:
         return self.controller.needs_value
 
     @property
+    def may_skip(self) -> bool:
+        """Whether a transform may skip the step of the optimizer."""
+        return "skip" in self.intervention.needs
+
+    @property
     def stateful(self) -> str:
         """The first of its transforms and triggers that has a state per site; empty if none."""
         return self.controller.stateful
@@ -215,6 +220,7 @@ class Attachment:
         sites: Sequence[str],
         values: Sequence[Callable[[], Tensor | None]],
         gradients: Sequence[Callable[[], Tensor | None]] = (),
+        skip: Callable[[], None] | None = None,
     ) -> GroupFn:
         ledger = self.session.ledger
         hooks = [
@@ -222,7 +228,7 @@ class Attachment:
             for site, value, gradient in zip_longest(sites, values, gradients)
         ]
         self._hooks |= dict(zip(sites, hooks, strict=True))
-        return GroupHook(self.controller, hooks)
+        return GroupHook(self.controller, hooks, skip)
 
     # Helpers.
 

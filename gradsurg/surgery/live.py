@@ -20,6 +20,7 @@ from gradsurg.surgery.attachment import Attachment
 from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
 from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.torch_internals import autograd, compiling
+from gradsurg.transforms.base import SKIPPED
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
 
@@ -99,6 +100,16 @@ class Live:
         """Numbers about the gradients of single examples, by the label of each `PerSample`."""
         sources = {item.label: item.examples for item in self._attachments}
         return {label: source for label, source in sources.items() if source is not None}
+
+    @property
+    def skipped_steps(self) -> dict[str, int]:
+        """The number of steps that each `SkipUpdate` has skipped, by its label."""
+        return {
+            label: int(self.session.states.get(f"{label}/group", {}).get(SKIPPED, 0))
+            for attachment in self._attachments
+            for label, link in zip(attachment.labels, attachment.intervention.links, strict=True)
+            if "skip" in link.needs
+        }
 
     def backward(
         self,

@@ -95,7 +95,8 @@ class RunLog:
             for label, source in live.examples.items()
             for name, value in source.fetch().items()
         }
-        values = {"train/loss": loss, **update, **examples, **tested}
+        skipped = {f"skipped_steps/{label}": n for label, n in live.skipped_steps.items()}
+        values = {"train/loss": loss, **update, **examples, **skipped, **tested}
         self.directory.append_metrics({"step": done, **values})
         self.directory.append_effects([{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]

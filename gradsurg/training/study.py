@@ -317,17 +317,24 @@ def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:
 
 
 def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
-    """Return a note for each transform that changed no entry at the steps that were measured.
+    """Return a note for each transform that changed no entry at the steps that were measured, and
+    for each that may skip steps.
 
     A note has quantiles of |g| and bounds that would have changed some gradients.
     """
     identities = _identity_labels(surgery)
     rows = live.effects.rows()
     where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
-    notes = []
+    skipped = live.skipped_steps
+    notes = [
+        f"{label} skipped steps of the optimizer. {number} of {live.step} in the first of these"
+        if number
+        else f"{label} skipped no step of the optimizer"
+        for label, number in skipped.items()
+    ]
     for transform in dict.fromkeys(str(row["transform"]) for row in rows):
         effects = [row for row in rows if row["transform"] == transform]
-        if transform in identities or any(row["changed"] for row in effects):
+        if transform in (*identities, *skipped) or any(row["changed"] for row in effects):
             continue
         quantiles = live.effects.quantiles(transform, QUANTILES)
         norms = [row["norm_before"] for row in effects]

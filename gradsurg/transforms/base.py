@@ -37,8 +37,12 @@ Need = Literal[
     "error",  # `context.error`, the gradient of the model's output
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
     "examples",  # `context.examples`, the gradients of the single examples of the batch
+    "skip",  # a site that can skip the step of the optimizer, counted in the state as `SKIPPED`
 ]
-"""Inputs that a transform may require besides the gradient."""
+"""What a transform may require besides the gradient."""
+
+SKIPPED = "skipped"
+"""State of a transform that needs `skip`: the number of steps skipped, plus one to skip a step."""
 
 
 class BackwardInfo(Protocol):

@@ -65,6 +65,9 @@ ROWS = (
     # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
     Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
     Row("noise", [1.0, -2.0], [1.0, -2.0], tolerance=0.1),
+    # The gradient itself stays as it is: the optimizer does not step.
+    Row("skip_update", [3.0, NAN, -INF], [3.0, NAN, -INF]),
+    Row("skip_update", [3.0, -4.0], [3.0, -4.0], {"max_norm": 1.0}),
     # The means are 2 and -1.
     # Three of four descend: 4/3, and with the paper's scale 4/4.
     Row(

@@ -1,0 +1,66 @@
+"""SkipUpdate: skip the step of the optimizer for a non-finite or too large gradient."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import joint_norm
+from gradsurg.transforms.base import (
+    SKIPPED,
+    GroupTransform,
+    Need,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
+
+
+@validated
+class SkipUpdate(GroupTransform):
+    """Skip the step of the optimizer if an entry is NaN or infinite, or if the norm > max_norm.
+
+    The norm is the joint 2-norm N of all gradients of the group; without `max_norm` only
+    non-finite entries count. In a skipped step the optimizer finds no gradient: weights, momentum,
+    weight decay and its step counts stay, which a zero gradient would change. The gradients
+    themselves are unchanged, and are in `.grad` again after the step. As optax's `apply_if_finite`
+    and `skip_large_updates`; `max_grad_norm` with `skip_update_on_spike` in ZClip (arXiv
+    2504.02507).
+
+    No parameter of the optimizer is updated, also none that the site does not select. The surgery
+    and a learning-rate scheduler count the step. Later links of a chain do not act in it, nor later
+    interventions at stage `step`; earlier ones have acted. One value is copied to the host in each
+    step. A `GradScaler` skips steps with non-finite gradients itself and lowers its scale; those
+    do not reach the transform. LBFGS, which steps without gradients, is refused.
+
+    Any shapes and dtypes; zero gradients and empty tensors do not skip. N² that overflows in
+    float32 is infinite, and larger than `max_norm`. State: the number of skipped steps.
+    """
+
+    max_norm: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"skip"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset(
+            {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+        )
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {SKIPPED: torch.zeros((), dtype=torch.int64, device=grads[0].device)}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
+        count = state[SKIPPED]
+        finite = [grad.detach().isfinite().all().to(count.device) for grad in grads]
+        skips = ~torch.stack(finite).all()
+        if self.max_norm is not None:
+            skips |= (joint_norm(grads) > self.max_norm).to(count.device)
+        return list(grads), {SKIPPED: count + skips}
