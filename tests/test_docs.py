@@ -73,3 +73,19 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert pages <= {*index.split()}
+
+
+SETTING, *ANSWERS = blocks("python", "docs/faq.md")
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERS)))
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+def test_an_answer_runs_and_its_assertions_hold(number: int) -> None:
+    names: dict[str, object] = {}
+    exec(SETTING, names)
+    exec(ANSWERS[number], names)
+
+
+def test_twenty_questions_are_answered() -> None:
+    text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
+    assert text.count("\n## ") == 20
