@@ -19,7 +19,7 @@ except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
 KINDS = ("transforms", "sites", "triggers", "aggregators")
-FOLDERS = (*KINDS, "integrations", "testing")
+FOLDERS = (*KINDS, "integrations", "packaging", "testing")
 
 HOMES = {
     "Comparison": "training.compare",

@@ -2,6 +2,7 @@
 
 from gradsurg import aggregators as aggregators
 from gradsurg import integrations as integrations
+from gradsurg import packaging as packaging
 from gradsurg import sites as sites
 from gradsurg import testing as testing
 from gradsurg import transforms as transforms

@@ -55,6 +55,11 @@ class Surgery:
         return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
 
     @property
+    def is_attached(self) -> bool:
+        """Whether the surgery is attached to a model now."""
+        return self._live is not None
+
+    @property
     def interventions(self) -> tuple[Intervention, ...]:
         """The interventions, in order; `live.add`, `remove` and `set` change them."""
         return self._live.interventions if self._live is not None else self._interventions

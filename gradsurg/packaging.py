@@ -1,0 +1,155 @@
+"""Save a model with a surgery in one file that holds their code too, by `torch.package`."""
+
+import json
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.package.package_exporter import EmptyMatchError, PackageExporter, PackagingError
+from torch.package.package_importer import PackageImporter
+
+import gradsurg
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.plugins.messages import one_line
+from gradsurg.surgery.surgery import Surgery
+
+PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
+NOT_PACKAGED = (PackagingError, pickle.PicklingError, TypeError, AttributeError, ValueError)
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The modules whose code is in an archive, those it imports where it is loaded, and those that
+    it replaces by mocks, which raise when they are used.
+    """
+
+    captured: tuple[str, ...]
+    environment: tuple[str, ...]
+    mocked: tuple[str, ...]
+
+    def __str__(self) -> str:
+        packages = dict.fromkeys(name.partition(".")[0] for name in self.environment)
+        groups = {
+            "captured": self.captured,
+            "left to the environment": tuple(packages),
+            "mocked": self.mocked,
+        }
+        return "\n".join(f"{key}: {', '.join(names) or 'none'}" for key, names in groups.items())
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    surgery: Surgery,
+    *,
+    intern: Sequence[str] = (),
+    extern: Sequence[str] = (),
+    mock: Sequence[str] = (),
+) -> Contents:
+    """Write a model and a surgery with its state to an archive, and return its contents.
+
+    The code of modules that belong to no installed package, such as your own transforms, is
+    captured; gradsurg, torch and installed packages are left to the environment. `intern`, `extern`
+    and `mock` are patterns of module names (`my_package.**`) that come first. Hooks on parameters
+    are not stored, with a SurgeryWarning. Raises ValueError if the model or the surgery is
+    attached, or if an object, a module or a pattern cannot be packaged.
+    """
+    if surgery.is_attached or _has_hooks_of_gradsurg(model):
+        raise ValueError("the model is attached to a surgery: save it after the block, or close()")
+    if lost := [name for name, _ in _parameter_hooks(model)]:
+        text = f"hooks on parameters are not in the archive: {', '.join(dict.fromkeys(lost))}"
+        warnings.warn(text, SurgeryWarning, stacklevel=2)
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.tmp")
+    modules: dict[str, list[str]] = {"captured": [], "environment": [], "mocked": []}
+    try:
+        with warnings.catch_warnings(), PackageExporter(draft) as exporter:
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+            exporter.register_intern_hook(partial(_note, modules["captured"]))
+            exporter.register_extern_hook(partial(_note, modules["environment"]))
+            exporter.register_mock_hook(partial(_note, modules["mocked"]))
+            exporter.deny("__main__")  # loading would run the whole script
+            for patterns, add in (
+                (mock, exporter.mock),
+                (intern, exporter.intern),
+                (extern, exporter.extern),
+            ):
+                for pattern in patterns:
+                    add(pattern, allow_empty=False)
+            installed = {"gradsurg", *packages_distributions()}
+            exporter.extern([f"{name}.**" for name in sorted(installed)])
+            exporter.intern("**")
+            exporter.save_pickle(PACKAGE, OBJECTS, (model, surgery))
+            about = {"gradsurg": gradsurg.__version__, "torch": torch.__version__}
+            exporter.save_text(PACKAGE, ABOUT, json.dumps(about))
+        draft.replace(path)
+    except EmptyMatchError as error:
+        patterns = ", ".join((*intern, *extern, *mock))
+        raise ValueError(f"one of these patterns matches no module: {patterns}") from error
+    except NOT_PACKAGED as error:
+        text = one_line(error).partition(" Set debug=True")[0]
+        if "__main__" in text:
+            text = "a class or function of the script itself (__main__); put it into a module"
+        raise ValueError(f"cannot be packaged: {text}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return Contents(**{key: tuple(sorted(names)) for key, names in modules.items()})
+
+
+def load(path: str | Path, *, trust: bool = False) -> tuple[nn.Module, Surgery]:
+    """Return the model and the surgery of an archive, not attached; the state is as it was saved.
+
+    Loading runs the code in the archive: ValueError without `trust=True`, and if the file is no
+    archive of `save`. A SurgeryWarning names other versions of gradsurg or torch.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file '{path}'")
+    if not trust:
+        raise ValueError(
+            f"'{path}' holds code, and loading runs it: load(path, trust=True) if you trust its "
+            "author"
+        )
+    try:
+        importer = PackageImporter(str(path))
+        about = json.loads(importer.load_text(PACKAGE, ABOUT))
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"'{path}' is no archive of gradsurg.packaging.save") from error
+    here = {"gradsurg": gradsurg.__version__, "torch": torch.__version__}
+    if about != here:
+        text = f"'{path}' was saved with {_versions(about)}, loaded with {_versions(here)}"
+        warnings.warn(text, SurgeryWarning, stacklevel=2)
+    return importer.load_pickle(PACKAGE, OBJECTS)
+
+
+def _note(names: list[str], exporter: PackageExporter, name: str) -> None:
+    """Record a module; a stored object has a name in angle brackets."""
+    if not name.startswith("<"):
+        names.append(name)
+
+
+def _has_hooks_of_gradsurg(model: nn.Module) -> bool:
+    hooks = [hook for _, hook in _parameter_hooks(model)]
+    for module in model.modules():
+        for name, registered in vars(module).items():
+            if name.endswith("_hooks") and isinstance(registered, dict):
+                hooks += registered.values()
+    return any(str(getattr(hook, "__module__", "")).startswith("gradsurg.") for hook in hooks)
+
+
+def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the hooks on parameters, which `pickle` leaves out, with the parameter's name."""
+    for name, param in model.named_parameters():
+        for kind in PARAMETER_HOOKS:
+            for hook in (getattr(param, kind, None) or {}).values():
+                yield name, hook
+
+
+def _versions(about: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in about.items())
