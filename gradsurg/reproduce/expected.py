@@ -29,7 +29,8 @@ class Band:
         says: The band in a sentence.
         metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`),
             `diverged`, 1 or 0, or `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
-        of: The number that must lie in the band: `every` run's, their `mean` or their `total`.
+        of: The number that must lie in the band: `every` run's, their `mean`, their `total`, or the
+            number of arms that dominate the front of the arms of `minus` (`dominating`).
         at: Take the metric at the `end`, or from the rows of `metrics.jsonl` its maximum (`most`),
             minimum (`least`) or value at a step.
         study: A study of `quick`; may be empty if there is only one.
@@ -38,6 +39,10 @@ class Band:
         count: The required number of runs.
 
     Without `low` and `high` the measured number is reported and not judged.
+
+    An arm of `runs` that is not in `minus` dominates the front if for one arm of `minus` the 95 %
+    paired t interval of every term of `metric` lies below 0, and in the means no other arm of
+    `minus` is at least as low as that one in every term and lower in one.
     """
 
     name: Text
@@ -45,7 +50,7 @@ class Band:
     metric: Text
     low: float | None = None
     high: float | None = None
-    of: Literal["every", "mean", "total"] = "every"
+    of: Literal["every", "mean", "total", "dominating"] = "every"
     at: Literal["end", "most", "least"] | Annotated[int, Field(ge=1)] = "end"
     study: str = ""
     runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
@@ -55,6 +60,8 @@ class Band:
     def __post_init__(self) -> None:
         if self.of == "total" and self.count is None and not self.is_unbounded:
             raise Contradiction("count", "is required with of=total")
+        if self.of == "dominating" and not self.minus:
+            raise Contradiction("minus", "is required with of=dominating")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
@@ -119,6 +126,7 @@ class Expected:
         front: The result in the claims' table; `{name}` stands for the value of a band: for runs of
             several seeds their mean and its interval.
         result: The result in the experiment's README, with `{name}` as in `front`.
+        opens: Another README of the repository that has the result between its markers.
     """
 
     claim: Text
@@ -130,6 +138,7 @@ class Expected:
     figure: Text | Drawing | None = None
     front: str = ""
     result: str = ""
+    opens: str = ""
     conditions: str = ""
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
-from gradsurg.report.load import LoadedRun, flat
+from gradsurg.report.load import Arm, LoadedRun, flat, group
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import (
     chances_of_all,
@@ -34,12 +34,16 @@ MAX_DECIMALS = 6
 
 @dataclass(frozen=True)
 class Judgement:
-    """A band and the values of its runs; `lacking` says why it could not be judged."""
+    """A band and the values of its runs; `lacking` says why it could not be judged.
+
+    Of a band `of` dominating arms, the values are 1 or 0 for each arm, 1 for those in `dominating`.
+    """
 
     band: Band
     values: tuple[float, ...] = ()
     lacking: str = ""
     seeds: tuple[int, ...] = ()
+    dominating: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -47,7 +51,7 @@ class Judgement:
             return False
         if self.band.of == "mean":
             return self.band.holds(fmean(self.values))
-        if self.band.of == "total":
+        if self.band.of in ("total", "dominating"):
             return self.band.holds(sum(self.values))
         return all(self.band.holds(value) for value in self.values)
 
@@ -76,7 +80,7 @@ class Judgement:
     @property
     def chances(self) -> tuple[float, float] | None:
         """The probabilities that the band holds for as many new seeds; see `gradsurg.stats`."""
-        if self.lacking or self.band.is_unbounded:
+        if self.lacking or self.band.is_unbounded or self.band.of == "dominating":
             return None
         if self.band.of == "total":
             if not all(value in (0, 1) for value in self.values):
@@ -105,6 +109,9 @@ class Judgement:
         if self.band.of == "total":
             of = f" of {len(self.values)}" if self.band.metric in COUNTED else ""
             return f"{sum(self.values):.4g}{of}"
+        if self.band.of == "dominating":
+            text = f"{sum(self.values):g} of {len(self.values)} arms"
+            return f"{text}: {', '.join(self.dominating)}" if self.dominating else text
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
@@ -163,6 +170,8 @@ def verdict(results: Sequence[str], conditions: str) -> str:
 def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
     chosen = _selected(runs, band.runs)
     others = _selected(runs, band.minus) if band.minus else []
+    if band.of == "dominating":
+        chosen = [run for run in chosen if run not in others]
     if not chosen or (band.minus and not others):
         return Judgement(band, lacking="no run has these keys")
     if any(run in chosen for run in others):
@@ -175,6 +184,8 @@ def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
     if unfinished := [run for run in needed if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judgement(band, lacking=f"{len(unfinished)} of {len(needed)} runs: {states}")
+    if band.of == "dominating":
+        return _dominating(band, group(needed), others)
     outcomes = {run.name: outcome(run, band.metric, band.at) for run in needed}
     values = {name: value for name, value in outcomes.items() if value is not None}
     values = {name: value for name, value in values.items() if isfinite(value)}
@@ -187,6 +198,43 @@ def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
         return Judgement(band, lacking="runs and minus must be one run each of the same seeds")
     differences = {run.seed: values[run.name] - seeds[run.seed] for run in chosen}
     return Judgement(band, tuple(differences.values()), seeds=tuple(differences))
+
+
+def _dominating(band: Band, arms: Sequence[Arm], others: Sequence[LoadedRun]) -> Judgement:
+    """Count the arms that dominate the front of those of `others`; see `Band`."""
+    if len({tuple(run.seed for run in arm.runs) for arm in arms}) > 1:
+        return Judgement(band, lacking="runs and minus must have the same seeds in every arm")
+    names = terms(band.metric)
+    columns: dict[str, list[list[float]]] = {}  # of an arm: for each term the value of each seed
+    for arm in arms:
+        values = [[outcome(run, name, band.at) for run in arm.runs] for name in names]
+        known = [
+            [value for value in row if value is not None and isfinite(value)] for row in values
+        ]
+        if any(len(row) < len(arm.runs) for row in known):
+            return Judgement(band, lacking=f"no {band.quantity} in {arm.name}")
+        columns[arm.name] = known
+    rivals = [arm.name for arm in arms if arm.runs[0] in others]
+    means = {name: [fmean(column) for column in columns[name]] for name in rivals}
+    front = [
+        name
+        for name, own in means.items()
+        if not any(
+            other != own and all(a <= b for a, b in zip(other, own, strict=True))
+            for other in means.values()
+        )
+    ]
+    judged = [arm.name for arm in arms if arm.name not in rivals]
+    dominating = tuple(
+        name for name in judged if any(_is_below(columns[name], columns[rival]) for rival in front)
+    )
+    return Judgement(band, tuple(float(name in dominating) for name in judged), "", (), dominating)
+
+
+def _is_below(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> bool:
+    """Return whether the paired interval of every column lies below 0."""
+    highs = [paired_difference(*pair).high for pair in zip(own, other, strict=True)]
+    return all(high is not None and high < 0 for high in highs)
 
 
 def _selected(runs: Sequence[LoadedRun], which: Mapping[str, object]) -> list[LoadedRun]:

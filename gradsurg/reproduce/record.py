@@ -85,8 +85,11 @@ def write_record(folder: Path, expected: Expected, record: Record, figure: Path 
 
 
 def write_tables(folder: Path, expected: Expected, record: Record) -> None:
-    """Write the tables of an experiment's README from its record."""
+    """Write the tables of an experiment's README from its record, and its result where it opens."""
     write_between(folder / "README.md", tables(expected, record))
+    if expected.opens:
+        result = filled(expected.result, expected, record)
+        write_between(folder.parents[1] / expected.opens, result)
 
 
 def write_between(path: Path, text: str) -> None:

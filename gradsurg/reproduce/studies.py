@@ -16,7 +16,7 @@ from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_name
 from gradsurg.config.errors import ConfigError
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.messages import nearest
-from gradsurg.report.load import LoadedRun, read_study
+from gradsurg.report.load import TUNING, LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record
@@ -55,25 +55,27 @@ class PlannedRun:
 class StudyPlan:
     """A study before it is trained: its folder, its runs by directory name, all their steps.
 
-    A `tuned` study has other runs after training: those with the values that it has chosen.
+    A study that tunes has the names of its `trials`, and other runs after these: those with the
+    values that it has chosen.
     """
 
     folder: Path
     runs: dict[str, PlannedRun]
     steps: int
-    tuned: bool = False
+    trials: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FinishedStudy:
-    """A study after training: its folder, and the runs that its config describes."""
+    """A study after training: its folder, the runs that its config describes, those of a tuning."""
 
     folder: Path
     runs: list[LoadedRun]
+    trials: Sequence[LoadedRun] = ()
 
     @property
     def minutes(self) -> float:
-        """The training time of all runs together."""
+        """The training time of all runs together, with the tuning."""
         return sum(self._numbers("time/train_s")) / 60
 
     @property
@@ -83,7 +85,7 @@ class FinishedStudy:
         return median(times) if times else None
 
     def _numbers(self, key: str) -> list[float]:
-        values = [(run.summary or {}).get(key) for run in self.runs]
+        values = [(run.summary or {}).get(key) for run in (*self.runs, *self.trials)]
         return [float(value) for value in values if value]
 
 
@@ -99,10 +101,11 @@ def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedS
         raise WrongExperiment(f"{name}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
-    if plan.tuned:
+    if plan.trials:
         plan = plan_study(name, overrides)  # with the values that it has chosen
     runs = {run.name: run for run in read_study(plan.folder, [*plan.runs])}
-    return FinishedStudy(plan.folder, [runs[name] for name in plan.runs])
+    trials = read_study(plan.folder / TUNING, plan.trials) if plan.trials else []
+    return FinishedStudy(plan.folder, [runs[name] for name in plan.runs], trials)
 
 
 def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
@@ -125,7 +128,7 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
         raise WrongExperiment("\n".join(error.faults)) from error
     (folder,) = folders
     steps = sum(run.steps for run in runs.values()) + sum(tuned.values())
-    return StudyPlan(folder, runs, steps, bool(tuned))
+    return StudyPlan(folder, runs, steps, (*tuned,))
 
 
 def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[str]) -> str:

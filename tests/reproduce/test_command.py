@@ -1,7 +1,7 @@
 """The command of a reproduction: verdicts, records, errors and exit codes."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +10,17 @@ import yaml
 
 from gradsurg.report.load import LoadedRun, group
 from gradsurg.reproduce import command, studies
-from gradsurg.reproduce.expected import Drawing, papers, read_expected
+from gradsurg.reproduce.expected import Drawing, WrongExperiment, papers, read_expected
 from gradsurg.reproduce.figures import draw, draw_maps
 from gradsurg.reproduce.judge import Judgement, judge, mean_with_interval
-from gradsurg.reproduce.record import make_record, read_record, recorded_verdict, tables
+from gradsurg.reproduce.record import (
+    BEGIN,
+    filled,
+    make_record,
+    read_record,
+    recorded_verdict,
+    tables,
+)
 from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
@@ -259,7 +266,7 @@ def test_runs_that_failed_are_not_left_out_of_a_band(
     assert "Found: 1 of 2 runs: failed." in ended.out
 
 
-def judged_with(root: Path, runs: list[LoadedRun], **change: object) -> Judgement:
+def judged_with(root: Path, runs: list[LoadedRun], /, **change: object) -> Judgement:
     expect(root, {**MINI, "bands": [{**BAND, "metric": "test/loss", **change}]})
     (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
     return judged
@@ -306,6 +313,65 @@ def test_a_total_is_held_against_the_band(root: Path) -> None:
     assert not judged_with(root, runs, of="total", low=4, high=None, count=3).holds
     few = judged_with(root, runs, of="total", high=8, count=8)
     assert (few.measured, few.holds) == ("3 runs, and the band is of 8", False)
+
+
+def losses_of(arms: Mapping[str, Sequence[Sequence[float]]], root: Path) -> list[LoadedRun]:
+    """Three runs of each arm, with two losses in each seed."""
+    return [
+        found(label, seed, {"test/a": a, "test/b": b}, root)
+        for label, losses in arms.items()
+        for seed, (a, b) in enumerate(losses)
+    ]
+
+
+FRONT = {
+    "metric": "test/a + test/b",
+    "of": "dominating",
+    "runs": {"task.start": [1, 2]},
+    "minus": {"arm.sum": True},
+    "high": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "dominates"),
+    [
+        ([(0.9, 2.9), (1.9, 3.9), (2.95, 4.9)], True),  # paired by seed: apart, each loss spreads
+        ([(0.9, 3.0), (1.9, 4.0), (2.95, 5.0)], False),  # lower in one loss, equal in the other
+        ([(0.9, 2.9), (1.9, 3.9), (3.50, 4.9)], False),  # one interval reaches over 0
+        ([(8.9, 8.9), (8.9, 8.9), (8.95, 8.9)], False),  # below a sum that is not on the front
+        ([(0.5, 9.0), (0.4, 9.0), (0.45, 9.0)], False),  # beside the front
+    ],
+)
+def test_an_arm_dominates_the_front_by_every_interval_against_one_arm_on_it(
+    root: Path, own: list[tuple[float, float]], dominates: bool
+) -> None:
+    sums = {
+        "even": [(1.0, 3.0), (2.0, 4.0), (3.0, 5.0)],
+        "lean": [(2.0, 1.0), (3.0, 2.0), (4.0, 3.0)],
+        "worse": [(9.0, 9.0), (9.1, 9.1), (9.2, 9.2)],
+    }
+    runs = [
+        replace(run, config={**(run.config or {}), "arm": {"sum": True}})
+        for run in losses_of(sums, root)
+    ]
+    runs += losses_of({"mine": own}, root)
+    judged = judged_with(root, runs, **FRONT)
+    assert judged.measured == ("1 of 1 arms: mine" if dominates else "0 of 1 arms")
+    assert (judged.holds, judged.chances) == (not dominates, None)
+    few = judged_with(root, runs[:-1], **FRONT)
+    assert few.measured == "runs and minus must have the same seeds in every arm"
+    assert not few.holds
+
+
+def test_arms_without_a_loss_or_without_rivals_dominate_nothing(root: Path) -> None:
+    runs = losses_of({"mine": [(1.0, 1.0)], "even": [(2.0, 2.0)]}, root)
+    front = {**FRONT, "minus": {"label": "even"}}
+    assert judged_with(root, runs, **front).measured == "0 of 1 arms"  # one seed has no interval
+    missing = judged_with(root, runs, **{**front, "metric": "test/a + test/c"})
+    assert missing.measured == "no test/a + test/c in even"
+    with pytest.raises(WrongExperiment, match="minus: is required with of=dominating"):
+        judged_with(root, runs, **{**front, "minus": {}})
 
 
 def test_without_bounds_a_number_is_reported_and_does_not_count_as_a_band(
@@ -592,6 +658,9 @@ def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> N
     if record is None:
         pytest.skip("not measured")
     assert tables(expected, record) in (folder / "README.md").read_text(encoding="utf-8")
+    if expected.opens:
+        opened = (ROOT / expected.opens).read_text(encoding="utf-8")
+        assert f"{BEGIN}\n{filled(expected.result, expected, record)}\n" in opened
     index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in index.splitlines() if f"[`{paper}`]" in line]
     assert f"| {recorded_verdict(expected, record)}" in row
@@ -614,6 +683,20 @@ def test_a_study_is_run_once_and_ignores_other_runs_in_its_folder(
     # those of seed 0 lie in the same folder
     line = next(line for line in lines if line.startswith("low_enough"))
     assert line.split()[-2:] == ["3", "holds"]
+
+
+@pytest.mark.slow
+def test_a_tuned_study_has_the_runs_with_the_chosen_values_and_the_time_of_all(root: Path) -> None:
+    words = ["transform=clip", "model=mlp", "steps=20", "seed=0", "logger=none", "report=false"]
+    words += ["tune='lr=[1e-9,0.1]'", "tune_seeds=1", f"out={root / 'runs'}"]
+    planned = studies.plan_study("simple_transforms", words)
+    study = studies.run_study("simple_transforms", words, planned)
+    assert planned.steps == 6 * 20
+    assert len(study.trials) == 4
+    rates = {run.label: (run.config or {})["optimizer"]["lr"] for run in study.runs}
+    assert rates == {"clip": 0.1, "none": 0.1}
+    times = [(run.summary or {})["time/train_s"] for run in (*study.runs, *study.trials)]
+    assert study.minutes == pytest.approx(sum(times) / 60)
 
 
 def test_a_wheel_which_has_no_experiments_is_refused_with_one_line_and_exit_code_2(
