@@ -30,10 +30,12 @@ HOMES = {
     "SurgeryWarning": "effects.ledger",
     "Trigger": "triggers.base",
     "compare": "training.compare",
+    "gpm_basis": "per_example.subspaces",
     "hook": "surgery.hook",
     "list": "config.catalogue",
     "load": "config.recipes",
     "load_study": "report",
+    "ogd_basis": "per_example.subspaces",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 

@@ -42,6 +42,8 @@ from gradsurg.config.recipes import load as load
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.hooks.intervention import Intervention as Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
+from gradsurg.per_example.subspaces import gpm_basis as gpm_basis
+from gradsurg.per_example.subspaces import ogd_basis as ogd_basis
 from gradsurg.report import load_study as load_study
 from gradsurg.sites.activations import Activations as Activations
 from gradsurg.sites.captured import Captured as Captured
@@ -95,6 +97,7 @@ from gradsurg.transforms.orthogonalize import Orthogonalize as Orthogonalize
 from gradsurg.transforms.per_sample import PerSample as PerSample
 from gradsurg.transforms.perpendicular import Perpendicular as Perpendicular
 from gradsurg.transforms.placebo import Placebo as Placebo
+from gradsurg.transforms.project_subspace import ProjectSubspace as ProjectSubspace
 from gradsurg.transforms.quantize import Quantize as Quantize
 from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm as RescaleGlobalNorm
 from gradsurg.transforms.sanitize import Sanitize as Sanitize

@@ -550,6 +550,9 @@ def draw_skipped(axes: "Axes", transform: Transform) -> None:
 
 
 ALONE = {
+    "gpm": draw_plane,
+    "ogd": draw_plane,
+    "project_subspace": draw_plane,
     "sign_agreement": draw_agreement,
     "skip_update": draw_skipped,
     "tgr": draw_tokens,

@@ -269,7 +269,9 @@ def _try_step(
     real = None
     if intervention is not None and several:
         real = intervention
-    elif intervention is not None and intervention.operator.needs & SHOWN_BY_A_STEP:
+    elif intervention is not None and (
+        intervention.checking_links or intervention.operator.needs & SHOWN_BY_A_STEP
+    ):
         real = replace(intervention, when=Always())
     grouped = intervention is not None and intervention.operator.scope == "group"
     identity = _GroupIdentity() if grouped else Identity()

@@ -50,8 +50,9 @@ class Intervention:
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
     default the first for the transform's scope; an aggregator has none. `link_names` are the
-    `names` or their defaults, `flags` the switches that the trigger reads, and `forward_triggers`
-    the parts of the trigger that read the batch or a module's tensors. Raises ValueError if the
+    `names` or their defaults, `flags` the switches that the trigger reads, `forward_triggers`
+    the parts of the trigger that read the batch or a module's tensors, and `checking_links` those
+    whose `check_parameters` is not empty. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
@@ -63,6 +64,7 @@ class Intervention:
     link_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
     flags: tuple[Flag, ...] = field(init=False, repr=False, compare=False)
     forward_triggers: tuple[TensorTrigger, ...] = field(init=False, repr=False, compare=False)
+    checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -76,12 +78,18 @@ class Intervention:
                 )
             object.__setattr__(self, "transform", transform)
         links, parts = self.links or (self.transform,), self.when.parts
+        plain = Transform.check_parameters
         self._check_names(len(links))
         vars(self).update(  # the class is frozen
             link_names=self.names or tuple(snake(type(link).__name__) for link in links),
             flags=tuple(part for part in parts if isinstance(part, Flag)),
             forward_triggers=tuple(
                 part for part in parts if isinstance(part, TensorTrigger) and part.reads_forward
+            ),
+            checking_links=tuple(
+                link
+                for link in links
+                if getattr(type(link), "check_parameters", plain) is not plain
             ),
         )
         if self.aggregator is None:
@@ -201,7 +209,10 @@ class Intervention:
             _check_examples(model, sites)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]
         patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
-        params = params_of(model) if patterns and self.acts_on_parameters else {}
+        is_used = (patterns or self.checking_links) and self.acts_on_parameters
+        params = params_of(model) if is_used else {}
+        for link in self.checking_links if params else ():
+            link.check_parameters({site: params[site] for site in sites})
         for link, per in patterns:
             for site in sites if params else ():
                 try:

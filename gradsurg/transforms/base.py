@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -160,6 +160,10 @@ class Transform(ABC):
     def needs(self) -> frozenset[Need]:
         """Required inputs besides the gradient; sites without them are refused."""
         return frozenset()
+
+    def check_parameters(self, params: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if it cannot act on the gradients of these parameters."""
+        return
 
     @abstractmethod
     def init(self, grad: Tensor) -> TransformState:

@@ -65,6 +65,12 @@ ROWS = (
     # 1e-4 / 10^2 = 1e-6, the variance: a standard deviation of 1e-3.
     Row("add_noise", [1.0], [1.0], {"eta": 1e-4, "gamma": 2.0}, step=9, tolerance=1e-2),
     Row("noise", [1.0, -2.0], [1.0, -2.0], tolerance=0.1),
+    # One entry has one dimension, of which every subspace is the whole.
+    Row("project_subspace", [[3.0]], [[0.0]]),
+    Row("project_subspace", [3.0, -4.0], [3.0, -4.0], {"onto": True, "rank": 2}),
+    Row("gpm", [[3.0], [-2.0], [NAN]], [[0.0], [0.0], [NAN]]),
+    Row("gpm", [[3.0], [-2.0]], [[3.0], [-2.0]], {"onto": True}),
+    Row("ogd", [3.0, -4.0, 5.0], [0.0, 0.0, 0.0], {"rank": 3}, tolerance=1e-5),
     # The gradient itself stays as it is: the optimizer does not step.
     Row("skip_update", [3.0, NAN, -INF], [3.0, NAN, -INF]),
     Row("skip_update", [3.0, -4.0], [3.0, -4.0], {"max_norm": 1.0}),

@@ -11,8 +11,10 @@ from gradsurg.testing.transforms import DTYPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
 from tests.transforms.cases import INF, NAN, build, names
 
-# Their results do not depend on the incoming gradient, and their random matrix not on the call.
+# Their results do not depend on the incoming gradient.
 FROM_OTHER_GRADIENTS = ("direct_feedback", "feedback_weights")
+# Their random matrix does not depend on the call.
+FIXED_DRAWS = (*FROM_OTHER_GRADIENTS, "gpm", "ogd", "project_subspace")
 # As documented; every other transform keeps a NaN in place.
 DROP_NAN = ("deconvolve", "delay", "random_mask", "sanitize", "straight_through", "zero")
 DROP_NAN += FROM_OTHER_GRADIENTS
@@ -55,7 +57,7 @@ def test_only_random_transforms_depend_on_seed_site_and_call(name: str) -> None:
         other = dataclasses.replace(base, **change)
         result = transform.update(grad, transform.init(grad), other)[0]
         fixed = "deterministic" in transform.properties or (
-            name in FROM_OTHER_GRADIENTS and "call" in change
+            name in FIXED_DRAWS and "call" in change
         )
         assert torch.equal(result, first) == fixed
 
