@@ -17,7 +17,7 @@ from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
-from gradsurg.torch_internals import compiling
+from gradsurg.torch_internals import autograd, compiling
 
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
@@ -119,7 +119,7 @@ class Attachment:
 
     def end_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
-        checks = [*self._end_checks, self.coverage.end_warning]
+        checks = [*self._end_checks, self.coverage.end_warning, self._discarded_hooks_warning]
         entries = [entry for entry in self.session.ledger if entry.intervention == self.label]
         if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
             checks.append(self.coverage.unmatched_warning)
@@ -127,6 +127,22 @@ class Attachment:
             if text := check():
                 self.note(text)
         return self.notes
+
+    def _discarded_hooks_warning(self) -> str:
+        """A warning of parameters whose hooks C++ code has discarded, else empty."""
+        own = {hook.hook for hook in self._hooks.values()}
+        names = [
+            name
+            for name, param in self.session.model.named_parameters()
+            if not own.isdisjoint((param._backward_hooks or {}).values())
+            and not autograd.python_hooks_run(param)
+        ]
+        if not names:
+            return ""
+        return (
+            f"a hook that C++ code registered on {', '.join(names)} has discarded the one here; "
+            "since then gradients passed unchanged; use stage='accumulated'"
+        )
 
     def close(self) -> None:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""

@@ -343,3 +343,24 @@ def only_hooks(known: ActiveHooks) -> Iterator[None]:
         for name, table in zip(_TABLES, tables, strict=True):
             _process[name].clear()
             _process[name].update(table)
+
+
+def python_hooks_run(leaf: torch.Tensor) -> bool:
+    """Return whether the hooks of a leaf run: `Tensor::register_hook` of C++ discards them.
+
+    A gradient of zeros passes the leaf, and a single other hook in place of its own.
+    """
+    hooks = leaf._backward_hooks
+    is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+    if not hooks or not leaf.requires_grad or not is_plain:
+        return True
+    own, passed = dict(hooks), []
+    hooks.clear()
+    hooks[-1] = passed.append
+    try:
+        zeros = leaf.detach().new_zeros(()).expand_as(leaf)
+        torch.autograd.grad([leaf], [leaf], [zeros])
+    finally:
+        hooks.clear()
+        hooks.update(own)
+    return bool(passed)

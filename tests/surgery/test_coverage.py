@@ -205,3 +205,17 @@ def test_the_first_block_says_nothing_of_where_it_began() -> None:
     ):
         backward(model)
     assert "began" not in " ".join(str(warning.message) for warning in caught)
+
+
+def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # experiments/hooks_tour/native_hooks.py does so; here the probe stands in for a compiler.
+    monkeypatch.setattr("gradsurg.torch_internals.autograd.python_hooks_run", lambda leaf: False)
+    model = small()
+    text = r"C\+\+ code registered on first\.weight has discarded .* use stage='accumulated'"
+    with (
+        pytest.warns(gs.SurgeryWarning, match=text),
+        attached(model, gs.Identity(), gs.Parameters("first.weight")),
+    ):
+        backward(model, 0)
+    with attached(model, gs.Identity(), gs.Parameters(stage="accumulated")):
+        backward(model, 0)

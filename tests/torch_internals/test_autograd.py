@@ -394,3 +394,18 @@ def test_a_forward_hook_replaces_the_backward_hook_of_its_own_call(kind: str) ->
     assert calls == ["old"]
     first.sum().backward()
     assert calls == ["old", "new"]
+
+
+def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
+    leaf, calls = torch.ones(3, requires_grad=True), list[int]()
+    assert autograd.python_hooks_run(leaf)
+    handles = [
+        leaf.register_hook(lambda grad, number=number: calls.append(number)) for number in (1, 2)
+    ]
+    assert autograd.python_hooks_run(leaf)
+    assert (calls, leaf.grad) == ([], None)
+    leaf.sum().backward()
+    assert calls == [1, 2]
+    for handle in handles:
+        handle.remove()
+    assert autograd.python_hooks_run(leaf)
