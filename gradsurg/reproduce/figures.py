@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import acos, degrees
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from gradsurg.report.charts import TASKS as COLOURS
@@ -13,7 +14,7 @@ from gradsurg.report.figures import write_figure
 from gradsurg.report.load import Arm, LoadedRun, group
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
-from gradsurg.reproduce.judge import outcome
+from gradsurg.reproduce.judge import outcome, terms
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 
 if TYPE_CHECKING:
@@ -36,9 +37,8 @@ def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | No
     arms = [arm for arm in group(runs) if arm.whole]
     if drawing.kind == "maps":
         return _write_maps(arms, drawing.metric, folder)
-    chart = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment}[drawing.kind](
-        arms, drawing.metric
-    )
+    charts = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment, "front": _front}
+    chart = charts[drawing.kind](arms, drawing.metric)
     if chart is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +104,41 @@ def _outcomes(arms: Sequence[Arm], metric: str) -> Chart | None:
     height = ROW * len(arms)
     panel = Panel("", "", view, {"seeds": seeds, "means": means}, width=320, height=height)
     return Chart(NAME, [panel], 1)
+
+
+def _front(arms: Sequence[Arm], metric: str) -> Chart | None:
+    """A panel for each task: the mean of each arm in two losses, in the colour of its label."""
+    first, second = terms(metric)
+    labels = list(dict.fromkeys(arm.runs[0].label for arm in arms))
+    tables: dict[str, Columns] = {}
+    for arm in arms:
+        pairs = [[outcome(run, name) for name in (first, second)] for run in arm.whole]
+        known = [[x, y] for x, y in pairs if x is not None and y is not None]
+        if known:
+            task = [f"{key}={arm.config[key]}" for key in _differing(arms, "task.")]
+            columns = tables.setdefault(", ".join(task), {"arm": [], "x": [], "y": []})
+            x, y = (fmean(column) for column in zip(*known, strict=True))
+            _append(columns, arm.runs[0].label, x, y)
+    encoding = {"color": _colour("arm", labels)}
+    for axis, name in (("x", first), ("y", second)):
+        encoding[axis] = {
+            **_quantity(axis, f"{title(name)} (log scale)"),
+            "axis": {"labelSeparation": 10},
+            "scale": {"type": "log", "nice": False, "padding": 12},
+        }
+    ring = {"type": "point", "filled": False, "size": 90, "strokeWidth": 2}
+    view = {"data": {"name": "means"}, "mark": ring, "encoding": encoding}
+    panels = [
+        Panel(task, "", view, {"means": columns}, width=300, height=300)
+        for task, columns in tables.items()
+    ]
+    return Chart(NAME, panels, len(panels)) if panels else None
+
+
+def _differing(arms: Sequence[Arm], start: str) -> list[str]:
+    """Return the keys of the configs below `start` whose values differ."""
+    keys = dict.fromkeys(key for arm in arms for key in arm.config if key.startswith(start))
+    return [key for key in keys if len({str(arm.config.get(key)) for arm in arms}) > 1]
 
 
 def _alignment(arms: Sequence[Arm], transform: str) -> Chart | None:

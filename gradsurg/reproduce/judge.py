@@ -110,8 +110,8 @@ class Judgement:
             of = f" of {len(self.values)}" if self.band.metric in COUNTED else ""
             return f"{sum(self.values):.4g}{of}"
         if self.band.of == "dominating":
-            text = f"{sum(self.values):g} of {len(self.values)} arms"
-            return f"{text}: {', '.join(self.dominating)}" if self.dominating else text
+            text = f"{sum(self.values):g} of {len(self.values)}"
+            return f"{text} ({', '.join(self.dominating)})" if self.dominating else text
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 

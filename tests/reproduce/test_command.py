@@ -357,7 +357,7 @@ def test_an_arm_dominates_the_front_by_every_interval_against_one_arm_on_it(
     ]
     runs += losses_of({"mine": own}, root)
     judged = judged_with(root, runs, **FRONT)
-    assert judged.measured == ("1 of 1 arms: mine" if dominates else "0 of 1 arms")
+    assert judged.measured == ("1 of 1 (mine)" if dominates else "0 of 1")
     assert (judged.holds, judged.chances) == (not dominates, None)
     few = judged_with(root, runs[:-1], **FRONT)
     assert few.measured == "runs and minus must have the same seeds in every arm"
@@ -367,7 +367,7 @@ def test_an_arm_dominates_the_front_by_every_interval_against_one_arm_on_it(
 def test_arms_without_a_loss_or_without_rivals_dominate_nothing(root: Path) -> None:
     runs = losses_of({"mine": [(1.0, 1.0)], "even": [(2.0, 2.0)]}, root)
     front = {**FRONT, "minus": {"label": "even"}}
-    assert judged_with(root, runs, **front).measured == "0 of 1 arms"  # one seed has no interval
+    assert judged_with(root, runs, **front).measured == "0 of 1"  # one seed has no interval
     missing = judged_with(root, runs, **{**front, "metric": "test/a + test/c"})
     assert missing.measured == "no test/a + test/c in even"
     with pytest.raises(WrongExperiment, match="minus: is required with of=dominating"):
@@ -436,6 +436,23 @@ def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
     assert every.name == "figure.png"
     assert lone.read_bytes() != every.read_bytes()
     assert draw(Drawing(kind, "test/accuracy"), runs, root) is None
+
+
+def test_the_front_figure_has_a_panel_for_each_task(root: Path) -> None:
+    runs = losses_of({"clip": [(1.0, 3.0), (2.0, 5.0)], "sign": [(2.0, 1.0)]}, root)
+    runs += losses_of({"none": [(4.0, 4.0)]}, root)
+    runs = [
+        replace(run, config={**(run.config or {}), "task": {"start": run.label}})
+        if run.label == "none"
+        else run
+        for run in runs
+    ]
+    drawn = draw(Drawing("front", "test/a + test/b"), runs, root)
+    assert drawn is not None
+    text = drawn.with_suffix(".svg").read_text(encoding="utf-8")
+    for told in ("task.start=[1, 2]", "task.start=none", "test a (log scale)", "sign"):
+        assert told in text
+    assert draw(Drawing("front", "test/a + test/c"), runs, root) is None
 
 
 def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
@@ -685,7 +702,7 @@ def test_a_study_is_run_once_and_ignores_other_runs_in_its_folder(
     assert line.split()[-2:] == ["3", "holds"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_tuned_study_has_the_runs_with_the_chosen_values_and_the_time_of_all(root: Path) -> None:
     words = ["transform=clip", "model=mlp", "steps=20", "seed=0", "logger=none", "report=false"]
     words += ["tune='lr=[1e-9,0.1]'", "tune_seeds=1", f"out={root / 'runs'}"]

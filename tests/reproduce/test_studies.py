@@ -146,6 +146,7 @@ def test_a_band_about_a_number_that_no_run_will_have_is_a_fault_with_the_nearest
         ("outcomes", "test/accuracy", "train/loss"),
         ("maps", "examined", "examines"),
         ("alignment", "clip", "clp"),
+        ("front", "test/loss + test/accuracy", "test/los"),
     ],
 )
 def test_a_figure_of_a_number_that_no_run_will_have_is_a_fault(
