@@ -27,7 +27,8 @@ class TransferDigits(Examined):
     `norm`, so every perturbation of every arm has exactly that norm. `source` is the accuracy of
     the trained network afterwards, `target` the mean accuracy of `num_targets` MLPs with weights of
     their own, `target_clean` theirs on the images, and `target_noise` theirs with random
-    perturbations of that norm. Pixels are standardized and not clamped.
+    perturbations of that norm. Pixels are standardized and not clamped. A subclass may have other
+    networks and more attacks.
     """
 
     norm: Annotated[float, Field(gt=0)] = 2.0
@@ -49,19 +50,34 @@ class TransferDigits(Examined):
     def examine(self, model: nn.Module, data: Data) -> Examination:
         device = next(model.parameters()).device
         images, labels = data.test_inputs.to(device), data.test_targets.to(device)
-        others = [_trained(data).to(device) for _ in range(self.num_targets)]
+        others = [_trained(self.other(data), data).to(device) for _ in range(self.num_targets)]
         noise = images + self.norm * _unit(torch.randn(images.shape).to(device))
+        attacked = self.attacks(model, images, labels)
+        numbers = {"source": _accuracy([model], attacked[""], labels)}
+        for name, at in {**attacked, "_clean": images, "_noise": noise}.items():
+            numbers[f"target{name}"] = _accuracy(others, at, labels)
+        for name, at in attacked.items():
+            numbers[f"norm{name}"] = (at - images).flatten(1).norm(dim=1).mean().item()
+        return Examination(numbers)
+
+    def other(self, data: Data) -> nn.Module:
+        """Return one of the other networks, not trained yet."""
+        return MLP(data.input_shape, data.num_outputs, hidden=HIDDEN)
+
+    def attacks(self, model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the attacked images, by the suffix of their numbers."""
         moved = torch.zeros_like(images)
         for _ in range(self.num_steps):
-            points = (images + moved).requires_grad_()
-            loss = functional.cross_entropy(model(points), labels)
-            (gradient,) = torch.autograd.grad(loss, points)
+            gradient = input_gradient(model, images + moved, labels)
             moved = self.norm * _unit(moved + STEP * self.norm * _unit(gradient))
-        attacked = images + moved
-        numbers = {"source": _accuracy([model], attacked, labels)}
-        for name, at in {"": attacked, "_clean": images, "_noise": noise}.items():
-            numbers[f"target{name}"] = _accuracy(others, at, labels)
-        return Examination(numbers)
+        return {"": images + moved}
+
+
+def input_gradient(model: nn.Module, points: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient of the cross-entropy with respect to the inputs."""
+    points = points.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(functional.cross_entropy(model(points), labels), points)
+    return gradient
 
 
 def _unit(values: Tensor) -> Tensor:
@@ -69,9 +85,8 @@ def _unit(values: Tensor) -> Tensor:
     return functional.normalize(values.flatten(1), dim=1).view_as(values)
 
 
-def _trained(data: Data) -> nn.Module:
-    """Return an MLP with the outputs of the data, trained on all of its training examples."""
-    network = MLP(data.input_shape, data.num_outputs, hidden=HIDDEN)
+def _trained(network: nn.Module, data: Data) -> nn.Module:
+    """Train a network on all training examples of the data, and return it."""
     optimizer = torch.optim.Adam(network.parameters(), lr=0.002)
     for _ in range(TRAINING):
         batch = torch.randint(len(data.train_inputs), (128,))
