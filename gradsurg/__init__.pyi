@@ -100,6 +100,7 @@ from gradsurg.transforms.placebo import Placebo as Placebo
 from gradsurg.transforms.project_subspace import ProjectSubspace as ProjectSubspace
 from gradsurg.transforms.quantize import Quantize as Quantize
 from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm as RescaleGlobalNorm
+from gradsurg.transforms.route import Route as Route
 from gradsurg.transforms.sanitize import Sanitize as Sanitize
 from gradsurg.transforms.scale import Scale as Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign

@@ -68,6 +68,7 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "norm_matched": {"of": {"name": "clip", "value": 1.0}},
     "qsgd": {"per": "unit"},
     "quantize": {"levels": 3},
+    "route": {"groups": [[0], [1]]},
     "scale": {"factor": 0.5},
     "soft_threshold": {"amount": 0.8},
     "spike_clip": {"threshold": 4.0, "decay": 0.9},
@@ -206,6 +207,8 @@ def drawer(entry: Entry) -> "Callable[[Axes, Any], None]":  # Any: as of `made`
         return draw_examples
     if "error" in entry.needs:
         return draw_product
+    if "labels" in entry.needs:
+        return draw_examples_by_label
     if entry.name in ALONE:
         return ALONE[entry.name]
     if entry.name == "scheduled" or transform.init(torch.zeros(8, 8)):
@@ -326,6 +329,7 @@ def draw_product(axes: "Axes", transform: Transform) -> None:
     class Backward:
         task = ""
         error: Tensor | None = None
+        labels: Tensor | None = None
 
     def result(point: Tensor) -> Tensor:
         info = Backward()
@@ -334,6 +338,24 @@ def draw_product(axes: "Axes", transform: Transform) -> None:
         return applied(transform, (point @ weights)[None], context)[0]
 
     draw_map(axes, result, lambda point: point @ weights, arrows=False)
+
+
+def draw_examples_by_label(axes: "Axes", transform: Transform) -> None:
+    """Draw the gradient of 8 units for 12 examples with two labels."""
+    labels = torch.tensor([0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0])
+
+    class Backward:
+        task = ""
+        error: Tensor | None = None
+        labels: Tensor | None = None
+
+    info = Backward()
+    info.labels = labels
+    result = applied(transform, torch.ones(12, 8), TransformContext("a", backward=info))
+    axes.imshow(result, cmap="Blues", vmin=-0.2, vmax=1.3, aspect="auto")
+    axes.set_yticks(range(12), [f"label {label}" for label in labels.tolist()], fontsize=5)
+    axes.set_xticks([])
+    axes.set_xlabel("units of an activation", labelpad=1)
 
 
 def draw_histogram(axes: "Axes", transform: Transform) -> None:

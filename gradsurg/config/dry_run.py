@@ -51,7 +51,7 @@ from gradsurg.triggers.for_task import ForTask
 
 METRIC_EXAMPLES = 8  # the examples by which the names of metrics are found
 MAX_ASKED_STEPS = 100_000  # of a longer run a trigger is taken to fire
-SHOWN_BY_A_STEP: set[Need] = {"entering", "error"}  # needs whose lack only a step shows
+SHOWN_BY_A_STEP: set[Need] = {"entering", "error", "labels"}  # needs whose lack only a step shows
 LABEL = "dry_run"
 
 
@@ -376,6 +376,8 @@ class _Trial:
                 with attached as live:
                     self.model.zero_grad(set_to_none=True)
                     outputs = self.model(inputs)
+                    if live.reads_labels:
+                        live.label(self.task.labels(targets))
                     if several and isinstance(self.task, MultiTask):
                         live.backward(self.task.losses(outputs, targets))
                     else:

@@ -91,7 +91,7 @@ class Session:
         self.target = self.scaler = None
         self.steps.close()
         self.clock.observations.clear()
-        self.clock.error = None
+        self.clock.error = self.clock.labels = None
         self.ledger.settle()
 
 

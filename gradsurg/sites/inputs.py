@@ -54,7 +54,7 @@ class Inputs(ModuleSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        return frozenset({"value", "error"})
+        return frozenset({"value", "error", "labels"})
 
     @property
     def mechanism(self) -> tuple[object, ...]:

@@ -37,7 +37,7 @@ class Outputs(ModuleSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        return frozenset({"value", "error"})
+        return frozenset({"value", "error", "labels"})
 
     def hook(
         self,

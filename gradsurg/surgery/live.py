@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakMethod, WeakSet, finalize, ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.effects.ledger import SurgeryWarning
@@ -148,6 +148,25 @@ class Live:
         with self._changes.hold():
             self._load_multi_task().backward(losses, controllers, scale, aggregate, retain_graph)
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether a transform reads the labels given to `label`."""
+        return any("labels" in attachment.intervention.needs for attachment in self._attachments)
+
+    def label(self, labels: Tensor) -> None:
+        """Give the labels (n,) of the n examples of the next backward passes, until a step ends.
+
+        For transforms that read them, as `Route`. Call it before each backward pass whose batch is
+        another one. Raises TypeError for anything but a tensor of integers with one axis.
+        """
+        self.session.check_attached()
+        if not isinstance(labels, Tensor):
+            raise TypeError(f"labels: must be a tensor of integers, found {labels!r}")
+        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+            kind = f"{labels.dtype} of shape {list(labels.shape)}"
+            raise TypeError(f"labels: must be integers of shape [n], found {kind}")
+        self.clock.labels = labels.detach()
+
     def discard(self) -> None:
         """Drop the gradients kept by `live.backward(..., aggregate=False)`.
 
@@ -168,7 +187,7 @@ class Live:
         clock = self.clock
         clock.step += 1
         clock.backwards = 0
-        clock.error = None
+        clock.error = clock.labels = None
         self.effects.begin(clock.step)
         for attachment in self._attachments:
             attachment.begin_step()

@@ -210,6 +210,19 @@ class Task(ABC):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the number to differentiate, a tensor of shape ()."""
 
+    def labels(self, targets: Tensor) -> Tensor:
+        """Return the labels (n,) of n examples, for transforms that read them, as `Route`.
+
+        They are the targets, if these are one integer for each example; else it raises ValueError.
+        """
+        if targets.ndim != 1 or targets.is_floating_point():
+            kind = f"{targets.dtype} of shape {list(targets.shape)}"
+            raise ValueError(
+                "a transform needs the labels of the examples, and this task has none: its targets "
+                f"are {kind}; override Task.labels"
+            )
+        return targets
+
     @abstractmethod
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Return numbers for evaluation by name, `loss` among them.

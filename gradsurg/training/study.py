@@ -2,22 +2,22 @@
 
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks.base import Data, Examined, MultiTask
+from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.training.counterfactual import Counterfactual
@@ -29,6 +29,8 @@ from gradsurg.training.run_identity import RESUMED, environment_changes
 from gradsurg.transforms.identity import Identity
 
 Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
+
+Result = TypeVar("Result")
 
 EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
 
@@ -254,18 +256,33 @@ def _steps(
     options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
     if run.backward_per_task and isinstance(run.task, MultiTask):
         task_losses = TaskLosses(
-            run.task.losses, lambda losses, last: live.backward(losses, aggregate=last)
+            _labelled(run.task.losses, run.task, live),
+            lambda losses, last: live.backward(losses, aggregate=last),
         )
         options = replace(options, task_losses=task_losses)
     counterfactual = log.counterfactual
     before = counterfactual.before if counterfactual else None
     start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = training.optimizer, run.task.loss
+    optimizer, loss_fn = training.optimizer, _labelled(run.task.loss, run.task, live)
     for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
         if counterfactual:
             counterfactual.after()
         log.add_step(step)
         yield step
+
+
+def _labelled(
+    function: Callable[[Tensor, Tensor], Result], task: Task, live: Live
+) -> Callable[[Tensor, Tensor], Result]:
+    """Make a loss give the labels of its batch to the transforms, if one reads them."""
+    if not live.reads_labels:
+        return function
+
+    def labelled(outputs: Tensor, targets: Tensor) -> Result:
+        live.label(task.labels(targets))
+        return function(outputs, targets)
+
+    return labelled
 
 
 def _examined(

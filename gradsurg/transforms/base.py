@@ -38,6 +38,7 @@ Need = Literal[
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
     "examples",  # `context.examples`, the gradients of the single examples of the batch
     "skip",  # a site that can skip the step of the optimizer, counted in the state as `SKIPPED`
+    "labels",  # `context.labels`, the labels of the examples of the backward pass
 ]
 """What a transform may require besides the gradient."""
 
@@ -46,10 +47,11 @@ SKIPPED = "skipped"
 
 
 class BackwardInfo(Protocol):
-    """The task of the current backward pass and the gradient of the model's output in it."""
+    """The task of the current backward pass, the gradient of the model's output, the labels."""
 
     task: str
     error: Tensor | None
+    labels: Tensor | None
 
 
 class Examples(Protocol):
@@ -90,6 +92,7 @@ class TransformContext:
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
     | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
     | `error` | the gradient of the model's output in this backward pass; None if not known |
+    | `labels` | the labels of the examples, (n,), from `live.label`; None if there are none |
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
     """
@@ -111,6 +114,11 @@ class TransformContext:
         None before it is computed, or if no transform has `error` among its `needs`.
         """
         return self.backward.error if self.backward is not None else None
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The labels of the examples, (n,), as given to `live.label`; None if there are none."""
+        return self.backward.labels if self.backward is not None else None
 
     @property
     def task(self) -> str:
@@ -327,6 +335,16 @@ def error_of(transform: Transform, context: TransformContext) -> Tensor:
             "site.pattern"
         )
     return autograd.detached(context.error)
+
+
+def example_labels(transform: Transform, context: TransformContext) -> Tensor:
+    """Return `context.labels`. Raises ValueError if the step has none."""
+    if context.labels is None:
+        raise ValueError(
+            f"{type(transform).__name__} needs the labels of the examples at the site "
+            f"'{context.site}': call live.label(labels) before each backward pass"
+        )
+    return context.labels
 
 
 SPARSE_RULE = (

@@ -21,7 +21,8 @@ class Clock:
     """Progress of one attachment: steps and epochs done, flags, and the state of the current pass.
 
     `task` is the task whose gradient is flowing, `error` the gradient of the model's output in the
-    current backward pass (recorded if a transform needs it), `observations` the result of
+    current backward pass (recorded if a transform needs it), `labels` the labels of its examples,
+    if `live.label` was called in this step, `observations` the result of
     `TensorTrigger.observe` for each trigger in the current forward pass. `backwards` counts the
     calls of `live.backward` where no optimizer counts steps.
     """
@@ -32,6 +33,7 @@ class Clock:
     flags: dict[str, bool] = field(default_factory=dict)
     task: str = ""
     error: Tensor | None = None
+    labels: Tensor | None = None
     backwards: int = 0
     observations: "dict[Trigger, object]" = field(default_factory=dict)
 

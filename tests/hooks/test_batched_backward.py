@@ -40,7 +40,7 @@ def _model() -> nn.Sequential:
 
 
 def _site(transform: Transform) -> Selector:
-    if "error" in transform.needs:
+    if transform.needs & {"error", "labels"}:
         return gs.Outputs("2")
     if "entering" in transform.needs:
         return gs.Nodes("Addmm", module="2", side="leave", edge=1)
@@ -71,6 +71,7 @@ def test_a_transform_without_state_gives_the_gradients_of_a_loop(name: str, mode
     model, transform = _model(), build(name)
     vectors = torch.randn(EXAMPLES, 6, 2) * 3
     with attached(model, transform, _site(transform)) as live:
+        live.label(torch.arange(6))
         outputs = model(torch.randn(6, 3))
         batched = _batched(mode, outputs, model[0].weight, vectors)
         assert [entry.fired for entry in live.ledger] == [1]
@@ -91,7 +92,8 @@ def test_the_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
     def loss(own: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(model, own, (x,)).square().sum()
 
-    with attached(model, transform, gs.Outputs("2")):
+    with attached(model, transform, gs.Outputs("2")) as live:
+        live.label(torch.arange(6))
         batched = vmap(grad(loss), (None, 0))(params, inputs)
         looped = [grad(loss)(params, x) for x in inputs]
     for key, rows in batched.items():

@@ -10,11 +10,15 @@ import yaml
 
 from gradsurg.plugins import registry
 from gradsurg.plugins.registry import find
+from gradsurg.testing.transforms import SHAPES
 from gradsurg.transforms.base import Transform, TransformContext
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "transform"
 
 Nested = float | Sequence["Nested"]
+
+SHAPES_OF = {"route": tuple(shape for shape in SHAPES if len(shape) > 1)}
+"""The shapes of a transform that does not take all of them."""
 
 NAN, INF = float("nan"), float("inf")
 
@@ -285,6 +289,20 @@ ROWS = (
         [3.0, 3.0, 3.0, -1.0],
         [2.25166605, 2.25166605, 2.25166605, 0.0],
         {"clip": 1.3, "stochastic": False},
+    ),
+    # Labels 0 and 3: the first part, two of three units.
+    Row(
+        "route",
+        [[1.0, 2.0, 3.0], [-4.0, 5.0, NAN]],
+        [[1.0, 2.0, 0.0], [-4.0, 5.0, NAN]],
+        other=[0.0, 0.0],
+    ),
+    Row(
+        "route",
+        [[1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [1.0, 2.0, 4.0]],
+        [[1.0, 1.0, 2.0], [1.0, 2.0, 4.0], [0.5, 1.0, 4.0]],
+        {"groups": [[0], [1, 2], [6]], "outside": 0.5},
+        other=[0.0] * 3,
     ),
     # N = 5.
     Row("rescale_global_norm", [3.0, -4.0], [0.6, -0.8]),

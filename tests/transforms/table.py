@@ -8,8 +8,9 @@ from typing import get_args
 
 from gradsurg.config import catalogue
 from gradsurg.testing import check_transform
+from gradsurg.testing.transforms import SHAPES
 from gradsurg.transforms.base import TransformProperty
-from tests.transforms.cases import build, names
+from tests.transforms.cases import SHAPES_OF, build, names
 from tests.verdict_tables import cell, line, write
 
 README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"
@@ -26,7 +27,12 @@ HEAD = line(
 def row(name: str) -> str:
     """Return the row of one config."""
     transform = build(name)
-    cells = [cell(verdict) for verdict in check_transform(transform, drops_nan=True).verdicts]
+    cells = [
+        cell(verdict)
+        for verdict in check_transform(
+            transform, shapes=SHAPES_OF.get(name, SHAPES), drops_nan=True
+        ).verdicts
+    ]
     entry = next(entry for entry in catalogue.list("transform") if entry.name == name)
     paper = f"[{entry.paper}]({entry.url})" if entry.url else entry.paper
     return line([f"`{name}`", f"`{type(transform).__name__}`", *cells, paper])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.testing import check_transform
-from gradsurg.testing.transforms import PROPERTY_CHECKS
+from gradsurg.testing.transforms import PROPERTY_CHECKS, SHAPES
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.agc import AGC
@@ -44,6 +44,7 @@ from gradsurg.transforms.orthogonalize import Orthogonalize
 from gradsurg.transforms.perpendicular import Perpendicular
 from gradsurg.transforms.placebo import Placebo
 from gradsurg.transforms.quantize import Quantize
+from gradsurg.transforms.route import Route
 from gradsurg.transforms.sanitize import Sanitize
 from gradsurg.transforms.scale import Scale
 from gradsurg.transforms.scale_by_sign import ScaleBySign
@@ -55,7 +56,7 @@ from gradsurg.transforms.straight_through import StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from gradsurg.transforms.tgr import TGR
 from gradsurg.transforms.trust_ratio import TrustRatio
-from tests.transforms.cases import INF, build, names
+from tests.transforms.cases import INF, SHAPES_OF, build, names
 from tests.transforms.table import README, row
 from tests.verdict_tables import written
 
@@ -175,7 +176,8 @@ def test_every_declared_property_holds_with_other_fields(transform: Transform) -
 @pytest.mark.full
 @pytest.mark.parametrize("transform", ALL, ids=str)
 def test_every_declared_property_holds_in_many_more_cases(transform: Transform) -> None:
-    check_transform(transform, drops_nan=True, count=120)
+    shapes = SHAPES if not isinstance(transform, Route) else SHAPES_OF["route"]
+    check_transform(transform, shapes=shapes, drops_nan=True, count=120)
 
 
 def test_every_property_has_its_check() -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gradsurg.testing import check_transform
-from gradsurg.testing.transforms import DTYPES, context_with, noise
+from gradsurg.testing.transforms import DTYPES, SHAPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
-from tests.transforms.cases import INF, NAN, build, names
+from tests.transforms.cases import INF, NAN, SHAPES_OF, build, names
 
 # Their results do not depend on the incoming gradient.
 FROM_OTHER_GRADIENTS = ("direct_feedback", "feedback_weights")
@@ -25,7 +25,7 @@ every_config = pytest.mark.parametrize("name", names())
 
 @every_config
 def test_every_config_obeys_the_rules_and_has_its_declared_properties(name: str) -> None:
-    check_transform(build(name), drops_nan=name in DROP_NAN)
+    check_transform(build(name), shapes=SHAPES_OF.get(name, SHAPES), drops_nan=name in DROP_NAN)
 
 
 @pytest.mark.parametrize("name", ALWAYS_FINITE)

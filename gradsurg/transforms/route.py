@@ -1,0 +1,104 @@
+"""Route: let each example train only the units of its label."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import (
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    example_labels,
+)
+
+
+@validated
+class Route(Stateless):
+    """Multiply the gradient by a mask of units that depends on the example's label.
+
+    The d units of `axis` are cut into as many parts as there are `groups`, of equal sizes up to
+    one unit, the larger first (`torch.tensor_split`). For an example whose label is in group k the
+    gradient g of the units of part k stays, and that of all others becomes `outside` * g. A label
+    of no group passes everywhere. The labels are those of `live.label(labels)`, in a run those of the
+    task. Use it at an activation, as `site=outputs site.pattern=encoder`.
+
+    At least two axes, of which axis 0 is that of the examples. Zero stays zero, NaN stays NaN, an
+    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor
+    stays empty. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of
+    its autoencoder.
+    """
+
+    groups: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = (
+        (0, 1, 2, 3, 4),
+        (5, 6, 7, 8, 9),
+    )
+    _: KW_ONLY
+    outside: float = 0.0
+    axis: int = 1
+
+    def __post_init__(self) -> None:
+        labels = [label for group in self.groups for label in group]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            text = f"must have each label once, found {repeated[0]} more than once"
+            raise Contradiction("groups", text)
+        if self.axis == 0:
+            raise Contradiction("axis", "must not be 0, the axis of the examples, found 0")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"labels"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        properties: set[TransformProperty] = {"elementwise", "homogeneous", "linear", "odd"}
+        properties |= {"deterministic"}
+        if self.outside >= 0:
+            properties |= {"sign_preserving"}
+        if abs(self.outside) <= 1:
+            properties |= {"norm_non_increasing"}
+        if self.outside in (0.0, 1.0):
+            properties |= {"idempotent"}
+        if self.outside == 1:
+            properties |= {"unbiased"}
+        return frozenset(properties)
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        labels, parts = example_labels(self, context), len(self.groups)
+        shape, where = list(grad.shape), f"at the site '{context.site}'"
+        if grad.ndim < 2 or not -grad.ndim < self.axis < grad.ndim:
+            rule = f"needs a gradient with axes of examples and, axis {self.axis}, of units"
+            raise FieldError(self, [("", f"{rule}, found the shape {shape} {where}")])
+        if len(labels) != len(grad):
+            rule = "needs one label for each example (axis 0)"
+            text = f"{rule}, found {len(labels)} labels and the shape {shape} {where}"
+            raise FieldError(self, [("", text)])
+        units = grad.shape[self.axis]
+        if units < parts:
+            rule = f"needs at least {parts} units on axis {self.axis}, one for each group"
+            raise FieldError(self, [("groups", f"{rule}, found the shape {shape} {where}")])
+        members = [_is_any(labels, group) for group in self.groups]
+        is_free = ~torch.stack(members).any(0)
+        columns = []
+        for part, is_member in enumerate(members):
+            size = units // parts + (part < units % parts)
+            column = torch.where(is_member | is_free, 1.0, self.outside)
+            columns.append(column[:, None].expand(-1, size))
+        wide = widened(grad)
+        factors = torch.cat(columns, dim=1).to(device=grad.device, dtype=wide.dtype)
+        view = [1] * grad.ndim
+        view[0], view[self.axis] = len(grad), units
+        return (wide * factors.view(view)).to(grad.dtype)
+
+
+def _is_any(labels: Tensor, group: tuple[int, ...]) -> Tensor:
+    """Return which labels are in a group, without copying the group to the device."""
+    result = torch.zeros_like(labels, dtype=torch.bool)
+    for label in group:
+        result = result | (labels == label)
+    return result
