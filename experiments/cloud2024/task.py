@@ -33,8 +33,8 @@ class SplitDigits(Examined):
     error of the trained model.
     """
 
-    l1: Annotated[float, Field(ge=0)] = 0.003
-    decoder_steps: Count = 1000
+    l1: Annotated[float, Field(ge=0)] = 0.01
+    decoder_steps: Count = 500
 
     def load(self) -> Data:
         data = Digits().load()
@@ -64,23 +64,30 @@ class SplitDigits(Examined):
             train_codes = model(data.train_inputs.to(device))[:, NUM_PIXELS:]
             outputs = model(data.test_inputs.to(device))
         variance = (test - train.mean(dim=0)).square().mean()
-        is_low = (self.labels(data.test_targets) < BORDER).to(device)
-        own, away = [], []
+        is_low = [
+            (self.labels(targets) < BORDER).to(device)
+            for targets in (data.train_targets, data.test_targets)
+        ]
+        own, away, relearned = [], [], []
         halves = zip(train_codes.chunk(2, 1), outputs[:, NUM_PIXELS:].chunk(2, 1), strict=True)
         for half, (codes, test_codes) in enumerate(halves):
-            decoder = self._decoder(codes, train)
-            with torch.no_grad():
-                errors = (decoder(test_codes) - test).square().mean(dim=1) / variance
-            is_own = is_low if half == 0 else ~is_low
-            own.append(errors[is_own].mean())
-            away.append(errors[~is_own].mean())
+            trained, tested = [low if half == 1 else ~low for low in is_low]  # the other digits
+            errors = self._errors(codes, train, test_codes, test) / variance
+            own.append(errors[~tested].mean())
+            away.append(errors[tested].mean())
+            codes, test_codes = codes[trained], test_codes[tested]
+            mean, deviation = codes.mean(dim=0), codes.std(dim=0).clamp(min=1e-12)
+            codes, test_codes = (codes - mean) / deviation, (test_codes - mean) / deviation
+            errors = self._errors(codes, train[trained], test_codes, test[tested]) / variance
+            relearned.append(errors.mean())
         whole = (outputs[:, :NUM_PIXELS] - test).square().mean() / variance
         numbers = {"own": torch.stack(own).mean(), "away": torch.stack(away).mean()}
         numbers |= {"gap": numbers["away"] - numbers["own"], "whole": whole}
+        numbers |= {"relearned": torch.stack(relearned).mean()}
         return Examination({name: number.item() for name, number in numbers.items()})
 
-    def _decoder(self, codes: Tensor, images: Tensor) -> nn.Module:
-        """Train a decoder from codes to images."""
+    def _errors(self, codes: Tensor, images: Tensor, test_codes: Tensor, test: Tensor) -> Tensor:
+        """Train a decoder from codes to images; return its squared error on each test image."""
         decoder = nn.Sequential(*layers(codes.shape[1], HIDDEN, NUM_PIXELS)).to(codes.device)
         optimizer = torch.optim.Adam(decoder.parameters(), lr=RATE)
         for _ in range(self.decoder_steps):
@@ -88,7 +95,8 @@ class SplitDigits(Examined):
             optimizer.zero_grad()
             functional.mse_loss(decoder(codes[batch]), images[batch]).backward()
             optimizer.step()
-        return decoder
+        with torch.no_grad():
+            return (decoder(test_codes) - test).square().mean(dim=1)
 
 
 def _with_labels(images: Tensor, labels: Tensor) -> Tensor:
