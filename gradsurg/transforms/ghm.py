@@ -1,0 +1,68 @@
+"""GHM: weight the examples of a batch by how rare the norms of their gradients are."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.transforms.base import (
+    ExampleWeighting,
+    GroupTransform,
+    Need,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+)
+
+
+@validated
+class GHM(GroupTransform, ExampleWeighting):
+    """Weight the gradient g_i of each of n examples by n / (B R_i): the gradient harmonizing mechanism.
+
+    The u_i = abs(g_i) / max_k abs(g_k), joint 2-norms over the parameters of the site, fall into
+    `bins` intervals of [0, 1] of equal length; R_i is the number of examples in the interval of u_i
+    and B that of intervals with any, so that the weights have the mean 1. Many easy examples with
+    small gradients, and many of any other size, count as one interval. Li, Liu, Wang, AAAI 2019
+    (arXiv 1811.05181), section 3.3, without the moving average, as in the authors' code with
+    momentum 0. There the u_i are abs(p - p*) of a binary cross-entropy, which are in [0, 1] by
+    themselves.
+
+    At parameters, by itself or as `PerSample(GHM())`. Any shapes; zero gradients share the first
+    interval. If a norm is not finite all examples have the weight 1 or share an interval, and NaN
+    and infinities stay. Empty tensors stay empty. Without a batch, as outside a surgery, the
+    gradient is that of one example, whose weight is 1.
+    """
+
+    bins: Annotated[int, Field(ge=1)] = 10
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"examples"})
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    @torch.no_grad()
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[list[Tensor], TransformState]:
+        examples = contexts[0].examples
+        if examples is None:
+            return list(grads), state
+        results = examples.weighted(self.example_weights(examples.norms, contexts[0]))
+        return [result.to(grad.dtype) for result, grad in zip(results, grads, strict=True)], state
+
+    def example_weights(self, norms: Callable[[], Tensor], context: TransformContext) -> Tensor:
+        sizes = norms()
+        shares = (sizes / sizes.max()).nan_to_num(nan=0.0)
+        places = (shares * self.bins).long().clamp(max=self.bins - 1)
+        is_in = places[:, None] == torch.arange(self.bins, device=sizes.device)
+        counts = is_in.sum(0)
+        return len(sizes) / ((counts > 0).sum() * counts[places]).to(sizes.dtype)
