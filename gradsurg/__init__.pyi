@@ -82,6 +82,7 @@ from gradsurg.transforms.dgc import DGC as DGC
 from gradsurg.transforms.direct_feedback import DirectFeedback as DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback as ErrorFeedback
 from gradsurg.transforms.feedback_weights import FeedbackWeights as FeedbackWeights
+from gradsurg.transforms.ghm import GHM as GHM
 from gradsurg.transforms.gradient_reversal import GradientReversal as GradientReversal
 from gradsurg.transforms.graft import Graft as Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA as GrokfastEMA

@@ -53,6 +53,7 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "dgc": {"amount": 0.1},
     "dp_sgd": {"noise": 0.5},
     "fast_sigmoid_surrogate": {"slope": 3.0},
+    "ghm": {"bins": 5},
     "grokfast_ema": {"decay": 0.9},
     "grokfast_ma": {"window": 20, "strength": 2.0},
     "krum": {"num_byzantine": 1},

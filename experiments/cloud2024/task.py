@@ -15,6 +15,7 @@ from gradsurg.tasks.data.arrays import Count
 from gradsurg.tasks.digits import NUM_PIXELS, Digits
 
 HIDDEN, BATCH, RATE = 128, 256, 0.002  # of a fresh decoder, trained by Adam
+BOUND = 10.0  # of standardized codes: a unit may be constant but for an example of the test
 BORDER = 5  # digits below it belong to the first half of the code
 
 
@@ -77,7 +78,9 @@ class SplitDigits(Examined):
             away.append(errors[tested].mean())
             codes, test_codes = codes[trained], test_codes[tested]
             mean, deviation = codes.mean(dim=0), codes.std(dim=0).clamp(min=1e-12)
-            codes, test_codes = (codes - mean) / deviation, (test_codes - mean) / deviation
+            codes, test_codes = (
+                ((part - mean) / deviation).clamp(-BOUND, BOUND) for part in (codes, test_codes)
+            )
             errors = self._errors(codes, train[trained], test_codes, test[tested]) / variance
             relearned.append(errors.mean())
         whole = (outputs[:, :NUM_PIXELS] - test).square().mean() / variance

@@ -382,6 +382,7 @@ def _lack(at: Selector, need: Need) -> str:
             return (
                 f"an optimizer whose step can be skipped, and {type(at).__name__} has none; it can "
                 "act at Parameters, stage 'step'"
+            )
         case "labels":
             return (
                 f"a gradient with an axis of examples, and {type(at).__name__} has none; it can "

@@ -20,12 +20,12 @@ from gradsurg.transforms.base import (
 
 @validated
 class GHM(GroupTransform, ExampleWeighting):
-    """Weight the gradient g_i of each of n examples by n / (B R_i): the gradient harmonizing mechanism.
+    """Weight the gradient g_i of each of n examples by n / (B R_i), inversely to its density.
 
     The u_i = abs(g_i) / max_k abs(g_k), joint 2-norms over the parameters of the site, fall into
     `bins` intervals of [0, 1] of equal length; R_i is the number of examples in the interval of u_i
-    and B that of intervals with any, so that the weights have the mean 1. Many easy examples with
-    small gradients, and many of any other size, count as one interval. Li, Liu, Wang, AAAI 2019
+    and B that of intervals with any, so that the weights have the mean 1. The gradient harmonizing
+    mechanism (GHM-C) of Li, Liu, Wang, AAAI 2019
     (arXiv 1811.05181), section 3.3, without the moving average, as in the authors' code with
     momentum 0. There the u_i are abs(p - p*) of a binary cross-entropy, which are in [0, 1] by
     themselves.

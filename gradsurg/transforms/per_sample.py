@@ -58,6 +58,12 @@ class PerSample(GroupTransform):
     reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
+        nested = isinstance(self.of, Transform) and "examples" in self.of.needs
+        if nested and not isinstance(self.of, ExampleWeighting):
+            rule = (
+                "must act on the gradient of one example; PerSample and GHM act on all of a batch"
+            )
+            raise Contradiction("of", f"{rule}, found {self.of!r}")
         if isinstance(self.of, Transform):
             has_state = bool(init_all(self.of, [torch.zeros(1)]))
         elif hasattr(self.of, "weigh"):

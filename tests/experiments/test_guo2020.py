@@ -32,3 +32,4 @@ def test_every_perturbation_has_the_norm_and_other_networks_are_tested(
         torch.testing.assert_close(moved, torch.full_like(moved, 1.5))
     assert torch.equal(tested[2][1], data.test_inputs)
     assert numbers["target"] < numbers["target_noise"]
+    assert abs(numbers["norm"] - 1.5) < 1e-5

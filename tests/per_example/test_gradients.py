@@ -119,6 +119,33 @@ def test_noise_has_the_deviation_of_dp_sgd_and_no_other_seed_gives_it() -> None:
     assert float((noisy - plain).std()) == pytest.approx(2.0 * 0.5 / 10, rel=0.02)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_examples_are_weighted_inversely_to_the_density_of_their_norms(wrapped: bool) -> None:
+    model, inputs = models.make("mlp", 12)
+    targets = torch.arange(12) % 7
+    rows = loop(model, inputs, targets)
+    norms = [torch.cat([row[index].flatten() for row in rows]).norm() for index in range(12)]
+    shares = [float(norm / max(norms)) for norm in norms]
+    weights, filled = [0.0] * 12, 0
+    for low in (0.0, 0.25, 0.5, 0.75):  # the algorithm of the authors' code, one bin at a time
+        high = low + 0.25 if low < 0.75 else 1.1
+        inside = [index for index, share in enumerate(shares) if low <= share < high]
+        filled += bool(inside)
+        for index in inside:
+            weights[index] = 12 / len(inside)
+    assert filled > 1
+    factors = torch.tensor(weights) / filled
+    expected = [torch.einsum("n...,n->...", row, factors) / 12 for row in rows]
+    transform = gs.PerSample(gs.GHM(4)) if wrapped else gs.GHM(4)
+    assert_close(treated(model, inputs, targets, transform), expected)
+
+
+def test_what_acts_on_all_examples_is_refused_for_one() -> None:
+    for of in (gs.PerSample(gs.Clip(1.0)), gs.Chain(gs.GHM(), gs.Clip(1.0))):
+        with pytest.raises(ValueError, match=r"PerSample.of: must act on the gradient of one ex"):
+            gs.PerSample(of)
+
+
 def test_identity_leaves_the_gradient() -> None:
     model, inputs = models.make("mlp", COUNT)
     targets = torch.arange(COUNT)

@@ -62,6 +62,8 @@ ROWS = (
     Row("adaptive_clip", [3.0, -4.0], [0.6, -0.8]),
     Row("zclip", [3.0, -4.0], [1.2, -1.6], {"max_norm": 2.0}),
     Row("zclip", [3.0, -4.0], [3.0, -4.0], {"max_norm": None}),
+    # The weight of one example is 1.
+    Row("ghm", [3.0, -4.0, NAN], [3.0, -4.0, NAN]),
     # The only norm is every quantile.
     Row("autoclip", [3.0, -4.0], [3.0, -4.0]),
     Row("adagc", [3.0, -4.0], [0.6, -0.8]),
