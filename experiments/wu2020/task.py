@@ -17,7 +17,7 @@ class TransferResNets(TransferDigits):
     """The task and the attack of guo2020, on ResNets, and the same with steps by signs.
 
     A step by signs moves each pixel by a quarter of `norm` / 8 and then brings its change to at
-    most `norm` / 8, as in iterated FGSM (Kurakin et al. 2017, arXiv 1611.01236). The 2-norm of such a
+    most `norm` / 8, as in iterated FGSM (Kurakin et al. 2017, arXiv 1611.01236). The 2-norm of its
     perturbation is at most `norm`, as an image has 64 pixels, and may differ between the arms:
     `norm_sign` is its mean, `target_sign` the accuracy of the other networks.
     """
