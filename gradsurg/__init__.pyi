@@ -16,6 +16,7 @@ from gradsurg.aggregators.con_fig import ConFIG as ConFIG
 from gradsurg.aggregators.crmogm import CRMOGM as CRMOGM
 from gradsurg.aggregators.dual_proj import DualProj as DualProj
 from gradsurg.aggregators.dwa import DWA as DWA
+from gradsurg.aggregators.excess_mtl import ExcessMTL as ExcessMTL
 from gradsurg.aggregators.fair_grad import FairGrad as FairGrad
 from gradsurg.aggregators.famo import FAMO as FAMO
 from gradsurg.aggregators.fixed_weights import FixedWeights as FixedWeights

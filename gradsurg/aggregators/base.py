@@ -122,7 +122,10 @@ class Aggregator(ABC):
 
     @abstractmethod
     def init(self, num_tasks: int) -> AggregatorState:
-        """Return the state before the first call."""
+        """Return the state before the first call.
+
+        A tensor (T, 0) may have the columns of the rows, and their dtype, after it.
+        """
 
     @abstractmethod
     def merge(

@@ -351,8 +351,10 @@ class Aggregation:
             positions = {name: tensor.cpu() for name, tensor in positions.items()}
             states[f"{key}/tasks"] = positions
             known = tuple(sorted(positions, key=lambda name: int(positions[name])))
+        grown = [name for name, tensor in initial.items() if not tensor.numel()]
         shapes, initial_shapes = (
-            {name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, initial)
+            {name: tensor.shape[: 1 if name in grown else None] for name, tensor in tensors.items()}
+            for tensors in (state, initial)
         )
         if shapes != initial_shapes or (initial and known != tasks):
             described = ", ".join(known) if known != tasks else "another number of tasks"

@@ -46,6 +46,8 @@ ROWS = (
     Row("crmogm", ACUTE, [0.2, 0.4]),
     # The weights of the first two periods.
     Row("dwa", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
+    # The weights of the first call are 1.
+    Row("excess_mtl", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0]),
     # c = 1 / (1/2 / 4 + 1/2 / 1) = 8/5; weights 1/5 and 4/5.
     Row("famo", [[1.0, 2.0], [3.0, -4.0]], [2.6, -2.8], losses=[4.0, 1.0]),
     Row("fixed_weights", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0]),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
 from gradsurg.aggregators.crmogm import CRMOGM
 from gradsurg.aggregators.dwa import DWA
+from gradsurg.aggregators.excess_mtl import ExcessMTL
 from gradsurg.aggregators.famo import FAMO
 from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
 from gradsurg.aggregators.sdmgrad import SDMGrad
@@ -277,3 +279,68 @@ def test_a_copied_state_continues_identically(aggregator: Aggregator) -> None:
     other, _ = aggregator.merge(some_rows(1), copied, context)
     assert torch.equal(one, other)
     assert not torch.equal(one, aggregator(some_rows(1), context))
+
+
+def test_excess_mtl_equals_a_loop_over_tasks_and_entries() -> None:
+    rows = [inputs_of(step) for step in range(12)]
+    weights, first = [1.0] * 3, [0.0] * 3
+    sums = [[0.0] * 5 for _ in range(3)]
+    aggregator, state = ExcessMTL(lr=2.0), ExcessMTL().init(3)
+    for step, grads in enumerate(rows):
+        for task, grad in enumerate(grads.tolist()):
+            excess = 0.0
+            for entry, value in enumerate(grad):
+                sums[task][entry] += value**2
+                excess += value / math.sqrt(sums[task][entry] + 1e-7) * value
+            if step:
+                weights[task] *= math.exp(2.0 * excess / first[task])
+            else:
+                first[task] = excess
+        weights = [3 * weight / sum(weights) for weight in weights]
+        expected = sum(weight * grad for weight, grad in zip(weights, grads, strict=True))
+        result, state = aggregator.merge(grads, state, AggregatorContext(step=step))
+        torch.testing.assert_close(result, expected)
+    assert max(weights) > 1.2  # they have moved
+
+
+def inputs_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    sizes = torch.tensor([[1.0], [0.1], [3.0]], dtype=torch.float64)
+    return sizes * torch.randn(3, 5, generator=generator, dtype=torch.float64) / (1 + step)
+
+
+def test_excess_mtl_keeps_its_state_for_a_nan_and_refuses_other_sizes() -> None:
+    aggregator, state = ExcessMTL(), ExcessMTL().init(3)
+    for step in range(3):
+        _, state = aggregator.merge(inputs_of(step), state, AggregatorContext())
+    broken = inputs_of(3)
+    broken[1, 2] = math.nan
+    result, after = aggregator.merge(broken, state, AggregatorContext())
+    assert result.isnan().tolist() == [False, False, True, False, False]
+    assert all(torch.equal(after[key], state[key]) for key in state)
+    with pytest.raises(ValueError, match="the state is of 5 parameters, found 4"):
+        aggregator.merge(inputs_of(3)[:, :4], state, AggregatorContext())
+    with pytest.raises(ValueError, match="the number of tasks must stay the same"):
+        aggregator.merge(inputs_of(3)[:2], state, AggregatorContext())
+    first = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    _, state = aggregator.merge(first, aggregator.init(2), AggregatorContext())
+    assert aggregator.merge(first + 1, state, AggregatorContext())[0].isfinite().all()
+
+
+def test_excess_mtl_weights_the_losses_of_a_training_loop() -> None:
+    torch.manual_seed(0)
+    trunk, heads = torch.nn.Linear(4, 3), torch.nn.ModuleList(torch.nn.Linear(3, 1) for _ in "ab")
+    model = torch.nn.ModuleDict({"trunk": trunk, "heads": heads})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shared = gs.SharedParameters("trunk.*")
+    surgery = gs.Surgery(gs.Intervention(ExcessMTL(lr=0.5), at=shared))
+    with surgery.attach(model, optimizer) as live:
+        for step in range(4):
+            features = trunk(torch.ones(2, 4) * (step + 1)).tanh()
+            losses = [head(features).square().mean() for head in heads]
+            optimizer.zero_grad()
+            live.backward(losses)
+            optimizer.step()
+    (state,) = (s for key, s in surgery._states.items() if "squares" in s)
+    assert state["squares"].shape == (2, 15)
+    assert len(set(state["logits"].tolist())) == 2
