@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from gradsurg.sites.base import RegisterHooks
+from gradsurg.sites.selection import OUTSIDE
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -29,9 +30,9 @@ class CallCounts:
     def next(self, module: nn.Module) -> tuple[str, int] | None:
         """Count a call of the module; return its name and its index under that name.
 
-        A call outside the model has index 0. None for a module of a copy of the model, and for a
-        recomputation inside a backward pass. A reentrant checkpoint's is numbered, since it makes
-        the graph: it gets the name and index of the forward's call.
+        A call outside the model has index OUTSIDE. None for a module of a copy of the model, and
+        for a recomputation inside a backward pass. A reentrant checkpoint's is numbered, since it
+        makes the graph: it gets the name and index of the forward's call.
         """
         if autograd.backward_task() != -1:
             return self._recomputed(module)
@@ -39,9 +40,9 @@ class CallCounts:
         if names is None:
             return None
         counts = self.counts
-        count = counts.get(module, 0) if self.inside else 0
+        count = counts.get(module, 0) if self.inside else OUTSIDE
         counts[module] = count + 1
-        if len(names) == 1:
+        if len(names) == 1 or count == OUTSIDE:
             latest = names[0], count
         else:
             latest = names[count % len(names)], count // len(names)

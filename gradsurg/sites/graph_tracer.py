@@ -261,8 +261,8 @@ class Tracer:
 class CallGraph:
     """The autograd nodes made in one outermost module call on which its outputs depend.
 
-    `whole` says that the call was one of the model itself, `returned` lists the tensors returned by
-    the modules that were asked for.
+    `whole` says that the call was one of the model itself, `outside` that the model was not called;
+    `returned` lists the tensors returned by the modules that were asked for.
     """
 
     def __init__(
@@ -278,6 +278,7 @@ class CallGraph:
         self._graphless = {log.numbers[index] for index in log.graphless}
         self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
         self.whole = forward and intervals.begun[0].name == ROOT
+        self.outside = forward and not self.whole
         self.returned = [
             Returned(intervals.ended[index], path, edge) for index, path, edge in log.returned
         ]

@@ -197,6 +197,7 @@ class _Recorder:
     """A `HookRegistry` that records the sites it is asked for; its hooks change nothing."""
 
     needs_value = False
+    may_skip = False
     stateful = ""
     unsteady = ""
     moment = None
@@ -297,6 +298,7 @@ class _Recorder:
         sites: Sequence[str],
         values: Sequence[Callable[[], Tensor | None]],
         gradients: Sequence[Callable[[], Tensor | None]] = (),
+        skip: Callable[[], None] | None = None,
     ) -> GroupFn:
         for site in sites:
             self.hooked.setdefault(site)

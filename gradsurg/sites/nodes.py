@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, ClassVar, Literal
 
@@ -22,6 +23,7 @@ from gradsurg.sites.selection import (
     matches_type,
     names_of,
     nothing_matched,
+    unnumbered,
 )
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
@@ -169,7 +171,7 @@ class Nodes(Selector):
             hooked = False
             for node, place in graph.nodes(wanted):
                 if place not in hookers:
-                    hookers[place] = self._hooker(node, place, registry)
+                    hookers[place] = self._hooker(node, place, registry, graph.outside)
                     if hookers[place] and plain(place.name) == f"{COMPILED}Backward":
                         registry.note(ONE_NODE)
                 register = hookers[place]
@@ -215,12 +217,15 @@ class Nodes(Selector):
         )
 
     def _hooker(
-        self, node: Node, place: NodePlace, registry: HookRegistry
+        self, node: Node, place: NodePlace, registry: HookRegistry, outside: bool
     ) -> Callable[[Node], object] | None:
         """Return a function that hooks nodes like this one at this place; None if not selected."""
         call = place.call
         where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
-        if not registry.selects(Place(*where, whole=True)):
+        full = Place(*where, whole=True)
+        if outside and registry.selects(replace(full, call=None)) is None:
+            raise unnumbered(call.name)
+        if not registry.selects(full):
             return None
         site = place.id
         if self.side == "enter":

@@ -6,12 +6,13 @@ from functools import partial
 from typing import ClassVar, TypeGuard
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
-from gradsurg.sites.call_tracker import Calls, tensors_in
+from gradsurg.sites.call_tracker import Calls, rebuilt, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, foreign_hooks, names_of
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
@@ -28,9 +29,12 @@ class Outputs(ModuleSelector):
     lists, dicts and dataclasses: its gradient is the sum over all uses of that output. Site ids are
     `name#call`, followed by the path of the tensor if there are several: `encoder.lstm#0.1.0`.
     Calls are counted from 0 within one call of the model. Modules that return the same tensor (a
-    container and its last child, an identity) are one site, unless it was changed in place between
-    them. The recomputation of a checkpoint is not hooked again; that of a reentrant checkpoint is,
-    since its forward makes no graph.
+    container and its last child) are one site, unless it was changed in place between them. A
+    module that returns its input (an identity, dropout in evaluation) returns an alias of it while
+    it is hooked: the gradient is that of its output alone, not of other uses of the input. As for
+    `Inputs`, sums over several uses may then differ in the last bit. The recomputation of a
+    checkpoint is not hooked again; that of a reentrant checkpoint is, since its forward makes no
+    graph.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
@@ -51,44 +55,71 @@ class Outputs(ModuleSelector):
         tensors = HookedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
         registry.register(tensors.following(model), stack)
+        before = _note_inputs(tensors)
         hooks = [
             (module, _hook_output(registry, tensors, self.site_ids(registry)))
             for module in self.expect_modules(tensors.names, registry)
         ]
 
+        def check_end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+            tensors.check_handed_on()
+
         def register(removals: ExitStack) -> None:
             for module, hook in hooks:
-                removals.callback(module.register_forward_hook(hook).remove)
+                removals.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                removals.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            removals.callback(model.register_forward_hook(compiling.untraced(check_end)).remove)
 
         registry.register(register, stack)
 
 
 def _hook_output(
     registry: HookRegistry, tensors: "HookedTensors", site_ids: SiteIds
-) -> Callable[..., None]:
+) -> Callable[..., object]:
     fast: dict[tuple[str, int], GradFn] = {}  # the hooks of calls that have returned one tensor
 
     @compiling.untraced
-    def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def hook(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+    ) -> object:
         call = tensors.counter.next(module)
         if call is None:
-            return
-        if is_new(output) and not registry.needs_value:
-            site_hook = fast.get(call)
-            if site_hook is not None:
-                autograd.hook_first(output, site_hook)
-                return
-        base = site_ids(module, call)
+            return output
+        site_hook = None if registry.needs_value else fast.get(call)
+        base = "" if site_hook is not None else site_ids(module, call)
         if base is None:
-            return
+            return output
+        output = tensors.own_output(module, args, kwargs, output)
+        if site_hook is not None and is_new(output):
+            autograd.hook_first(output, site_hook)
+            return output
+        base = base or site_ids(module, call) or ""
         if isinstance(output, Tensor):
             if tensors.hook_tensor(output, base, "", module, registry):
                 fast[call] = registry.hook_for(base)
         else:
             for path, tensor in tensors_in(output):
                 tensors.hook_tensor(tensor, base, path, module, registry)
+        return output
 
     return hook
+
+
+def _note_inputs(tensors: "HookedTensors") -> Callable[..., None]:
+    """Return the forward pre-hook that notes the versions of the tensors that a module gets."""
+
+    @compiling.untraced
+    def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.is_grad_enabled():
+            tensors.versions[module] = [tensor._version for tensor in _given(args, kwargs)]
+
+    return hook
+
+
+def _given(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Tensor]:
+    if len(args) == 1 and type(args[0]) is Tensor and not kwargs:  # the usual call
+        return [args[0]]
+    return [tensor for _, tensor in tensors_in((args, kwargs), every=True)]
 
 
 def is_new(output: object) -> TypeGuard[Tensor]:
@@ -115,6 +146,54 @@ class HookedTensors(Calls):
         # Shared by all threads: the hooked leaves by id, and the site of each hook.
         self.leaves = leaves
         self.sites = sites
+        self.versions: dict[nn.Module, list[int]] = {}  # of the inputs of running calls
+        self.handed_on: list[tuple[Tensor, int, nn.Module]] = []  # aliases of inputs, as returned
+
+    def begin(self) -> None:
+        self.versions.clear()
+        self.handed_on.clear()
+
+    def own_output(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> object:
+        """Return an output with an alias in place of each tensor that the module took unchanged."""
+        versions = self.versions.pop(module, [])
+        given = _given(args, kwargs)
+        if len(given) == 1 and type(output) is Tensor and output is not given[0]:
+            return output  # the usual case
+        if len(given) != len(versions):
+            return output  # it is called by itself, or by a hook of others
+        unchanged = [
+            tensor
+            for tensor, version in zip(given, versions, strict=True)
+            if tensor._version == version and tensor.requires_grad
+        ]
+
+        def own(_path: str, tensor: Tensor) -> Tensor:
+            if not any(tensor is other for other in unchanged):
+                return tensor
+            alias = tensor[...]
+            if self.counter.inside:
+                self.handed_on.append((alias, alias._version, module))
+            return alias
+
+        return rebuilt(output, own)
+
+    def check_handed_on(self) -> None:
+        """Raise RuntimeError if an alias was written to: its hook would not see its gradient."""
+        handed_on, self.handed_on = self.handed_on, []
+        for alias, version, module in handed_on:
+            if alias._version != version:
+                name = self.names.get(module, ["?"])[0]
+                raise RuntimeError(
+                    f"Outputs: '{name}' returned its input, which was then written to in place, so "
+                    "that the gradient of this output cannot be told from that of the input. Use "
+                    "Outputs of the module before."
+                )
 
     def hook_tensor(
         self, tensor: Tensor, base: str, path: str, module: nn.Module, registry: HookRegistry

@@ -19,6 +19,9 @@ ROOT = "root"  # the name of the model itself
 COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the original module
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+OUTSIDE = -1
+"""The index of a call that no call of the model contains, so that it has no number."""
+
 SiteIds = Callable[[nn.Module, tuple[str, int]], str | None]
 """Returns the site id of a module's call, given as name and index; None if it is not selected."""
 
@@ -268,13 +271,25 @@ def site_ids(
             calls = known[module] = {}
         if call not in calls:
             name, number = call
-            selected = registry.selects(Place(mechanism, name, module, number, whole=True))
+            counted = None if number == OUTSIDE else number
+            selected = registry.selects(Place(mechanism, name, module, counted, whole=True))
+            number = counted or 0
+            if selected is None:
+                raise unnumbered(name)
             calls[call] = f"{name}#{number}{suffix}" if selected else None
             if not selected:
                 registry.forget(f"{name}#{number}{suffix}")
         return calls[call]
 
     return site_id
+
+
+def unnumbered(name: str) -> RuntimeError:
+    """Return the error for a selection by call number of a module called by itself."""
+    return RuntimeError(
+        f"'{name}' is called, but not the model that is attached, so that calls cannot be "
+        "numbered: leave out call=, or attach to the module that is called"
+    )
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -158,16 +158,81 @@ def test_dict_and_dataclass_outputs_are_hooked(kind: str, sites: list[str]) -> N
 
 
 def test_modules_that_return_the_same_tensor_are_one_site_with_all_names() -> None:
-    inner = nn.Sequential(Double(), nn.Identity(), nn.Dropout(0.0).eval())
-    model = nn.Sequential(inner)
-    inner[2].eval()
+    model = nn.Sequential(nn.Sequential(Double()))
     x = point()
     with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
         model(x).sum().backward()
     assert grad_of(x) == [20.0]
     (entry,) = live.ledger
-    assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0.2#0", "0#0"])
-    assert "0.0#0 = 0.1#0 = 0.2#0 = 0#0" in live.ledger.table()
+    assert (entry.site, entry.aliases) == ("0.0#0", ["0#0"])
+    assert "0.0#0 = 0#0" in live.ledger.table()
+
+
+class Bypassed(nn.Module):
+    """Uses `h` twice: in front of and behind a module that returns its input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner = Double(), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return (h + 3 * self.inner(h)).sum()
+
+
+class Both(nn.Module):
+    """Returns its inputs, one in a list and one by keyword."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> list[Tensor | None]:
+        return [x, y]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        nn.Identity(),
+        nn.Dropout(0.5).eval(),
+        nn.Dropout(0.5, inplace=True).eval(),
+        nn.Flatten(),
+        nn.Sequential(nn.Identity()),
+    ],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_the_output_of_a_module_that_returns_its_input_is_its_own_branch(inner: nn.Module) -> None:
+    x = torch.ones(1, 1, requires_grad=True)
+    model = Bypassed(inner)
+    with attached(model, gs.Scale(10.0), gs.Outputs("inner")) as live:
+        for _ in range(3):
+            x.grad = None
+            model(x).backward()
+            assert grad_of(x) == [[2.0 + 2 * 3 * 10]]
+    assert calls_of(live) == {"inner#0": 3}
+
+
+def test_inputs_returned_inside_a_list_are_their_own_branches() -> None:
+    x = point()
+    model = nn.Sequential(Both())
+    with attached(model, gs.Scale(10.0), gs.Outputs("0")):
+        first, second = model[0](x, y=x)
+        (first + second + x).sum().backward()
+    assert grad_of(x) == [10.0 + 10 + 1]
+
+
+def test_a_returned_input_that_is_written_to_is_refused() -> None:
+    model = nn.Sequential(Double(), nn.Identity(), nn.ReLU(inplace=True))
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        attached(model, gs.Scale(10.0), gs.Outputs("1")),
+        pytest.raises(RuntimeError, match="'1' returned its input, which was then written to"),
+    ):
+        model(point())
+
+
+def test_an_in_place_module_has_its_own_output() -> None:
+    model, x = nn.Sequential(Double(), nn.ReLU(inplace=True)), point()
+    with attached(model, gs.Scale(10.0), gs.Outputs("1")):
+        model(x).sum().backward()
+    assert grad_of(x) == [20.0]
 
 
 class Prompt(nn.Module):
@@ -312,14 +377,16 @@ def test_the_value_is_the_output_before_a_later_in_place_change() -> None:
     assert grad_of(x) == [-20.0, 0.0]
 
 
-def test_an_in_place_module_that_changes_nothing_has_no_site_of_its_own() -> None:
+def test_an_in_place_module_that_changes_nothing_has_a_site_of_its_own() -> None:
     model = nn.Sequential(Double(), nn.Dropout(0.5, inplace=True).eval())
     x = point()
     with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
         model(x).sum().backward()
-    assert grad_of(x) == [20.0]
-    (entry,) = live.ledger
-    assert (entry.site, entry.aliases) == ("0#0", ["1#0"])
+    assert grad_of(x) == [200.0]
+    assert [(entry.site, entry.aliases) for entry in live.ledger] == [
+        ("0#0", []),
+        ("1#0", []),
+    ]
 
 
 def test_threads_count_their_calls_separately() -> None:

@@ -269,7 +269,7 @@ def test_nothing_is_kept_alive(stage: Any) -> None:
 def test_a_replaced_parameter_is_reported() -> None:
     model = small()
     with (
-        pytest.warns(gs.SurgeryWarning, match="parameters were replaced .*first.weight"),
+        pytest.warns(gs.SurgeryWarning, match="parameters were replaced, .*first.weight"),
         attached(model, gs.Scale(0.5), gs.Weights(stage="forward")),
     ):
         model(batch()[0])

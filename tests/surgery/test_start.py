@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -295,3 +296,22 @@ def test_a_scripted_module_is_refused_except_at_its_parameters() -> None:
             model(torch.ones(2, 3)).sum().backward()
         grads = [param.grad for param in model.parameters()]
         assert all(grad is not None and not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize(
+    "kind", [gs.Outputs, gs.Inputs, gs.ModuleGradients, gs.Activations, gs.SavedTensors, gs.Nodes]
+)
+def test_calls_of_a_module_without_its_model_are_not_numbered(kind: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
+    x = torch.ones(2, 3, requires_grad=True)
+    where = {"pattern": "*", "module": "0.0"} if kind is gs.Nodes else {"pattern": "0.0"}
+    with gs.Surgery(gs.Intervention(gs.Scale(2.0), at=kind(**where))).attach(model) as live:
+        model[0](model[0](x)).sum().backward()
+    assert {entry.site.partition("#")[0] for entry in live.ledger if entry.calls} == {"0.0"}
+    with (
+        warnings.catch_warnings(),
+        gs.Surgery(gs.Intervention(gs.Scale(2.0), at=kind(**where, call=1))).attach(model),
+        pytest.raises(RuntimeError, match=r"'0\.0' is called, but not the model that is attached"),
+    ):
+        warnings.simplefilter("ignore", gs.SurgeryWarning)  # that no gradient has passed
+        model[0](model[0](x)).sum().backward()
