@@ -41,6 +41,7 @@ from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state
+from gradsurg.training.controls import control_interventions
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
@@ -126,7 +127,7 @@ def build(config: Config, trial: bool = True) -> Experiment:
         device = errors.attempt("device", lambda: _device(settings.device))
         check_settings(settings, selector, intervention, joint, device, data, errors)
         _check_attribute(settings, config, errors)
-        _check_control(settings, joint, errors)
+        _check_control(settings, intervention, joint, errors)
     finite = errors.passes("", lambda: _check_finite(config, errors))
     experiment = None
     if not errors.lines and settings and task and selector and device:
@@ -465,13 +466,28 @@ def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector)
         )
 
 
-def _check_control(settings: Settings, joint: Intervention | None, errors: ErrorCollector) -> None:
-    if joint is not None and settings.control == "placebo":
+def _check_control(
+    settings: Settings,
+    intervention: Intervention | None,
+    joint: Intervention | None,
+    errors: ErrorCollector,
+) -> None:
+    kind = settings.control
+    if joint is not None and kind in ("placebo", "update_norm_matched"):
         errors.add(
             "control",
-            f"placebo is for transforms, and {joint.names[0]} is an aggregator: needs "
-            "control=plain, control=norm_matched or control=none, found control=placebo",
+            f"{kind} is for transforms, and {joint.names[0]} is an aggregator: needs "
+            f"control=plain, control=norm_matched or control=none, found control={kind}",
         )
+    elif intervention is not None and kind == "update_norm_matched":
+        errors.attempt("control", lambda: control_interventions([intervention], kind))
+        is_linear = all("linear" in link.properties for link in intervention.links)
+        if settings.compute.accumulate > 1 and intervention.stage != "step" and not is_linear:
+            errors.add(
+                "control",
+                f"{kind} transforms the sum of the {settings.compute.accumulate} batches of a step "
+                "and the treated arm each of them: needs site.stage=step or accumulate=1",
+            )
     weighs = joint is not None and isinstance(joint.aggregator, LossWeighting)
     if joint is not None and weighs and settings.control == "norm_matched":
         errors.add(

@@ -99,7 +99,7 @@ class Plan:
         Without surgery the gradients are measured at the same sites.
         """
         kind = self.settings.control
-        if self._interventions and (kind == "norm_matched" or kind == "placebo"):
+        if self._interventions and kind != "plain" and kind != "none":
             surgery = Surgery(*control_interventions(self._interventions, kind), seed=seed)
             label = f"{kind}-{'+'.join(self._names)}"
             identity = self._identity(seed, kind)

@@ -80,7 +80,7 @@ class Settings:
     effects_every: Annotated[int, Field(ge=0)]
     study: Annotated[Text, AfterValidator(_study_name)]
     out: Annotated[Text, AfterValidator(_folder)]
-    control: Literal["none", "plain", "norm_matched", "placebo"]
+    control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"]
     device: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None

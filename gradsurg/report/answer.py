@@ -6,7 +6,6 @@ from statistics import fmean, median
 from types import MappingProxyType
 
 from gradsurg.report.compare import (
-    PLAIN,
     Outcome,
     TimeToTarget,
     chosen_metrics,
@@ -30,9 +29,7 @@ from gradsurg.report.wording import (
     value,
 )
 from gradsurg.stats import CLEAR, HINTS, MAX_P, MIN_FOR_P, UNCLEAR, seeds_needed
-from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
-from gradsurg.training.run_reader import BrokenFile
 
 
 def states(runs: Sequence[LoadedRun]) -> dict[str, int]:
@@ -49,11 +46,9 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     headline = outcomes[0].metric if outcomes else ""
     of_headline = [outcome for outcome in outcomes if outcome.metric == headline]
     compared = [outcome for outcome in of_headline if outcome.difference]
-    lost = [outcome.arm.name for outcome in of_headline if not outcome.difference]
-    first = [*diverged(arms), *reached(arms)]
-    empty = {outcome.arm.name: text for outcome in compared if (text := vacuous(outcome))}
-    first += empty.values()
-    compared = [outcome for outcome in compared if outcome.arm.name not in empty]
+    empty = [text for outcome in of_headline if (text := vacuous(outcome))]
+    lost = [one.arm.name for one in of_headline if not (one.difference or one.vacuous_control)]
+    first = [*diverged(arms), *reached(arms), *empty]
     if empty and not compared:
         return " ".join(first)
     if not compared:
@@ -79,46 +74,67 @@ def diverged(arms: Sequence[Arm]) -> list[str]:
 
 
 def vacuous(outcome: Outcome) -> str:
-    """Return a sentence on a control that is the treatment itself; empty for any other.
-
-    A control that keeps the transform's norm, or its norm and cosine, is the treatment if the
-    transform has turned no gradient.
-    """
-    if outcome.plain == PLAIN or any(run.has_aggregator for run in outcome.arm.whole):
-        return ""
-    try:
-        rows = effect_table([run.path for run in outcome.arm.whole])
-    except BrokenFile:
-        return ""  # a line of the report tells it
-    cosines = [cosine for row in rows if isinstance(cosine := row["cosine"], float)]
-    if min(cosines, default=0) < PARALLEL:
+    """Return a sentence on a control that is the treatment itself; empty for any other."""
+    if not outcome.vacuous_control:
         return ""
     name = outcome.arm.name
     return (
-        f"{name} turned no gradient (cosine 1 at every site), so the {outcome.plain} arm is the "
-        f"same training up to rounding and tells nothing about {name}; compare with control=plain."
+        f"{name} turned no gradient (cosine 1 at every site), so the {outcome.vacuous_control} arm "
+        f"is the same training up to rounding and tells nothing about {name}; compare with "
+        "control=plain."
     )
-
-
-PARALLEL = 1 - 1e-6
-"""Smallest mean cosine of a transform that turns no gradient, up to rounding."""
 
 
 def about_controls(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a sentence for each kind of control that changes gradients itself."""
     kinds: dict[str, list[str]] = {}
+    scale_free: set[str] = set()
     for outcome in outcomes:
         if outcome.difference and outcome.control_kind in ABOUT_CONTROLS:
             kinds.setdefault(outcome.control_kind, []).append(outcome.arm.name)
-    return [
+            if outcome.control_kind == "norm_matched":
+                scale_free |= {_optimizer(run) for run in outcome.arm.whole} & SCALE_FREE
+    sentences = [
         ABOUT_CONTROLS[kind].format(listed(list(dict.fromkeys(names))))
         for kind, names in kinds.items()
     ]
+    if scale_free:
+        sentences.append(ABOUT_SCALE.format(listed(sorted(scale_free))))
+    return sentences
+
+
+def _optimizer(run: LoadedRun) -> str:
+    return str(((run.config or {}).get("optimizer") or {}).get("name", ""))
+
+
+SCALE_FREE = frozenset(
+    {
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+    }
+)
+"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
+
+ABOUT_SCALE = (
+    "A constant scale of the gradients cancels in the updates of {}: control=update_norm_matched "
+    "matches the norms of the updates."
+)
 
 
 ABOUT_CONTROLS = {
-    "norm_matched": "The norm-matched arm has the gradient's direction with the norm that {} gives "
-    "it: a clear difference is due to the direction.",
+    "norm_matched": "The norm-matched arm has the gradient's direction with the norm that it has "
+    "with {}: a clear difference is due to the direction.",
+    "update_norm_matched": "The update-norm-matched arm has the direction of the optimizer's plain "
+    "update with the norm that it has with {}: a clear difference is due to the direction.",
     "placebo": "The placebo arm turns each gradient as far as {}, to the same norm, in a random "
     "direction: a clear difference is due to the direction chosen.",
 }

@@ -28,7 +28,9 @@ from gradsurg.stats import (
     trend_p_value,
     verdict,
 )
+from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
+from gradsurg.training.run_reader import BrokenFile
 
 Pair = tuple[LoadedRun, LoadedRun]
 Beside = Callable[[LoadedRun], LoadedRun | None]  # the run that a run is compared with
@@ -57,6 +59,7 @@ class Outcome:
     q_value: float | None = None
     link: str = ""
     repeats: int = 0
+    vacuous_control: str = ""  # the control's name if it is the treatment itself; no difference
 
     @cached_property
     def bootstrap(self) -> tuple[float, float] | None:
@@ -127,15 +130,55 @@ def compare(arms: Sequence[Arm]) -> list[Outcome]:
     """Compare each treated arm with its control, metric by metric.
 
     The q of the first metric, which the verdict is about, is among its arms; that of all other
-    metrics is among these metrics and arms together.
+    metrics is among these metrics and arms together. An arm whose control is the treatment itself
+    has no difference, and is not counted.
     """
     runs = {run.name: run for arm in arms for run in arm.runs}
     treated = [arm for arm in arms if not arm.is_control]
+    vacuous = {arm.name: name for arm in treated if (name := _vacuous_control(arm, runs))}
     first, *others = (
-        [_outcome(arm, metric, _its_control(runs), "control") for arm in treated]
+        [
+            _outcome(arm, metric, _its_control(runs), "control")
+            if arm.name not in vacuous
+            else Outcome(
+                arm,
+                metric,
+                len(arm.runs),
+                {VACUOUS: len(arm.runs)},
+                vacuous_control=vacuous[arm.name],
+            )
+            for arm in treated
+        ]
         for metric in metrics_of(arms) or {"": ""}
     )
     return [*_among_many(first), *_among_many([one for metric in others for one in metric])]
+
+
+VACUOUS = "with a vacuous control"
+"""State of seeds whose control is the treatment itself."""
+
+PARALLEL = 1 - 1e-6
+"""Smallest mean cosine of a transform that turns no gradient, up to rounding."""
+
+
+def _vacuous_control(arm: Arm, runs: Mapping[str, LoadedRun]) -> str:
+    """Return the name of a control that is the treatment itself; empty for any other.
+
+    A control that keeps the transform's norm, or its norm and cosine, is the treatment if the
+    transform has turned no gradient.
+    """
+    controls = [control for run in arm.whole if (control := runs.get(run.control or ""))]
+    kinds = {_control_kind(control) for control in controls}
+    if not kinds & {"norm_matched", "placebo"} or any(run.has_aggregator for run in arm.whole):
+        return ""
+    try:
+        rows = effect_table([run.path for run in arm.whole])
+    except BrokenFile:
+        return ""  # a line of the report tells it
+    cosines = [cosine for row in rows if isinstance(cosine := row["cosine"], float)]
+    if min(cosines, default=0) < PARALLEL:
+        return ""
+    return _control_kind(controls[0]).replace("_", "-")
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:

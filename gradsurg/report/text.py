@@ -136,6 +136,8 @@ def _outcome(runs: Sequence[Runs]) -> str:
     lost = [_wrapped(line) for line in [" ".join(diverged(arms)), *about_metrics(arms)] if line]
     compared = compare([treated, control])
     by_metric = {one.metric: (one, one.difference) for one in compared if one.difference}
+    if (empty := vacuous(compared[0])) and not by_metric:
+        return "\n".join([*lost, _wrapped(empty)])
     if not by_metric:
         return "\n".join([*lost, f"{treated.name}: nothing to compare."])
     shown = {key: text for key, text in titles(_first(treated)).items() if key in by_metric}
@@ -148,8 +150,8 @@ def _outcome(runs: Sequence[Runs]) -> str:
     headline = next(iter(by_metric))
     difference = by_metric[headline][1]
     one = replace(by_metric[headline][0], plain=control.name)
-    sentence = vacuous(one) or answer(treated.name, control.name, headline, difference)
-    sentence = fill(" ".join([sentence, *([] if vacuous(one) else about_controls([one]))]), WIDTH)
+    sentence = answer(treated.name, control.name, headline, difference)
+    sentence = fill(" ".join([sentence, *about_controls([one])]), WIDTH)
     few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
     bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
@@ -518,7 +520,8 @@ def _outcome_row(outcome: Outcome, many: bool) -> list[str]:
     difference, key = outcome.difference, outcome.metric
     lost = ", ".join(f"{number} {state}" for state, number in outcome.states.items())
     if difference is None:
-        return [outcome.arm.name, f"0/{outcome.planned}", *[""] * (5 + many), lost]
+        higher = "-" if outcome.vacuous_control else f"0/{outcome.planned}"
+        return [outcome.arm.name, higher, *[""] * (5 + many), lost]
     return [
         outcome.arm.name,
         f"{difference.higher}/{difference.n}",

@@ -180,6 +180,12 @@ class HookRegistry(Protocol):
         """
         ...
 
+    def state(self, key: str) -> dict[str, Tensor]:
+        """Return tensors of the selector's own that are saved with the surgery, to be changed in
+        place; get them anew in each step.
+        """
+        ...
+
 
 class Selector(ABC):
     """Selects places in a model and hooks them; `stage` is the timing of the hook.

@@ -304,6 +304,9 @@ class _Recorder:
             self.hooked.setdefault(site)
         return lambda grads: grads
 
+    def state(self, key: str) -> dict[str, Tensor]:
+        return {}
+
 
 def _run(model: nn.Module, example: Any) -> None:  # Any: the inputs of a model
     example = copy_inputs(example)

@@ -1,8 +1,11 @@
 """Updates: the change that the optimizer makes to each parameter in a step."""
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import ClassVar
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from gradsurg.sites.base import GroupFn, HookRegistry, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.norm_matched import norm_matched
 
 
 @validated
@@ -51,14 +55,148 @@ class Updates(ParamSelector):
     ) -> None:
         params = expect_params(self, model, registry)
         for optimizer, part in steps.split(params, scope):
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    "Updates cannot act on LBFGS, which computes curvature from its own updates; "
-                    "choose another optimizer"
-                )
+            _refuse_lbfgs(optimizer)
             updates = _StepUpdates(optimizer, part, registry)
             steps.at_begin(optimizer, updates.before_step, stack)
             steps.after(optimizer, updates.after_step, stack)
+
+
+@validated
+class MatchedUpdates(ParamSelector):
+    """The updates of the selected parameters, each rescaled to the norm of a treated update.
+
+    The site of the control `update_norm_matched`. Stage `step`: the transform T gets each gradient
+    g that the optimizer is about to use; its result goes to a second optimizer alone, of the same
+    class and settings and with a state of its own, which steps from the same values. With u the
+    optimizer's update from g and v the second optimizer's from T(g), the parameter becomes the
+    value before the step + u |v| / |u|. Where v equals u, nothing is changed, bit for bit; where u
+    is zero, so is the result.
+
+    In steps in which the trigger does not fire the second optimizer gets g. Its state is part of
+    the surgery's `state_dict`; it and the copies of the parameters double the optimizer's memory.
+    LBFGS is refused, and an optimizer whose state holds anything but tensors.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    copies_params: ClassVar[bool] = True
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value", "examples"})
+
+    def hook(
+        self,
+        model: nn.Module,
+        steps: OptimizerSteps,
+        stage: Stage,
+        scope: Scope,
+        registry: HookRegistry,
+        stack: ExitStack,
+    ) -> None:
+        params = expect_params(self, model, registry)
+        for index, (optimizer, part) in enumerate(steps.split(params, scope)):
+            _refuse_lbfgs(optimizer)
+            matched = _SecondOptimizer(optimizer, part, registry, f"optimizer{index}")
+            steps.at_begin(optimizer, matched.copy_values, stack)
+            steps.before(optimizer, matched.treat, stack)
+            steps.after(optimizer, matched.match, stack)
+
+
+class _SecondOptimizer:
+    """What runs around a step of an optimizer whose updates get the norm of treated ones."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Mapping[str, nn.Parameter],
+        registry: HookRegistry,
+        key: str,
+    ) -> None:
+        self._optimizer = optimizer
+        self._params = dict(params)
+        self._registry = registry
+        self._key = key  # of the state in that of the surgery
+        self._before: dict[str, Tensor] = {}  # empty except during a step
+        self._treated: dict[str, Tensor] = {}
+        values = [ref(param) for param in params.values()]
+        self._group_hook: GroupFn = registry.group_hook(list(params), values)
+
+    def copy_values(self) -> None:
+        """Copy the parameters."""
+        self._before = {name: param.detach().clone() for name, param in self._params.items()}
+
+    def treat(self) -> None:
+        """Keep the transformed gradients; those of the optimizer stay as they are."""
+        grads = [param.grad for param in self._params.values()]
+        results = zip(self._params, self._group_hook(grads), strict=True)
+        self._treated = {name: grad.detach() for name, grad in results if grad is not None}
+
+    @torch.no_grad()
+    def match(self) -> None:
+        """Make the treated updates and give their norms to those of the optimizer."""
+        if not self._before or not self._treated:  # attached during the step
+            return
+        for name, treated in self._treated_updates().items():
+            param, before = self._params[name], self._before[name]
+            update = param - before
+            keeps = (treated == update).all()  # before + (after - before) is rounded
+            param.copy_(torch.where(keeps, param, before + norm_matched(update, treated)))
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()  # it holds casts of the weights before
+        self._before, self._treated = {}, {}
+
+    def _treated_updates(self) -> dict[str, Tensor]:
+        """Step the second optimizer from the values before the step; return its updates."""
+        copies = {name: self._before[name].clone() for name in self._treated}
+        for name, copied in copies.items():
+            copied.grad = self._treated[name]
+        second = copy.copy(self._optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
+        for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
+            setattr(second, attribute, getattr(self._optimizer, attribute, None))
+        by_param = {self._params[name]: copied for name, copied in copies.items()}
+        second.param_groups = [
+            {**group, "params": [by_param[p] for p in group["params"] if p in by_param]}
+            for group in self._optimizer.param_groups
+        ]
+        state = self._registry.state(self._key)
+        second.state = self._read_state(state, copies)
+        second.step()
+        for name, copied in copies.items():
+            for key, entry in second.state[copied].items():
+                state |= self._written(f"{name}.{key}", entry)
+        return {name: copied - self._before[name] for name, copied in copies.items()}
+
+    # Any: entries of an optimizer's state.
+    def _read_state(
+        self, state: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> defaultdict[Tensor, Any]:
+        read: defaultdict[Tensor, Any] = defaultdict(dict)
+        for key, entry in state.items():
+            name, _, part = key.rpartition(".")
+            if name in copies:  # Adam's `step` is on the CPU, also after a checkpoint was loaded
+                like = self._optimizer.state[self._params[name]].get(part, entry)
+                # A copy: optimizers write in place, and a `state_dict` has this tensor.
+                read[copies[name]][part] = entry.to(like.device, copy=True)
+        return read
+
+    def _written(self, key: str, entry: object) -> dict[str, Tensor]:
+        if isinstance(entry, Tensor):
+            return {key: entry}
+        if entry is None:  # as the momentum of SGD without momentum
+            return {}
+        raise TypeError(
+            f"update_norm_matched needs an optimizer whose state is tensors, and "
+            f"{type(self._optimizer).__name__} has {key} = {entry!r}"
+        )
+
+
+def _refuse_lbfgs(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "Updates cannot act on LBFGS, which computes curvature from its own updates; "
+            "choose another optimizer"
+        )
 
 
 class _StepUpdates:

@@ -246,6 +246,9 @@ class Attachment:
         self._hooks |= dict(zip(sites, hooks, strict=True))
         return GroupHook(self.controller, hooks, skip)
 
+    def state(self, key: str) -> dict[str, Tensor]:
+        return self.session.states.setdefault(f"{self.label}/{key}", {})
+
     # Helpers.
 
     def _observe(self, model: nn.Module) -> None:

@@ -50,10 +50,10 @@ def compare(
 
     `train(model, surgery)` attaches the surgery it is given, trains, and returns a number or a dict
     of numbers. The `plain` control gets an empty surgery, `norm_matched` the direction of the plain
-    gradient with the norm of the treated one, `placebo` its norm and its cosine to the plain
-    gradient in a random direction. Raises ValueError if `seeds` < 1, the control is unknown, or the
-    placebo of an aggregator; if the surgery was never attached; or if the arms return different
-    keys.
+    gradient with the norm of the treated one, `update_norm_matched` the same of the optimizer's
+    update, `placebo` the norm of the treated gradient and its cosine to the plain one in a random
+    direction. Raises ValueError if `seeds` < 1; if the control is unknown or not for this surgery;
+    if the surgery was never attached; or if the arms return different keys.
     """
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")

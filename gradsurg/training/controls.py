@@ -1,19 +1,23 @@
 """Interventions of control arms: those of the treatment but for one part."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal, get_args
 
 from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.hooks.intervention import Intervention
+from gradsurg.sites.parameters import Parameters
+from gradsurg.sites.selection import ParamSelector
+from gradsurg.sites.updates import MatchedUpdates, Updates
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.placebo import Placebo
 
-ActingControl = Literal["norm_matched", "placebo"]
+ActingControl = Literal["norm_matched", "update_norm_matched", "placebo"]
 """Controls that change gradients; the plain control changes none.
 
-`norm_matched` has the direction of the plain gradient and the norm of the treated one, `placebo`
-its norm and its cosine to the plain gradient, in a random direction."""
+`norm_matched` has the direction of the plain gradient and the norm of the treated one,
+`update_norm_matched` the same of the optimizer's update, `placebo` the norm of the treated gradient
+and its cosine to the plain one, in a random direction."""
 
 
 def control_interventions(
@@ -21,19 +25,38 @@ def control_interventions(
 ) -> tuple[Intervention, ...]:
     """Return the interventions of a control arm for the treatment `items`.
 
-    Raises ValueError for an unknown kind, or the placebo of an aggregator.
+    Raises ValueError for an unknown kind, for an aggregator except with `norm_matched`, and for
+    `update_norm_matched` unless there is one intervention, at parameters or updates.
     """
     if kind not in get_args(ActingControl):
         known = ", ".join(("plain", *get_args(ActingControl)))
         raise ValueError(f"control: must be one of {known}, found {kind!r}")
+    if kind == "update_norm_matched" and len(items) > 1:
+        raise ValueError(f"{kind} is for one intervention, found {len(items)}")
     return tuple(_control(item, kind) for item in items)
 
 
 def _control(item: Intervention, kind: ActingControl) -> Intervention:
+    if item.aggregator is None and kind == "update_norm_matched":
+        return _update_norm_matched(item)
     if item.aggregator is None:
         transform = (NormMatched if kind == "norm_matched" else Placebo)(item.operator)
         return replace(item, transform=transform, names=(kind,))
-    if kind == "placebo":
-        raise ValueError(f"control: placebo is for transforms, found {item.aggregator!r}")
+    if kind != "norm_matched":
+        raise ValueError(f"control: {kind} is for transforms, found {item.aggregator!r}")
     matched = NormMatchedSum(item.aggregator)
     return replace(item, transform=matched, names=("norm_matched_sum",))
+
+
+def _update_norm_matched(item: Intervention) -> Intervention:
+    match item.at:
+        case Updates():
+            return replace(item, transform=NormMatched(item.operator), names=("norm_matched",))
+        case Parameters() as at:
+            shared = {field.name: getattr(at, field.name) for field in fields(ParamSelector)}
+            return replace(item, at=MatchedUpdates(**{**shared, "stage": None}))
+        case _:
+            raise ValueError(
+                "update_norm_matched needs the gradients that the optimizer uses: "
+                f"Parameters or Updates (site=parameters, site=updates), found {item.at!r}"
+            )

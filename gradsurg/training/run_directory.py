@@ -381,7 +381,7 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(controls, Mapping):
         return dict(controls)
     kind = str(control).partition("-")[0]
-    kind = kind if kind in ("norm_matched", "placebo") else "plain"
+    kind = kind if kind in ("norm_matched", "update_norm_matched", "placebo") else "plain"
     return {kind: control} if isinstance(control, str) else {}
 
 

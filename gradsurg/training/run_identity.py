@@ -26,12 +26,12 @@ Not in it:
   `update_effect_every`, `eval_every` without `until`, and `metric`; `Run.measured` records them
   beside the run;
 - launching: `hydra`, `threads`, `force` and `retry_failed`;
-- the runs that it is compared with: `control` (except `norm_matched` and `placebo`), `seeds` and
+- the runs that it is compared with: `control` (except those that act), `seeds` and
   `attribute`.
 
 A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
 treatments at one site share one control. A norm-matched control has the treatment that it takes the
-norm of, and `control: norm_matched`; likewise a placebo.
+norm of, and `control: norm_matched`; likewise the other controls that act.
 
 An edit of gradsurg's own source does not change the identity: most edits concern a message or a
 report. `environment` records the full versions and a hash of that source, and
@@ -70,7 +70,7 @@ Config = Mapping[str, object]
 
 def run_identity(
     config: Config,
-    arm: Literal["treated", "control", "norm_matched", "placebo"],
+    arm: Literal["treated", "control", "norm_matched", "update_norm_matched", "placebo"],
     settings: Config,
     aggregated: bool = False,
     data_hash: str = "",

@@ -51,8 +51,9 @@ class NormMatched(Wrapper):
     ) -> tuple[list[Tensor], TransformState]:
         targets, state = update_all(self.of, grads, state, contexts)
         pairs = zip(grads, targets, strict=True)
-        return [_matched(grad, target) for grad, target in pairs], state
+        return [norm_matched(grad, target) for grad, target in pairs], state
 
 
-def _matched(grad: Tensor, target: Tensor) -> Tensor:
+def norm_matched(grad: Tensor, target: Tensor) -> Tensor:
+    """Return `grad` rescaled to the 2-norm of `target`; zero where `grad` is zero."""
     return (direction(grad, "tensor") * norm(target, "tensor")).to(grad.dtype)

@@ -221,6 +221,7 @@ def test_seed_pins_one_seed_and_seeds_counts_from_zero() -> None:
         ("none", None),
         ("plain", "none"),
         ("norm_matched", "norm_matched-clip"),
+        ("update_norm_matched", "update_norm_matched-clip"),
         ("placebo", "placebo-clip"),
     ],
 )
@@ -430,7 +431,7 @@ def test_two_transforms_of_one_study_share_their_control() -> None:
     assert first.directory(out) != third.directory(out)
 
 
-@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+@pytest.mark.parametrize("control", ["norm_matched", "update_norm_matched", "placebo"])
 def test_a_control_that_acts_is_a_transforms_own(control: str) -> None:
     words = (f"control={control}", "transform=clip", "seed=0")
     first, second = (

@@ -92,7 +92,13 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             )
             for name in ("fixed_weights", "famo", "mean")
         ],
-        (["control=placebo"], ["control: placebo is for transforms, and pcgrad is an aggregator"]),
+        *[
+            (
+                [f"control={kind}"],
+                [f"control: {kind} is for transforms, and pcgrad is an aggregator"],
+            )
+            for kind in ("placebo", "update_norm_matched")
+        ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
         (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
         (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),

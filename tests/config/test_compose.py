@@ -190,7 +190,8 @@ WRONG = (
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
     Wrong(
         "control=plane",
-        "control: must be one of 'none', 'plain', 'norm_matched' or 'placebo', found",
+        "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
+        "or 'placebo', found",
     ),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("device=meta", "device: there is no 'meta' here; auto takes what there is"),

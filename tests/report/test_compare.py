@@ -413,3 +413,24 @@ def test_a_metric_of_another_task_is_not_told_of_an_arm(tmp_path: Path) -> None:
         'aria-label="Differences in test loss first by arm">(.*?)</table>', page(report)
     )
     assert table.count('<th scope="row">') == 1
+
+
+def test_an_arm_whose_control_is_the_treatment_itself_is_in_no_correction(tmp_path: Path) -> None:
+    adam = {"optimizer": {"name": "Adam"}}
+    for seed in range(2):
+        for label, cosine in (("scale", 1.0), ("clip", 0.5), ("sign", 0.25)):
+            matched = f"norm_matched-{label}"
+            control = studies.whole(tmp_path, matched, seed, 0.8, arm="control", **adam)
+            place = studies.plan(tmp_path, label, seed, control, **adam)
+            rows = [studies.effect(label, site, 10, cosine=cosine) for site in studies.SITES]
+            place.append_effects(rows)
+            studies.end(place, label, 0.9 + seed / 100)
+    report = study_report(tmp_path)
+    outcomes = {one.arm.name: one for one in report.outcomes if one.metric == "test/accuracy"}
+    assert outcomes["scale"].difference is None
+    assert outcomes["scale"].states == {"with a vacuous control": 2}
+    assert outcomes["clip"].q_value == outcomes["clip"].p_value == 0.5
+    assert report.answer.startswith("scale turned no gradient (cosine 1 at every site), so the")
+    assert any(line.startswith("2 arms are compared at once") for line in report.cautions)
+    offer = "A constant scale of the gradients cancels in the updates of Adam: control=update_"
+    assert any(line.startswith(offer) for line in report.cautions)

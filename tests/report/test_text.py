@@ -410,6 +410,10 @@ def acting(write, control: str, cosine: float) -> str:
     ("control", "words"),
     [
         ("norm_matched", "The norm-matched arm has the gradient's direction with the norm that"),
+        (
+            "update_norm_matched",
+            "The update-norm-matched arm has the direction of the optimizer's plain update with",
+        ),
         ("placebo", "The placebo arm turns each gradient as far as clip, to the same norm,"),
     ],
 )

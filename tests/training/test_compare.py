@@ -92,7 +92,7 @@ def test_the_placebo_of_a_surgery_that_changes_nothing_is_plain_training_bit_for
     assert comparison.control == plain.control == plain.treated
 
 
-@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+@pytest.mark.parametrize("control", ["norm_matched", "update_norm_matched", "placebo"])
 def test_a_control_that_acts_differs_from_both_other_arms(control: Any) -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Sign(), gs.Parameters(), names=("sign",)))
     acting = gs.compare(make_model, train, surgery, seeds=1, control=control)
@@ -104,7 +104,8 @@ def test_a_control_that_acts_differs_from_both_other_arms(control: Any) -> None:
 def test_an_unknown_control_and_the_placebo_of_an_aggregator_are_refused() -> None:
     kind: Any = "placebos"
     surgery = gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
-    with pytest.raises(ValueError, match=r"^control: must be one of plain, norm_matched, placebo,"):
+    kinds = "plain, norm_matched, update_norm_matched, placebo"
+    with pytest.raises(ValueError, match=f"^control: must be one of {kinds}, found 'placebos'"):
         gs.compare(make_model, train, surgery, control=kind)
     with pytest.raises(ValueError, match=r"^control: placebo is for transforms, found PCGrad"):
         gs.compare(make_model, train, surgery, control="placebo")
