@@ -10,6 +10,7 @@ python scripts/bench.py engines [--rounds 3]              a step of eight tasks 
 python scripts/bench.py telemetry                         measurements of gradient conflicts
 python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
+python scripts/bench.py catalogue                         oracles and costs of all transforms
 """
 
 import argparse
@@ -124,7 +125,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start"]
+    whats += ["telemetry", "examples", "start", "catalogue"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -147,6 +148,10 @@ def main() -> None:
             print(bench_examples.table(args.rounds))
         case "telemetry":
             print(bench_telemetry.table(args.rounds))
+        case "catalogue":
+            import bench_catalogue  # imports the tests, which other benchmarks do without
+
+            print(bench_catalogue.table(min(args.rounds, 9), args.only))
         case "start":
             print(bench_start.table(args.rounds, args.only))
         case "multitask":
