@@ -44,7 +44,7 @@ class MNISTOverlay(TwoDigits):
         return () if self.verify else image_files(LAYOUT, self.root)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _data(task: MNISTOverlay, content: str, validation: float) -> Data:
     """Load the data; `content`, a hash of the files, is part of the cache's key."""
     images = read_images(LAYOUT, task.root, task.verify, content)
