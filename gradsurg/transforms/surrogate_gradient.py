@@ -27,6 +27,11 @@ class SurrogateGradient(Stateless):
     | `sigmoid` | k s (1 - s), s = sigmoid(k u) | Zenke and Ganguli 2018 (arXiv 1705.11146) |
     | `fast_sigmoid` | 1 / (1 + k abs(u))^2 | the same |
     | `arctan` | k / 2 / (1 + (pi k u / 2)^2) | Fang et al., ICCV 2021 (arXiv 2007.05785) |
+    | `softplus` | sigmoid(k u) | Dombrowski et al., NeurIPS 2019 (arXiv 1906.07983) |
+
+    `softplus` is the derivative of softplus_k, as zennit's ReLUBetaSmooth. At the `Inputs` of a
+    ReLU it needs another intervention, `StraightThrough` at `Nodes("Relu", side="leave")`, because
+    the ReLU has set the gradient of negative inputs to zero.
 
     For a module whose backward passes the gradient through, as `x + (x.sign() - x).detach()` does:
     at its `Inputs`, x is the input. A module with a zero derivative, as `torch.sign`, leaves
@@ -36,7 +41,9 @@ class SurrogateGradient(Stateless):
     An infinity in g becomes NaN where the factor is 0, as outside of a rectangle.
     """
 
-    window: Literal["rectangle", "triangle", "sigmoid", "fast_sigmoid", "arctan"] = "rectangle"
+    window: Literal["rectangle", "triangle", "sigmoid", "fast_sigmoid", "arctan", "softplus"] = (
+        "rectangle"
+    )
     slope: Annotated[float, Field(gt=0)] = 1.0
     _: KW_ONLY
     center: float = 0.0
@@ -75,4 +82,6 @@ class SurrogateGradient(Stateless):
                 factor = (1 + u.abs()).square().reciprocal()
             case "arctan":
                 factor = self.slope / 2 / (1 + (pi / 2 * u).square())
+            case "softplus":
+                factor = u.sigmoid()
         return (widened(grad) * factor).to(grad.dtype)

@@ -262,6 +262,8 @@ ROWS = (
     # 10 * 0.1 = 1: a quarter.
     Row("fast_sigmoid_surrogate", [2.0, 4.0], [2.0, 1.0], value=[0.0, -0.1]),
     # (pi / 2 * 2 / pi)^2 = 1: a half.
+    # sigmoid(log 3) = 3/4.
+    Row("softplus_surrogate", [2.0, 4.0], [1.0, 3.0], value=[0.0, 0.109861229]),
     Row("arctan_surrogate", [2.0, 4.0], [2.0, 2.0], value=[0.0, 0.31830989]),
     # s = 250 / 1000 and T(g) = 0: three quarters of g.
     Row("scheduled", [4.0, NAN], [3.0, NAN], step=250),

@@ -37,6 +37,7 @@ from gradsurg.transforms.scale_by_sign import ScaleBySign
 from gradsurg.transforms.sign import Sign
 from gradsurg.transforms.sign_agreement import SignAgreement
 from gradsurg.transforms.spike_clip import SpikeClip
+from gradsurg.transforms.straight_through import StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from tests.transforms.cases import INF, NAN
 
@@ -575,3 +576,22 @@ def test_a_group_is_rescaled_to_one_norm() -> None:
     total = math.sqrt(sum(float(result.double().square().sum()) for result in results))
     assert total == pytest.approx(2.0, rel=1e-3)
     assert [result.dtype for result in results] == [grad.dtype for grad in grads]
+
+
+def test_a_softplus_window_and_a_straight_through_give_the_gradient_of_the_softplus_network() -> (
+    None
+):
+    """Of a network with one hidden layer, whose inner values are those of the ReLU network."""
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(6, 50).double(), torch.nn.Linear(50, 1).double()
+    given = random(9, 6).double().requires_grad_()
+    last(torch.nn.functional.softplus(first(given), beta=3.0)).sum().backward()
+    other = given.detach().clone().requires_grad_()
+    surgery = gs.Surgery(
+        gs.Intervention(StraightThrough(), at=gs.Nodes("Relu", side="leave")),
+        gs.Intervention(SurrogateGradient("softplus", 3.0), at=gs.Inputs(types="ReLU")),
+    )
+    model = torch.nn.Sequential(first, torch.nn.ReLU(), last)
+    with surgery.attach(model):
+        model(other).sum().backward()
+    torch.testing.assert_close(other.grad, given.grad)
