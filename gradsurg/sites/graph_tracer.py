@@ -145,7 +145,7 @@ class Tracer:
             log.marks.append(tracked)
 
         untraced = compiling.untraced(enter)
-        return enter
+        return compiling.ModuleHook(enter)
 
     def _leave(
         self, end: "_CallEnd", take: Callable[["CallGraph"], None], lists_output: bool
@@ -175,7 +175,7 @@ class Tracer:
                     self._end(log, task, output, take)
 
         untraced = compiling.untraced(leave)
-        return leave
+        return compiling.ModuleHook(leave)
 
     def _begin(self, log: "_CallLog", module: nn.Module, inputs: object) -> None:
         """Start a new outermost call, unless this call is inside the one that is open.

@@ -114,7 +114,7 @@ def replaced_hook() -> BackwardHook:
 
     PyTorch reads the table of backward hooks before a call, and hooks need the call's index.
     """
-    return lambda module, grads, *_: None
+    return compiling.ModuleHook(lambda module, grads, *_: None)
 
 
 def forward_pre_hook(calls: Calls, site_kind: str) -> Callable[..., None]:

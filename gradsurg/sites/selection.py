@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
@@ -211,7 +212,31 @@ def expect_params(
                 "would see one shard of it. Use Outputs, Inputs or Nodes."
             )
         params[name] = param
+    _note_parametrized(fields, model, registry, params)
     return params
+
+
+def _note_parametrized(
+    fields: ParamFields, model: nn.Module, registry: HookRegistry, params: Mapping[str, object]
+) -> None:
+    """Tell of weights that fit by their usual name and have other parameters behind them."""
+    for prefix, module in model.named_modules():
+        if not is_parametrized(module):
+            continue
+        of_tensor = module.parametrizations
+        assert isinstance(of_tensor, nn.ModuleDict)
+        for tensor, parametrization in of_tensor.items():
+            name = f"{prefix}.{tensor}".lstrip(".")
+            behind = {
+                f"{prefix}.parametrizations.{tensor}.{key}".lstrip("."): param
+                for key, param in parametrization.named_parameters(recurse=False)
+            }
+            places = [Place(fields.mechanism, name, one, owner=module) for one in behind.values()]
+            if not {*behind} & {*params} and any(map(registry.selects, places)):
+                registry.note(
+                    f"'{name}' is parametrized and not selected: its parameters are "
+                    f"{', '.join(behind)}"
+                )
 
 
 def selected_params(

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from math import nan
 from types import ModuleType
@@ -18,6 +19,16 @@ _tracing: Callable[[], object]
 _tracing = import_module("torch._C._dynamo.eval_frame").get_eval_frame_callback
 
 
+class ModuleHook(partial[Any]):
+    """A hook of a module, which becomes one without effect where the module is copied or pickled.
+
+    A copy made while a surgery is attached, such as an average of the weights, is a plain model.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
+
+
 def untraced(function: Function, compiled: Function | None = None) -> Function:
     """Wrap a function so that Dynamo does not trace it, which would lose its side effects.
 
@@ -25,7 +36,7 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
     In compiled code `compiled` is called instead of the function, if given.
     """
     if _uncompiled.get() and _DYNAMO not in sys.modules:
-        return function
+        return _hook(function)
     disable: Callable[..., Any] = torch.compiler.disable  # Any: it returns its argument
     disabled = disable(compiled or function)
 
@@ -34,7 +45,11 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
 
     # Dynamo neither compiles nor inlines this frame.
     skip: Callable[..., Any] = import_module("torch._dynamo.decorators").skip
-    return skip(run)
+    return _hook(skip(run))
+
+
+def _hook(function: Callable[..., Any]) -> Any:  # Any: it is called like the function
+    return ModuleHook(function)
 
 
 traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling

@@ -1,6 +1,8 @@
 """A surgery without a `with` block: start, bind, several optimizers, steps by hand, and the end."""
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import warnings
@@ -315,3 +317,42 @@ def test_calls_of_a_module_without_its_model_are_not_numbered(kind: Any) -> None
     ):
         warnings.simplefilter("ignore", gs.SurgeryWarning)  # that no gradient has passed
         model[0](model[0](x)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "site",
+    [
+        gs.Outputs("0"),
+        gs.Inputs("0"),
+        gs.Nodes("Relu"),
+        gs.ModuleGradients("1"),
+        gs.Activations("0"),
+        gs.SavedTensors("0"),
+        gs.Weights(stage="forward"),
+        gs.Parameters(),
+    ],
+    ids=lambda site: type(site).__name__,
+)
+def test_a_copy_and_a_pickle_made_inside_the_block_are_plain_models(site: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    nn.init.ones_(model[0].weight)
+    x = torch.ones(2, 3, requires_grad=True)
+    with gs.Surgery(gs.Intervention(gs.Scale(0.0), at=site)).attach(model):
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        copies += [pickle.loads(pickle.dumps(copies[0]))]
+        model(x).sum().backward()
+    for twin in copies:
+        twin(x).sum().backward()
+        assert torch.equal(twin[0].weight.grad, torch.full((3, 3), 2.0))
+
+
+def test_a_parametrized_weight_that_a_pattern_misses_is_told() -> None:
+    weight_norm = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+    told = r"'0\.weight' is parametrized and not selected: its parameters are 0\.parametrizations\."
+    missing = gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Parameters("*.weight")))
+    with pytest.warns(gs.SurgeryWarning, match=told), missing.attach(model):
+        model(torch.ones(2, 3)).sum().backward()
+    for pattern in ("*", "1.weight", "*.original0"):
+        with gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Parameters(pattern))).attach(model):
+            model(torch.ones(2, 3)).sum().backward()
