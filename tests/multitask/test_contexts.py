@@ -335,14 +335,19 @@ def test_an_aggregator_that_is_not_homogeneous_is_refused_under_a_loss_scale(
             scaler.step(optimizer)
 
 
-def test_every_aggregator_of_the_catalogue_works_under_a_loss_scale() -> None:
+def test_every_aggregator_of_the_catalogue_works_under_a_loss_scale_or_is_refused() -> None:
     for stem in names("aggregators"):
         fields = {"weights": [1.0, 2.0, 3.0]} if stem == "fixed_weights" else {}
         aggregator = made(stem, **fields)
         tasks = ("a", "b") if stem == "agem" else ("a", "b", "c")
         model, scaler = Net(tasks), _scaler()
         with gs.Surgery(at_shared(aggregator)).attach(model, still(model), scaler=scaler) as live:
-            live.backward({t: scaler.scale(own) for t, own in losses_of(model).items()})
+            scaled = {t: scaler.scale(own) for t, own in losses_of(model).items()}
+            if "homogeneous" not in aggregator.properties:
+                with pytest.raises(ValueError, match="sees gradients times the loss scale"):
+                    live.backward(scaled)
+                continue
+            live.backward(scaled)
         found = grads_of(model)
         model.zero_grad()
         with gs.Surgery(at_shared(aggregator)).attach(model, still(model)) as live:
