@@ -6,6 +6,7 @@ from statistics import fmean, median
 from types import MappingProxyType
 
 from gradsurg.report.compare import (
+    ENDED,
     Outcome,
     TimeToTarget,
     chosen_metrics,
@@ -52,6 +53,7 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     if empty and not compared:
         return " ".join(first)
     if not compared:
+        first = [sentence for sentence in first if sentence != ABOUT_DIVERGED]
         return " ".join([*first, _nothing_yet(arms, lost)])
     one = compared[0]
     if len(compared) == 1 and one.difference:
@@ -242,6 +244,8 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
         return (
             f"There is no control to compare with: {finished}, and what they came to stands alone."
         )
+    if all(run.state in ENDED for arm in arms for run in arm.runs):
+        return "No seed finished in both arms, so there is no difference to report."
     return (
         f"Nothing can be compared yet: {whole} of {count(total, 'run')} finished, and no seed "
         "has both a treated and a control run."
@@ -271,11 +275,12 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
         ]
         if parts:
             sentences.append(f"{words} each and so no interval: {name} {listed(parts)}.")
-    sentences[0] = (
-        f"Beside their control arms, seed for seed: {sentences[0][0].lower()}{sentences[0][1:]}"
-    )
+    rest = f"{sentences[0][0].lower()}{sentences[0][1:]}"
+    sentences[0] = f"Compared with their control arms, seed by seed: {rest}"
     if any("seeds; " in sentence for sentence in sentences):
-        sentences.append("Brackets: seeds with that sign, median, mean, its paired t interval.")
+        sentences.append(
+            "In brackets: the seeds with that sign; the median, the mean and its paired t interval."
+        )
     return sentences
 
 
@@ -301,7 +306,7 @@ def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
     sizes = sorted({o.difference.n for o in compared if o.difference and o.reading in HINTS})
     sizes = [n for n in sizes if n < MIN_FOR_P]
     number = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-    return f"With n = {number} seeds no sign-flip test can reach .05"
+    return f"With n = {number} seeds no sign-flip test can reach 0.05"
 
 
 def _with_sizes(outcome: Outcome, word: str) -> str:

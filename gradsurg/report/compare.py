@@ -178,7 +178,7 @@ def _vacuous_control(arm: Arm, runs: Mapping[str, LoadedRun]) -> str:
     cosines = [cosine for row in rows if isinstance(cosine := row["cosine"], float)]
     if min(cosines, default=0) < PARALLEL:
         return ""
-    return _control_kind(controls[0]).replace("_", "-")
+    return plain_name(controls[0])
 
 
 def shares(arms: Sequence[Arm]) -> list[Outcome]:
@@ -344,8 +344,14 @@ def _has_target(run: LoadedRun) -> bool:
 
 
 def plain_name(run: LoadedRun) -> str:
-    """Return the name of a control run's arm in a sentence."""
-    return PLAIN if run.label == "none" else run.label.replace("_", "-")
+    """Return the name of a control run's arm in a sentence: `control`, `placebo`, `norm-matched`.
+
+    A run that is no control, as one of a shorter chain, has its label.
+    """
+    kind = _control_kind(run)
+    if kind == "plain" or run.label == "none":
+        return PLAIN
+    return (kind or run.label).replace("_", "-")
 
 
 PLAIN = "control"

@@ -159,8 +159,12 @@ def table(
     caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[str] = ()
 ) -> str:
     """A table with numbers to the right; a second line of a cell is an interval."""
-    text = {"arm", "link", "95 % interval", "BCa bootstrap", "reading", "not compared", "range"}
-    classes = ["" if head in text or head in words else "num" for head in heads]
+    text = {"arm", "link", "reading", "not compared"}
+    spans = {"95 % interval", "BCa bootstrap", "range"}  # to the left, in one line
+    classes = [
+        "said" if head in spans else "" if head in text or head in words else "num"
+        for head in heads
+    ]
     top = "".join(
         f'<th scope="col" class="{cls}">{escape(head)}</th>'
         for head, cls in zip(heads, classes, strict=True)

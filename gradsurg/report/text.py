@@ -374,6 +374,11 @@ SHORT = {
     "one seed: no interval": "",
     "two seeds: no interval": "",
 }  # readings in the table
+SPARED = (
+    ("treated", "control"),
+    ("higher",),
+)  # columns left out in a narrow terminal, in this order
+NARROW = 12  # a column of words is at least as wide
 NARROWEST = 24  # column of names that are folded rather than a table cut in two
 
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
@@ -414,7 +419,7 @@ def _print(report: StudyReport, console: Console) -> None:
         outcomes = [one for one in report.outcomes if one.metric == metric and one.is_known]
         if compared and outcomes:
             console.print()
-            console.print(_outcomes(outcomes, name))
+            console.print(_outcomes(outcomes, name, console.width))
     for text in [*([""] if report.tunings else []), *tuning_lines(report.tunings)]:
         console.print(Text(text))
     if report.alone:
@@ -501,18 +506,26 @@ def _states(report: StudyReport) -> Text:
     return text
 
 
-def _outcomes(outcomes: list[Outcome], name: str) -> Table:
+def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
+    """Return a metric's table; in a narrow terminal without the columns of `SPARED`."""
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
     many = any(outcome.q_value is not None for outcome in outcomes)
     columns = ["arm", "higher", "treated", "control", "difference", "95 % interval", "p"]
     heads = [*columns, *["q"] * many, "reading"]
     rows = [_outcome_row(outcome, many) for outcome in outcomes]
-    for head in heads:
+    widths = {head: max(map(len, cells)) for head, *cells in zip(heads, heads, *rows, strict=True)}
+    widths["arm"] = min(widths["arm"], NARROWEST)
+    for spared in SPARED:
+        if sum(widths.values()) + 2 * len(widths) > width:
+            widths = {head: number for head, number in widths.items() if head not in spared}
+    for head in widths:
         words = head in ("arm", "reading")  # which can be wrapped, numbers not
+        least = min(widths[head], NARROW) if words else None
         justify = "left" if words else "right"
-        table.add_column(head, justify=justify, no_wrap=not words, overflow="fold")
+        table.add_column(head, justify=justify, no_wrap=not words, overflow="fold", min_width=least)
     for row in rows:
-        table.add_row(*[Text(cell) for cell in row])
+        cells = [cell for head, cell in zip(heads, row, strict=True) if head in widths]
+        table.add_row(*[Text(cell) for cell in cells])
     return table
 
 

@@ -236,7 +236,7 @@ def _view(metric: str, share: bool, key: str, numeric: bool, by_log: bool) -> Sp
         alt.Chart(alt.NamedData(name)) for name in ("seeds", "means", "lost", "chosen")
     )
     title_x = key + (" (log scale)" if by_log else "")
-    axis = alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True)
+    axis = alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True, labelSeparation=8)
     x = alt.X("value:Q", scale=scale_of(by_log, padding=12), axis=axis, title=title_x)
     if not numeric:
         x = alt.X("value:N", sort=None, axis=alt.Axis(labelAngle=0), title=key)
@@ -246,7 +246,10 @@ def _view(metric: str, share: bool, key: str, numeric: bool, by_log: bool) -> Sp
         axis=alt.Axis(format=".3~%" if share else ".3~g", tickCount=5),
         title=metric,
     )
-    color = alt.Color("arm:N", sort=None, scale=alt.Scale(range=list(TASKS)), title=None)
+    legend = alt.Legend(orient="top", direction="vertical", labelLimit=340)
+    color = alt.Color(
+        "arm:N", sort=None, scale=alt.Scale(range=list(TASKS)), title=None, legend=legend
+    )
     tips = ["arm:N", alt.Tooltip("value:Q" if numeric else "value:N", title=key)]
     layers = alt.layer(
         means.mark_line(strokeWidth=2, clip=True).encode(x=x, y=y, color=color),

@@ -3,9 +3,11 @@
 import json
 import math
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gradsurg.report.answer import alone_rows, cautions, duration, paragraph
 from gradsurg.report.compare import (
@@ -23,7 +25,7 @@ from gradsurg.report.html import page
 from gradsurg.report.load import group, read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
 from gradsurg.report.study import study_report
-from gradsurg.report.text import Runs, overview, report
+from gradsurg.report.text import Runs, _print, overview, report
 from gradsurg.report.wording import FEW
 from gradsurg.stats import bca_interval
 from tests.report import studies
@@ -163,10 +165,11 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
     outcomes = compare(arms)
     said = paragraph(outcomes, arms)
     assert said.startswith(
-        "1 of 3 seeds diverged with zero, 0 of 3 in the control arm (exact McNemar p 1). Means and "
-        "medians are over the seeds in which both arms ended. Beside their control arms, seed for "
-        "seed: no clear difference in test accuracy for clip (n = 3). Two seeds each and so no "
-        "interval: test accuracy -19.50% with zero."
+        "1 of 3 seeds diverged with zero, 0 of 3 in the control arm (exact McNemar p 1). Means "
+        "and medians are over the seeds in which both arms ended. Compared with their control "
+        "arms, "
+        "seed by seed: no clear difference in test accuracy for clip (n = 3). Two seeds each and "
+        "so no interval: test accuracy -19.50% with zero."
     )
     assert "Nothing to compare yet for noise." in said
     text = " ".join(cautions(runs, outcomes))
@@ -271,7 +274,7 @@ def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:
     arms = group(read_study(tmp_path))
     said = paragraph(compare(arms), arms)
     told = "one seed each and so no interval: test accuracy -40.00% with clip and +5.00% with sign."
-    assert said.startswith(f"Beside their control arms, seed for seed: {told}")
+    assert said.startswith(f"Compared with their control arms, seed by seed: {told}")
     assert "No clear difference" not in said
 
 
@@ -304,9 +307,9 @@ def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Pat
     assert [one.reading for one in found.values()] == ["lower", "higher (hint)", "higher (hint)"]
     said = paragraph(outcomes, arms)
     assert (
-        "seed for seed: test accuracy is lower with zero (8 of 8 seeds; -10.35%, -10.35%, " in said
+        "seed by seed: test accuracy is lower with zero (8 of 8 seeds; -10.35%, -10.35%, " in said
     )
-    few = "With n = 5 seeds no sign-flip test can reach .05: take as hints that test accuracy is "
+    few = "With n = 5 seeds no sign-flip test can reach 0.05: take as hints that test accuracy is "
     assert f"{few}higher with clip (" in said
     assert "With p or q above 0.05: take as hints that test accuracy is higher with sign (" in said
     assert "No clear difference" not in said
@@ -434,3 +437,30 @@ def test_an_arm_whose_control_is_the_treatment_itself_is_in_no_correction(tmp_pa
     assert any(line.startswith("2 arms are compared at once") for line in report.cautions)
     offer = "A constant scale of the gradients cancels in the updates of Adam: control=update_"
     assert any(line.startswith(offer) for line in report.cautions)
+
+
+def test_where_every_control_diverged_the_answer_does_not_wait_for_more(tmp_path: Path) -> None:
+    control = studies.plan(tmp_path, "none", 0)
+    studies.end(control, "none", 0.1, "diverged")
+    studies.whole(tmp_path, "clip", 0, 0.9, control.path.name)
+    text = study_report(tmp_path).answer
+    assert text.endswith("No seed finished in both arms, so there is no difference to report.")
+    assert "Means and medians" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_table_of_outcomes_breaks_no_word_in_a_narrow_terminal(
+    tmp_path: Path, width: int
+) -> None:
+    for seed in range(3):
+        control = studies.whole(tmp_path, "none", seed, 0.5 + seed / 1000)
+        for label, accuracy in (("clip", 0.91), ("grokfast_ema", 0.3)):
+            studies.whole(tmp_path, label, seed, accuracy - seed / 100, control)
+    console = Console(file=StringIO(), width=width)
+    _print(study_report(tmp_path), console)
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "grokfast_ema" in text.split("test accuracy")[-1]
+    assert "reading" in text
+    assert ("  treated  " in text) == (width == 100)
