@@ -212,7 +212,8 @@ def expect_params(
                 "would see one shard of it. Use Outputs, Inputs or Nodes."
             )
         params[name] = param
-    _note_parametrized(fields, model, registry, params)
+    if any(map(is_parametrized, model.modules())):
+        _note_parametrized(fields, model, registry, params)
     return params
 
 
