@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from gradsurg.models.resnet import ResNet
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data
+from gradsurg.tasks.data.arrays import Count
 
 PIXELS = 64
 WIDTH = 8  # of the other networks, of depth 8
@@ -21,6 +22,8 @@ class TransferResNets(TransferDigits):
     perturbation is at most `norm`, as an image has 64 pixels, and may differ between the arms:
     `norm_sign` is its mean, `target_sign` the accuracy of the other networks.
     """
+
+    num_targets: Count = 2
 
     def other(self, data: Data) -> nn.Module:
         return ResNet(data.input_shape, data.num_outputs, width=WIDTH)

@@ -101,7 +101,7 @@ class ProjectSubspace(GroupTransform):
         """The vectors to project, (number, entries)."""
         wide = widened(grad)
         by_row = self.vectors == "rows" and grad.ndim > 1
-        return wide.flatten(1) if by_row else wide.reshape(1, -1)
+        return wide.reshape(len(wide), wide[:1].numel()) if by_row else wide.reshape(1, -1)
 
     def _projected(self, rows: Tensor, basis: Tensor) -> Tensor:
         if not rows.numel():

@@ -28,7 +28,7 @@ TOLD = {  # what is required by name
     "multi_head": {"heads": (4, 6)},
     "point": {"start": (1.0,) * 10},
 }
-IMAGES = [name for name in NAMES if name not in {*TOLD, "siamese"}]
+IMAGES = [name for name in NAMES if name not in {*TOLD, "siamese", "autoencoder"}]
 SHAPES = {"gpt": (8,), "siamese": (2, 1, 8, 8)}  # what is not one image of 8 x 8
 SEQUENCES = ["gru", "lstm", "rnn"]
 

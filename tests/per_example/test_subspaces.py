@@ -191,7 +191,7 @@ def test_a_wrong_file_is_refused_when_the_transform_is_made(
 ) -> None:
     path = str(tmp_path / "basis.pt")
     if content == "text":
-        (tmp_path / "basis.pt").write_text("text")
+        (tmp_path / "basis.pt").write_text("text", encoding="utf-8")
     elif content is not None:
         saved(content, tmp_path)
     with pytest.raises(FieldError, match=message):

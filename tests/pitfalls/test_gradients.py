@@ -281,12 +281,16 @@ def test_p16_a_tied_weight_is_hooked_once_with_both_its_names() -> None:
     assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0.weight", ["1.weight"])]
 
 
-def test_p17_modules_that_return_the_same_tensor_are_one_site() -> None:
+def test_p17_a_module_that_returns_its_input_has_an_output_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Identity(), nn.Dropout(0.5)).eval()
     with attached(model, gs.Scale(2.0), gs.Outputs()) as live:
         model(torch.ones(1, 1)).sum().backward()
-    assert gradients(model)["0.weight"].item() == 2.0
-    assert [(entry.site, entry.aliases) for entry in live.ledger] == [("0#0", ["1#0", "2#0"])]
+    assert gradients(model)["0.weight"].item() == 2.0 * 2 * 2
+    assert [(entry.site, entry.aliases) for entry in live.ledger] == [
+        ("0#0", []),
+        ("1#0", []),
+        ("2#0", []),
+    ]
 
 
 def test_p18_no_hook_replaces_the_output_of_a_module() -> None:

@@ -275,7 +275,7 @@ def test_a_command_with_a_broken_run_finishes_the_others(
 ) -> None:
     words = ["transform=clip", "steps=4", "seeds=2", "logger=none", "report=false", "out=runs"]
     assert here(*words).code == 0
-    study = tmp_path / "runs" / "default"
+    study = tmp_path / "runs" / "digits-mlp"
     file = run_of(study) / name
     file.write_text(damage(file.read_text(encoding="utf-8")), encoding="utf-8")
     (run_of(study, seed=1) / "summary.json").unlink()
@@ -292,7 +292,7 @@ def test_a_command_writes_through_no_link_out_of_the_study(
 ) -> None:
     words = ["transform=clip", "steps=4", "seeds=1", "logger=none", "report=false", "out=runs"]
     assert here(*words).code == 0
-    run, target = run_of(tmp_path / "runs" / "default"), tmp_path / "private"
+    run, target = run_of(tmp_path / "runs" / "digits-mlp"), tmp_path / "private"
     target.write_text(SECRET, encoding="utf-8")
     (run / "summary.json").unlink()
     (run / name).unlink(missing_ok=True)

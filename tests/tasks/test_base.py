@@ -29,7 +29,14 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import outputs_of
 from tests import papers
 
-FROM_FILES = ("cifar10", "fashion_mnist", "mnist", "mnist_overlay", "permuted_mnist")
+FROM_FILES = (
+    "cifar10",
+    "fashion_mnist",
+    "mnist",
+    "mnist_overlay",
+    "permuted_mnist",
+    "scaled_mnist_overlay",
+)
 NAMES = [name for name in papers.names("task") if name not in FROM_FILES]
 
 
@@ -75,7 +82,8 @@ def test_shapes_dtypes_and_ranges_of_the_data_match_its_fields(name):
             assert inputs.dtype == torch.int64
             assert 0 <= inputs.min() <= inputs.max() < data.num_tokens
         if targets.is_floating_point():
-            assert targets.shape[1:] == (data.num_outputs,)
+            has_label = name == "split_digits"  # behind the pixels
+            assert targets.shape[1:] == (data.num_outputs + has_label,)
             assert not data.every_step
         else:
             assert targets.dtype == torch.int64
