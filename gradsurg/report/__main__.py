@@ -37,7 +37,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         page = write_report(report, out)
     except OSError as error:  # a full disk, or a folder of somebody else
-        print(printable(f"the report cannot be written: {error}"), file=sys.stderr)
+        text = f"the report cannot be written: {error}; --out FOLDER writes it elsewhere"
+        print(printable(text), file=sys.stderr)
         return WRONG_INPUT
     print(printable(f"report: {page}"))
     return 0
