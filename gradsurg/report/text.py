@@ -378,7 +378,7 @@ SPARED = (
     ("treated", "control"),
     ("higher",),
 )  # columns left out in a narrow terminal, in this order
-NARROW = 12  # a column of words is at least as wide
+NARROW = 13  # a column of words is at least as wide, as for `higher (hint)`
 NARROWEST = 24  # column of names that are folded rather than a table cut in two
 
 LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": "red"}
@@ -515,6 +515,7 @@ def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
     rows = [_outcome_row(outcome, many) for outcome in outcomes]
     widths = {head: max(map(len, cells)) for head, *cells in zip(heads, heads, *rows, strict=True)}
     widths["arm"] = min(widths["arm"], NARROWEST)
+    widths["reading"] = min(widths["reading"], NARROW)
     for spared in SPARED:
         if sum(widths.values()) + 2 * len(widths) > width:
             widths = {head: number for head, number in widths.items() if head not in spared}
