@@ -36,6 +36,7 @@ from gradsurg.multitask.losses import (
     skipping,
 )
 from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
+from gradsurg.sites.wrapped_models import refuse_static_graph
 from gradsurg.torch_internals import compiling
 from gradsurg.triggers.base import Trigger
 
@@ -62,10 +63,11 @@ class MultiTaskBackward:
     def add(
         self, label: str, aggregator: Aggregator, at: SharedParameters, trigger: Trigger
     ) -> None:
-        """Attach an aggregator. Raises LookupError or ValueError if it cannot act."""
+        """Attach an aggregator. Raises LookupError, ValueError or RuntimeError if it cannot act."""
         aggregation = Aggregation(label, aggregator, at, trigger, self.session, self.conflicts)
         check_disjoint([*self.aggregations, aggregation])
         check_trigger(trigger, label)
+        refuse_static_graph(label, self.session.model, self._stack)
         if at.features:
             self._marker = OutputMarker(self.session.model, at.features, self._stack)
         self.aggregations.append(aggregation)

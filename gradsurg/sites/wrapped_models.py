@@ -21,16 +21,44 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
     A DistributedDataParallel inside the model is found at once, one around it when the model is
     called.
     """
+
+    def act_on_size(wrapper: DistributedDataParallel) -> None:
+        act(distributed.get_world_size(wrapper.process_group))
+
+    _when_wrapped(model, stack, act_on_size)
+
+
+def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
+    """Raise RuntimeError if the model is in a DistributedDataParallel with static_graph=True.
+
+    With an aggregator the weights of its ranks drift apart.
+    """
+
+    def refuse(wrapper: DistributedDataParallel) -> None:
+        if wrapper.static_graph:
+            raise RuntimeError(
+                f"{label}: an aggregator runs backward passes for single tasks, which "
+                "DistributedDataParallel(static_graph=True) does not average correctly. Use "
+                "static_graph=False."
+            )
+
+    _when_wrapped(model, stack, refuse)
+
+
+def _when_wrapped(
+    model: nn.Module, stack: ExitStack, act: Callable[[DistributedDataParallel], None]
+) -> None:
+    """Call `act` with the DistributedDataParallel in or around the model, as `when_averaged`."""
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     if wrappers:
-        act(distributed.get_world_size(wrappers[0].process_group))
+        act(wrappers[0])
     elif distributed.is_available() and distributed.is_initialized():
 
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
             wrapper = autograd.active_ddp()
             if wrapper is not None:
-                act(distributed.get_world_size(wrapper.process_group))
+                act(wrapper)
 
         stack.callback(model.register_forward_pre_hook(hook).remove)
 

@@ -93,6 +93,27 @@ def test_p26_the_other_stages_reach_the_optimizer(stage) -> None:
             optimizer.step()
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("inner", [False, True], ids=["wrapped", "inner"])
+def test_an_aggregator_is_refused_under_ddp_with_a_static_graph(inner: bool) -> None:
+    for static in (False, True):
+        outer = DistributedDataParallel(small(), static_graph=static)
+        model, before = outer.module if inner else outer, num_hooks(outer)
+
+        def train(model: nn.Module = model, outer: nn.Module = outer) -> None:
+            surgery = gs.Surgery(gs.Intervention(gs.Sum(), gs.SharedParameters()))
+            with surgery.attach(model, sgd(model)) as live:
+                scores = outer(torch.ones(2, 6))
+                live.backward({"a": scores[:, 0].sum(), "b": scores[:, 1].square().sum()})
+
+        if static:
+            with pytest.raises(RuntimeError, match=r"static_graph=True.*static_graph=False"):
+                train()
+        else:
+            train()
+        assert num_hooks(outer) == before
+
+
 class Two(nn.Module):
     """A model with one weight, whose gradient is the input."""
 
