@@ -8,6 +8,8 @@ import os
 import re
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 from gradsurg import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -35,35 +37,41 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 
 
-def page(path: Path) -> str:
-    """Return the text of a README with its links pointing at pages."""
+def linked(text: str, folder: Path, page_folder: Path) -> str:
+    """Return the text of a file in `folder` with its links pointing at pages."""
 
     def link(match: re.Match[str]) -> str:
-        is_image, text, target, anchor = match.groups()
+        is_image, label, target, anchor = match.groups()
         if "://" in target:
             return match[0]
-        file = (path.parent / target).resolve()
+        file = (folder / target).resolve()
         file = file / "README.md" if file.is_dir() else file
         if file in READMES:
-            return f"[{text}]({READMES[file]}.md{anchor or ''})"
-        if is_image or file.is_relative_to(ROOT / "docs"):
-            return f"{is_image}[{text}]({os.path.relpath(file, PAGES)}{anchor or ''})"
-        return text
+            file = PAGES / f"{READMES[file]}.md"
+        elif not is_image and not file.is_relative_to(ROOT / "docs"):
+            return label
+        return f"{is_image}[{label}]({os.path.relpath(file, page_folder)}{anchor or ''})"
 
-    return LINK.sub(link, path.read_text(encoding="utf-8"))
+    return LINK.sub(link, text)
 
 
 PAGES.mkdir(exist_ok=True)
 for source, name in READMES.items():
-    (PAGES / f"{name}.md").write_text(page(source), encoding="utf-8")
+    text = linked(source.read_text(encoding="utf-8"), source.parent, PAGES)
+    (PAGES / f"{name}.md").write_text(text, encoding="utf-8")
 
 
-def setup(app: object) -> None:
-    """Let |g| in a docstring be a norm: in reStructuredText bars are markup."""
+def setup(app: Sphinx) -> None:
+    """Rewrite the links of the pages in docs/, and let |g| in a docstring be a norm."""
 
-    def escape(
-        _app: object, _what: str, _name: str, _thing: object, _: object, lines: list[str]
-    ) -> None:
+    def relink(_app: Sphinx, name: str, source: list[str]) -> None:
+        if "/" not in name:
+            source[0] = linked(source[0], ROOT / "docs", ROOT / "docs")
+
+    def escape(_app: Sphinx, *_about: object) -> None:
+        lines = _about[-1]
+        assert isinstance(lines, list)
         lines[:] = [line.replace("|", r"\|") for line in lines]
 
-    app.connect("autodoc-process-docstring", escape)  # type: ignore[attr-defined]
+    app.connect("source-read", relink)
+    app.connect("autodoc-process-docstring", escape)

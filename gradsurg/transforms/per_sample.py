@@ -70,7 +70,8 @@ class PerSample(GroupTransform):
             rule = "must read the gradients, and this aggregator weights losses"
             raise Contradiction("of", f"{rule}, found {self.of!r}")
         else:
-            has_state = bool(self.of.init(8))
+            aggregator: Any = self.of  # of a floor that may not be imported here
+            has_state = bool(aggregator.init(8))
         if has_state:
             rule = "must have no state, as no two steps have the same examples"
             raise Contradiction("of", f"{rule}, found {self.of!r}")

@@ -40,6 +40,7 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
     with gs.Surgery(route).attach(model) as live:
         live.label(torch.tensor([1, 1]))
         model(torch.ones(2, 1, 2, 2)).sum().backward()
+    assert conv.bias is not None
     torch.testing.assert_close(conv.bias.grad, torch.tensor(expected))
 
 
