@@ -567,10 +567,10 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
         (told,) = faults(command)
         assert told.endswith("(not asked of autograd.grad)")
         return
-    # Data that the user has to get, and the package of an extra, may be missing here.
+    # Data that the user has to get, a basis to compute, and the package of an extra may be missing.
     missing = re.compile(
         r"task\.root: (must be the folder with |(Fashion-)?MNIST is not in )"
-        r"|.* pip install 'gradsurg\["
+        r"|.* pip install 'gradsurg\[|transform\.\w+\.path: cannot be read, found \w+\.pt: No such"
     )
     told = faults(command)
     assert [fault for fault in told if not missing.match(fault)] == []
