@@ -107,16 +107,16 @@ def test_finished_runs_are_not_repeated_unless_forced(here: Here, folder: Path) 
 def test_runs_after_an_edit_of_a_helper_are_trained_anew_and_named(
     here: Here, folder: Path
 ) -> None:
-    (folder / "their_helper.py").write_text("K = 0.5\n", encoding="utf-8")
-    text = "from their_helper import K\n\n\ndef times(grad):\n    return grad * K\n"
+    (folder / "helper_of_times.py").write_text("K = 0.5\n", encoding="utf-8")
+    text = "from helper_of_times import K\n\n\ndef times(grad):\n    return grad * K\n"
     (folder / "with_helper.py").write_text(text, encoding="utf-8")
     words = ("transform=with_helper.times", *SHORT)
     here(*words)
     (first,) = [name for name in finished(folder) if "times" in name]
     assert "finished before" in here(*words).out
-    (folder / "their_helper.py").write_text("K = 0.25\n", encoding="utf-8")
+    (folder / "helper_of_times.py").write_text("K = 0.25\n", encoding="utf-8")
     ended = here(*words)
-    assert f"their_helper: edited since {first}" in ended.err
+    assert f"helper_of_times: edited since {first}" in ended.err
     assert len([name for name in finished(folder) if "times" in name]) == 2
 
 
