@@ -75,7 +75,7 @@ class TensorBoard(StudyLogger):
         session.writer = None
 
     def study(self, study: StudyInfo) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         writer = _new_writer(study.directory)
         _add_text(writer, "study", _markdown(study.rows))
@@ -101,7 +101,7 @@ class TensorBoard(StudyLogger):
 
     def _write(self, values: Mapping[str, float]) -> None:
         """Write all numbers of a step as one event."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._writer().add_summary(Summary(value=scalars), self._session.step)
@@ -114,7 +114,7 @@ class TensorBoard(StudyLogger):
 
 def _new_writer(directory: Path) -> "FileWriter":
     """Return a writer that replaces the event files in `directory`."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
     from torch.utils.tensorboard import FileWriter
 
     folder = directory / FOLDER
