@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import chdir
 from pathlib import Path
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import gradsurg
 from gradsurg.config import overrides
-from gradsurg.plugins.messages import full_message, printable
+from gradsurg.plugins.messages import full_message, printable, tell
 from gradsurg.plugins.pipes import address_space, ignore_closed_pipes
 
 if TYPE_CHECKING:
@@ -74,10 +75,12 @@ def main() -> None:
         if command.plans:
             return
         sweeping = command.sweeping and bool(command.jobs)
+        for logger in command.loggers.values():
+            logger.expect(command.num_unfinished)
         broken = False
         try:
             # Hydra writes into the folder of a sweep, which may be read-only.
-            if not sweeping or command.has_unfinished_runs:
+            if not sweeping or command.num_unfinished:
                 _run_hydra()
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
@@ -86,7 +89,7 @@ def main() -> None:
         if sweeping and (not _report_sweep(command) or broken):
             sys.exit(FAILED)
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        tell("interrupted; the same command resumes from the last checkpoint")
         sys.exit(INTERRUPTED)
 
 
@@ -100,17 +103,16 @@ def _check_names(arguments: Namespace) -> None:
     try:
         check_names(arguments.overrides, arguments.multirun, folders, name)
     except ConfigError as error:
-        print(*error.faults, sep="\n", file=sys.stderr)
+        tell("\n".join(error.faults))
         sys.exit(WRONG_INPUT)
 
 
 def _check_address_space() -> None:
     """Exit if `ulimit -v` is too low for torch and reports, whose libraries would abort."""
     if (limit := address_space()) < ADDRESS_SPACE:
-        print(
+        tell(
             f"ulimit -v: needs {ADDRESS_SPACE / 1e9:g} GB of address space for torch and the "
-            f"report, found {limit / 1e9:.2g} GB",
-            file=sys.stderr,
+            f"report, found {limit / 1e9:.2g} GB"
         )
         sys.exit(WRONG_INPUT)
 
@@ -119,7 +121,7 @@ def _check_address_space() -> None:
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
     from gradsurg.config.cli import checked_experiment
-    from gradsurg.report.text import Runs, report
+    from gradsurg.report.text import Runs, failures, report
     from gradsurg.report.tuning import tuning_text
 
     experiment = checked_experiment(config)
@@ -132,16 +134,17 @@ def job(config: DictConfig) -> None:
     if sweeping and not experiment.is_finished:
         words = " ".join(HydraConfig.get().overrides.task)
         number = 1 + HydraConfig.get().job.num
-        print(f"job {number}: {printable(words)}", file=sys.stderr, flush=True)
+        tell(f"job {number}: {printable(words)}")
     pairs = _tuned(experiment)
     if pairs is None and sweeping:
         return
     if pairs is None:
         sys.exit(FAILED)
     runs, skipped, wanted, failed = [], 0, 0, 0
+    records: list[Record] = []
     for pair in pairs:
-        records = [_run(experiment, run) for run in pair.runs]
-        done = [record for record in records if record and record.summary]
+        attempted = [_run(experiment, run) for run in pair.runs]
+        done = [record for record in attempted if record and record.summary]
         directories = {record.run.name: record.directory for record in done}
         treated, control = (
             run and directories.get(run.name) for run in (pair.treated, pair.control)
@@ -151,12 +154,19 @@ def job(config: DictConfig) -> None:
         skipped += sum(record.action == "skipped" for record in done)
         wanted += len(pair.runs)
         failed += len(pair.runs) - len(done)
+        records += done
     if failed:
-        print(f"{failed} of {wanted} runs failed", file=sys.stderr)
+        tell(f"{failed} of {wanted} runs failed")
+    for text in _unmeasured(records):
+        tell(text)
     if sweeping:
         return  # `main` reports on all jobs together
     if experiment.tuning is not None:
         print(f"{tuning_text(experiment.tuning.write(experiment.settings))}\n")
+    if text := failures(
+        [run.directory(Path(experiment.settings.out)) for pair in pairs for run in pair.runs]
+    ):
+        print(f"{text}\n")
     if any(run.treated or run.control for run in runs):
         print(report(runs))
     if experiment.settings.report is not False:
@@ -164,7 +174,7 @@ def job(config: DictConfig) -> None:
     if skipped:
         print(f"{skipped} of them had been finished before; force=true repeats them")
     _print_notes(experiment.loggers)
-    if failed:
+    if failed or any(record.summary.get("nonfinite") for record in records):
         sys.exit(FAILED)
 
 
@@ -174,7 +184,7 @@ def _refuse_dashes(words: list[str]) -> None:
     for word, value in zip(words, [*words[1:], ""], strict=True):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
-            print(f"{word}: is a key, written {key}={given or value}", file=sys.stderr)
+            tell(f"{word}: is a key, written {key}={given or value}")
             sys.exit(WRONG_INPUT)
 
 
@@ -187,7 +197,7 @@ def _list(words: list[str]) -> None:
     try:
         entries = gradsurg.list(arguments.list)
     except LookupError as error:
-        print(f"--list: {error.args[0]}", file=sys.stderr)
+        tell(f"--list: {error.args[0]}")
         sys.exit(WRONG_INPUT)
     if arguments.json:
         print(entries.json(), end="")
@@ -208,7 +218,7 @@ def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
     failed = sum(_run(experiment, run) is None for run in tuning)
     pairs = experiment.compared
     if failed or pairs is None:
-        print(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen", file=sys.stderr)
+        tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
         return None
     experiment.tuning.write(experiment.settings)
     return pairs
@@ -222,7 +232,7 @@ def _options_first(words: list[str]) -> list[str]:
     try:
         words = overrides.without_expressions(words)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        tell(error)
         sys.exit(WRONG_INPUT)
     words = [TUNE.sub(r'tune="\1"', word) for word in words]
     behind = [word for word in words if "=" in word and not word.startswith("-")]
@@ -246,7 +256,7 @@ def _in_one_line(call: Callable[[], object]) -> object:
     except Exception as error:  # plug-ins of Hydra may raise anything
         if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
             raise
-        print(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where", file=sys.stderr)
+        tell(f"hydra: {full_message(error)}; HYDRA_FULL_ERROR=1 shows where")
         wrong = isinstance(error, HydraException | OmegaConfBaseException | OSError | ValueError)
         sys.exit(WRONG_INPUT if wrong else FAILED)
 
@@ -276,19 +286,26 @@ def _run(experiment: "Experiment", run: "Run") -> "Record | None":
             hint = f"the traceback is in {os.path.relpath(log)}"
         if isinstance(error, BrokenFile):
             hint = "remove the file, or start the run again with force=true"
-        print(f"{name}: {full_message(error)} ({hint})", file=sys.stderr)
+        tell(f"{name}: {full_message(error)} ({hint})")
         return None
     if record.action == "not retried":
-        print(
-            f"{name}: failed before; not retried (retry_failed=false); {printable(record.reason)}",
-            file=sys.stderr,
-        )
+        tell(f"{name}: failed before; not retried (retry_failed=false); {printable(record.reason)}")
     elif record.action in HAPPENED:
         fault = f"; {printable(record.reason)}" if record.reason else ""
-        print(f"{name}: {HAPPENED[record.action]}{fault}", file=sys.stderr)
-    if record.note:
-        print(f"{name}: {printable(record.note)}", file=sys.stderr)
+        tell(f"{name}: {HAPPENED[record.action]}{fault}")
+    if record.note and record.action != "skipped":
+        tell(f"{name}: {printable(record.note)}")
     return record
+
+
+def _unmeasured(records: "Sequence[Record]") -> list[str]:
+    """Return a line for each measurement that finished runs were trained without."""
+    notes = Counter(record.note for record in records if record.action == "skipped" and record.note)
+    return [
+        f"{number} finished run{'s were' if number > 1 else ' was'} {note}: the same command with "
+        f"force=true trains {'them' if number > 1 else 'it'} again"
+        for note, number in notes.items()
+    ]
 
 
 def _report_sweep(command: "Command") -> bool:
@@ -335,7 +352,7 @@ def _write_report(study: "StudyReport", loggers: "Iterable[GuardedLogger]", figu
     try:
         page = write_report(study, out, figures=figures)
     except OSError as error:
-        print(f"the report cannot be written: {error}", file=sys.stderr)
+        tell(f"the report cannot be written: {error}")
         return
     print(f"report: {printable(os.path.relpath(page))}")
     info = study_info(study, out)

@@ -17,6 +17,8 @@ import torch
 from gradsurg.torch_internals import compiling
 
 THEIRS = """
+import sys
+
 from torch import nn
 
 calls = 0
@@ -27,7 +29,15 @@ def halve(grad):
 
 
 def total(grad):
-    return grad.sum()
+    return grad.sum() if _is_training() else grad
+
+
+def refuses(grad):
+    raise RuntimeError("not this one")
+
+
+def makes_nan(grad):
+    return grad * float("nan") if len(grad) == 10 else grad
 
 
 def interrupts(grad):
@@ -38,10 +48,17 @@ def fails(grad):
     return _late(grad, RuntimeError("the disk\\nis on fire"))
 
 
+def _is_training():  # and not in the step that is tried before
+    frame = sys._getframe()
+    while frame and frame.f_code.co_name != "_train":
+        frame = frame.f_back
+    return frame is not None
+
+
 def _late(grad, error):
     global calls
-    calls += 1
-    if calls > 60:
+    calls += _is_training()
+    if calls > 60 and _is_training():
         raise error
     return grad / 2
 

@@ -99,12 +99,42 @@ def test_a_traceback_that_could_not_be_written_is_not_named(
     assert not list(folder.glob("runs/digits-mlp/total-*/error.log"))
 
 
+def test_a_transform_that_fails_at_its_first_gradient_fails_before_a_control_is_trained(
+    here: Here, folder: Path
+) -> None:
+    ended = here("transform=their_module.refuses", *SHORT)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("transform.refuses: ")
+    assert "not this one" in line
+    assert not (folder / "runs").exists()
+
+
+def test_a_nan_of_a_transform_is_blamed_on_its_site_and_step(here: Here) -> None:
+    ended = here("transform=their_module.makes_nan", *SHORT)
+    assert ended.code == 1
+    assert ended.out.startswith(
+        "FAILED: makes_nan returned NaN or infinity for a finite gradient at site 'output.bias', "
+    )
+    assert "step 0, and\n  the run diverged" in ended.out
+
+
+def test_a_run_that_diverges_by_itself_is_blamed_on_no_transform(here: Here) -> None:
+    ended = here("transform=clip", "transform.clip.value=1e30", "lr=1e30", *SHORT)
+    assert ended.code == 0
+    assert "diverged" in ended.out
+    assert "FAILED" not in ended.out
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_failed_arm_leaves_the_table_of_its_finished_controls(here: Here, times: int) -> None:
     every = [here("transform=their_module.total", *SHORT) for _ in range(times)]
     for ended in every:
         assert ended.code == 1
-        assert ended.out.startswith("plain run, no surgery: 1 seed\n  train loss: ")
+        failure, _, table = ended.out.partition("\n\n")
+        assert failure.startswith("FAILED: 1 of 1 run of total. The first: TypeError: total: ")
+        assert "error.log" in failure
+        assert table.startswith("plain run, no surgery: 1 seed\n  train loss: ")
         assert "output.bias" in ended.out
     skipped = "1 of them had been finished before" in every[-1].out
     assert skipped == (times > 1)

@@ -351,10 +351,10 @@ def test_a_finished_run_with_other_measurements_is_reported(here: Here) -> None:
     assert "measured" not in here(*words, "effects_every=10", "eval_every=0").err
     assert "measured" not in here(*words, "effects_every=0").err
     told = here(*words, "effects_every=5", "update_effect_every=5").err.splitlines()
-    anew = "force=true measures again"
-    assert f"none, seed 0: was measured with effects_every=10; {anew}" in told
+    anew = "the same command with force=true trains it again"
+    assert f"1 finished run was measured with effects_every=10: {anew}" in told
     both = "effects_every=10, update_effect_every=0"
-    assert f"clip, seed 0: was measured with {both}; {anew}" in told
+    assert f"1 finished run was measured with {both}: {anew}" in told
     assert here(*words, "effects_every=5", "force=true").code == 0
     assert "measured" not in here(*words, "effects_every=5").err
 

@@ -23,7 +23,7 @@ from gradsurg.config.overrides import MAX_RUNS, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
-from gradsurg.plugins.messages import printable
+from gradsurg.plugins.messages import printable, tell
 from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
@@ -95,7 +95,7 @@ class Command:
     untrained: int = 0  # the number of jobs with steps=0
     tuned: dict[int, Experiment] = field(default_factory=dict)  # by the number of the job
     has_new_runs: bool = True
-    has_unfinished_runs: bool = True
+    num_unfinished: int = 0
 
     def add(self, words: list[str], experiment: Experiment, num_jobs: int) -> None:
         """Add a job that has no error, one of `num_jobs`."""
@@ -144,10 +144,10 @@ def read_command(arguments: Namespace) -> Command:
             _check(arguments, command)
         except ConfigError as error:
             for fault in error.faults:
-                print(fault, file=sys.stderr)
+                tell(fault)
             sys.exit(WRONG_INPUT)
     for text in dict.fromkeys(str(item.message) for item in caught):
-        print(f"warning: {text}", file=sys.stderr)
+        tell(f"warning: {text}")
     if arguments.cfg:
         return Command()
     if command.untrained:
@@ -159,19 +159,19 @@ def read_command(arguments: Namespace) -> Command:
     if command.untrained and not command.jobs:
         sys.exit()
     for text in dict.fromkeys(filter(None, map(_edited, command.jobs))):
-        print(text, file=sys.stderr)
+        tell(text)
     try:
         states = plan_runs(command.jobs, command.force)
     except OSError as error:
-        print(f"out: cannot be written to: {error}", file=sys.stderr)
+        tell(f"out: cannot be written to: {error}")
         sys.exit(WRONG_INPUT)
     each = " in each job" if len(command.tuned) > 1 else ""
     for text in dict.fromkeys(map(_budget, command.tuned.values())):
-        print(f"tuning{each}: {text}", file=sys.stderr, flush=True)
+        tell(f"tuning{each}: {text}")
     command.has_new_runs = set(states) != {"finished"}
-    command.has_unfinished_runs = not set(states) <= {"finished", "diverged"}
+    command.num_unfinished = states.total() - states["finished"] - states["diverged"]
     if command.sweeping:
-        print(summary_line(len(command.jobs), states, command.retry_failed), file=sys.stderr)
+        tell(summary_line(len(command.jobs), states, command.retry_failed))
     return command
 
 
@@ -295,14 +295,12 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
         seconds = count * settings.steps * settings.accumulate * step_seconds(runs[0])
         jobs = f"{num_jobs:,} jobs, " if num_jobs > 1 else ""
         text = f"{jobs}{count:,} runs of {settings.steps:,} steps: about {_duration(seconds)}"
-        print(f"{text} on {runs[0].device}, by a step without surgery", file=sys.stderr, flush=True)
+        tell(f"{text} on {runs[0].device}, by a step without surgery")
     seeds, compares = len(settings.all_seeds), settings.control != "none"
     if num_jobs > 1 and compares and 1 < seeds < (least := seeds_needed(num_jobs)):
-        print(
+        tell(
             f"{num_jobs} arms with {seeds} seeds: none can be significant (q <= 0.05); "
-            f"seeds={least} are the fewest that allow it",
-            file=sys.stderr,
-            flush=True,
+            f"seeds={least} are the fewest that allow it"
         )
 
 

@@ -23,6 +23,7 @@ from gradsurg.config.runs import optimizer_config
 from gradsurg.config.settings import Settings
 from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
+from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, only_changed_field
@@ -33,7 +34,7 @@ from gradsurg.surgery.forward_observers import observed_modules
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
-from gradsurg.training.loop import outputs_of
+from gradsurg.training.loop import Batches, outputs_of
 from gradsurg.training.optimizers import optimizer_maker
 from gradsurg.training.run import VALIDATION, Run, check_compiled
 from gradsurg.training.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
@@ -273,6 +274,9 @@ def _try_step(
         intervention.checking_links or intervention.operator.needs & SHOWN_BY_A_STEP
     ):
         real = replace(intervention, when=Always())
+    elif intervention is not None and trigger is not None:
+        # A user's transform may raise anything: better here than after the first control.
+        real = None if all(map(is_trusted, intervention.links)) else intervention
     grouped = intervention is not None and intervention.operator.scope == "group"
     identity = _GroupIdentity() if grouped else Identity()
     watching = errors.attempt(
@@ -360,8 +364,7 @@ class _Trial:
         An error that does not name its object is reported under `key`.
         """
         optimizer = _NoUpdate(self.model.parameters(), {})
-        inputs = self.data.train_inputs[: self._batch]
-        targets = self.data.train_targets[: self._batch]
+        inputs, targets = self._first_batch()
         with (
             self.errors.at(key),
             random_state.preserved(),
@@ -416,6 +419,22 @@ class _Trial:
         examination."""
         steps = self.settings.steps if self.settings is not None else 1
         return steps + isinstance(self.task, Examined)
+
+    def _first_batch(self) -> tuple[Tensor, Tensor]:
+        """Return the first batch of the first seed."""
+        data, settings = self.data, self.settings
+        if settings is None or self._batch > data.epoch_size:  # which is an error already
+            return data.train_inputs[: self._batch], data.train_targets[: self._batch]
+        order = data.order.batches if data.order is not None else None
+        batches = Batches(
+            data.train_inputs,
+            data.train_targets,
+            self._batch,
+            settings.all_seeds[0],
+            order=order,
+            epoch_size=data.epoch_size,
+        )
+        return next(batches.start(0))
 
     @property
     def _batch(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -39,6 +39,14 @@ class _Slot:
     is_sketched: bool = False  # since the last fetch
 
 
+class NonFinite(NamedTuple):
+    """A transform that returned NaN or infinity for a finite gradient, with the site and step."""
+
+    transform: str
+    site: str
+    step: int
+
+
 class SlotState(TypedDict):
     """A slot in a checkpoint."""
 
@@ -62,14 +70,17 @@ class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
     Pairs of gradients are summed at once and not kept. Sums on a device stay there until they are
-    read, or there are MAX_PAIRS.
+    read, or there are MAX_PAIRS. `first_nonfinite` is the first measured gradient with finite
+    entries for which a transform returned NaN or infinity.
     """
 
     every: int
     sampling: bool = False
+    first_nonfinite: "NonFinite | None" = None
+    _step: int = 0
     _slots: list[_Slot] = field(default_factory=list)
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    _pairs: list[tuple[int, int]] = field(default_factory=list)  # the slot and the size of each
+    _pairs: list[tuple[int, int, int]] = field(default_factory=list)  # slot, size and step of each
     _sums: Tensor = field(
         default_factory=partial(torch.zeros, MAX_PAIRS, NUM_SUMS, dtype=torch.float64, device="cpu")
     )
@@ -92,7 +103,7 @@ class Effects:
         if row == MAX_PAIRS:
             self._collect()
             row = 0
-        self._pairs.append((slot, before.numel()))
+        self._pairs.append((slot, before.numel(), self._step))
         if is_plain and before.is_cpu:
             add_on_cpu(before, after, self._sums, row)
         else:
@@ -104,6 +115,7 @@ class Effects:
     def begin(self, step: int) -> None:
         """Begin a step: decide whether its gradients are measured."""
         self.sampling = self.every > 0 and step % self.every == 0
+        self._step = step
 
     def fetch(self, counted: bool = False) -> list[dict[str, object]]:
         """Return the rows since the last fetch: means over the sampled gradients, one row a slot.
@@ -204,11 +216,18 @@ class Effects:
         for rows in groups.values():
             stacked = torch.stack([elsewhere[row] for row in rows])
             self._sums[rows] = stacked.cpu().double()
-        sizes = [size for _, size in pairs]
-        numbers = effect_numbers(self._sums[: len(pairs)].numpy(), sizes)
+        sizes = [size for _, size, _ in pairs]
+        sums = self._sums[: len(pairs)].numpy()
+        numbers = effect_numbers(sums, sizes)
+        if self.first_nonfinite is None:
+            made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
+            if len(made):
+                number, _, step = pairs[made[0]]
+                slot = self._slots[number]
+                self.first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
         self._sums[: len(pairs)] = 0
         fresh = np.stack([slot.fresh for slot in self._slots])
-        np.add.at(fresh, [slot for slot, _ in pairs], numbers)  # one after the other
+        np.add.at(fresh, [slot for slot, *_ in pairs], numbers)  # one after the other
         for slot, row in zip(self._slots, fresh, strict=True):
             slot.fresh = row
 

@@ -19,10 +19,11 @@ _BOX = "\n".join(["    ", "    ", " -- ", *["    "] * 5]) + "\n"
 _WIDTH = 1 << 16  # wider than any table: rich never cuts or wraps a cell
 
 
-def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
+def effect_table(rows: Sequence[Mapping[str, object]], width: int = _WIDTH) -> str:
     """Format effects, one row a site, transform by transform.
 
-    Columns in which no row differs from an unchanged gradient are left out.
+    Columns in which no row differs from an unchanged gradient are left out. Names are folded if
+    the table would have more than `width` columns.
     """
     if not rows:
         return "no gradient was measured"
@@ -32,13 +33,16 @@ def effect_table(rows: Sequence[Mapping[str, object]]) -> str:
     shown = [key for key in _COLUMNS if _is_shown(key, rows)]
     cells = [[_COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
-    return aligned(cells, left=2 if "transform" in shown else 1)
+    return aligned(cells, 2 if "transform" in shown else 1, width)
 
 
-def aligned(cells: Sequence[Sequence[str]], left: int | Collection[int] = 1) -> str:
+def aligned(
+    cells: Sequence[Sequence[str]], left: int | Collection[int] = 1, width: int = _WIDTH
+) -> str:
     """Format rows of cells as a table, with a rule under the first row.
 
     `left` is the number of columns aligned to the left, or their indices; others align right.
+    The cells of the former are folded if the table would have more than `width` columns.
     """
     # Imported here: few who import gradsurg print a table.
     from rich.box import Box
@@ -51,11 +55,11 @@ def aligned(cells: Sequence[Sequence[str]], left: int | Collection[int] = 1) -> 
     head, *body = cells
     for index, name in enumerate(head):
         justify = "left" if index in lefts else "right"
-        table.add_column(Text(name), justify=justify, no_wrap=True)
+        table.add_column(Text(name), justify=justify, no_wrap=index not in lefts, overflow="fold")
     for row in body:
         table.add_row(*map(Text, row))
     text = StringIO()
-    Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(table)
+    Console(file=text, width=width, color_system=None, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

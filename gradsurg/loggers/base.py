@@ -70,6 +70,14 @@ class Logger(ABC):
         """Return lines to print at the end of the command, such as the location of the runs."""
 
 
+class ProgressLogger(Logger):
+    """A logger that also shows how many of a command's runs have ended."""
+
+    @abstractmethod
+    def expect(self, runs: int) -> None:
+        """Take the number of runs that the command is about to train."""
+
+
 class StudyLogger(Logger):
     """A logger that also logs the results of a study."""
 
@@ -114,6 +122,14 @@ class GuardedLogger(Logger):
             self._active = True
             logger = self.logger
             self._try("study", lambda: logger.study(study))
+            self._active = False
+
+    def expect(self, runs: int) -> None:
+        """Pass the number of runs on if the logger is a `ProgressLogger`."""
+        if isinstance(self.logger, ProgressLogger):
+            self._active = True
+            logger = self.logger
+            self._try("expect", lambda: logger.expect(runs))
             self._active = False
 
     def abandon(self) -> None:

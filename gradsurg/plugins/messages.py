@@ -2,6 +2,14 @@
 
 import sys
 from difflib import get_close_matches
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import TextIO
+
+TEXT_WIDTH = 100
+"""Columns of text that is not printed to a terminal."""
+MAX_PROSE_WIDTH = 120
+"""Columns of a sentence in a wide terminal; tables use all."""
 
 
 def one_line(error: BaseException) -> str:
@@ -38,3 +46,20 @@ def nearest(name: str, choices: list[str]) -> str:
     close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
     question = f" Did you mean '{plain[close[0]]}'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that `stream` writes to; None for a file or a pipe."""
+    return get_terminal_size().columns if stream.isatty() else None
+
+
+def tell(text: object) -> None:
+    """Print lines to stderr; in a terminal they are folded between words."""
+    width = terminal_width(sys.stderr)
+    for line in str(text).split("\n"):
+        print(line if width is None else folded(line, width), file=sys.stderr, flush=True)
+
+
+def folded(text: str, width: int) -> str:
+    """Fold a line between words; names and paths stay whole, so that they can be copied."""
+    return fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

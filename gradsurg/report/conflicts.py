@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
 import numpy as np
 import polars as pl
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from gradsurg.effects.numbers import CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
 from gradsurg.effects.tables import aligned
 from gradsurg.report.load import Arm
-from gradsurg.report.wording import count, listed
+from gradsurg.report.wording import count, filled, listed
 from gradsurg.stats import t_critical
 from gradsurg.training.frames import read_conflicts
 from gradsurg.training.run_reader import BrokenFile
@@ -302,7 +301,6 @@ def _lines(values: Floats) -> Lines:
     return Lines(mean.T, (mean - reach).T, (mean + reach).T)
 
 
-WIDTH = 100
 FEW_PAIRS = 6  # are all shown: those of four tasks
 MAX_TASKS_LISTED = 8
 SINGLE_NUMBERS = 6  # columns of a study's table, the arm among them, before those of tasks
@@ -339,10 +337,10 @@ def conflict_text(arms: Sequence[tuple[str, Sequence[Path]]]) -> str:
     of = measured_steps(means)
     where = f" at {group}, of {len(groups)} groups {SHARPEST}" if len(groups) > 1 else ""
     caption = f"How the tasks conflict{where}, means over {count(means.runs, 'run')}, {of}:"
-    parts = [fill(caption, WIDTH), _table(columns), _task_table(columns)]
+    parts = [filled(caption), _table(columns), _task_table(columns)]
     notes = [_lost_elsewhere(group, groups), about_tasks(group)]
     notes.append(others_line(first, means) if first != "control" else "")
-    return "\n\n".join([*parts, *(fill(text, WIDTH) for text in notes if text)])
+    return "\n\n".join([*parts, *(filled(text) for text in notes if text)])
 
 
 def about_tasks(group: str) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from gradsurg.effects.tables import aligned
 from gradsurg.effects.tables import effect_table as effect_text
+from gradsurg.plugins.messages import folded
 from gradsurg.report.answer import (
     about_controls,
     about_metrics,
@@ -53,17 +54,18 @@ from gradsurg.report.wording import (
     amount,
     answer,
     count,
+    filled,
     interval,
     p_text,
+    prose_width,
+    table_width,
     titles,
     unbroken,
     value,
 )
 from gradsurg.stats import UNCLEAR, Difference
 from gradsurg.training.frames import effect_table
-from gradsurg.training.run_directory import RunDirectory
-
-WIDTH = 100
+from gradsurg.training.run_directory import ERROR, RunDirectory
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,33 @@ def report(runs: Sequence[Runs]) -> str:
         _places(runs) if shown else "",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def failures(paths: Sequence[Path]) -> str:
+    """Return a line for each arm with failed runs or whose transform made NaN or infinity.
+
+    `paths` are all runs of a job; empty if nothing failed.
+    """
+    arms: dict[str, list[Path]] = {}
+    for path in dict.fromkeys(paths):
+        arms.setdefault(path.name.rpartition("-seed")[0], []).append(path)
+    lines = []
+    for label, arm in arms.items():
+        failed = [path for path in arm if RunDirectory(path).recorded_state == "failed"]
+        if failed:
+            log = relpath(failed[0] / ERROR)
+            lines.append(
+                f"FAILED: {len(failed)} of {count(len(arm), 'run')} of {label}. The first: "
+                f"{RunDirectory(failed[0]).reason} (the traceback is in {log})"
+            )
+        made = [one for path in arm if (one := (_summary(path) or {}).get("nonfinite"))]
+        if made:
+            lines.append(
+                f"FAILED: {made[0]['transform']} returned NaN or infinity for a finite gradient at "
+                f"site '{made[0]['site']}', step {made[0]['step']}, and the run diverged "
+                f"({len(made)} of {count(len(arm), 'run')})."
+            )
+    return "\n".join(map(_wrapped, lines))
 
 
 def _readable(runs: Sequence[Runs]) -> tuple[list[Runs], list[str]]:
@@ -151,13 +180,13 @@ def _outcome(runs: Sequence[Runs]) -> str:
     difference = by_metric[headline][1]
     one = replace(by_metric[headline][0], plain=control.name)
     sentence = answer(treated.name, control.name, headline, difference)
-    sentence = fill(" ".join([sentence, *about_controls([one])]), WIDTH)
+    sentence = filled(" ".join([sentence, *about_controls([one])]))
     few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
-    bootstrap = fill(bootstrap_line(by_seed, amount), WIDTH)
+    bootstrap = filled(bootstrap_line(by_seed, amount))
     notes = [note for note in (few, bootstrap, _measured(step_times, treated, control)) if note]
-    same = fill(repeats_line(compared), WIDTH)
-    return "\n".join([*lost, sentence, *([same] if same else []), "", aligned(rows), *notes])
+    same = filled(repeats_line(compared))
+    return "\n".join([*lost, sentence, *([same] if same else []), "", _fitted(rows), *notes])
 
 
 def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:
@@ -232,6 +261,16 @@ def _finished(summary: Summary | None, key: str) -> float | None:
     return summary.get(key) if summary and summary["state"] == "finished" else None
 
 
+def _fitted(rows: Sequence[Sequence[str]]) -> str:
+    """Return the table of outcomes; in a narrow terminal without some of its columns."""
+    for spared in ((), (3,), (1, 2, 3)):
+        columns = [column for column in range(len(rows[0])) if column not in spared]
+        table = aligned([[row[column] for column in columns] for row in rows])
+        if max(map(len, table.splitlines())) <= table_width():
+            break
+    return table
+
+
 def _row(key: str, title: str, outcome: Outcome, difference: Difference) -> list[str]:
     means = [value(key, fmean(values)) for values in (outcome.treated, outcome.control)]
     higher = f"{difference.higher}/{difference.n}"
@@ -252,25 +291,22 @@ def _time_row(costs: Sequence[Cost]) -> list[str]:
 
 def _measured(costs: Sequence[Cost], arm: Arm, control: Arm) -> str:
     if control.name != PLAIN:
-        return fill(
+        return filled(
             f"No step times: the {control.name} arm runs a surgery too; control=plain tells what "
-            f"{arm.name} costs.",
-            WIDTH,
+            f"{arm.name} costs."
         )
     if not costs or costs[0].measured_ms is None:
         return ""
     every = _first(arm)["effects_every"]
     if every == 1:
-        return fill(
+        return filled(
             "Step time: median over the steps, each of which measures the effects on gradients; "
-            "its difference is the median over the seeds.",
-            WIDTH,
+            "its difference is the median over the seeds."
         )
-    return fill(
+    return filled(
         "Step time: median over the steps that measure no effects; its difference is the median "
         f"over the seeds. A step that measures the effects on gradients (one in {every}) takes "
-        f"{costs[0].measured_ms:.3g} ms with {arm.name}.",
-        WIDTH,
+        f"{costs[0].measured_ms:.3g} ms with {arm.name}."
     )
 
 
@@ -317,7 +353,7 @@ def _effects(paths: Sequence[Path], several: bool) -> str:
         training = "acted on no gradient in" if rows else "was not measured in"
         only = f" (the surgery {training} the training)" if not parts else ""
         head = f"Gradients at each site in the examination after the training, {means}{only}:"
-        parts.append(f"{fill(head, WIDTH)}\n\n{_effect_text(examined)}")
+        parts.append(f"{filled(head)}\n\n{_effect_text(examined)}")
     return "\n\n".join(parts)
 
 
@@ -327,7 +363,7 @@ def _effect_text(rows: list[dict[str, object]]) -> str:
             row["norm_after"] = None  # what it was before: nothing was done
     ranks = {transform: rank for rank, transform in enumerate(_in_order(rows))}
     rows.sort(key=lambda row: ranks[row["transform"]])
-    return effect_text(rows)
+    return effect_text(rows, table_width())
 
 
 def _without_transform(path: Path) -> bool:
@@ -353,8 +389,7 @@ def _notes(summaries: Sequence[Summary]) -> str:
 def _places(runs: Sequence[Runs]) -> str:
     paths = [path for run in runs for path in _paths(run)]
     folder = relpath(paths[0].parent)
-    names = " ".join(dict.fromkeys(path.name for path in sorted(paths)))
-    return _wrapped(f"{count(len(paths), 'run')} in {folder}: {names}")
+    return f"{count(len(set(paths)), 'run')} in {folder}"
 
 
 def _paths(run: Runs) -> list[Path]:
@@ -364,7 +399,7 @@ def _paths(run: Runs) -> list[Path]:
 
 def _wrapped(line: str) -> str:
     """Wrap lines without breaking names, so that they can be copied."""
-    return fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return folded(line, prose_width())
 
 
 MAX_LISTED = 20
@@ -386,8 +421,7 @@ LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": 
 
 def overview(report: StudyReport) -> str:
     """Return the overview of a study as plain text of the terminal's width."""
-    terminal = Console()
-    width = terminal.width if terminal.is_terminal else WIDTH
+    width = table_width()
     console = Console(file=StringIO(), width=width, highlight=False, color_system=None)
     _print(report, console)
     assert isinstance(console.file, StringIO)

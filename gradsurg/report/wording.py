@@ -1,10 +1,13 @@
 """Names and formats of outcomes, shared by terminal, page and tables."""
 
 import re
+import sys
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from gradsurg.effects.tables import number
+from gradsurg.plugins.messages import MAX_PROSE_WIDTH, TEXT_WIDTH, terminal_width
 from gradsurg.stats import CLEAR, HINTS, MIN_FOR_P, UNCLEAR, Difference, verdict
 
 FIRST = ("train/loss", "test/loss", "test/accuracy")
@@ -14,6 +17,21 @@ HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 FEW = "Fewer than 6 seeds cannot reach p < 0.05 in a sign-flip test."
 
 Summary = dict[str, Any]  # Any: what JSON can hold
+
+
+def table_width() -> int:
+    """Return the columns of the terminal, or of text that is printed elsewhere."""
+    return terminal_width(sys.stdout) or TEXT_WIDTH
+
+
+def prose_width() -> int:
+    """Return the columns of sentences, which wide terminals do not fill."""
+    return min(table_width(), MAX_PROSE_WIDTH)
+
+
+def filled(text: str) -> str:
+    """Fold a paragraph to the width of sentences."""
+    return fill(text, prose_width())
 
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:

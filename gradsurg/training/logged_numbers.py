@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurg.effects.effects import NonFinite
 from gradsurg.effects.numbers import effects_by_path
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
@@ -49,6 +50,7 @@ class RunLog:
     skipped: int = 0
     earlier_seconds: float = 0.0  # of the steps before an interruption
     counterfactual: Counterfactual | None = None
+    nonfinite: NonFinite | None = None  # the transform that made the first NaN or infinity
     bad_step: int | None = None  # the first step with a loss that is not finite
     _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
@@ -89,6 +91,8 @@ class RunLog:
         """
         self.done, self.loss = done, loss
         rows = live.effects.fetch()
+        if not self.run.shadow:
+            self.nonfinite = live.effects.first_nonfinite
         update = self.counterfactual.fetch() if self.counterfactual is not None else {}
         examples = {
             f"examples/{label}/{name}": value
@@ -182,6 +186,8 @@ class RunLog:
             outcome["state"] = "diverged"
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
+        if outcome["state"] == "diverged" and self.nonfinite is not None:
+            outcome["nonfinite"] = self.nonfinite._asdict()
         rows = self.directory.read_rows(METRICS)
         outcome |= means(rows)
         if run.schedule.until is not None:

@@ -243,7 +243,7 @@ class Run:
         ]
         if not different:
             return ""
-        return f"was measured with {', '.join(different)}; force=true measures again"
+        return f"measured with {', '.join(different)}"
 
     @property
     def name(self) -> str:

@@ -1,18 +1,19 @@
 """The console logger: a bar on a terminal, else one line per run."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 
 import pytest
 import rich.console
 
-from gradsurg.loggers.console import Console
+from gradsurg.loggers.console import Console, _NotebookLine
 from tests.loggers.offline import go, info
 
 
-def console_on(monkeypatch, terminal):
+def console_on(monkeypatch, terminal, width=120, **options):
     file = StringIO()
-    screen = rich.console.Console(file=file, force_terminal=terminal, width=120)
+    screen = rich.console.Console(file=file, force_terminal=terminal, width=width, **options)
     monkeypatch.setattr(rich.console, "Console", lambda **_: screen)
     return file
 
@@ -42,12 +43,77 @@ def test_console_shows_a_bar_on_a_terminal_and_removes_it(monkeypatch):
     assert progress.tasks[0].completed == 40
     assert progress.tasks[0].total == 100
     progress.refresh()
-    for words in ("clip [bold] seed 0", "loss 1.25", "40/100", "steps/s"):
+    for words in ("clip [bold] seed 0", "loss 1.25", "100 steps", "steps/s"):
         assert words in file.getvalue()
     logger.finish("finished", {"test/accuracy": 0.9})
     assert not progress.live.is_started
-    assert file.getvalue().endswith("\x1b[1A\x1b[2K")
-    assert "finished" not in file.getvalue()
+    assert file.getvalue().endswith(
+        "\x1b[2Kclip clip [bold] seed 0: finished at step 40, test/accuracy 0.9\n"
+    )
+
+
+def visible(text):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_sweep_counts_its_runs_and_fits_the_terminal(monkeypatch, width):
+    file = console_on(monkeypatch, terminal=True, width=width)
+    logger = Console()
+    logger.expect(16)
+    for seed in range(3):
+        logger.start(info(".", label=f"scale_by_sign+norm_rescale+clip_global_norm-seed{seed}"))
+        logger.log(50, {"train/loss": 1.25})
+        logger._screen.progress.refresh()
+        logger.finish("finished", {"test/accuracy": 0.9})
+    lines = visible(file.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    for words in ("run 3 of 16", " left", "loss 1.25", " 2/16 clip scale_by_sign"):
+        assert any(words in line for line in lines), words
+
+
+@pytest.mark.parametrize("terminal", ["dumb", "no colour", "pipe"])
+def test_dumb_terminals_pipes_and_no_color_get_no_control_characters(monkeypatch, terminal):
+    if terminal == "dumb":
+        monkeypatch.setenv("TERM", "dumb")
+    options = {"no_color": True} if terminal == "no colour" else {}
+    file = console_on(monkeypatch, terminal != "pipe", **options)
+    logger = Console()
+    logger.expect(2)
+    go(logger)
+    if terminal == "no colour":
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", file.getvalue())  # no colour, but a bar
+    else:
+        assert (
+            file.getvalue()
+            == "1/2 clip clip [bold] seed 0: finished at step 20, test/accuracy 0.9\n"
+        )
+
+
+def test_a_notebook_has_one_output_that_is_updated(monkeypatch):
+    outputs, updates = [], []
+
+    class Handle:
+        def update(self, content, raw):
+            updates.append(content["text/plain"])
+
+    class Display:
+        @staticmethod
+        def display(content, raw, display_id):
+            outputs.append(content["text/plain"])
+            return Handle()
+
+    console_on(monkeypatch, terminal=False)
+    logger = Console()
+    logger._screen.notebook = _NotebookLine(Display)
+    logger.expect(2)
+    logger.start(info("."))
+    for step in range(1, 100):
+        logger.log(step, {"train/loss": 1.25})
+    logger.finish("finished", {"test/accuracy": 0.9})
+    assert outputs == ["run 1 of 2, clip clip [bold] seed 0: step 0 of 100"]
+    assert updates[-1] == "1/2 clip clip [bold] seed 0: finished at step 99, test/accuracy 0.9"
+    assert len(updates) <= 3
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -7,13 +7,13 @@ import numpy as np
 import polars as pl
 import pytest
 
+from gradsurg.plugins.messages import TEXT_WIDTH
 from gradsurg.report.charts import Grid
 from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
     NUM_INTERVALS,
     ROUNDING,
-    WIDTH,
     ConflictMeans,
     conflict_means,
     conflict_text,
@@ -146,13 +146,13 @@ def test_many_tasks_are_told_by_their_extremes_and_lines_stay_short(
 ) -> None:
     folder = studies.clashing(tmp_path / "first", count)
     text = report(pairs_in(folder))
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
     assert text.count("cosine task") == (4 if count > 4 else count * (count - 1) // 2)
     assert (f"{count * (count - 1) // 2 - 4} pairs between" in text) == (count > 4)
     assert ("14 between" in text) == (count == 20)
     assert f"task{count - 1}" in text
     table = overview(study_report(folder))
-    assert max(map(len, table.splitlines())) <= WIDTH
+    assert max(map(len, table.splitlines())) <= TEXT_WIDTH
     assert "task0 25.0%" not in table.partition("conflict between tasks")[0]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.report.text import WIDTH, Runs, report
+from gradsurg.plugins.messages import TEXT_WIDTH
+from gradsurg.report.text import Runs, report
 from gradsurg.report.wording import titles
 from gradsurg.stats import bca_interval
 from gradsurg.training.run_directory import RunDirectory
@@ -81,7 +82,7 @@ def row_of(text: str, title: str) -> list[str]:
 
 
 def assert_readable(text: str) -> None:
-    assert max(len(line) for line in text.splitlines()) <= WIDTH, text
+    assert max(len(line) for line in text.splitlines()) <= TEXT_WIDTH, text
     assert text == text.strip()
     assert "\n\n\n" not in text
 
@@ -454,10 +455,7 @@ def test_a_report_of_five_seeds_is_readable_at_100_columns(write, tmp_path) -> N
     runs = pairs(write, [0.8, 0.81, 0.82, 0.83, 0.84], [0.9] * 5, notes=[note])
     text = report(runs).replace(str(tmp_path), "runs")
     assert_readable(text)
-    for run in runs:
-        for path in (run.treated, run.control):
-            assert path is not None
-            assert path.name in text.split()
+    assert text.endswith("/study")
     assert " ".join(note.split()) in " ".join(text.split())
 
 
