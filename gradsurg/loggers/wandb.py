@@ -4,7 +4,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +31,12 @@ RUN_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's names: 
 STEP = "global_step"
 SENT_TABLE = "study.sha256"  # in the folder of a study's W&B run: the digest of its content
 INVALID_IN_PROJECT = "/\\#?%:"
+PANELS = {
+    "effect": ("norm_ratio", "cosine", "changed"),
+    "conflict": ("conflict_rate", "cosine_to_mean", "norm_to_mean"),
+    "others": (),
+}
+"""The numbers with a panel by default, by the first part of their names; other names have one."""
 
 _log = logging.getLogger("gradsurg")
 
@@ -58,6 +64,7 @@ class _Session:
     project: str = ""
     unreachable: bool = False
     remarks: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)  # the names logged in this run
 
 
 @validated
@@ -70,11 +77,16 @@ class Wandb(StudyLogger):
     logged again and the earlier W&B run is removed. A repeated run is a new W&B run. The agent of a
     W&B sweep has one run for each command: it gets the first run; others and the study are not
     logged, and RuntimeError says so.
+
+    W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one;
+    the others are hidden metrics, of which the table of runs has the last values, and which can
+    still be plotted. `norm_ratio` is norm_after / norm_before.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     project: Project = "gradsurg"
     entity: str | None = None
+    panels: Literal["few", "all"] = "few"
 
     @cached_property
     def _session(self) -> _Session:
@@ -93,6 +105,8 @@ class Wandb(StudyLogger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         session = self._session
         if step > session.last_step:
+            values = {**values, **_norm_ratios(values)}
+            self._hide(values)
             session.pending.append({**values, STEP: step})
         if (
             len(session.pending) >= MAX_PENDING_ROWS
@@ -163,6 +177,16 @@ class Wandb(StudyLogger):
             notes.append(f"  to upload: wandb sync {_glob_argument(paths)}")
         return notes + session.remarks
 
+    def _hide(self, names: Iterable[str]) -> None:
+        """Tell W&B to make no panels for new names that are not in `PANELS`."""
+        session = self._session
+        if self.panels == "few":
+            for name in names:
+                if name not in session.named:
+                    session.named.add(name)
+                    if not has_panel(name):
+                        self._run().define_metric(name, step_metric=STEP, hidden=True)
+
     def _send(self) -> None:
         """Send the pending rows: together a row takes wandb a quarter of the time."""
         session, run = self._session, self._run()
@@ -191,7 +215,7 @@ class Wandb(StudyLogger):
                 raise
             mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
             run = self._init(about, mode, None)
-        self._session.run, self._session.pending = run, []
+        self._session.run, self._session.pending, self._session.named = run, [], set()
         self._session.sent_at = monotonic()
         run.define_metric("*", step_metric=STEP)
         # Rows that W&B has of a resumed run are not logged twice; -1 is before the first step.
@@ -271,6 +295,26 @@ class _About:
     config: dict[str, object]
     directory: Path
     id_prefix: str = ""
+
+
+def has_panel(name: str) -> bool:
+    """Return whether a logged name gets a panel with `panels="few"`."""
+    first, _, rest = name.partition("/")
+    return first not in PANELS or rest.rpartition("/")[2] in PANELS[first]
+
+
+def _norm_ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Return norm_after / norm_before of each site, `effect/<transform>/<site>/norm_ratio`."""
+    before = {
+        name.removesuffix("/norm_before"): norm
+        for name, norm in values.items()
+        if name.startswith("effect/") and name.endswith("/norm_before")
+    }
+    return {
+        f"{place}/norm_ratio": values[f"{place}/norm_after"] / norm
+        for place, norm in before.items()
+        if norm and f"{place}/norm_after" in values
+    }
 
 
 def _is_in_sweep() -> bool:

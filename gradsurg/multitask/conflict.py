@@ -84,10 +84,11 @@ class Conflict:
         }
 
 
-def numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def numbers(rows: Iterable[Mapping[str, Any]], others: bool = True) -> dict[str, float]:
     """Return the finite numbers of the last row of each group, by logged path.
 
-    Any: the values of a row are whatever JSON can hold.
+    Without `others`, leaves out the aggregators that were not used. Any: the values of a row are
+    whatever JSON can hold.
     """
     paths: dict[str, object] = {}
     for row in rows:
@@ -101,10 +102,11 @@ def numbers(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for first, name in enumerate(tasks):
             for second in range(first):
                 of_group[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
-        of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in row["others"].items()}
+        beside = row["others"] if others else {}
+        of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in beside.items()}
         place = f"{row['aggregator']}/{row['group']}"
         paths |= {f"conflict/{place}/{name}": number for name, number in of_group.items()}
-        for name, other in row["others"].items():
+        for name, other in beside.items():
             for task, weight in zip(tasks, other["weights"], strict=True):
                 paths[f"others/{place}/{name}/weight/{task}"] = weight
     return {
@@ -241,12 +243,15 @@ class Conflicts:
         self._unfetched.clear()
         return conflicts
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self, others: bool = False) -> dict[str, float]:
         """Return the newest conflict of each group since the last call, or `fetch`.
 
         The keys are `conflict/<aggregator>/<group>/<number>`; numbers without a value are left out.
+        With `others` also the update of each other aggregator: its cosine to the one used,
+        `conflict/<aggregator>/<group>/cosine_to/<other>`, and its weights,
+        `others/<aggregator>/<group>/<other>/weight/<task>`.
         """
-        return numbers(conflict.row() for conflict in self.fetch())
+        return numbers((conflict.row() for conflict in self.fetch()), others)
 
     def table(self) -> str:
         """Return a table for each group: means over the sampled steps, one line a task."""

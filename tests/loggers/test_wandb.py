@@ -59,6 +59,37 @@ print(json.dumps(logger.notes()))
     ]
 
 
+SITE = """
+site = {"norm_before": 2.0, "norm_after": 1.0, "cosine": 0.9, "changed": 0.5, "flipped": 0.1,
+        "zeroed": 0.0, "distance": 0.6, "nonfinite": 0, "seen": 10, "calls": 10}
+values = {f"effect/clip/layer{number}/{name}": value
+          for number in range(6) for name, value in site.items()}
+values |= {"conflict/mean/shared/conflict_rate": 1.0, "others/mean/shared/pcgrad/weight/a": 0.5}
+"""
+
+
+@pytest.mark.parametrize("panels", ["few", "all"])
+def test_three_numbers_of_a_site_have_a_panel_and_all_are_logged(tmp_path, panels):
+    code = f"""{SITE}
+logger = Wandb(mode="offline", panels={panels!r})
+logger.start(run(0))
+logger.log(10, {{"train/loss": 1.5, **values}})
+logger.log(20, {{"train/loss": 1.5, **values}})
+logger.finish("finished", {{}})
+"""
+    done = run_wandb(tmp_path, code)
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = tmp_path.glob("runs/clip-*/wandb/offline-run-*")
+    records = inspect(tmp_path, path)
+    row = rows(records)[0]
+    assert row["effect/clip/layer0/norm_ratio"] == 0.5
+    assert len(row) == 2 + 6 * 11 + 2
+    metrics = of_type(records, "metric")
+    hidden = {metric["name"] for metric in metrics if metric.get("options", {}).get("hidden")}
+    shown = {name for name in row if name not in hidden and name != "global_step"}
+    assert len(shown) == (2 + 6 * 3 if panels == "few" else 1 + 6 * 11 + 2)
+
+
 def test_a_study_logged_again_replaces_that_of_the_same_logger_only(tmp_path):
     done = run_wandb(
         tmp_path,

@@ -90,6 +90,10 @@ def test_the_weights_of_other_aggregators_are_logged() -> None:
     assert paths["conflict/mine/shared/cosine_to/mean"] == pytest.approx(1.0)
     ours = [path for path in paths if path.startswith("others/")]
     assert len(ours) == 2 * len(conflict.others)
+    short = numbers([conflict.row()], others=False)
+    assert len(short) < 20 < len(paths)
+    assert short.items() <= paths.items()
+    assert not any(path.startswith("others/") or "cosine_to/" in path for path in short)
 
 
 def test_undefined_numbers_are_nan_and_not_logged() -> None:
