@@ -1,9 +1,12 @@
 """Settings of the documentation: python -m sphinx -W docs docs/_build
 
-The READMEs of the repository are pages too. They are copied to docs/pages, with their links
-pointing at pages; a link to another file keeps its text only.
+The READMEs of the repository are pages too, and so are the notebooks, with the outputs that are
+stored in them. They are copied to docs/pages, with their links pointing at pages; a link to another
+file keeps its text only.
 """
 
+import base64
+import json
 import os
 import re
 from pathlib import Path
@@ -55,7 +58,29 @@ def linked(text: str, folder: Path, page_folder: Path) -> str:
     return LINK.sub(link, text)
 
 
+def rendered(notebook: Path) -> str:
+    """Return the cells of a notebook as Markdown; write its pictures to PAGES."""
+    parts = []
+    for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(linked(text, notebook.parent, PAGES))
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{notebook.stem}-{number}.png"
+                (PAGES / name).write_bytes(base64.b64decode(data["image/png"]))
+                parts.append(f"![output of the cell above]({name})")
+            elif printed := output.get("text") or data.get("text/plain"):
+                parts.append(f"```text\n{''.join(printed).rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
 PAGES.mkdir(exist_ok=True)
+for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
+    (PAGES / f"{notebook.stem}.md").write_text(rendered(notebook), encoding="utf-8")
 for source, name in READMES.items():
     text = linked(source.read_text(encoding="utf-8"), source.parent, PAGES)
     (PAGES / f"{name}.md").write_text(text, encoding="utf-8")

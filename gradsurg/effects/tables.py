@@ -59,7 +59,11 @@ def aligned(
     for row in body:
         table.add_row(*map(Text, row))
     text = StringIO()
-    Console(file=text, width=width, color_system=None, legacy_windows=False).print(table)
+    # In Jupyter a console would display the table, and write nothing.
+    console = Console(
+        file=text, width=width, color_system=None, legacy_windows=False, force_jupyter=False
+    )
+    console.print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -422,7 +422,9 @@ LOOKS = {"finished": "green", "diverged": "red", "failed": "red", "unreadable": 
 def overview(report: StudyReport) -> str:
     """Return the overview of a study as plain text of the terminal's width."""
     width = table_width()
-    console = Console(file=StringIO(), width=width, highlight=False, color_system=None)
+    console = Console(
+        file=StringIO(), width=width, highlight=False, color_system=None, force_jupyter=False
+    )
     _print(report, console)
     assert isinstance(console.file, StringIO)
     lines = console.file.getvalue().splitlines()

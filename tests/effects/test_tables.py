@@ -98,3 +98,15 @@ def test_cells_stand_under_each_other_and_lines_end_with_ink() -> None:
 
 def test_the_number_of_columns_to_the_left_can_be_chosen() -> None:
     assert aligned([["a", "b", "c"], ["1", "22", "333"]], left=2).splitlines()[0] == "a  b     c"
+
+
+def test_a_table_is_text_in_a_notebook_too(monkeypatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert aligned([["site", "norm"], ["w", "1"]]) == "site  norm\n----------\nw        1"
+
+
+def test_long_names_are_folded_where_the_table_would_be_too_wide() -> None:
+    table = aligned([["site", "norm"], ["a" * 30, "1.25"]], width=20)
+    assert max(map(len, table.splitlines())) <= 20
+    assert "1.25" in table
+    assert "".join(table.split()).count("a") == 30
