@@ -140,8 +140,11 @@ def test_the_readme_fits_one_screen_of_prose() -> None:
     assert len(prose.split()) < 400
 
 
+HOW_TO = ("docs/studies.md", "docs/sweeps.md", "docs/reproduce.md")
+
+
 def test_every_file_that_a_page_links_to_is_there() -> None:
-    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/studies.md"):
+    for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *HOW_TO):
         folder = (ROOT / page).parent
         links = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
         assert [link for link in links if not (folder / link).exists()] == [], page

@@ -186,7 +186,10 @@ def _line(screen: _Screen, state: RunEnd, summary: Mapping[str, float]) -> str:
     numbers = [f"{key} {value:.4g}" for key, value in shown]
     whole = state == "finished" and screen.step == run.total_steps
     end = state if whole else f"{state} at step {screen.step}"
-    return printable(number + ", ".join([f"{_name(run)}: {end}", *numbers]))
+    parts = [f"{number}{_name(run)}: {end}", *numbers]
+    while _is_live(screen) and len(", ".join(parts)) > screen.console.width and len(parts) > 1:
+        parts.pop()
+    return printable(", ".join(parts))
 
 
 def _notebook_text(screen: _Screen) -> str:

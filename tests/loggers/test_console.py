@@ -65,7 +65,7 @@ def test_a_sweep_counts_its_runs_and_fits_the_terminal(monkeypatch, width):
         logger.start(info(".", label=f"scale_by_sign+norm_rescale+clip_global_norm-seed{seed}"))
         logger.log(50, {"train/loss": 1.25})
         logger._screen.progress.refresh()
-        logger.finish("finished", {"test/accuracy": 0.9})
+        logger.finish("finished", {f"test/loss_of_task_{task}": 0.9 for task in range(4)})
     lines = visible(file.getvalue()).splitlines()
     assert max(map(len, lines)) <= width
     for words in ("run 3 of 16", " left", "loss 1.25", " 2/16 clip scale_by_sign"):

@@ -1,4 +1,4 @@
-"""The W&B sweep in docs/studies.md: the commands that wandb's agent makes of it train a run."""
+"""The W&B sweep in docs/sweeps.md: the commands that wandb's agent makes of it train a run."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.runs import ROOT
 
 
 def sweep() -> dict[str, Any]:
-    text = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(method: .*?)```", text, re.DOTALL)
     return yaml.safe_load(block)
 
