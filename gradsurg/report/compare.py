@@ -630,12 +630,13 @@ def doses(arms: Sequence[Arm]) -> list[Doses]:
         for members in sets.values():
             if len(members) >= MIN_DOSES:
                 ordered = sorted(members.items())
-                name = _shared_name([arm.name for _, arm in ordered], key)
+                name = _shared_name([arm for _, arm in ordered], key)
                 groups.append(Doses(key, name, [x for x, _ in ordered], [a for _, a in ordered]))
     return groups
 
 
-def _shared_name(names: Sequence[str], key: str) -> str:
-    """The parts of their names that all arms have in common."""
-    parts = [part for part in names[0].split(" · ") if all(part in n.split(" · ") for n in names)]
-    return " · ".join(parts) or key
+def _shared_name(arms: Sequence[Arm], key: str) -> str:
+    """The label of the arms, and the other parts of their names that all have in common."""
+    parts = [arm.name.split(", ")[1:] for arm in arms]
+    shared = [part for part in parts[0] if all(part in other for other in parts)]
+    return ", ".join([arms[0].runs[0].label or key, *shared])

@@ -10,6 +10,7 @@ from gradsurg.report.study import StudyReport
 from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
 from gradsurg.training.run_reader import read_text
 
+MAX_SHOWN = 8  # arms of a chart with all arms; others are chosen
 MAX_RADIOS = 5  # metrics; more are a drop-down list
 MISSING = "\u2013"
 Section = tuple[str, str, str]
@@ -139,6 +140,20 @@ def select(key: str, label: str, options: Mapping[str, str], more: str = "") -> 
 def checkbox(name: str, on: str, off: str, label: str) -> str:
     box = f'<input type="checkbox" id="{name}" name="{name}" value="{on}"'
     return f'<label class="line">{box} data-off="{off}" data-choice>{label}</label>'
+
+
+def arms_choice(names: Sequence[str]) -> str:
+    """A checkbox for each arm of the chart with all arms; of very many the first are checked."""
+    boxes = [
+        f'<label><input type="checkbox" value="{escape(name)}" data-arm'
+        f"{' checked' if place < MAX_SHOWN or len(names) <= MAX_SHOWN + 2 else ''}>"
+        f"{escape(name)}</label>"
+        for place, name in enumerate(names)
+    ]
+    return (
+        f'<details class="arms"><summary>Choose the arms that are drawn</summary>'
+        f"<fieldset><legend>Arms</legend>{''.join(boxes)}</fieldset></details>"
+    )
 
 
 def slider(name: str, label: str, number: int) -> str:

@@ -10,6 +10,7 @@ from gradsurg.report.conflicts import ConflictSeries, sharpest
 from gradsurg.report.outcome_charts import (
     MAX_PAIRS,
     cost_panel,
+    dose_groups,
     dose_panel,
     front_panel,
     of_metric,
@@ -91,7 +92,8 @@ def figures(report: StudyReport) -> Iterator[Figure]:
     if report.doses and report.metrics:
         metric = next(iter(report.metrics))
         outcomes = of_metric(report.outcomes, metric)
-        panels = [dose_panel(doses, outcomes, metric) for doses in report.doses[:MAX_PANELS]]
+        groups = dose_groups(report.doses)[:MAX_PANELS]
+        panels = [dose_panel(group, outcomes, metric) for group in groups]
         yield Figure("doses", panels, 3, f"Difference in {title(metric)} over the dose")
     if report.costs:
         yield Figure("cost", [cost_panel(report.costs)], 1)
@@ -177,7 +179,7 @@ def _front_figure(name: str, front: Front) -> Figure:
         name,
         [front_panel(front, *pair) for pair in pairs],
         3,
-        f"{front.task}, test {front.metric} of each task{of}",
+        f"{front.task}, test {front.metric} of each task{of}".removeprefix(", "),
         "\n".join([note, *lines]),
     )
 

@@ -26,6 +26,7 @@ from gradsurg.report.load import LoadedRun
 from gradsurg.report.outcome_charts import (
     MAX_PAIRS,
     cost_panel,
+    dose_groups,
     dose_panel,
     front_panel,
     of_metric,
@@ -303,16 +304,17 @@ def _doses(report: StudyReport, data: elements.PageData) -> elements.Section | N
         "Arms that differ in one number only: the difference to the control over that number, "
         "with 95&nbsp;% intervals."
     )
+    groups = dose_groups(report.doses)
     for metric in report.metrics:
         outcomes = of_metric(report.outcomes, metric)
-        for place, doses in enumerate(report.doses):
-            panel = dose_panel(doses, outcomes, metric)
+        for place, group in enumerate(groups):
+            panel = dose_panel(group, outcomes, metric)
             arms = panel.data["arms"]
             assert isinstance(arms, dict)
-            names = {"dose": "dose", "said": "difference", "interval": "95 % interval"}
+            names = {"arm": "arm", "said": "difference", "interval": "95 % interval"}
             numbers = {name: arms[key] for key, name in names.items()}
             data.add(f"dose|{metric}|{place}", panel, numbers)
-    charts = [elements.chart(f"dose|{{metric}}|{place}") for place in range(len(report.doses))]
+    charts = [elements.chart(f"dose|{{metric}}|{place}") for place in range(len(groups))]
     return elements.section("doses", "Dose and response", how, elements.panels(charts))
 
 

@@ -259,6 +259,8 @@ def stamp(folder: Path) -> Stamp:
 ABOUT_SURGERY = ("transform", "site", "when", "order", "control", "aggregator", "sources")
 UNSAID = ("seed", "gradsurg", "order", "sources")
 """Keys that no name tells: they repeat others, or would not be understood."""
+NAMES = ("name", "_target_")
+"""Keys of a plug-in and of a dotted path, whose values are shown alone."""
 
 
 @dataclass(frozen=True)
@@ -313,14 +315,19 @@ def _called(run: LoadedRun) -> str:
 
 
 def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
-    """Return each label with the config keys that distinguish its arm from the others."""
+    """Return each label with the values that distinguish its arm: `clip 0.03, Adam`."""
     shared = _telling(configs, about_surgery=False)
     names = []
     for label, config in zip(labels, configs, strict=True):
         same = [other for name, other in zip(labels, configs, strict=True) if name == label]
-        keys = [*shared, *_telling(same, about_surgery=True)]
-        texts = [_key_text(key, keys, config[key]) for key in keys if _is_shown(key, keys, config)]
-        names.append(" · ".join([label, *texts]))
+        keys = _telling(same, about_surgery=True)
+        if len(keys) == 1 and _is_dose(keys[0], label, config):
+            first, keys = f"{label} {_text(config[keys[0]])}", []
+        else:
+            first = label
+        keys = [*keys, *shared]
+        told = [_key_text(key, keys, config) for key in keys if config.get(key) is not None]
+        names.append(", ".join([first, *told]))
     # what still has no name of its own gets a number
     repeats: dict[str, int] = {}
     for place, name in enumerate(names):
@@ -330,9 +337,16 @@ def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
     return names
 
 
+def _is_dose(key: str, label: str, config: Mapping[str, object]) -> bool:
+    """Whether the key is a number of the transform or aggregator that the label names."""
+    group, *middle = key.split(".")[:-1]
+    number = isinstance(config.get(key), int | float) and not isinstance(config.get(key), bool)
+    return number and (group == "aggregator" or [group, *middle] == ["transform", label])
+
+
 def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]:
     """The keys whose values differ; a nested key that some configs lack counts only if the others
-    differ."""
+    differ, and none whose value follows from the name beside it, as Adam's own learning rate."""
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = []
     for key in keys:
@@ -342,25 +356,36 @@ def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]
         having = [config for config in configs if key in config]
         values = {repr(config[key]) for config in having}
         missing = len(having) < len([config for config in configs if config])
-        if len(values) > 1 or (missing and not rest):
+        beside = f"{key.rpartition('.')[0]}.name"
+        pairs = {(repr(config.get(beside)), repr(config[key])) for config in having}
+        named = key != beside and rest and len(pairs) == len({name for name, _ in pairs})
+        unlike = rest in NAMES and any(
+            key not in config and f"{top}.{other}" in config
+            for config in configs
+            for other in NAMES
+        )
+        if (len(values) > 1 and not named) or (missing and not rest) or unlike:
             differing.append(key)
-    return differing
+    return sorted(differing, key=lambda key: not _is_name(key))
 
 
-def _is_shown(key: str, keys: Sequence[str], config: Mapping[str, object]) -> bool:
-    return key in config and config[key] is not None
+def _is_name(key: str) -> bool:
+    return key.rpartition(".")[2] in NAMES
 
 
-def _key_text(key: str, keys: Sequence[str], value: object) -> str:
+def _key_text(key: str, keys: Sequence[str], config: Mapping[str, object]) -> str:
     """`mlp` for a name, else the last part of the key and the value: `value=0.01`."""
+    if _is_name(key):
+        return _text(config[key])
     last = key.rpartition(".")[2]
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
-    if isinstance(value, list | tuple):
-        shown = f"[{','.join(map(str, value))}]"
-    if last == "name":
-        return shown
     ambiguous = sum(other.rpartition(".")[2] == last for other in keys) > 1
-    return f"{'.'.join(key.split('.')[-2:]) if ambiguous else last}={shown}"
+    return f"{'.'.join(key.split('.')[-2:]) if ambiguous else last}={_text(config[key])}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _order(arm: Arm) -> tuple[object, ...]:

@@ -20,7 +20,6 @@ from gradsurg.report.charts import (
     Panel,
     Spec,
     columns_of,
-    cut,
     scale_of,
     short,
     spec_of,
@@ -40,7 +39,9 @@ def outcome_panel(
     outcomes: Sequence[Outcome], metric: str, name: Callable[[Outcome], str] | None = None
 ) -> Panel:
     """The forest plot of a metric: difference, interval and seeds of each arm, or link."""
-    label = name or _arm_with_n
+    sizes = {(one.difference.n if one.difference else 0, one.planned) for one in outcomes}
+    same = len(sizes) == 1 and min(sizes)[0] == min(sizes)[1]
+    label = name or (_arm if same else _arm_with_n)
     low, high = limits_of(outcomes)
     data = _differences(outcomes, label, low, high)
     texts = [
@@ -49,7 +50,7 @@ def outcome_panel(
     return Panel(
         title(metric),
         f"Difference in {title(metric)} with 95 % intervals. {'; '.join(texts)}",
-        _forest_view(title(metric), is_share(metric)),
+        _forest_view(_difference_title(metric, f"n = {min(sizes)[0]}" if same else "")),
         data,
         {"low": low, "high": high, "arms": data["arms"]["arm"]},
         width=260,
@@ -97,11 +98,11 @@ def _differences(
 
 
 @cache
-def _forest_view(metric: str, share: bool) -> Spec:
+def _forest_view(axis_title: str) -> Spec:
     arms, seeds, cuts = (alt.Chart(alt.NamedData(name)) for name in ("arms", "seeds", "cuts"))
     scale = alt.Scale(domain=[alt.ExprRef("low"), alt.ExprRef("high")], nice=False, zero=False)
-    axis = alt.Axis(format="+.2~%" if share else "+.3~g", tickCount=4, labelOverlap=True)
-    x = {"scale": scale, "axis": axis, "title": f"difference in {metric}"}
+    axis = _difference_axis(axis_title, tickCount=4, labelOverlap=True)
+    x = {"scale": scale, "axis": axis, "title": axis_title}
     y = _arms_axis()
     color = alt.condition("datum.clear", alt.value(TREATED), alt.value(UNCLEAR))
     tips = [
@@ -129,27 +130,67 @@ def _forest_view(metric: str, share: bool) -> Spec:
     return spec_of(layers)
 
 
-def dose_panel(doses: Doses, outcomes: Sequence[Outcome], metric: str) -> Panel:
-    """The difference to the control over the one number in which arms differ."""
+def _difference_title(metric: str, more: str = "") -> str:
+    notes = ", ".join(part for part in ("percentage points" * is_share(metric), more) if part)
+    return f"difference in {title(metric)}{f' ({notes})' if notes else ''}"
+
+
+def _difference_axis(axis_title: str, **more: Any) -> alt.Axis:  # Any: keywords of alt.Axis
+    """An axis of differences; of a share in percentage points, as its title says."""
+    if "(percentage points" in axis_title:
+        more["labelExpr"] = "format(100 * datum.value, '+.3~g')"
+    return alt.Axis(format="+.3~g", **more)
+
+
+def dose_groups(doses: Sequence[Doses]) -> list[list[Doses]]:
+    """The curves that share a panel: those of one transform over one number."""
+    groups: dict[tuple[str, str], list[Doses]] = {}
+    for one in doses:
+        groups.setdefault((one.arms[0].runs[0].label, one.key), []).append(one)
+    return list(groups.values())
+
+
+def dose_panel(group: Sequence[Doses], outcomes: Sequence[Outcome], metric: str) -> Panel:
+    """The difference to the control over the one number in which arms differ: a line for each other
+    setting, as the optimizer."""
     by_name = {outcome.arm.name: outcome for outcome in outcomes}
-    shown_outcomes = [by_name[arm.name] for arm in doses.arms if arm.name in by_name]
-    places = {arm.name: dose for dose, arm in zip(doses.doses, doses.arms, strict=True)}
-    low, high = limits_of(shown_outcomes)
-    arms = _differences(shown_outcomes, lambda one: one.arm.name, low, high)["arms"]
-    arms["dose"] = [places[name] for name in arms["arm"]]
-    key = doses.key.rpartition(".")[2]
-    by_log = min(doses.doses) > 0 and max(doses.doses) >= 10 * min(doses.doses)
-    seeds = sorted({one.difference.n if one.difference else 0 for one in shown_outcomes}) or [0]
-    several = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
-    text = "; ".join(f"{places[o.arm.name]:g}: {_said(o)}" for o in shown_outcomes)
-    trend = doses.trend(metric)
-    rho = f"; Spearman {trend[0]:+.2f}, p {p_text(trend[1])}" if trend else ""
+    shown = [
+        (series, dose, by_name[arm.name])
+        for series, one in enumerate(group)
+        for dose, arm in zip(one.doses, one.arms, strict=True)
+        if arm.name in by_name
+    ]
+    label, key = group[0].arms[0].runs[0].label, group[0].key.rpartition(".")[2]
+    names = [one.name.removeprefix(f"{label}, ") for one in group]
+    low, high = limits_of([one for *_, one in shown])
+    data = _differences([one for *_, one in shown], lambda one: one.arm.name, low, high)
+    places = {one.arm.name: (names[series], dose) for series, dose, one in shown}
+    for table in (data["arms"], data["cuts"]):
+        table["series"] = [places[name][0] for name in table["arm"]]
+        table["dose"] = [places[name][1] for name in table["arm"]]
+    data["cuts"]["shape"] = [
+        shape.replace("left", "down").replace("right", "up") for shape in data["cuts"]["shape"]
+    ]
+    every = [dose for _, dose, _ in shown]
+    by_log = min(every) > 0 and max(every) >= 10 * min(every)
+    sizes = sorted({one.difference.n if one.difference else 0 for *_, one in shown})
+    several = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+    text = "; ".join(f"{names[k]} {dose:g}: {_said(one)}" for k, dose, one in shown)
+    trends = [(name, one.trend(metric)) for name, one in zip(names, group, strict=True)]
+    rho = [
+        f"{f'{name} ' if len(group) > 1 else ''}{trend[0]:+.2f}, p {p_text(trend[1])}"
+        for name, trend in trends
+        if trend
+    ]
+    about = f"; Spearman {'; '.join(rho)}" if rho else ""
+    head = group[0].name if len(group) == 1 else label
     return Panel(
-        f"{cut(doses.name)}, n = {several}{rho}",
-        f"{doses.name}: difference in {title(metric)} over {doses.key}. {text}",
-        _dose_view(title(metric), is_share(metric), key, by_log),
-        {"arms": arms},
-        {"low": low, "high": high},
+        f"{head}, n = {several}{about}",
+        f"{head}: difference in {title(metric)} over {group[0].key}. {text}",
+        _dose_view(_difference_title(metric), key, by_log, len(group) > 1),
+        {"arms": data["arms"], "cuts": data["cuts"]},
+        {"low": low, "high": high, "first": min(every), "most": max(every), "series": names},
+        width=300,
     )
 
 
@@ -160,30 +201,40 @@ def _said(outcome: Outcome) -> str:
 
 
 @cache
-def _dose_view(metric: str, share: bool, key: str, by_log: bool) -> Spec:
-    arms = alt.Chart(alt.NamedData("arms"))
+def _dose_view(axis_title: str, key: str, by_log: bool, several: bool) -> Spec:
+    arms, cuts = alt.Chart(alt.NamedData("arms")), alt.Chart(alt.NamedData("cuts"))
     x = alt.X(
         "dose:Q",
-        scale=scale_of(by_log, padding=12),
+        scale=scale_of(by_log, padding=14, domain=[alt.ExprRef("first"), alt.ExprRef("most")]),
         axis=alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True),
         title=key + (" (log scale)" if by_log else ""),
     )
     y = {
         "scale": alt.Scale(domain=[alt.ExprRef("low"), alt.ExprRef("high")], nice=False),
-        "axis": alt.Axis(format="+.2~%" if share else "+.3~g", tickCount=5),
-        "title": f"difference in {metric}",
+        "axis": _difference_axis(axis_title, tickCount=5),
+        "title": axis_title,
     }
-    color = alt.condition("datum.clear", alt.value(TREATED), alt.value(UNCLEAR))
+    names = alt.Scale(domain=alt.ExprRef("series"), range=list(TASKS))
+    legend = alt.Legend(title=None, orient="top", symbolType="stroke") if several else None
+    color = alt.Color("series:N", sort=None, scale=names, legend=legend)
     layers = alt.layer(
-        arms.mark_line(color=TREATED, strokeWidth=2).encode(x=x, y=alt.Y("mean:Q", **y)),
+        arms.mark_line(strokeWidth=2).encode(x=x, y=alt.Y("mean:Q", **y), color=color),
         zero_line("y"),
-        arms.mark_rule(strokeWidth=2).encode(x=x, y=alt.Y("from:Q", **y), y2="to:Q", color=color),
+        arms.mark_rule(strokeWidth=2, strokeOpacity=0.6).encode(
+            x=x, y=alt.Y("from:Q", **y), y2="to:Q", color=color
+        ),
+        cuts.mark_point(size=45, filled=True, opacity=1).encode(
+            x=x, y=alt.Y("at:Q", **y), shape=alt.Shape("shape:N", scale=None), color=color
+        ),
         arms.mark_point(size=60, opacity=1, strokeWidth=2).encode(
             x=x,
             y=alt.Y("mean:Q", **y),
-            stroke=color,
-            fill=alt.condition("datum.clear", alt.value(TREATED), alt.value(PAPER)),
+            stroke=alt.Stroke("series:N", sort=None, scale=names, legend=None),
+            fill=alt.condition(
+                "datum.clear", alt.Fill("series:N", scale=names, legend=None), alt.value(PAPER)
+            ),
             tooltip=[
+                "series:N",
                 alt.Tooltip("dose:Q", title=key),
                 alt.Tooltip("said:N", title="difference"),
                 alt.Tooltip("interval:N", title="95 % interval"),
@@ -195,7 +246,7 @@ def _dose_view(metric: str, share: bool, key: str, by_log: bool) -> Spec:
 
 def cost_panel(costs: Sequence[Cost]) -> Panel:
     """Step time over the control's: each pair, their range and their median."""
-    names = [f"{cut(cost.arm.name)} (n = {len(cost.ratios)})" for cost in costs]
+    names = [f"{cost.arm.name} (n = {len(cost.ratios)})" for cost in costs]
     arms = {
         "arm": names,
         "ratio": [short(median(cost.ratios)) for cost in costs],
@@ -259,7 +310,7 @@ def reached_panel(arms: Sequence[Arm]) -> Panel | None:
         last = max(int(summary.get("steps", 0)) for summary in summaries)
         ends = [0, *steps, max([last, *steps])]
         shares = [min(number, len(steps)) / len(summaries) for number in range(len(ends))]
-        name = f"{cut(arm.name)} (n = {len(summaries)})"
+        name = f"{arm.name} (n = {len(summaries)})"
         rows += [
             (name, step, short(share), arm.is_control)
             for step, share in zip(ends, shares, strict=True)
@@ -279,7 +330,7 @@ def reached_panel(arms: Sequence[Arm]) -> Panel | None:
 
 @cache
 def _reached_view() -> Spec:
-    x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5, grid=False), title="step")
+    x = alt.X("step:Q", axis=alt.Axis(format="~s", tickCount=5, grid=False), title="optimizer step")
     y = alt.Y(
         "share:Q",
         scale=alt.Scale(domain=[0, 1]),
@@ -406,10 +457,14 @@ def _front_view(x_title: str, y_title: str, share: bool, x_log: bool, y_log: boo
     return spec_of(layers)
 
 
+def _arm(outcome: Outcome) -> str:
+    return outcome.arm.name
+
+
 def _arm_with_n(outcome: Outcome) -> str:
     number = outcome.difference.n if outcome.difference else 0
     of = "" if number == outcome.planned else f" of {outcome.planned}"
-    return f"{cut(outcome.arm.name)} (n = {number}{of})"
+    return f"{outcome.arm.name} (n = {number}{of})"
 
 
 def of_metric(outcomes: Sequence[Outcome], metric: str) -> list[Outcome]:

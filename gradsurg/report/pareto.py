@@ -68,7 +68,9 @@ def fronts(arms: Sequence[Arm]) -> list[Front]:
     task_fronts = []
     for members in groups.values():
         names = _names(members[0])
-        title = str(_task(members[0]).get("name", ""))
+        title = next(
+            (str(t) for key in ("name", "_target_") if (t := _task(members[0]).get(key))), ""
+        )
         for metric in SIGNS:
             marks = [_mark(arm, [f"{PART}{metric}_{name}" for name in names]) for arm in members]
             known = [mark for mark in marks if mark is not None]

@@ -1,5 +1,7 @@
 """Charts of training: learning curves, effects on gradients, conflicts between tasks."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -165,12 +167,12 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
             chart = chart.transform_calculate(low="max(datum.low, 1e-30)")
         else:
             chart = chart.transform_filter("isValid(datum.low)")
-        mark = chart.mark_area(color=color, fillOpacity=0.17)
+        mark = chart.mark_area(color=color, fillOpacity=0.17, clip=True)
         return mark.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q")
 
     ends = [alt.ExprRef("low"), alt.ExprRef("high")]
     y = {
-        "scale": scale_of(by_log, domain=ends, clamp=True),
+        "scale": scale_of(by_log, domain=ends),
         "axis": alt.Axis(format=".2~%" if share else ".3~g", tickCount=4, labelOverlap=True),
         "title": metric,
     }
@@ -178,7 +180,7 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
         "step:Q",
         scale=alt.Scale(domain=[0, alt.ExprRef("last")], nice=False),
         axis=alt.Axis(format="~s", tickCount=4, grid=False),
-        title="step",
+        title="optimizer step",
     )
     number = ".4~%" if share else ".4~g"
     tips = ["step:Q", *(alt.Tooltip(f"{key}:Q", format=number) for key in ("mean", "low", "high"))]
@@ -188,7 +190,7 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
         band("control", CONTROL),
         band("mean", TREATED),
         part("seeds", "value")
-        .mark_line(strokeWidth=1)
+        .mark_line(strokeWidth=1, clip=True)
         .encode(
             x=x,
             y=alt.Y("value:Q", **y),
@@ -199,16 +201,132 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
             ),
         ),
         part("control")
-        .mark_line(color=CONTROL, strokeDash=[5, 3], strokeWidth=2)
+        .mark_line(color=CONTROL, strokeDash=[5, 3], strokeWidth=2, clip=True)
         .encode(x=x, y=mean),
-        part("mean").mark_line(color=TREATED, strokeWidth=2).encode(x=x, y=mean),
-        part("points").mark_circle(size=45, opacity=1).encode(x=x, y=mean, color=color),
+        part("mean").mark_line(color=TREATED, strokeWidth=2, clip=True).encode(x=x, y=mean),
+        *_arrows(part("control"), x, color=alt.value(CONTROL)),
+        *_arrows(part("mean"), x, color=alt.value(TREATED)),
+        part("points").mark_circle(size=45, opacity=1, clip=True).encode(x=x, y=mean, color=color),
         # invisible, to point at
         part("mean")
         .mark_rule(strokeWidth=7, strokeOpacity=0)
         .encode(x=x, tooltip=[*tips, alt.Tooltip("n:Q", title="runs")]),
     )
     return spec_of(layers)
+
+
+def _arrows(means: alt.Chart, x: alt.X, **channels: Any) -> list[alt.Chart]:
+    """An arrow at each step from which a mean is above or below the axis.
+
+    Any: channels of Altair.
+    """
+    low, high = alt.ExprRef("low"), alt.ExprRef("high")
+    window: dict[str, Any] = {"before": "lag(mean)", "sort": [alt.SortField("step")]}
+    group = ["arm"] if "shape" in channels else []
+    after = means.transform_window(**window, groupby=group)
+
+    def leaves(beyond: dict[str, Any], inside: dict[str, Any]) -> alt.Chart:
+        first = {"or": [{"field": "before", **inside}, "datum.before === null"]}
+        where: Any = {"and": [{"field": "mean", **beyond}, first]}  # Any: Vega-Lite as JSON
+        return after.transform_filter(where)
+
+    ends = (
+        (leaves({"gt": high}, {"lte": high}), "triangle-up", alt.value(3)),
+        (leaves({"lt": low}, {"gte": low}), "triangle-down", alt.value("height")),
+    )
+    channels.pop("shape", None)
+    return [
+        chart.mark_point(size=40, shape=shape, filled=True, opacity=1).encode(x=x, y=y, **channels)
+        for chart, shape, y in ends
+    ]
+
+
+def overlay_panel(report: StudyReport, metric: str, by_log: bool = False) -> Panel:
+    """The learning curves of all arms in one panel, each control once."""
+    shown = [curve for curve in report.curves if curve.metric == metric]
+    rows = [
+        (curve.arm.name, step, *map(short, ends))
+        for curve in shown
+        for step, *ends in zip(curve.steps, curve.mean, curve.low, curve.high, strict=True)
+    ]
+    names = [curve.arm.name for curve in shown]
+    treated = [curve.arm.name for curve in shown if not curve.arm.is_control]
+    texts = [f"{curve.arm.name} {value(metric, _last(curve.mean))}" for curve in shown]
+    low, high = curve_limits(shown, by_log)
+    controls = [[5, 3], [2, 2], [8, 3, 2, 3]]
+    dashes = [
+        DASHES[treated.index(name) // len(TASKS) % len(DASHES)]
+        if name in treated
+        else controls[(names.index(name) - len(treated)) % len(controls)]
+        for name in names
+    ]
+    colours = [
+        TASKS[[0, *range(2, len(TASKS))][treated.index(name) % (len(TASKS) - 1)]]
+        if name in treated
+        else CONTROL
+        for name in names
+    ]
+    sizes = {n_of(curve) for curve in shown}
+    return Panel(
+        f"All arms{f', {sizes.pop()}' if len(sizes) == 1 else ''}",
+        f"{title(metric)} of all arms over the steps, last means: {'; '.join(texts)}",
+        _overlay_view(title(metric), is_share(metric), by_log, len(names) > 4),
+        {"curves": columns_of(("arm", "step", "mean", "low", "high"), rows)},
+        {
+            "low": low,
+            "high": high,
+            "last": max(curve.steps[-1] for curve in shown),
+            "arms": names,
+            "colours": colours,
+            "dashes": dashes,
+        },
+        width=420,
+        height=260,
+    )
+
+
+@cache
+def _overlay_view(metric: str, share: bool, by_log: bool, many: bool) -> Spec:
+    curves = alt.Chart(alt.NamedData("curves"))
+    if by_log:
+        curves = curves.transform_filter("datum.mean > 0")
+        curves = curves.transform_calculate(low="max(datum.low, 1e-30)")
+    x = alt.X(
+        "step:Q",
+        scale=alt.Scale(domain=[0, alt.ExprRef("last")], nice=False),
+        axis=alt.Axis(format="~s", tickCount=5, grid=False),
+        title="optimizer step",
+    )
+    y = {
+        "scale": scale_of(by_log, domain=[alt.ExprRef("low"), alt.ExprRef("high")]),
+        "axis": alt.Axis(format=".2~%" if share else ".3~g", tickCount=5, labelOverlap=True),
+        "title": metric + (" (log scale)" if by_log else ""),
+    }
+    names = alt.ExprRef("arms")
+    legend = alt.Legend(
+        title=None, orient="bottom", columns=2, symbolType="stroke", symbolStrokeWidth=2
+    )
+    colours, dashes = (alt.Scale(domain=names, range=[key]) for key in ("colours", "dashes"))
+    color = alt.Color("arm:N", sort=None, scale=colours, legend=legend)
+    dash = alt.StrokeDash("arm:N", sort=None, scale=dashes, legend=legend)
+    tips = ["arm:N", "step:Q", *(alt.Tooltip(f"{key}:Q") for key in ("mean", "low", "high"))]
+    opacity = 0.06 if many else 0.14
+    bands = curves.transform_filter("isValid(datum.low)").mark_area(fillOpacity=opacity, clip=True)
+    layers = alt.layer(
+        bands.encode(x=x, y=alt.Y("low:Q", **y), y2="high:Q", color=color),
+        curves.mark_line(strokeWidth=2, clip=True).encode(
+            x=x, y=alt.Y("mean:Q", **y), color=color, strokeDash=dash
+        ),
+        *_arrows(curves, x, color=color, shape="by arm"),
+        # invisible, to point at
+        curves.mark_point(size=60, opacity=0, fillOpacity=0, clip=True).encode(
+            x=x, y=alt.Y("mean:Q", **y), tooltip=tips
+        ),
+    )
+    # Altair refuses an expression as a range, Vega-Lite takes it
+    text = re.sub(r'\["(colours|dashes)"\]', r'{"expr": "\1"}', json.dumps(spec_of(layers)))
+    spec: Spec = json.loads(text)
+    return spec
 
 
 LABELS = {
@@ -279,7 +397,7 @@ def map_name(one: EffectMap) -> str:
     name = one.arm.name
     if one.transform == "none":
         return f"{name} (nothing was changed)"
-    return name if one.transform == name.split(" · ")[0] else f"{name}: {one.transform}"
+    return name if one.transform == one.arm.runs[0].label else f"{name}: {one.transform}"
 
 
 def norm_panel(norms: Norms) -> Panel:
@@ -361,7 +479,7 @@ def _cells_view(row: str, measure: str) -> Spec:
             sort=None,
             scale=alt.Scale(padding=0),
             axis=alt.Axis(labelAngle=0, labelOverlap=True, ticks=False, labelFlush=True),
-            title="up to step",
+            title="up to optimizer step",
         ),
         y=alt.Y(
             f"{row}:N",
@@ -493,7 +611,7 @@ def _task_view(measure: str) -> Spec:
         "step:Q",
         scale=alt.Scale(domain=[alt.ExprRef("first"), alt.ExprRef("last")], nice=False),
         axis=alt.Axis(format="~s", tickCount=4, grid=False),
-        title="step",
+        title="optimizer step",
     )
     scale = alt.Scale(domain=[alt.ExprRef("low"), alt.ExprRef("high")], nice=True, clamp=True)
     y = {"scale": scale, "axis": alt.Axis(format=".3~g", tickCount=4), "title": measure}

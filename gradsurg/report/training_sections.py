@@ -32,6 +32,7 @@ from gradsurg.report.training_charts import (
     effect_panel,
     map_name,
     norm_panel,
+    overlay_panel,
     task_panel,
 )
 from gradsurg.report.wording import count, title, value
@@ -46,12 +47,15 @@ def curves_section(report: StudyReport, data: elements.PageData) -> elements.Sec
         return elements.section("curves", name, "", "<p>Nothing has been logged yet.</p>")
     how = (
         "Mean over seeds with its 95&nbsp;% interval; thin lines are single seeds, dashed red ones "
-        "diverged and are not part of any mean. Lines that leave the scale are cut at its edge."
+        "diverged and are not part of any mean. An arrow marks where a mean leaves the axis."
     )
     metrics = dict.fromkeys(curve.metric for curve in report.curves)
     most, control = 0, False
     for metric in metrics:
         curves = curve_data(report, metric)
+        if len(curves) > 1:
+            for scale in ("linear", "log"):
+                data.add(f"curves|{metric}|{scale}", overlay_panel(report, metric, scale == "log"))
         most, control = max(most, len(curves)), control or any(one.control for one in curves)
         last = max(one.curve.steps[-1] for one in curves)
         every = [curve for one in curves for curve in one.both]
@@ -74,9 +78,18 @@ def curves_section(report: StudyReport, data: elements.PageData) -> elements.Sec
     charts = [
         elements.chart(f"curve|{{curve}}|{place}|{{scale}}|{{limits}}") for place in range(most)
     ]
-    return elements.section(
-        "curves", name, how, elements.choices(*choices), elements.panels(charts)
-    )
+    each = elements.panels(charts)
+    if most > 1:
+        parts = [
+            elements.arms_choice(_curve_arms(report)),
+            elements.chart("curves|{curve}|{scale}"),
+        ]
+        each = "".join([*parts, "<h3>Each arm with its seeds</h3>", each])
+    return elements.section("curves", name, how, elements.choices(*choices), each)
+
+
+def _curve_arms(report: StudyReport) -> list[str]:
+    return list(dict.fromkeys(curve.arm.name for curve in report.curves))
 
 
 def effects_section(report: StudyReport, data: elements.PageData) -> elements.Section | None:

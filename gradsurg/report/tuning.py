@@ -180,17 +180,23 @@ def _panel(key: str, metric: str, tunings: Sequence[ArmTuning]) -> Panel:
     seeds, means, lost, chosen, texts = [], [], [], [], []
     known = [s for one in tunings for p in one.points for s in p.scores.values() if s is not None]
     low, high = _limits(known, tunings[0].lower)
+    cuts: list[tuple[object, ...]] = []
     for one in tunings:
         name = cut(one.name)
         for point in _slice(one, key):
             at = point.values[key] if numeric else _shown(point.values[key])
             seeds += [(name, at, seed, short(score, 6)) for seed, score in point.scores.items()]
             means.append((name, at, short(point.mean, 6)))
+            if point.mean is not None and not low <= point.mean <= high:
+                side, limit = ("up", high) if point.mean > high else ("down", low)
+                text = f"mean {value(metric, point.mean)}, outside the axis"
+                cuts.append((name, at, limit, f"triangle-{side}", text))
             if point.diverged:
                 text = f"{point.diverged} of {len(point.scores)} seeds diverged"
                 lost.append((name, at, high if one.lower else low, text))
             if point is one.best:
-                chosen.append((name, at, short(point.mean, 6), value(metric, point.mean)))
+                inside = None if point.mean is None else min(max(point.mean, low), high)
+                chosen.append((name, at, short(inside, 6), value(metric, point.mean)))
         texts.append(one.sentence)
     return Panel(
         f"{title(metric)} over {key}",
@@ -200,9 +206,15 @@ def _panel(key: str, metric: str, tunings: Sequence[ArmTuning]) -> Panel:
             "seeds": columns_of(("arm", "value", "seed", "score"), seeds),
             "means": columns_of(("arm", "value", "score"), means),
             "lost": columns_of(("arm", "value", "score", "text"), lost),
+            "cuts": columns_of(("arm", "value", "score", "shape", "text"), cuts),
             "chosen": columns_of(("arm", "value", "score", "text"), chosen),
         },
-        {"low": low, "high": high},
+        {
+            "low": low,
+            "high": high,
+            "first": min(grid) if numeric else 0,
+            "most": max(grid) if numeric else 0,
+        },
         width=340,
         height=220,
     )
@@ -232,12 +244,13 @@ def _limits(scores: Sequence[float], lower: bool) -> tuple[float, float]:
 
 @cache
 def _view(metric: str, share: bool, key: str, numeric: bool, by_log: bool) -> Spec:
-    seeds, means, lost, chosen = (
-        alt.Chart(alt.NamedData(name)) for name in ("seeds", "means", "lost", "chosen")
+    seeds, means, lost, cuts, chosen = (
+        alt.Chart(alt.NamedData(name)) for name in ("seeds", "means", "lost", "cuts", "chosen")
     )
+    ends = [alt.ExprRef("first"), alt.ExprRef("most")]
     title_x = key + (" (log scale)" if by_log else "")
     axis = alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True, labelSeparation=8)
-    x = alt.X("value:Q", scale=scale_of(by_log, padding=12), axis=axis, title=title_x)
+    x = alt.X("value:Q", scale=scale_of(by_log, padding=12, domain=ends), axis=axis, title=title_x)
     if not numeric:
         x = alt.X("value:N", sort=None, axis=alt.Axis(labelAngle=0), title=key)
     y = alt.Y(
@@ -258,6 +271,13 @@ def _view(metric: str, share: bool, key: str, numeric: bool, by_log: bool) -> Sp
         ),
         lost.mark_point(size=50, shape="cross", filled=True, opacity=1).encode(
             x=x, y=y, color=color, tooltip=[*tips, "text:N"]
+        ),
+        cuts.mark_point(size=50, filled=True, opacity=1).encode(
+            x=x,
+            y=y,
+            color=color,
+            shape=alt.Shape("shape:N", scale=None),
+            tooltip=[*tips, "text:N"],
         ),
         chosen.mark_point(size=150, strokeWidth=2.5, opacity=1, filled=False).encode(
             x=x, y=y, color=color, tooltip=[*tips, alt.Tooltip("text:N", title="chosen")]

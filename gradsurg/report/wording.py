@@ -147,8 +147,8 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def unbroken(text: str) -> str:
-    """Put no-break spaces into `n = 2`, `95 %` and `clip · mlp`."""
-    return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)| · ", _hard, text)
+    """Put no-break spaces into `n = 2` and `95 %`."""
+    return re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=%)", _hard, text)
 
 
 def _hard(spaced: re.Match[str]) -> str:
@@ -156,7 +156,11 @@ def _hard(spaced: re.Match[str]) -> str:
 
 
 def listed(names: list[str], most: int = 6) -> str:
-    """Names in a sentence, as "a, b and c"; a long list ends with how many more there are."""
+    """Names in a sentence, as "a, b and c"; a long list ends with how many more there are.
+
+    Names that have a comma are separated by semicolons.
+    """
     if len(names) > most:
         names = [*names[: most - 1], f"{len(names) - most + 1} more"]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    comma = "; " if any(", " in name.partition(" (")[0] for name in names) else ", "
+    return " and ".join([comma.join(names[:-1]), names[-1]] if len(names) > 1 else names)

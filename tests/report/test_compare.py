@@ -409,9 +409,9 @@ def test_a_metric_of_another_task_is_not_told_of_an_arm(tmp_path: Path) -> None:
     report = study_report(study)
     tables = overview(report).split("\n\n")
     (own,) = [text for text in tables if text.startswith("test loss first")]
-    assert [line.split()[2] for line in own.splitlines()[2:]] == ["parts"]
+    assert [line.split()[1] for line in own.splitlines()[2:]] == ["parts"]
     (both,) = [text for text in tables if text.startswith("test accuracy\n")]
-    assert [line.split()[2] for line in both.splitlines()[2:]] == ["parts", "plain"]
+    assert [line.split()[1] for line in both.splitlines()[2:]] == ["parts", "plain"]
     (table,) = re.findall(
         'aria-label="Differences in test loss first by arm">(.*?)</table>', page(report)
     )

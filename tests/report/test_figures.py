@@ -1,15 +1,22 @@
 """The charts of a study: their data, their limits, and the files they are written to."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradsurg.report.charts import DARK, TASKS, Panel, rows_of
-from gradsurg.report.figures import figure_spec, figures, write_figures
-from gradsurg.report.outcome_charts import limits_of, of_metric, outcome_panel
+from gradsurg.report.figures import Figure, figure_spec, figures, write_figures
+from gradsurg.report.outcome_charts import (
+    dose_groups,
+    dose_panel,
+    limits_of,
+    of_metric,
+    outcome_panel,
+)
 from gradsurg.report.study import StudyReport, study_report
-from gradsurg.report.training_charts import curve_data, curve_limits
+from gradsurg.report.training_charts import curve_data, curve_limits, overlay_panel
 from tests.report import studies
 
 
@@ -126,3 +133,54 @@ def test_a_name_in_another_script_warns_nobody(tmp_path: Path, recwarn) -> None:
     object.__setattr__(arm, "name", "剪裁")
     write_figures(report, tmp_path)
     assert [str(one.message) for one in recwarn] == []
+
+
+def arms_of(folder: Path) -> StudyReport:
+    """Three doses of clip with each of two optimizers, and a control for each optimizer."""
+    for name in ("SGD", "Adam"):
+        more = {"optimizer": {"name": name}}
+        controls = [studies.whole(folder, "none", seed, 0.9, **more) for seed in range(2)]
+        for dose in (0.01, 0.1, 1.0):
+            for seed, control in enumerate(controls):
+                accuracy = 0.8 + dose / 10 + seed / 100
+                studies.whole(folder, "clip", seed, accuracy, control, value=dose, **more)
+    return study_report(folder)
+
+
+def svg(panel: Panel) -> str:
+    import vl_convert
+
+    return vl_convert.vegalite_to_svg(figure_spec(Figure("one", [panel], 1)))
+
+
+def test_the_doses_of_two_optimizers_share_a_panel(tmp_path: Path) -> None:
+    report = arms_of(tmp_path / "first")
+    (group,) = dose_groups(report.doses)
+    panel = dose_panel(group, of_metric(report.outcomes, "test/accuracy"), "test/accuracy")
+    assert set(studies.columns(panel, "arms")["series"]) == {"SGD", "Adam"}
+    text = svg(panel)
+    assert "difference in test accuracy (percentage points)" in text
+    assert ">SGD</text>" in text
+    assert ">Adam</text>" in text
+
+
+def test_all_arms_share_a_panel_with_each_control_once(tmp_path: Path) -> None:
+    panel = overlay_panel(arms_of(tmp_path / "first"), "train/loss")
+    names = set(studies.columns(panel, "curves")["arm"])
+    doses = {f"clip {dose}, {name}" for dose in ("0.01", "0.1", "1") for name in ("SGD", "Adam")}
+    assert names == {*doses, "control, SGD", "control, Adam"}
+    assert svg(panel).count("optimizer step</text>") == 1
+
+
+def test_a_curve_that_leaves_the_axis_is_marked_once_and_not_drawn_along_its_edge(
+    tmp_path: Path,
+) -> None:
+    for label, losses in {"none": [1.0] * 30, "clip": [1.0] * 13 + [90.0] * 4 + [1.0] * 13}.items():
+        place = studies.plan(tmp_path, label, 0)
+        for step, loss in enumerate(losses, 1):
+            place.append_metrics({"step": step, "train/loss": loss * (1 + step / 100)})
+        studies.end(place, label, 0.5)
+    panel = overlay_panel(study_report(tmp_path), "train/loss")
+    assert float(str(panel.limits["high"])) < 10
+    assert svg(panel).count("L-3.162,2.739L3.162,2.739Z") == 1  # a triangle
+    assert '"clamp": true' not in json.dumps(panel.view)

@@ -96,7 +96,7 @@ def test_an_arm_of_a_list_is_named_as_it_was_typed(tmp_path: Path) -> None:
     for own in ("whole", ["trunk.*", "*"]):
         studies.whole(tmp_path, "upgrad", 0, 0.9, shared={"granularity": own})
     names = [arm.name for arm in group(read_study(tmp_path))]
-    assert sorted(names) == ["upgrad · granularity=[trunk.*,*]", "upgrad · granularity=whole"]
+    assert sorted(names) == ["upgrad, granularity=[trunk.*,*]", "upgrad, granularity=whole"]
 
 
 def test_arms_are_told_apart_by_the_keys_in_which_they_differ(tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_arms_are_told_apart_by_the_keys_in_which_they_differ(tmp_path: Path) ->
                 studies.whole(tmp_path, "clip", seed, 0.8, control, value=value, **more)
     arms = group(read_study(tmp_path))
     assert [(arm.name, len(arm.runs)) for arm in arms] == [
-        ("clip · convnet · value=0.01", 2),
-        ("clip · mlp · value=0.01", 2),
-        ("clip · convnet · value=0.1", 2),
-        ("clip · mlp · value=0.1", 2),
-        ("zero · convnet", 2),
-        ("zero · mlp", 2),
-        ("control · convnet", 2),
-        ("control · mlp", 2),
+        ("clip 0.01, convnet", 2),
+        ("clip 0.01, mlp", 2),
+        ("clip 0.1, convnet", 2),
+        ("clip 0.1, mlp", 2),
+        ("zero, convnet", 2),
+        ("zero, mlp", 2),
+        ("control, convnet", 2),
+        ("control, mlp", 2),
     ]
 
 
@@ -124,3 +124,20 @@ def test_arms_with_one_label_that_no_key_tells_apart_get_numbers(tmp_path: Path)
     for gradsurg in ("0.1.0", "0.2.0"):
         studies.whole(tmp_path, "clip", 0, 0.8, gradsurg=gradsurg)
     assert [arm.name for arm in group(read_study(tmp_path))] == ["clip", "clip #2"]
+
+
+def test_what_follows_from_a_name_is_not_told(tmp_path: Path) -> None:
+    for name, lr in (("SGD", 0.1), ("Adam", 0.001)):
+        for value in (0.01, 0.1):
+            studies.whole(tmp_path, "clip", 0, 0.8, value=value, optimizer={"name": name, "lr": lr})
+    names = [arm.name for arm in group(read_study(tmp_path))]
+    assert sorted(names) == ["clip 0.01, Adam", "clip 0.01, SGD", "clip 0.1, Adam", "clip 0.1, SGD"]
+    studies.whole(tmp_path, "clip", 0, 0.8, value=0.1, optimizer={"name": "Adam", "lr": 0.01})
+    names = [arm.name for arm in group(read_study(tmp_path))]
+    assert "clip 0.1, Adam, lr=0.01" in names
+
+
+def test_a_class_given_by_its_path_is_named_without_the_key(tmp_path: Path) -> None:
+    for model in ({"name": "mlp"}, {"_target_": "mine.Net"}):
+        studies.whole(tmp_path, "clip", 0, 0.8, model=model)
+    assert {arm.name for arm in group(read_study(tmp_path))} == {"clip, mlp", "clip, mine.Net"}

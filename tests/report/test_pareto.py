@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradsurg.report.charts import rows_of
-from gradsurg.report.figures import write_figures
+from gradsurg.report.figures import figures, write_figures
 from gradsurg.report.html import page
 from gradsurg.report.outcome_charts import front_panel
 from gradsurg.report.pareto import Front, clusters, ends_of
@@ -162,3 +162,12 @@ def test_the_page_has_the_table_of_the_arms(tmp_path: Path):
     (body,) = re.findall("<tbody>(.*?)</tbody>", section, re.S)
     rows = [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body.split("</tr>")[:-1]]
     assert rows == [["a", "1", "1", "1", "1", "none"], ["control", "2", "1", "3", "2", "a"]]
+
+
+def test_a_task_given_by_its_path_names_the_figure(tmp_path: Path):
+    for label in ("a", "none"):
+        place = studies.plan(tmp_path, label, 0, task={"_target_": "mine.Pair"})
+        studies.end(place, label, 0.5, **studies.several(1.0, 2.0))
+    report = study_report(tmp_path)
+    titles = [figure.title for figure in figures(report) if figure.name == "pareto"]
+    assert titles == ["mine.Pair, test loss of each task"]

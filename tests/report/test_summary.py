@@ -38,13 +38,11 @@ def test_numbers_of_seeds_and_names_of_arms_are_not_broken(tmp_path: Path) -> No
         studies.plan(tmp_path, "zero", 2, control, **more)  # so that a reading is long
     lines = summary(tmp_path).splitlines()
     assert max(map(len, lines)) <= 100
-    rows = [line for line in lines if line.startswith("zero · convnet ")]
-    assert [row.split()[3:5] for row in rows] == [["0/2", "80.50%"], ["0/2", "0.5"]]
+    rows = [line for line in lines if line.startswith("zero, convnet ")]
+    assert [row.split()[2:4] for row in rows] == [["0/2", "80.50%"], ["0/2", "0.5"]]
     for width in range(20, 60):
-        folded = _folded(
-            "No clear difference for clip · mlp (n = 2) and sign · mlp (n = 2).", width
-        )
-        assert folded.count("(n = 2)") == folded.count(" · mlp") == 2
+        folded = _folded("No clear difference for clip, mlp (n = 2) and sign, mlp (n = 2).", width)
+        assert folded.count("(n = 2)") == 2
         assert max(map(len, folded.splitlines())) <= width
 
 

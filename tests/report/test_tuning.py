@@ -140,6 +140,17 @@ def test_scores_far_worse_than_the_others_do_not_squash_the_chart(tmp_path: Path
     assert 0.3 < float(str(panel.limits["high"])) < 2
 
 
+def test_rings_and_arrows_stay_inside_the_axis(tmp_path: Path) -> None:
+    near = content([0.3, 0.2, 1e6], 1, metric="validation/loss", lower=True)
+    far = content([50.0, 40.0, 30.0], 2, metric="validation/loss", lower=True, label="noise")
+    (panel,) = tuning_panels(tunings(tmp_path, *[near] * 5, far))
+    low, high = panel.limits["low"], panel.limits["high"]
+    assert all(low <= score <= high for score in column(panel, "chosen", "score"))
+    assert column(panel, "cuts", "value") == [1.0] * 5 + [0.01, 0.1, 1.0]
+    assert set(column(panel, "cuts", "score")) == {high}
+    assert column(panel, "chosen", "text")[5] == "30.01"
+
+
 @pytest.mark.parametrize(
     "text", ["{", "{}", '{"rows": 3}', '{"rows": [], "role": "a", "label": "b", "metric": "c"}']
 )

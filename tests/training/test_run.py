@@ -489,8 +489,8 @@ def test_the_report_lists_the_arms_that_reached_until_and_their_steps(tmp_path) 
     printed = text.report(pairs)
     assert "zero: 0 of 2 seeds reached test/loss <= 2.2." in printed
     assert "control: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5." in printed
-    assert "zero · label=zero: 0 of 2 seeds reached test/loss <= 2.2." in sentences
+    assert "zero, label=zero: 0 of 2 seeds reached test/loss <= 2.2." in sentences
     assert (
-        "control · label=none: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5. " in sentences
+        "control, label=none: 2 of 2 seeds reached test/loss <= 2.2, at steps 5, 5. " in sentences
     )
     assert "Outcomes are of the step at which each run has ended." in sentences

@@ -43,8 +43,16 @@ const choices = {};
 const fill = (key) => key.replace(/\{(\w+)\}/g, (_, name) => choices[name]);
 const chartOf = (key) => { const chart = page.charts[key]; return chart && chart.like ? { ...page.charts[chart.like], ...chart } : chart; };
 
+// The chart of all arms with those that are checked.
+function onlyArms(chart) {
+  if (!chart?.data.curves && chart?.data.curves !== 0) return chart;
+  const off = new Set(all("[data-arm]").filter((box) => !box.checked).map((box) => box.value)), arms = chart.limits.arms;
+  const left = (items) => items.filter((_, k) => !off.has(arms[k]));
+  return { ...chart, off, limits: { ...chart.limits, arms: left(arms), colours: left(chart.limits.colours), dashes: left(chart.limits.dashes) } };
+}
+
 async function draw(place) {
-  const key = fill(place.dataset.chart), chart = chartOf(key), drawn = `${key} ${isDark()}`;
+  const key = fill(place.dataset.chart), chart = onlyArms(chartOf(key)), drawn = `${key} ${isDark()} ${chart?.limits.arms}`;
   if (place.dataset.drawn === drawn) return;
   place.closest("figure").hidden = !chart;
   if (!chart || !place.offsetParent) return;
@@ -56,7 +64,7 @@ async function draw(place) {
   const spec = JSON.parse(JSON.stringify({ config: page.config, ...page.views[chart.view] }), (_, value) =>
     (value && value.expr in chart.limits ? chart.limits[value.expr] : (isDark() && page.dark[value]) || value));
   if (place.clientWidth < 480) spec.config.axis.labelLimit = 110;
-  const datasets = Object.fromEntries(Object.entries(chart.data).map(([name, k]) => [name, rows(page.tables[k])]));
+  const datasets = Object.fromEntries(Object.entries(chart.data).map(([name, k]) => [name, rows(page.tables[k]).filter((row) => !chart.off?.has(row.arm))]));
   Object.assign(spec, { datasets, width: "container", height: chart.height, background: null, padding: 2, autosize: { type: "fit-x", contains: "padding" } });
   const inner = el("div", { "aria-hidden": "true" });
   place.replaceChildren(inner);
@@ -104,6 +112,7 @@ function inputs() {
     read(input);
     input.addEventListener("input", () => { read(input); store.set(input.name, choices[input.name]); update(); });
   }
+  for (const box of all("[data-arm]")) box.addEventListener("change", update);
   for (const details of all("details.numbers")) details.addEventListener("toggle", () => numbers(details));
 }
 
