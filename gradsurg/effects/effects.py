@@ -70,14 +70,13 @@ class Effects:
     """The numbers of each transform at each site, measured every `every` steps (0: never).
 
     Pairs of gradients are summed at once and not kept. Sums on a device stay there until they are
-    read, or there are MAX_PAIRS. `first_nonfinite` is the first measured gradient with finite
-    entries for which a transform returned NaN or infinity.
+    read, or there are MAX_PAIRS.
     """
 
     every: int
     sampling: bool = False
-    first_nonfinite: "NonFinite | None" = None
     _step: int = 0
+    _first_nonfinite: "NonFinite | None" = None
     _slots: list[_Slot] = field(default_factory=list)
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
     _pairs: list[tuple[int, int, int]] = field(default_factory=list)  # slot, size and step of each
@@ -184,6 +183,12 @@ class Effects:
             slot.totals = np.array(saved["totals"])
             slot.sketch = state["sketches"].get(slot.transform, {}).get(slot.entry.site)
 
+    @property
+    def first_nonfinite(self) -> NonFinite | None:
+        """The first measured gradient of finite entries for which a transform returned others."""
+        self._collect()
+        return self._first_nonfinite
+
     def table(self) -> str:
         """Return the rows of all gradients so far as a text table."""
         return effect_table(self.rows())
@@ -219,12 +224,12 @@ class Effects:
         sizes = [size for _, size, _ in pairs]
         sums = self._sums[: len(pairs)].numpy()
         numbers = effect_numbers(sums, sizes)
-        if self.first_nonfinite is None:
+        if self._first_nonfinite is None:
             made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
             if len(made):
                 number, _, step = pairs[made[0]]
                 slot = self._slots[number]
-                self.first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
+                self._first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
         self._sums[: len(pairs)] = 0
         fresh = np.stack([slot.fresh for slot in self._slots])
         np.add.at(fresh, [slot for slot, *_ in pairs], numbers)  # one after the other

@@ -1,5 +1,6 @@
 """Console: the progress of a command on a terminal or in a notebook, and a line per ended run."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from gradsurg.loggers.base import ProgressLogger, RunEnd, RunInfo
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.messages import printable
 
+KERNEL = "JPY_PARENT_PID"  # is set in the processes of a notebook's kernel
 NUM_METRICS = 4  # in the line of an ended run
 NOTEBOOK_SECONDS = 0.5  # between two updates of a notebook's line
 
@@ -50,8 +52,8 @@ class Console(ProgressLogger):
 
     On a terminal two bars, which are removed at the end: the current run with its loss and speed,
     and the command's runs with the time left. In a notebook one line that is updated. Elsewhere (a
-    pipe, a file, CI, `TERM=dumb`) and in the processes of a launcher only the lines of ended runs.
-    `NO_COLOR` leaves out colours.
+    pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a launcher only
+    the lines of ended runs. `NO_COLOR` leaves out colours.
     """
 
     @cached_property
@@ -132,7 +134,9 @@ class _Remaining(TimeRemainingColumn):
 def _is_live(screen: _Screen) -> bool:
     console = screen.console
     is_main = current_process().name == "MainProcess"  # those of joblib share one terminal
-    return console.is_terminal and not console.is_dumb_terminal and is_main
+    # A notebook's `!command` has a terminal without a cursor that moves up.
+    moves_up = not (console.is_dumb_terminal or KERNEL in os.environ)
+    return console.is_terminal and moves_up and is_main
 
 
 def _bars(screen: _Screen) -> Progress:

@@ -64,7 +64,9 @@ def test_a_sweep_counts_its_runs_and_fits_the_terminal(monkeypatch, width):
     for seed in range(3):
         logger.start(info(".", label=f"scale_by_sign+norm_rescale+clip_global_norm-seed{seed}"))
         logger.log(50, {"train/loss": 1.25})
-        logger._screen.progress.refresh()
+        progress = logger._screen.progress
+        assert progress is not None
+        progress.refresh()
         logger.finish("finished", {f"test/loss_of_task_{task}": 0.9 for task in range(4)})
     lines = visible(file.getvalue()).splitlines()
     assert max(map(len, lines)) <= width
@@ -72,10 +74,12 @@ def test_a_sweep_counts_its_runs_and_fits_the_terminal(monkeypatch, width):
         assert any(words in line for line in lines), words
 
 
-@pytest.mark.parametrize("terminal", ["dumb", "no colour", "pipe"])
+@pytest.mark.parametrize("terminal", ["dumb", "no colour", "pipe", "kernel"])
 def test_dumb_terminals_pipes_and_no_color_get_no_control_characters(monkeypatch, terminal):
     if terminal == "dumb":
         monkeypatch.setenv("TERM", "dumb")
+    if terminal == "kernel":
+        monkeypatch.setenv("JPY_PARENT_PID", "1")
     options = {"no_color": True} if terminal == "no colour" else {}
     file = console_on(monkeypatch, terminal != "pipe", **options)
     logger = Console()
