@@ -106,7 +106,7 @@ def test_a_transform_that_fails_at_its_first_gradient_fails_before_a_control_is_
     assert ended.code == 2
     (line,) = ended.err.splitlines()
     assert line.startswith("transform.refuses: ")
-    assert "not this one" in line
+    assert "RuntimeError: not this one; while refuses acted at site 'output.bias', step 0" in line
     assert not (folder / "runs").exists()
 
 
@@ -117,6 +117,14 @@ def test_a_nan_of_a_transform_is_blamed_on_its_site_and_step(here: Here) -> None
         "FAILED: makes_nan returned NaN or infinity for a finite gradient at site 'output.bias', "
     )
     assert "step 0, and\n  the run diverged" in ended.out
+
+
+def test_a_nan_of_a_transform_is_blamed_in_a_sweep_too(here: Here) -> None:
+    ended = here("-m", "transform=their_module.makes_nan,clip", *SHORT, "report=false")
+    assert ended.code == 1
+    (line,) = [line for line in ended.out.splitlines() if "returned NaN" in line]
+    assert line.startswith("transform=their_module.makes_nan")
+    assert line.endswith("at site 'output.bias', step 0")
 
 
 def test_a_run_that_diverges_by_itself_is_blamed_on_no_transform(here: Here) -> None:

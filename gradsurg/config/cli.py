@@ -23,7 +23,7 @@ from gradsurg.config.overrides import MAX_RUNS, too_many
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
-from gradsurg.plugins.messages import printable, tell
+from gradsurg.plugins.messages import printable, tell, terminal_width
 from gradsurg.stats import seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
@@ -267,7 +267,8 @@ def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
         state, reason = _outcome(job)
         all_finished &= state == "finished"
         rows.append([printable(words) or "(the only one)", state, printable(reason)])
-    return aligned(rows), all_finished
+    width = terminal_width(sys.stdout)
+    return aligned(rows, (0, 2), *([width] if width else [])), all_finished
 
 
 def _check(arguments: Namespace, command: Command) -> None:
@@ -334,7 +335,13 @@ def _outcome(job: Job) -> tuple[str, str]:
     first = RunDirectory(job.runs[states.index(worst)].path)
     if worst == "failed":
         return state, f"{first.reason} ({os.path.relpath(first.path / ERROR)})"
-    step = first.read_summary().get("diverged_step") if worst == "diverged" else None
+    summary = first.read_summary() if worst == "diverged" else {}
+    if made := summary.get("nonfinite"):
+        return state, (
+            f"{os.path.relpath(first.path)}: {made['transform']} returned NaN or infinity for a "
+            f"finite gradient at site '{made['site']}', step {made['step']}"
+        )
+    step = summary.get("diverged_step")
     if step is not None:
         return state, f"{os.path.relpath(first.path)}: the loss of step {step} was not finite"
     return state, os.path.relpath(first.path)

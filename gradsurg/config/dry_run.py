@@ -27,7 +27,7 @@ from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, only_changed_field
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import full_message, nearest, one_line
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.forward_observers import observed_modules
@@ -392,7 +392,10 @@ class _Trial:
             # A user's transform, model or task may raise anything.
             except (Exception, SystemExit) as error:
                 if self.model_works:
-                    raise ValueError(one_line(error)) from error
+                    # Notes name the transform and the site at which it has raised.
+                    has_notes = hasattr(error, "__notes__")
+                    text = full_message(error) if has_notes else one_line(error)
+                    raise ValueError(text) from error
         return []
 
     def check_gradients(self, entries: Sequence[Entry], selector: Selector) -> None:
