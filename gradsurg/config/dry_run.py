@@ -394,7 +394,8 @@ class _Trial:
                 if self.model_works:
                     # Notes name the transform and the site at which it has raised.
                     has_notes = hasattr(error, "__notes__")
-                    text = full_message(error) if has_notes else one_line(error)
+                    named = full_message(error).removeprefix("ValueError: ")
+                    text = named if has_notes else one_line(error)
                     raise ValueError(text) from error
         return []
 

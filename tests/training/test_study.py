@@ -405,6 +405,8 @@ def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
         logged = {row["global_step"]: row for row in rows(records)}
         losses = [{"step": step, "train/loss": row["train/loss"]} for step, row in logged.items()]
         assert losses == lines(record, "metrics.jsonl")
+        ratios = [row.pop(key) for row in logged.values() for key in [*row] if "/norm_ratio" in key]
+        assert ratios  # which W&B has beside the numbers of the files
         assert_effects_match(logged, lines(record, "effects.jsonl"))
         last = {}
         for update in of_type(records, "summary"):
