@@ -82,6 +82,7 @@ from gradsurg.transforms.delay import Delay as Delay
 from gradsurg.transforms.dgc import DGC as DGC
 from gradsurg.transforms.direct_feedback import DirectFeedback as DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback as ErrorFeedback
+from gradsurg.transforms.feature_distance import FeatureDistance as FeatureDistance
 from gradsurg.transforms.feedback_weights import FeedbackWeights as FeedbackWeights
 from gradsurg.transforms.ghm import GHM as GHM
 from gradsurg.transforms.gradient_reversal import GradientReversal as GradientReversal
@@ -115,6 +116,7 @@ from gradsurg.transforms.straight_through import StraightThrough as StraightThro
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient as SurrogateGradient
 from gradsurg.transforms.tgr import TGR as TGR
 from gradsurg.transforms.trust_ratio import TrustRatio as TrustRatio
+from gradsurg.transforms.update_clip import UpdateClip as UpdateClip
 from gradsurg.transforms.zero import Zero as Zero
 from gradsurg.triggers.all_same_sign import AllSameSign as AllSameSign
 from gradsurg.triggers.always import Always as Always

@@ -49,6 +49,7 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "chain": {"links": [{"name": "clip", "value": 1.0}, {"name": "scale", "factor": 0.5}]},
     "clamp": {"low": -0.5, "high": 1.5},
     "clip": {"value": 1.0},
+    "clip_rms": {"max_norm": 0.7},
     "delay": {"steps": 12},
     "dgc": {"amount": 0.1},
     "dp_sgd": {"noise": 0.5},
@@ -572,13 +573,51 @@ def draw_skipped(axes: "Axes", transform: Transform) -> None:
     axes.legend(loc="upper left")
 
 
+def draw_distance(axes: "Axes", transform: Transform) -> None:
+    """Draw what is added to a gradient of zero over the value, for a first value of one."""
+    values = torch.linspace(-2.0125, 2.9875, 201)[:, None]  # not zero, where the slope is infinite
+    grad = torch.zeros_like(values)
+    first = TransformContext("a", 0, torch.ones_like(values))
+    state = transform.update(grad, transform.init(grad), first)[1]
+    added = transform.update(grad, state, TransformContext("a", 1, values))[0]
+    axes.plot(values.flatten(), added.flatten(), color=AFTER, lw=1.4)
+    axes.axvline(1.0, color=LINE, lw=0.8)
+    axes.text(1.1, axes.get_ylim()[0], "z0", va="bottom", color=SECOND)
+    axes.set_xlabel("value z", labelpad=1)
+    axes.set_ylabel("added gradient", labelpad=1)
+
+
+def draw_updates(axes: "Axes", transform: Transform) -> None:
+    """Draw the sizes of AdamW's updates, with a gradient that grows at a step."""
+    for at, color, label in ((None, BEFORE, "AdamW"), (transform, AFTER, "clipped")):
+        layer = torch.nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, weight_decay=0.0)
+        acting = [gs.Intervention(at, at=gs.Updates())] if at else []
+        sizes = []
+        with gs.Surgery(*acting).attach(layer, optimizer):
+            for step in range(40):
+                draw = torch.Generator().manual_seed(step)
+                grad = torch.randn(4, 4, generator=draw)
+                layer.weight.grad = grad * (20.0 if step >= 25 else 1.0)
+                before = layer.weight.detach().clone()
+                optimizer.step()
+                sizes.append((layer.weight.detach() - before).square().mean().sqrt().item())
+        axes.plot(sizes, color=color, lw=1.2, label=label)
+    axes.set_xlabel("step (gradients x 20 from 25 on)", labelpad=1)
+    axes.set_ylabel("rms of the update / lr", labelpad=1)
+    axes.legend(loc="upper left")
+
+
 ALONE = {
+    "feature_distance": draw_distance,
     "gpm": draw_plane,
     "ogd": draw_plane,
     "project_subspace": draw_plane,
     "sign_agreement": draw_agreement,
     "skip_update": draw_skipped,
+    "tap": draw_distance,
     "tgr": draw_tokens,
+    "update_clip": draw_updates,
 }
 
 if __name__ == "__main__":

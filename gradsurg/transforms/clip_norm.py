@@ -15,8 +15,10 @@ from gradsurg.transforms.base import Stateless, TransformContext, TransformPrope
 class ClipNorm(Stateless):
     """Bound the p-norm of each gradient: g * min(1, max_norm / (|g| + eps)).
 
-    Any shape. |g| is the norm of the tensor, or of each group selected by `per`. Zero stays zero,
-    an empty tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the rest of its
+    Any shape. |g| is the norm of the tensor, or of each group selected by `per`, and with `mean`
+    divided by n^(1/p) for n entries: with p = 2 the root mean square, as optax's
+    `clip_by_block_rms` (Shazeer and Stern, ICML 2018, arXiv 1804.04235). Zero stays zero, an empty
+    tensor empty. A NaN makes its group NaN; an infinity becomes NaN and the rest of its
     group zero. Pascanu, Mikolov, Bengio, ICML 2013 (arXiv 1211.5063), one tensor at a time;
     `ClipGlobalNorm` clips all tensors jointly. eps is 0 by default, 1e-6 in PyTorch's function.
     """
@@ -26,6 +28,7 @@ class ClipNorm(Stateless):
     p: NormOrder = 2.0
     per: Per = "tensor"
     eps: Annotated[float, Field(ge=0)] = 0.0
+    mean: bool = False
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
@@ -42,5 +45,8 @@ class ClipNorm(Stateless):
         return frozenset(properties)
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        factor = self.max_norm / (norm(grad, self.per, self.p) + self.eps)
+        size = norm(grad, self.per, self.p)
+        if self.mean and size.numel():
+            size = size / (grad.numel() // size.numel()) ** (1 / self.p)
+        factor = self.max_norm / (size + self.eps)
         return (widened(grad) * factor.clamp(max=1.0)).to(grad.dtype)

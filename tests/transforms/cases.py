@@ -103,6 +103,19 @@ ROWS = (
     Row("clip_norm", [[3.0, 4.0], [0.3, 0.4]], [[0.6, 0.8], [0.3, 0.4]], {"per": "unit"}),
     # |g|_1 = 4, so a quarter.
     Row("clip_norm", [1.0, -3.0], [0.25, -0.75], {"p": 1.0}),
+    # The root mean square of [3, 4, 0, 0] is 2.5; |g|_1 / 4 is 1.75.
+    Row("clip_rms", [3.0, 4.0, 0.0, 0.0], [1.2, 1.6, 0.0, 0.0]),
+    Row("clip_rms", [3.0, 4.0, 0.0, 0.0], [12 / 7, 16 / 7, 0.0, 0.0], {"p": 1.0}),
+    # After one gradient v is g^2, so r is 1.
+    Row("update_clip", [1.0, -2.0], [1.0, -2.0], other=[3.0, -5.0]),
+    Row(
+        "update_clip", [1.0, -2.0, NAN], [0.5, -1.0, NAN], {"max_rms": 0.5}, other=[3.0, -5.0, 1.0]
+    ),
+    # The first value is the one that the later ones are compared with.
+    Row("feature_distance", [1.0, -2.0, NAN], [1.0, -2.0, NAN], value=[3.0, 0.0, -1.0]),
+    Row(
+        "tap", [[1.0, -2.0], [0.0, INF]], [[1.0, -2.0], [0.0, INF]], value=[[3.0, 0.0], [1.0, 2.0]]
+    ),
     # A tanh of 1/2 log 3 is a half.
     Row("curve", [0.54930614, -0.54930614, 0.0, NAN, INF], [0.5, -0.5, 0.0, NAN, 1.0]),
     Row("tanh", [1.09861229], [1.0], {"amount": 2.0}),

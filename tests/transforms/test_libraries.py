@@ -12,6 +12,7 @@ import gradsurg as gs
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
 from gradsurg.transforms.add_decayed import AddDecayed
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
+from gradsurg.transforms.clip_norm import ClipNorm
 from gradsurg.transforms.deconvolve import Deconvolve
 from gradsurg.transforms.grokfast_ma import GrokfastMA
 from gradsurg.transforms.momentum import Momentum
@@ -21,6 +22,7 @@ from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm
 from gradsurg.transforms.spike_clip import SpikeClip
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from gradsurg.transforms.trust_ratio import TrustRatio
+from gradsurg.transforms.update_clip import UpdateClip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -190,6 +192,29 @@ def test_grokfast_ma_is_that_of_pytorch_optimizer() -> None:
         torch.testing.assert_close(result, model.weight.grad)
 
 
+def test_adamw_with_update_clip_is_stable_adamw() -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    fields = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    ours, plain, theirs = network(), network(), network()
+    optimizer = torch.optim.AdamW(ours.parameters(), **fields)
+    loops = [
+        (ours, optimizer),
+        (plain, torch.optim.AdamW(plain.parameters(), **fields)),
+        (theirs, library.StableAdamW(theirs.parameters(), **fields)),
+    ]
+    surgery = gs.Surgery(gs.Intervention(UpdateClip(0.95), gs.Updates()))
+    with surgery.attach(ours, optimizer):
+        for step in range(12):
+            for model, loop in loops:
+                for index, param in enumerate(model.parameters()):
+                    size = 30.0 if step % 5 == 4 else 1.0
+                    param.grad = size * random(*param.shape, seed=100 * step + index)
+                loop.step()
+    for a, b, c in zip(ours.parameters(), theirs.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(b, c, rtol=1e-2)
+
+
 def test_spike_clip_is_spam() -> None:
     library = pytest.importorskip("pytorch_optimizer")
     params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
@@ -216,6 +241,7 @@ def test_spike_clip_is_spam() -> None:
         (TrustRatio(0.01), "scale_by_trust_ratio", {"trust_coefficient": 0.01}),
         (TrustRatio(1.0, eps=0.1), "scale_by_trust_ratio", {"eps": 0.1}),
         (AddDecayed(0.1), "add_decayed_weights", {"weight_decay": 0.1}),
+        (ClipNorm(0.5, mean=True), "clip_by_block_rms", {"threshold": 0.5}),
         (RescaleGlobalNorm(eps=1e-6), "normalize_by_update_norm", {}),
         (RescaleGlobalNorm(3.0), "normalize_by_update_norm", {"scale_factor": 3.0, "eps": 0.0}),
     ],

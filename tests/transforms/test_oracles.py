@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.adaptive_clip import AdaptiveClip
@@ -23,6 +23,7 @@ from gradsurg.transforms.curve import Curve
 from gradsurg.transforms.deconvolve import Deconvolve
 from gradsurg.transforms.delay import Delay
 from gradsurg.transforms.dgc import DGC
+from gradsurg.transforms.feature_distance import FeatureDistance
 from gradsurg.transforms.graft import Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA
 from gradsurg.transforms.low_rank import LowRank
@@ -595,3 +596,35 @@ def test_a_softplus_window_and_a_straight_through_give_the_gradient_of_the_softp
     with surgery.attach(model):
         model(other).sum().backward()
     torch.testing.assert_close(other.grad, given.grad)
+
+
+def test_feature_distances_are_those_of_the_loss_of_transferable_perturbations() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+    model.requires_grad_(requires_grad=False)
+    clean, labels = random(4, 5), torch.tensor([0, 1, 2, 0])
+    moved = clean + 0.1 * random(4, 5, seed=1)
+
+    def gradient(images: Tensor, first: list[Tensor]) -> Tensor:
+        """Return the input gradient of the loss plus the distances of the features from `first`."""
+        images = images.clone().requires_grad_()
+        features = [model[:2](images), model[:4](images)]
+        loss = nn.functional.cross_entropy(model(images), labels)
+        for z, z0 in zip(features, first, strict=False):
+            # An entry of zero has no slope.
+            root = torch.where(z > 0, z, 1.0).sqrt() * (z > 0)
+            loss = loss + 0.05 * (root - z0.sqrt()).norm(dim=1).sum()
+        return torch.autograd.grad(loss, images)[0]
+
+    first = [model[:2](clean), model[:4](clean)]
+    transform = FeatureDistance(0.05, power=0.5)
+    surgery = gs.Surgery(gs.Intervention(transform, gs.Outputs(types="ReLU")))
+    expected = {clean: gradient(clean, []), moved: gradient(moved, first)}
+    with surgery.attach(model):
+        for images, grad in expected.items():
+            at = images.clone().requires_grad_()
+            nn.functional.cross_entropy(model(at), labels).backward()
+            torch.testing.assert_close(at.grad, grad)
+        with pytest.raises(ValueError, match=r"shape \[4, 6\], and found \[2, 6\]: attach the"):
+            model(moved[:2].requires_grad_()).sum().backward()
+    assert not torch.allclose(gradient(moved, first), gradient(moved, []), rtol=1e-2)

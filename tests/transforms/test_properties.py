@@ -29,6 +29,7 @@ from gradsurg.transforms.curve import Curve
 from gradsurg.transforms.dgc import DGC
 from gradsurg.transforms.direct_feedback import DirectFeedback
 from gradsurg.transforms.error_feedback import ErrorFeedback
+from gradsurg.transforms.feature_distance import FeatureDistance
 from gradsurg.transforms.feedback_weights import FeedbackWeights
 from gradsurg.transforms.gradient_reversal import GradientReversal
 from gradsurg.transforms.graft import Graft
@@ -56,6 +57,7 @@ from gradsurg.transforms.straight_through import StraightThrough
 from gradsurg.transforms.surrogate_gradient import SurrogateGradient
 from gradsurg.transforms.tgr import TGR
 from gradsurg.transforms.trust_ratio import TrustRatio
+from gradsurg.transforms.update_clip import UpdateClip
 from tests.transforms.cases import INF, SHAPES_OF, build, names
 from tests.transforms.table import README, row
 from tests.verdict_tables import written
@@ -76,6 +78,9 @@ OTHERS = (
     Clamp(low=0.0, high=None),
     ClipNorm(0.5, p=1.0, per="unit"),
     ClipNorm(0.5, per="entry", eps=0.1),
+    ClipNorm(0.5, per="unit", mean=True),
+    UpdateClip(0.5, max_rms=0.3),
+    FeatureDistance(2.0, power=0.5),
     ClipGlobalNorm(0.5, p=INF),
     GrokfastEMA(0.5, -3.0),
     DirectFeedback(3.0),

@@ -1,0 +1,76 @@
+"""FeatureDistance: add the gradient of the distance of a feature from its first value."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import direction, widened
+from gradsurg.transforms.base import (
+    Need,
+    Transform,
+    TransformContext,
+    TransformProperty,
+    TransformState,
+    value_of,
+)
+
+
+@validated
+class FeatureDistance(Transform):
+    """Add strength * dD/dz, with D the sum over the examples of |T(z) - T(z0)|.
+
+    z is the value at the site, one example for each index of axis 0, z0 the value at the site's
+    first gradient, T(z) = sign(z) |z|^power. An attack whose first backward pass has the clean
+    images ascends the loss plus these distances of all sites: with power 0.5 the transferable
+    adversarial perturbations of Zhou et al., ECCV 2018, section 3, without the smoothing of the
+    perturbation that they add at the images.
+
+    z0 is the state of a site: attach the surgery anew for other images. At a feature of zero T has
+    no derivative, and 0 is used, as where T(z) = T(z0). A NaN or an infinity of z gives NaN in its
+    example, one of the gradient stays. An empty tensor stays empty.
+
+    Raises ValueError if z has another shape than z0.
+    """
+
+    strength: float = 1.0
+    _: KW_ONLY
+    power: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"elementwise", "deterministic"})
+
+    def init(self, grad: Tensor) -> TransformState:
+        first = torch.ones((), dtype=torch.bool, device=grad.device)
+        return {"reference": torch.zeros_like(widened(grad)), "first": first}
+
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
+        value = value_of(self, context)
+        if value.shape != state["reference"].shape:
+            raise ValueError(
+                f"FeatureDistance compares with the first value at the site '{context.site}', of "
+                f"shape {list(state['reference'].shape)}, and found {list(value.shape)}: attach "
+                "the surgery anew for other examples"
+            )
+        value = widened(value)
+        reference = torch.where(state["first"], value, state["reference"])
+        after = {"reference": reference, "first": torch.zeros_like(state["first"])}
+        away = direction(self._powered(value) - self._powered(reference), "unit")
+        if self.power != 1:
+            size = torch.where(value == 0, 1.0, value.abs())
+            slope = self.power * size ** (self.power - 1)
+            away = torch.where(value == 0, 0.0, away * slope)
+        return (widened(grad) + self.strength * away).to(grad.dtype), after
+
+    def _powered(self, value: Tensor) -> Tensor:
+        return value if self.power == 1 else value.sign() * value.abs() ** self.power
