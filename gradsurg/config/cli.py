@@ -191,7 +191,8 @@ def checked_experiment(config: DictConfig) -> Experiment:
 
 def planned_job(words: Sequence[str], runs: Iterable[Run], out: Path) -> Job:
     """Return a job with the directories of its runs, without models and data."""
-    planned = (JobRun(run.directory(out), run.facts, run.identity) for run in runs)
+    command = {"command": list(words)}
+    planned = (JobRun(run.directory(out), run.facts | command, run.identity) for run in runs)
     return Job(tuple(words), tuple(planned))
 
 

@@ -20,18 +20,38 @@ EVERY = 3.0  # seconds between two looks
 def main(words: Sequence[str] | None = None) -> int:
     """Print the summary of a study and write its report; with --watch do so until interrupted."""
     arguments = parser().parse_args(words)
+    changed = [key for key in ("metric", "arms", "style", "spread") if _is_given(arguments, key)]
+    if changed and not arguments.paper:
+        print(f"--{changed[0]}: needs --paper FOLDER", file=sys.stderr)
+        return WRONG_INPUT
+    from gradsurg.report.compare import compare_pairs
     from gradsurg.report.export import write_report
     from gradsurg.report.load import NotAStudy
+    from gradsurg.report.paper import write_paper
     from gradsurg.report.study import study_report
-    from gradsurg.report.text import print_overview
+    from gradsurg.report.text import print_overview, print_pairs
 
     out = arguments.out or arguments.study / "report"
     try:
         if arguments.watch:
             return _watch(arguments.study, out)
         report = study_report(arguments.study)
-    except (NotAStudy, OSError) as error:
-        print(printable(str(error)), file=sys.stderr)
+        if arguments.compare is not None:
+            names = arguments.compare or [arm.name for arm in report.arms]
+            print_pairs(compare_pairs(report.arms, names))
+            return 0
+        if arguments.paper:
+            choices = (arguments.metric, arguments.arms, arguments.style, arguments.spread)
+            files = write_paper(report, arguments.paper, *choices)
+            print(
+                printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex")
+            )
+            return 0
+    except (NotAStudy, LookupError, OSError) as error:
+        print(
+            printable(str(error.args[0] if isinstance(error, LookupError) else error)),
+            file=sys.stderr,
+        )
         return WRONG_INPUT
     print_overview(report)
     try:
@@ -54,7 +74,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
     watch = "write the report anew when files change, until interrupted; the page reloads itself"
     made.add_argument("--watch", action="store_true", help=watch)
+    pairs = "compare these arms with each other, by the names that the report prints; all without"
+    made.add_argument("--compare", nargs="*", metavar="ARM", help=pairs)
+    paper = "write figures (PDF, SVG, PNG; 3.3 and 6.8 inches wide) and a LaTeX table here instead"
+    made.add_argument("--paper", type=Path, metavar="FOLDER", help=paper)
+    made.add_argument("--metric", default="", help="with --paper: one metric, as test/loss")
+    made.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these"
+    )
+    styles = "with --paper: the font; default: sans"
+    made.add_argument("--style", choices=("sans", "serif"), default="sans", help=styles)
+    spread = "with --paper: behind a mean, its 95 %% interval (default) or the sd over seeds"
+    made.add_argument("--spread", choices=("interval", "sd"), default="interval", help=spread)
     return made
+
+
+def _is_given(arguments: argparse.Namespace, key: str) -> bool:
+    return getattr(arguments, key) != parser().get_default(key)
 
 
 def _watch(study: Path, out: Path) -> int:

@@ -65,6 +65,49 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     return " ".join(sentences)
 
 
+def short_verdict(outcomes: Sequence[Outcome]) -> str:
+    """Return the verdict in two sentences: the first metric, then all others without sizes."""
+    metrics = dict.fromkeys(one.metric for one in outcomes if one.difference)
+    clauses = []
+    for metric in metrics:
+        compared = [one for one in outcomes if one.metric == metric and one.difference]
+        words = dict.fromkeys([*READINGS, *(one.reading for one in compared)])
+        phrases = [
+            f"{READINGS.get(word, word)} with {_shortly(arms, with_sizes=not clauses)}"
+            for word in words
+            if (arms := [one for one in compared if one.reading == word])
+        ]
+        clauses.append(f"{title(metric)} is {', '.join(phrases)}")
+    sentences = [clauses[0], "; ".join(clauses[1:])] if clauses else []
+    return " ".join(f"{_capital(text)}." for text in sentences if text)
+
+
+READINGS = {
+    **{word: word for word in CLEAR},
+    **dict(zip(HINTS, ("perhaps higher", "perhaps lower"), strict=True)),
+    UNCLEAR: "not clearly different",
+    "identical": "identical",
+    "one seed: no interval": "of one seed only",
+    "two seeds: no interval": "of two seeds only",
+}
+"""How the short verdict says each reading, in its order."""
+
+
+def _shortly(outcomes: Sequence[Outcome], with_sizes: bool) -> str:
+    """One arm, with its difference and interval; of more their number."""
+    one = max(outcomes, key=lambda one: abs(one.difference.mean) if one.difference else 0.0)
+    size = ""
+    if with_sizes and one.difference and one.reading != "identical":
+        size = f" ({amount(one.metric, one.difference.mean)}"
+        if one.difference.low is not None:
+            size += f", 95 % interval {interval(one.metric, one.difference)}"
+        size += f", n = {one.difference.n})"
+    if len(outcomes) == 1:
+        return f"{one.arm.name}{size}"
+    most = f", most with {one.arm.name}{size}" if one.reading in (*CLEAR, *HINTS) and size else ""
+    return f"{len(outcomes)} arms{most}"
+
+
 def diverged(arms: Sequence[Arm]) -> list[str]:
     """Return a sentence for each arm in which, or in whose control, a seed diverged."""
     sentences = [
@@ -464,10 +507,12 @@ def outcome_table(
         "arm": lambda o: o.arm.name,
         "link": lambda o: o.link,
         "metric": lambda o: title(o.metric) if o.metric else "",
+        "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
+        "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
+        "reading": lambda o: o.reading or "nothing to compare",
         "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
         "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
         "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",
-        "reading": lambda o: o.reading or "nothing to compare",
         "higher": lambda o: f"{o.difference.higher}/{o.difference.n}" if o.difference else "",
         "p": lambda o: p_text(o.p_value),
         "q": lambda o: p_text(o.q_value),
@@ -475,8 +520,6 @@ def outcome_table(
         "median's interval": lambda o: _ends(
             o.metric, o.difference.median_interval if o.difference else None
         ),
-        "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
-        "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
         "BCa bootstrap": lambda o: _ends(o.metric, o.bootstrap),
         "not compared": lambda o: ", ".join(f"{n} {state}" for state, n in o.states.items()),
     }

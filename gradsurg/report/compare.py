@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from math import inf
 from statistics import median
 from typing import Any
@@ -152,6 +153,43 @@ def compare(arms: Sequence[Arm]) -> list[Outcome]:
         for metric in metrics_of(arms) or {"": ""}
     )
     return [*_among_many(first), *_among_many([one for metric in others for one in metric])]
+
+
+def compare_pairs(arms: Sequence[Arm], names: Sequence[str]) -> list[Outcome]:
+    """Compare each two of these arms seed by seed: the first minus the second.
+
+    Tests and q are those of `compare`, among these pairs. Raises LookupError for a name that no arm
+    has, or fewer than two names.
+    """
+    chosen = arms_named(arms, names)
+    if len(chosen) < 2:
+        raise LookupError(f"name at least two arms to compare; {_names_of(arms)}")
+    by_metric = []
+    for metric in metrics_of(chosen) or {"": ""}:
+        outcomes = []
+        for first, second in combinations(chosen, 2):
+            seeds = {run.seed: run for run in second.runs}
+            outcome = _outcome(
+                first, metric, lambda run, at=seeds: at.get(run.seed), "run of that seed"
+            )
+            pair = replace(first, name=f"{first.name} - {second.name}")
+            outcomes.append(replace(outcome, arm=pair, plain=second.name, control_kind=""))
+        by_metric.append(outcomes)
+    first, *others = by_metric
+    return [*_among_many(first), *_among_many([one for metric in others for one in metric])]
+
+
+def arms_named(arms: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
+    """Return the arms of these names, in their order; LookupError for a name that no arm has."""
+    by_name = {arm.name: arm for arm in arms}
+    for name in names:
+        if name not in by_name:
+            raise LookupError(f"no arm is named {name!r}; {_names_of(arms)}")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _names_of(arms: Sequence[Arm]) -> str:
+    return f"the arms are: {'; '.join(repr(arm.name) for arm in arms)}"
 
 
 VACUOUS = "with a vacuous control"

@@ -10,6 +10,7 @@ from gradsurg.report.study import StudyReport
 from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
 from gradsurg.training.run_reader import read_text
 
+MAX_HOW = 200  # characters of an explanation; a longer one is folded
 MAX_SHOWN = 8  # arms of a chart with all arms; others are chosen
 MAX_RADIOS = 5  # metrics; more are a drop-down list
 MISSING = "\u2013"
@@ -76,6 +77,8 @@ class PageData:
 
 def section(key: str, name: str, how: str, *parts: str) -> Section:
     about = f'<p class="how">{how}</p>' if how else ""
+    if len(how) > MAX_HOW:
+        about = f"<details><summary>How to read this</summary>{about}</details>"
     body = "\n".join(part for part in parts if part)
     head = f'<h2 id="h-{key}">{escape(name)}</h2>'
     text = f'<section aria-labelledby="h-{key}" id="{key}">\n{head}\n{about}\n{body}\n</section>'

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from gradsurg.plugins.pipes import address_space
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
 from gradsurg.report.html import DRAWING_SPACE, page
+from gradsurg.report.paper import latex
 from gradsurg.report.study import StudyReport
 from gradsurg.report.tables import runs_table, with_arms
 
@@ -32,15 +33,6 @@ _log = logging.getLogger("gradsurg")
 PAGE = "index.html"
 DRAFT, DRAFT_SECONDS = ".draft-", 86_400  # a report takes less than a day
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
-LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        "·": r"$\cdot$",
-    }
-)
 
 
 def write_report(
@@ -201,25 +193,6 @@ def markdown(report: StudyReport) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def latex(report: StudyReport) -> str:
-    """The outcomes as tables for a paper; needs the package booktabs."""
-    lines = [r"% needs \usepackage{booktabs}"]
-    for caption, heads, rows in _tables(report):
-        lines += [
-            r"\begin{table}",
-            rf"\caption{{{_tex(caption or ' '.join(_notes(report)))}}}",
-            rf"\begin{{tabular}}{{ll{'r' * (len(heads) - 2)}}}",
-            r"\toprule",
-            _tex_row(heads),
-            r"\midrule",
-            *[_tex_row(row) for row in rows],
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
 def _plain_markdown(text: str) -> str:
     """Escape the characters of links, HTML, code, emphasis and table cells."""
     text = re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", printable(text).replace("&", "&amp;"))
@@ -246,11 +219,3 @@ def _tables(report: StudyReport) -> list[tuple[str, list[str], list[list[str]]]]
         rows = alone_rows(report.alone, list(report.metrics))
         tables.append(("Not compared: mean, and from the least to the most.", heads, rows))
     return tables
-
-
-def _tex(text: str) -> str:
-    return text.translate(LATEX)
-
-
-def _tex_row(cells: Sequence[str]) -> str:
-    return " & ".join(_tex(cell) for cell in cells) + r" \\"

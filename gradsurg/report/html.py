@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from gradsurg.plugins.pipes import address_space
 from gradsurg.report import elements
-from gradsurg.report.answer import SHARED, alone_rows, outcome_table
+from gradsurg.report.answer import SHARED, alone_rows, outcome_table, short_verdict
 from gradsurg.report.charts import (
     Columns,
     columns_of,
@@ -79,6 +79,11 @@ def page(
     content = {**data.json(), "refresh": refresh}
     return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
         study=escape(report.folder.name),
+        experiment="".join(
+            f"<dt>{escape(name)}</dt><dd>{_code(name, text)}</dd>"
+            for name, text in report.experiment
+        ),
+        verdict=escape(unbroken(short_verdict(report.outcomes) or report.answer)),
         answer=escape(unbroken(report.answer)),
         cautions=elements.items(report.cautions),
         states=_states(report),
@@ -91,6 +96,10 @@ def page(
         library=_library(),
         script=(PARTS / "page.js").read_text(encoding="utf-8"),
     )
+
+
+def _code(name: str, text: str) -> str:
+    return f"<code>{escape(text)}</code>" if name == "command" else escape(text)
 
 
 def _library() -> str:
@@ -388,8 +397,9 @@ def _runs(report: StudyReport) -> elements.Section:
 
 def _run_row(run: LoadedRun, arm: str, place: int, metrics: Sequence[str]) -> str:
     summary = run.summary or {}
-    reason = "; ".join(part for part in (run.reason, *(summary.get("notes") or [])) if part)
-    about = f'<span class="reason">{escape(reason)}</span>' if reason else ""
+    about = f'<span class="reason">{escape(run.reason)}</span>' if run.reason else ""
+    if notes := "; ".join(summary.get("notes") or []):
+        about += f'<details class="reason"><summary>note</summary>{escape(notes)}</details>'
     done = f"{run.done}" if run.done == run.steps else f"{run.done} of {run.steps}"
     name = escape(run.name)
     cells = [

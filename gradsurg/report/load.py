@@ -75,6 +75,8 @@ class LoadedRun:
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
     has_facts: bool = True
     metric: str = ""  # of the verdict, if one was given
+    command: tuple[str, ...] = ()  # the words of the command line that planned it
+    made_with: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -187,6 +189,8 @@ def _read(path: Path) -> LoadedRun:
         controls=facts.get("controls") or {},
         has_facts=bool(facts),
         metric=(facts.get("measured") or {}).get("metric") or "",
+        command=tuple(map(str, facts.get("command") or ())),
+        made_with=facts.get("made_with") or {},
     )
     return replace(run, reason=_reason(run, directory, last))
 
@@ -322,7 +326,7 @@ def _names(labels: list[str], configs: list[dict[str, object]]) -> list[str]:
         same = [other for name, other in zip(labels, configs, strict=True) if name == label]
         keys = _telling(same, about_surgery=True)
         if len(keys) == 1 and _is_dose(keys[0], label, config):
-            first, keys = f"{label} {_text(config[keys[0]])}", []
+            first, keys = f"{label} {value_text(config[keys[0]])}", []
         else:
             first = label
         keys = [*keys, *shared]
@@ -376,13 +380,14 @@ def _is_name(key: str) -> bool:
 def _key_text(key: str, keys: Sequence[str], config: Mapping[str, object]) -> str:
     """`mlp` for a name, else the last part of the key and the value: `value=0.01`."""
     if _is_name(key):
-        return _text(config[key])
+        return value_text(config[key])
     last = key.rpartition(".")[2]
     ambiguous = sum(other.rpartition(".")[2] == last for other in keys) > 1
-    return f"{'.'.join(key.split('.')[-2:]) if ambiguous else last}={_text(config[key])}"
+    return f"{'.'.join(key.split('.')[-2:]) if ambiguous else last}={value_text(config[key])}"
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
+    """A value of a config as a user writes it."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(str, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

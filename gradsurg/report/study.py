@@ -1,8 +1,11 @@
 """The report of a study: everything computed once, for page, figures, tables and terminal."""
 
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, prod
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -22,7 +25,7 @@ from gradsurg.report.compare import (
     update_effects,
 )
 from gradsurg.report.conflicts import ConflictSeries, about_lengths, conflict_series, load_conflicts
-from gradsurg.report.load import Arm, LoadedRun, group, read_study
+from gradsurg.report.load import NAMES, Arm, LoadedRun, group, read_study, value_text
 from gradsurg.report.pareto import Front, fronts
 from gradsurg.report.series import (
     Curve,
@@ -65,6 +68,7 @@ class StudyReport:
     cautions: list[str]
     effort: list[str]
     tunings: list[ArmTuning]
+    experiment: list[tuple[str, str]]
 
     @property
     def about_tests(self) -> str:
@@ -128,7 +132,106 @@ def study_report(
         ],
         effort=effort(runs),
         tunings=tunings,
+        experiment=experiment(runs),
     )
+
+
+GROUPS = ("task", "model", "optimizer", "schedule", "transform", "aggregator", "site", "when")
+PLAIN_VALUES = (None, "*", "", {}, [])
+USUAL = {"schedule": "constant", "site": "parameters", "when": "steps: start 0; every 1"}
+"""Texts of groups that a reader takes for granted."""
+
+
+def experiment(runs: Sequence[LoadedRun]) -> list[tuple[str, str]]:
+    """Return what was trained, name by name: each plug-in with its numbers, the command, versions.
+
+    Where runs differ, all values.
+    """
+    treated = [run for run in runs if run.arm != "control" and run.config]
+    configs = [run.config or {} for run in treated or runs if run.config]
+    if not configs:
+        return []
+    facts = []
+    for key in GROUPS:
+        items = [config[key] for config in configs if config.get(key)]
+        if key == "transform":
+            items = [fields for item in items for fields in item.values()]
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for item in items:
+            name = item.get("name") or item.get("_target_", "") if isinstance(item, dict) else item
+            by_name.setdefault(str(name), []).append(item if isinstance(item, dict) else {})
+        texts = [_with_fields(name, fields) for name, fields in by_name.items()]
+        text = ", or ".join(filter(None, texts))
+        if text and text != USUAL.get(key):
+            facts.append((key, text))
+    length = [f"{_values(configs, 'steps')} steps", f"batches of {_values(configs, 'batch_size')}"]
+    length += [
+        f"{key} {_values(configs, key)}"
+        for key, usual in (("accumulate", "1"), ("precision", "float32"))
+        if _values(configs, key) not in (usual, "")
+    ]
+    seeds = sorted({run.seed for run in runs if run.seed >= 0})
+    if len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]:
+        length.append(f"seeds {seeds[0]} to {seeds[-1]}")
+    else:
+        length.append(f"seeds {', '.join(map(str, seeds))}")
+    facts.append(("training", ", ".join(length)))
+    facts += [("command", line) for line in commands(treated or runs)]
+    made = [run.made_with for run in runs if run.made_with]
+    parts = [
+        f"{key} {' and '.join(dict.fromkeys(str(one[key]) for one in made if key in one))}"
+        for key in dict.fromkeys(key for one in made for key in one)
+    ]
+    hardware = [(run.summary or {}).get("hardware") for run in runs]
+    places = dict.fromkeys(str(place) for place in hardware if place)
+    versions = [("versions", ", ".join(parts))] if parts else []
+    return [*facts, *versions, *(("hardware", place) for place in places)]
+
+
+def _with_fields(name: str, items: Sequence[dict[str, Any]]) -> str:
+    """`clip: value 0.01, 0.1` for the settings of one plug-in."""
+    keys = dict.fromkeys(key for item in items for key in item if key not in NAMES)
+    fields = [f"{key} {text}" for key in keys if (text := _values(items, key))]
+    return f"{name}: {'; '.join(fields)}" if fields else name
+
+
+def _values(configs: Sequence[Mapping[str, Any]], key: str) -> str:
+    values = [config.get(key) for config in configs]
+    texts = dict.fromkeys(value_text(one) for one in values if one not in PLAIN_VALUES)
+    return ", ".join(sorted(texts, key=_numeric))
+
+
+def _numeric(text: str) -> tuple[float, str]:
+    """The place of a value among others: numbers by their size."""
+    try:
+        return float(text), ""
+    except ValueError:
+        return inf, text
+
+
+def commands(runs: Sequence[LoadedRun]) -> list[str]:
+    """Return the commands that repeat these runs; one of a sweep, if its jobs are all there."""
+    given = (tuple(word for word in run.command if word != "force=true") for run in runs)
+    jobs = list(dict.fromkeys(words for words in given if words))
+    if len(jobs) < 2:
+        return [_command(job) for job in jobs]
+    keys = [[word.partition("=")[0] for word in job] for job in jobs]
+    values = [list(dict.fromkeys(words)) for words in zip(*jobs, strict=False)]
+    if all(one == keys[0] for one in keys) and prod(map(len, values)) == len(jobs):
+        joined = [
+            f"{key}={','.join(sorted((word.partition('=')[2] for word in words), key=_numeric))}"
+            for key, words in zip(keys[0], values, strict=True)
+        ]
+        return [_command(["-m", *joined])]
+    more = f"and {len(jobs) - MAX_COMMANDS} more, of the other arms"
+    return [*map(_command, jobs[:MAX_COMMANDS]), *[more] * (len(jobs) > MAX_COMMANDS)]
+
+
+MAX_COMMANDS = 4
+
+
+def _command(words: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "gradsurg.run", *words])
 
 
 def _compared(doses_of_arms: list[Doses], compared: list[Outcome]) -> list[Doses]:

@@ -7,6 +7,7 @@ from os.path import relpath
 from pathlib import Path
 from statistics import fmean, median
 from textwrap import fill
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
@@ -59,6 +60,7 @@ from gradsurg.report.wording import (
     p_text,
     prose_width,
     table_width,
+    title,
     titles,
     unbroken,
     value,
@@ -431,6 +433,26 @@ def overview(report: StudyReport) -> str:
     return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
+def print_pairs(outcomes: Sequence[Outcome]) -> None:
+    """Print arms compared with each other: a sentence for each pair, a table for each metric."""
+    width = table_width()
+    console = Console(file=StringIO(), width=width, highlight=False, color_system=None)
+    for one in outcomes:
+        if one.metric == outcomes[0].metric:
+            pair = one.arm.name.removesuffix(f" - {one.plain}")
+            sentence = f"{one.arm.name}: nothing to compare."
+            if one.difference:
+                sentence = answer(pair, one.plain, one.metric, one.difference, one.q_value)
+            console.print(Text(_folded(sentence.replace(f"the {one.plain} arm", one.plain), width)))
+    for metric in dict.fromkeys(one.metric for one in outcomes):
+        console.print()
+        known = [one for one in outcomes if one.metric == metric and one.is_known]
+        heads = {"treated": "first", "control": "second"}
+        console.print(_outcomes(known, title(metric), width, heads))
+    assert isinstance(console.file, StringIO)
+    print("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
+
+
 def print_overview(report: StudyReport) -> None:
     """To standard output, with colours if that is a terminal."""
     console = Console(highlight=False)
@@ -542,7 +564,12 @@ def _states(report: StudyReport) -> Text:
     return text
 
 
-def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
+def _outcomes(
+    outcomes: list[Outcome],
+    name: str,
+    width: int,
+    called: Mapping[str, str] = MappingProxyType({}),
+) -> Table:
     """Return a metric's table; in a narrow terminal without the columns of `SPARED`."""
     table = Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False)
     many = any(outcome.q_value is not None for outcome in outcomes)
@@ -559,7 +586,10 @@ def _outcomes(outcomes: list[Outcome], name: str, width: int) -> Table:
         words = head in ("arm", "reading")  # which can be wrapped, numbers not
         least = min(widths[head], NARROW) if words else None
         justify = "left" if words else "right"
-        table.add_column(head, justify=justify, no_wrap=not words, overflow="fold", min_width=least)
+        named = called.get(head, head)
+        table.add_column(
+            named, justify=justify, no_wrap=not words, overflow="fold", min_width=least
+        )
     for row in rows:
         cells = [cell for head, cell in zip(heads, row, strict=True) if head in widths]
         table.add_row(*[Text(cell) for cell in cells])

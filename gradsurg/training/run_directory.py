@@ -362,8 +362,12 @@ def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
+    The command line of `before` stays where `now` has none.
+
     Any: any JSON value.
     """
+    if "command" in before:
+        now = {"command": before["command"], **now}
     if "controls" not in now:
         return dict(now)
     controls = {**_controls_of(before), **now["controls"]}
