@@ -20,6 +20,7 @@ Stage = Literal[
     "accumulating",  # the same, only if it is about to be added to `.grad`
     "accumulated",  # the running sum in `.grad`
     "settled",  # the same, after all other post-accumulate hooks
+    "reduced",  # the running sums at the end of a backward pass, averaged over the processes
     "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
     "step",  # before an optimizer step: its gradients; after it: weights, or their updates
     "captured",  # the gradients that `torch.autograd.grad` returns
@@ -32,6 +33,7 @@ SCALED: tuple[Stage, ...] = (
     "accumulating",
     "accumulated",
     "settled",
+    "reduced",
     "backward_end",
     "captured",
 )
@@ -232,7 +234,7 @@ class Selector(ABC):
             kind = type(self).__name__
             raise ValueError(
                 f"needs all gradients of a group at once, {kind} meets them one at a time; "
-                "it can act at Parameters with stage=step, or at Group"
+                "it can act at Parameters with stage=step or stage=reduced, or at Group"
             )
         stage = self.stage or allowed[0]
         if stage not in allowed:

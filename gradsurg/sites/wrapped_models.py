@@ -70,7 +70,7 @@ def refuse_averaged(site: str, model: nn.Module, stack: ExitStack) -> None:
         raise RuntimeError(
             f"{site}: the model is in DistributedDataParallel, which writes the averaged gradients "
             "into .grad when a backward ends, over what was made of them before. Use "
-            "Parameters(stage='step')."
+            "Parameters(stage='step'), or stage='reduced'."
         )
 
     when_averaged(model, stack, refuse)

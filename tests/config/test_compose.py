@@ -236,7 +236,7 @@ WRONG = (
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
         "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
-        "it can act at Parameters with stage=step, or at Group",
+        "it can act at Parameters with stage=step or stage=reduced, or at Group",
     ),
     Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
     # gradients of others than the transform is made for, however equal the sizes are

@@ -29,6 +29,7 @@ KINDS = {
     "Parameters accumulating": Kind(lambda: gs.Parameters("first.weight", stage="accumulating")),
     "Parameters accumulated": Kind(lambda: gs.Parameters("first.weight", stage="accumulated")),
     "Parameters settled": Kind(lambda: gs.Parameters("first.weight", stage="settled")),
+    "Parameters reduced": Kind(lambda: gs.Parameters("first.weight", stage="reduced")),
     "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
     "Outputs": Kind(lambda: gs.Outputs("first")),
     "Inputs branch": Kind(lambda: gs.Inputs("act")),

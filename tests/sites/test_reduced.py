@@ -1,0 +1,125 @@
+"""Parameters with stage reduced: averaged gradients at the end of a backward pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.transforms.base import Transform
+from tests.nets import attached, gradients, num_hooks, small
+
+AT = gs.Parameters(stage="reduced")
+
+
+class Gated(nn.Module):
+    """Two weights, of which `second` is used only if asked: the gradient of a weight is `x`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
+        self.second = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, both: bool = True) -> dict[str, list[Tensor]]:
+        result = (self.first * x).sum()
+        return {"scores": [result + (self.second * x).sum() if both else result]}
+
+
+def test_without_ddp_a_group_transform_acts_at_the_end_of_the_backward_pass() -> None:
+    model = Gated()
+    before = num_hooks(model)
+    with attached(model, gs.ClipGlobalNorm(1.0), AT) as live:
+        model(torch.tensor([3.0]))["scores"][0].backward()
+    assert num_hooks(model) == before
+    assert [float(grad) for grad in gradients(model).values()] == pytest.approx([0.5**0.5] * 2)
+    assert {entry.calls for entry in live.ledger} == {1}
+
+
+def test_a_parameter_that_the_pass_has_not_reached_keeps_its_gradient() -> None:
+    model = Gated()
+    model.second.grad = torch.tensor([5.0])
+    with pytest.warns(gs.SurgeryWarning, match="second"), attached(model, gs.Scale(2.0), AT):
+        model(torch.tensor([3.0]), both=False)["scores"][0].backward()
+    assert [model.first.grad, model.second.grad] == [torch.tensor([6.0]), torch.tensor([5.0])]
+
+
+def test_autograd_grad_changes_no_gradient_attribute() -> None:
+    model = Gated()
+    model.first.grad = torch.tensor([5.0])
+    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Scale(2.0), AT):
+        torch.autograd.grad(model(torch.tensor([3.0]))["scores"][0], model.first)
+    assert model.first.grad == 5.0
+
+
+def test_it_acts_once_around_a_reentrant_checkpoint() -> None:
+    grads = []
+    for factor in (1.0, 2.0):
+        model = small()
+        inner = model.first.forward
+        model.first.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=True)
+        with attached(model, gs.Scale(factor), AT):
+            model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+        grads.append(gradients(model))
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], 2.0 * grad)
+
+
+def test_a_graph_that_outlives_the_block_passes_gradients_unchanged() -> None:
+    model = Gated()
+    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), AT):
+        loss = model(torch.tensor([3.0]))["scores"][0]
+    loss.backward()
+    assert model.first.grad == 3.0
+
+
+def _of_two(rank: int, folder: Path) -> None:
+    """Run one of two ranks with gradients 1 and 5, clipped to 2: the average is 3."""
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    x = torch.tensor([1.0, 5.0][rank])
+    found: dict[str, list[float]] = {}
+
+    def train(name: str, transform: Transform, inner: bool = False, **options: bool) -> None:
+        outer = DistributedDataParallel(Gated(), **options)
+        unused = options.get("find_unused_parameters", False)
+        model = outer.module if inner else outer
+        with attached(model, transform, AT):
+            for _ in range(3):  # the buckets are rebuilt after the first
+                outer.zero_grad(set_to_none=False)
+                if name == "no_sync":
+                    with outer.no_sync():
+                        outer(x)["scores"][0].backward()
+                outer(x, both=not unused or rank == 0)["scores"][0].backward()
+        found[name] = [float(param.grad) for param in outer.parameters()]
+
+    train("plain", gs.Identity())
+    train("clip", gs.Clip(2.0))
+    train("inner", gs.Clip(2.0), inner=True)
+    train("bucket views", gs.Clip(2.0), gradient_as_bucket_view=True)
+    train("static graph", gs.Clip(2.0), static_graph=True)
+    train("global norm", gs.ClipGlobalNorm(3.0))
+    train("unused on a rank", gs.Clip(2.0), find_unused_parameters=True)
+    train("no_sync", gs.Scale(2.0))
+    torch.save(found, folder / f"found{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_on_two_ranks_it_acts_on_the_averaged_gradients(tmp_path: Path) -> None:
+    spawn(_of_two, (tmp_path,), nprocs=2)
+    found = [torch.load(tmp_path / f"found{rank}.pt") for rank in (0, 1)]
+    assert found[0] == found[1]
+    norm = 3.0 / 2.0**0.5
+    assert found[0] == {
+        "plain": [3.0, 3.0],
+        "clip": [2.0, 2.0],
+        "inner": [2.0, 2.0],
+        "bucket views": [2.0, 2.0],
+        "static graph": [2.0, 2.0],
+        "global norm": [pytest.approx(norm), pytest.approx(norm)],
+        "unused on a rank": [2.0, 0.5],
+        "no_sync": [12.0, 12.0],
+    }
