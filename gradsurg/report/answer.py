@@ -65,21 +65,34 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
     return " ".join(sentences)
 
 
-def short_verdict(outcomes: Sequence[Outcome]) -> str:
-    """Return the verdict in two sentences: the first metric, then all others without sizes."""
+def short_verdict(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
+    """Return the verdict in two sentences: the first metric, then all others without sizes.
+
+    Before them: how many seeds diverged, when they reached the stopping condition, and which
+    control is the treatment itself. Empty if nothing is compared.
+    """
     metrics = dict.fromkeys(one.metric for one in outcomes if one.difference)
-    clauses = []
+    clauses: dict[str, list[str]] = {}
     for metric in metrics:
         compared = [one for one in outcomes if one.metric == metric and one.difference]
         words = dict.fromkeys([*READINGS, *(one.reading for one in compared)])
         phrases = [
-            f"{READINGS.get(word, word)} with {_shortly(arms, with_sizes=not clauses)}"
+            f"{READINGS.get(word, word)} with {_shortly(alike, with_sizes=not clauses)}"
             for word in words
-            if (arms := [one for one in compared if one.reading == word])
+            if (alike := [one for one in compared if one.reading == word])
         ]
-        clauses.append(f"{title(metric)} is {', '.join(phrases)}")
-    sentences = [clauses[0], "; ".join(clauses[1:])] if clauses else []
-    return " ".join(f"{_capital(text)}." for text in sentences if text)
+        clauses.setdefault(", ".join(phrases), []).append(title(metric))
+    if not clauses:
+        return ""
+    texts = [
+        f"{listed(names, len(names))} {'are' if len(names) > 1 else 'is'} {clause}"
+        for clause, names in clauses.items()
+    ]
+    empty = [
+        text for one in outcomes if one.metric == outcomes[0].metric and (text := vacuous(one))
+    ]
+    sentences = [f"{_capital(text)}." for text in (texts[0], "; ".join(texts[1:])) if text]
+    return " ".join([*diverged(arms), *reached(arms), *empty, *sentences])
 
 
 READINGS = {

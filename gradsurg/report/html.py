@@ -83,7 +83,7 @@ def page(
             f"<dt>{escape(name)}</dt><dd>{_code(name, text)}</dd>"
             for name, text in report.experiment
         ),
-        verdict=escape(unbroken(short_verdict(report.outcomes) or report.answer)),
+        verdict=escape(unbroken(short_verdict(report.outcomes, report.arms) or report.answer)),
         answer=escape(unbroken(report.answer)),
         cautions=elements.items(report.cautions),
         states=_states(report),

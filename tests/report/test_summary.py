@@ -8,7 +8,9 @@ import pytest
 
 from gradsurg.report import summary
 from gradsurg.report.__main__ import main
+from gradsurg.report.answer import short_verdict
 from gradsurg.report.load import NotAStudy
+from gradsurg.report.study import study_report
 from gradsurg.report.text import _folded
 from tests.report import studies
 
@@ -89,3 +91,12 @@ def test_it_draws_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_verdict_of_the_page_names_divergence_and_all_metrics(tmp_path: Path) -> None:
+    report = study_report(studies.mixed(tmp_path / "first"))
+    text = short_verdict(report.outcomes, report.arms)
+    assert text.startswith("1 of 3 seeds diverged with zero, 0 of 3 in the control arm")
+    assert "Test accuracy is not clearly different with clip (-5" in text
+    assert text.endswith("Train loss is identical with 2 arms.")
+    assert short_verdict([], report.arms) == ""
