@@ -58,6 +58,9 @@ FAMILIES = {
 """Node names without `Backward`, which vary with shape, dtype and device. Dropout has no family:
 on a CPU it is a multiplication."""
 
+ONE_COMPILED_NODE = (
+    "torch.compile has compiled it, so that its operations are one node; use Outputs there"
+)
 ONE_NODE = (
     "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
     "there are others"
@@ -188,6 +191,21 @@ class Nodes(Selector):
             hooked_before = hooked_before or hooked
 
         modules = around(named, selected, inside=True)
+
+        def compiled_inside() -> str:
+            compiled = {id(part._modules.get("_orig_mod")) for part in model.modules()}
+            names = [
+                name
+                for module, (name, *_) in names_of(model).items()
+                if module is not model
+                and (id(module) in compiled or getattr(module, "_compiled_call_impl", None))
+                and registry.selects(Place(self.mechanism, name, module)) is not False
+            ]
+            if not names or COMPILED in self.pattern:
+                return ""
+            return f"it did not act inside {', '.join(names)}: {ONE_COMPILED_NODE}"
+
+        registry.check_at_end(compiled_inside)
 
         def register(removals: ExitStack) -> None:
             Tracer().follow(model, modules, take, removals, since=selected)
