@@ -125,7 +125,9 @@ def figure_spec(figure: Figure) -> Spec:
         "background": PAPER,
         "datasets": datasets,
         "config": {**CONFIG, "axis": {**CONFIG["axis"], "labelLimit": 220}},
-        "resolve": {"scale": {"color": "independent", "strokeDash": "independent"}},
+        "resolve": {
+            "scale": dict.fromkeys(("color", "stroke", "fill", "strokeDash"), "independent")
+        },
         **({"title": heading} if figure.title else {}),
     }
 

@@ -229,9 +229,9 @@ def _dose_view(axis_title: str, key: str, by_log: bool, several: bool) -> Spec:
         arms.mark_point(size=60, opacity=1, strokeWidth=2).encode(
             x=x,
             y=alt.Y("mean:Q", **y),
-            stroke=alt.Stroke("series:N", sort=None, scale=names, legend=None),
+            stroke=alt.Stroke("series:N", sort=None, scale=names, legend=legend),
             fill=alt.condition(
-                "datum.clear", alt.Fill("series:N", scale=names, legend=None), alt.value(PAPER)
+                "datum.clear", alt.Fill("series:N", scale=names, legend=legend), alt.value(PAPER)
             ),
             tooltip=[
                 "series:N",
