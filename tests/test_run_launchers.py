@@ -23,6 +23,7 @@ SWEEP += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
 
 THEIRS = '''
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -40,12 +41,21 @@ class Noted(Stateless):
         return frozenset()
 
     def apply(self, grad, context):
-        if context.step == 0:
+        if context.step == 0 and is_training():
             Path(f"noted-{os.getpid()}").write_text(str(torch.get_num_threads()))
         return grad
 
 
+def is_training():  # and not in the step that is tried before
+    frame = sys._getframe()
+    while frame and frame.f_code.co_name != "_train":
+        frame = frame.f_back
+    return frame is not None
+
+
 def fails(grad):
+    if not is_training():
+        return grad
     raise RuntimeError("the disk is on fire")
 '''
 

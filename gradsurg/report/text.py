@@ -115,11 +115,12 @@ def failures(paths: Sequence[Path]) -> str:
         arms.setdefault(path.name.rpartition("-seed")[0], []).append(path)
     lines = []
     for label, arm in arms.items():
+        name = "the control arm" if label == "none" else label
         failed = [path for path in arm if RunDirectory(path).recorded_state == "failed"]
         if failed:
             log = relpath(failed[0] / ERROR)
             lines.append(
-                f"FAILED: {len(failed)} of {count(len(arm), 'run')} of {label}. The first: "
+                f"FAILED: {len(failed)} of {count(len(arm), 'run')} of {name}. The first: "
                 f"{RunDirectory(failed[0]).reason} (the traceback is in {log})"
             )
         made = [one for path in arm if (one := (_summary(path) or {}).get("nonfinite"))]
