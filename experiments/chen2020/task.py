@@ -1,13 +1,18 @@
-"""Least squares in one dimension, where clipping the gradient of each example has a bias."""
+"""Least squares in one dimension and MNIST, with the bias of clipping each example's gradient."""
 
 from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 from gradsurg.plugins.fields import validated
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Data, Examination, Examined, Task
+from gradsurg.tasks.data.arrays import Count
+from gradsurg.tasks.mnist import MNIST
+
+CHUNK = 250  # examples whose gradients are in memory at a time
 
 
 @validated
@@ -44,3 +49,41 @@ class ClippingToy(Task):
             "x": outputs.double().mean().item(),
             "gradient": (outputs - targets).double().sum().item(),
         }
+
+
+@validated
+class ClippedMNIST(MNIST, Examined):
+    """MNIST; then the gradients of `count` training examples, clipped at `max_norm` and not.
+
+    Of the mean over these examples: `gradient` is its norm, `clipped` that of the mean of clipped
+    gradients, and `cosine` the cosine of the two. `share` is the share of examples clipped.
+    """
+
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    count: Count = 2000
+
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        params = {name: param.detach() for name, param in model.named_parameters()}
+
+        def loss(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+            return self.loss(functional_call(model, values, (image[None],)), label[None])
+
+        size = sum(param.numel() for param in params.values())
+        mean, clipped = torch.zeros(2, size, dtype=torch.float64).unbind()
+        above, chosen = 0.0, slice(0, self.count)
+        images, labels = data.train_inputs[chosen], data.train_targets[chosen]
+        for some, named in zip(images.split(CHUNK), labels.split(CHUNK), strict=True):
+            grads = vmap(grad(loss), (None, 0, 0))(params, some, named)
+            rows = torch.cat([one.flatten(1) for one in grads.values()], dim=1).double()
+            norms = rows.norm(dim=1, keepdim=True)
+            mean += rows.sum(dim=0)
+            clipped += (rows * (self.max_norm / norms).clamp(max=1.0)).sum(dim=0)
+            above += (norms > self.max_norm).sum().item()
+        cosine = torch.nn.functional.cosine_similarity(mean, clipped, dim=0)
+        numbers = {
+            "gradient": mean.norm().item() / len(images),
+            "clipped": clipped.norm().item() / len(images),
+            "cosine": cosine.item(),
+            "share": above / len(images),
+        }
+        return Examination(numbers)
