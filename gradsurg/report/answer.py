@@ -21,6 +21,7 @@ from gradsurg.report.wording import (
     FEW,
     Summary,
     amount,
+    amounts,
     answer,
     count,
     interval,
@@ -503,7 +504,7 @@ def _of(number: int, runs: int) -> str:
 
 
 def _ends(key: str, ends: tuple[float, float] | None) -> str:
-    return f"{amount(key, ends[0])} to {amount(key, ends[1])}" if ends else ""
+    return amounts(key, *ends) if ends else ""
 
 
 SHARED = {"treated": "with it", "control": "without it", "difference": "share"}

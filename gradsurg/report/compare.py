@@ -13,7 +13,16 @@ from typing import Any
 from gradsurg.effects.tables import aligned
 from gradsurg.report.load import UNSAID, Arm, LoadedRun, canonical
 from gradsurg.report.series import NUMBERS, Summary, asked, known
-from gradsurg.report.wording import HEADLINE, amount, interval, listed, p_text, title, titles
+from gradsurg.report.wording import (
+    HEADLINE,
+    amount,
+    amounts,
+    interval,
+    listed,
+    p_text,
+    title,
+    titles,
+)
 from gradsurg.stats import (
     MAX_EXACT_SEEDS,
     MAX_P,
@@ -504,8 +513,6 @@ ABOUT_Q = (
     "of one chain"
 )
 
-Amount = Callable[[str, float], str]  # a difference of an outcome as it is printed
-
 
 def about_p(n: int) -> str:
     """Return the note that this p needs; empty if none."""
@@ -534,14 +541,13 @@ def bootstrap(differences: Sequence[float]) -> tuple[float, float] | None:
     return bca_interval(differences) if len(differences) >= MIN_BCA_SEEDS else None
 
 
-def bootstrap_line(differences: Mapping[str, Sequence[float]], amount: Amount) -> str:
+def bootstrap_line(differences: Mapping[str, Sequence[float]]) -> str:
     """The BCa intervals of outcomes, by key; nothing if there are too few seeds."""
     parts = []
     for key, by_seed in differences.items():
         ends = bootstrap(by_seed)
         if ends:
-            shown = " to ".join(amount(key, end) for end in ends)
-            parts.append(f"{key.replace('/', ' ')} {shown}")
+            parts.append(f"{key.replace('/', ' ')} {amounts(key, *ends)}")
     return f"95 % BCa bootstrap intervals: {'; '.join(parts)}" if parts else ""
 
 

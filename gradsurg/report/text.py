@@ -186,7 +186,7 @@ def _outcome(runs: Sequence[Runs]) -> str:
     sentence = filled(" ".join([sentence, *about_controls([one])]))
     few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
-    bootstrap = filled(bootstrap_line(by_seed, amount))
+    bootstrap = filled(bootstrap_line(by_seed))
     notes = [note for note in (few, bootstrap, _measured(step_times, treated, control)) if note]
     same = filled(repeats_line(compared))
     return "\n".join([*lost, sentence, *([same] if same else []), "", _fitted(rows), *notes])

@@ -57,17 +57,22 @@ def value(key: str, outcome: float | None) -> str:
 
 
 def amount(key: str, difference: float | None) -> str:
-    """A difference with its sign, as -0.62% or +0.0253."""
+    """A difference with its sign, as -0.62 pp (percentage points) or +0.0253."""
     if difference is None:
         return "-"
-    return f"{difference:+.2%}" if is_share(key) else f"{difference:+.3g}"
+    return f"{100 * difference:+.2f} pp" if is_share(key) else f"{difference:+.3g}"
+
+
+def amounts(key: str, low: float, high: float) -> str:
+    """A range of differences, as -0.89 to +0.44 pp."""
+    return f"{amount(key, low).removesuffix(' pp')} to {amount(key, high)}"
 
 
 def interval(key: str, difference: Difference) -> str:
     """Return the interval of the mean as text, or that so few seeds have none."""
     if difference.low is None or difference.high is None:
         return f"{'one seed' if difference.n == 1 else 'two seeds'}: no interval"
-    return f"{amount(key, difference.low)} to {amount(key, difference.high)}"
+    return amounts(key, difference.low, difference.high)
 
 
 def answer(
@@ -106,7 +111,7 @@ def sizes(key: str, difference: Difference) -> str:
     """Return median and mean, each with its 95 % interval where it has one."""
     middle = f"median {amount(key, difference.median)}"
     if ends := difference.median_interval:
-        middle += f" (95 % interval {amount(key, ends[0])} to {amount(key, ends[1])}, sign test)"
+        middle += f" (95 % interval {amounts(key, *ends)}, sign test)"
     mean = f"mean {amount(key, difference.mean)}"
     if difference.low is None:
         return f"{middle}, {mean}"
@@ -130,8 +135,8 @@ def disagreement(key: str, difference: Difference, direction: str) -> str:
     heaviest, *others = sorted(difference.differences, key=abs, reverse=True)
     if abs(heaviest) > sum(map(abs, others)):
         return f"{found}, because one seed outweighs all others ({amount(key, heaviest)})."
-    ends = (amount(key, end) for end in (min(difference.differences), max(difference.differences)))
-    return f"{found}, because the seeds differ widely ({' to '.join(ends)})."
+    ends = amounts(key, min(difference.differences), max(difference.differences))
+    return f"{found}, because the seeds differ widely ({ends})."
 
 
 def p_text(p_value: float | None) -> str:

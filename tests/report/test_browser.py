@@ -152,7 +152,7 @@ def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Dr
     point = marks(opened, "outcome|", "symbol")[0]
     opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
     ActionChains(opened).move_to_element(point).perform()
-    assert "-19.90%" in one(opened, "#vg-tooltip-element").text
+    assert "-19.90 pp" in one(opened, "#vg-tooltip-element").text
     rows = numbers_of(opened, "#curves figure:first-child")
     assert [row.split()[0] for row in rows] == ["10", "20", "30", "40"]
     assert rows[0].split()[1:] == ["0.1", "0.1", "0.1", "3"]
@@ -189,9 +189,9 @@ def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> 
     clip, noise = shown(window, "#shares tbody tr")
     assert clip.startswith("clip ")
     assert "1 of 2 80.00% 80.00%" in clip
-    assert noise.startswith("noise -12.00%")
+    assert noise.startswith("noise -12.00 pp")
     assert "2 of 2 75.00% 87.00%" in noise
-    assert "-12.00%" in noise
+    assert "-12.00 pp" in noise
     one(window, '#outcome input[value="train/loss"]').click()
     assert shown(window, "#shares h3") == ["clip+noise: train loss"]
     first = " ".join(texts(window, "#updates tbody tr")[0].split())

@@ -169,7 +169,7 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
         "and medians are over the seeds in which both arms ended. Compared with their control "
         "arms, "
         "seed by seed: no clear difference in test accuracy for clip (n = 3). Two seeds each and "
-        "so no interval: test accuracy -19.50% with zero."
+        "so no interval: test accuracy -19.50 pp with zero."
     )
     assert "Nothing to compare yet for noise." in said
     text = " ".join(cautions(runs, outcomes))
@@ -189,7 +189,7 @@ def test_divergence_is_an_outcome_with_an_exact_test(tmp_path: Path) -> None:
     assert paragraph(compare(arms), arms) == (
         "0 of 8 seeds diverged with clip, 7 of 8 in the control arm (exact McNemar p 0.0156). "
         "Means and medians are over the seeds in which both arms ended. clip: test accuracy "
-        "+40.00% against the control arm; one seed: no interval."
+        "+40.00 pp against the control arm; one seed: no interval."
     )
 
 
@@ -205,7 +205,7 @@ def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -
     assert (clip.reading, clip.p_value) == ("lower", 2 / 2**8)
     said = paragraph(outcomes, arms)
     assert (
-        "is lower than in the control arm in 8 of 8 seeds: median -14.50% (95 % interval " in said
+        "is lower than in the control arm in 8 of 8 seeds: median -14.50 pp (95 % interval " in said
     )
     assert "The interval of the mean includes 0, because one seed outweighs all others (-" in said
 
@@ -273,7 +273,10 @@ def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:
         studies.whole(tmp_path, label, 0, accuracy, control)
     arms = group(read_study(tmp_path))
     said = paragraph(compare(arms), arms)
-    told = "one seed each and so no interval: test accuracy -40.00% with clip and +5.00% with sign."
+    told = (
+        "one seed each and so no interval: test accuracy -40.00 pp with clip and +5.00 pp with "
+        "sign."
+    )
     assert said.startswith(f"Compared with their control arms, seed by seed: {told}")
     assert "No clear difference" not in said
 
@@ -307,7 +310,8 @@ def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Pat
     assert [one.reading for one in found.values()] == ["lower", "higher (hint)", "higher (hint)"]
     said = paragraph(outcomes, arms)
     assert (
-        "seed by seed: test accuracy is lower with zero (8 of 8 seeds; -10.35%, -10.35%, " in said
+        "seed by seed: test accuracy is lower with zero (8 of 8 seeds; -10.35 pp, -10.35 pp, "
+        in said
     )
     few = "With n = 5 seeds no sign-flip test can reach 0.05: take as hints that test accuracy is "
     assert f"{few}higher with clip (" in said

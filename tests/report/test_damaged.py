@@ -96,7 +96,7 @@ def test_a_broken_file_is_one_line_and_the_others_are_compared(
     assert main([str(study)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"{name} " in text
-    assert "-10.00%" in text  # of the other seed
+    assert "-10.00 pp" in text  # of the other seed
     assert name in (study / "report" / "index.html").read_text(encoding="utf-8")
 
 

@@ -57,11 +57,11 @@ def test_the_forest_plot_has_the_differences_of_the_arms_and_of_their_seeds(tmp_
     panel = forest(report, "test/accuracy")
     arms = {row["arm"]: row for row in rows_of(panel.data["arms"])}
     assert arms["clip (n = 3)"]["mean"] == -0.05
-    assert arms["clip (n = 3)"]["said"] == "-5.00%"
+    assert arms["clip (n = 3)"]["said"] == "-5.00 pp"
     assert arms["noise (n = 0 of 3)"]["mean"] is None
     seeds = [row for row in rows_of(panel.data["seeds"]) if row["arm"] == "clip (n = 3)"]
     assert [row["difference"] for row in seeds] == [-0.1, -0.06, 0.01]
-    assert "clip (n = 3): -5.00%" in panel.summary
+    assert "clip (n = 3): -5.00 pp" in panel.summary
 
 
 def test_a_mean_without_a_neighbour_is_drawn_as_a_point(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_shares_and_updates_are_said_as_at_the_end_of_a_job(tmp_path: Path) -> N
     text = summary(studies.chain(tmp_path))
     for words in (
         "clip+noise. Each link's share in test accuracy, the chain minus the chain without it:",
-        "noise  -12.00%",
+        "noise  -12.00 pp",
         "clip: Updates (8 steps of 2 runs), beside those without the surgery: cosine 0.625,",
     ):
         assert words in text

@@ -96,10 +96,12 @@ def test_the_outcome_is_the_paired_difference_worked_out_by_hand(write) -> None:
         "85.00%",
         "90.00%",
         "1/3",
-        "-5.00%",
-        f"{mean - reach:+.2%}",
+        "-5.00",
+        "pp",
+        f"{100 * (mean - reach):+.2f}",
         "to",
-        f"{mean + reach:+.2%}",
+        f"{100 * (mean + reach):+.2f}",
+        "pp",
         "0.5",  # sums of 0.17 and 0.15, each with either sign, of 8
     ]
     assert row_of(text, "test loss") == ["0.25", "0.25", "0/3", "+0", "+0", "to", "+0", "1"]
@@ -107,8 +109,9 @@ def test_the_outcome_is_the_paired_difference_worked_out_by_hand(write) -> None:
     said = " ".join(text.split("\n\n")[0].split())
     assert said == (
         "clip: no clear difference in test accuracy against the control arm, lower in 2 and higher "
-        "in 1 of 3 seeds: median -6.00%, mean -5.00% (95 % interval "
-        f"{mean - reach:+.2%} to {mean + reach:+.2%}, paired t); sign-flip p 0.5."
+        "in 1 of 3 seeds: median -6.00 pp, mean -5.00 pp (95 % interval "
+        f"{100 * (mean - reach):+.2f} to {100 * (mean + reach):+.2f} pp, paired t); "
+        "sign-flip p 0.5."
     )
     assert_readable(text)
 
@@ -135,7 +138,7 @@ def test_from_twenty_seeds_a_bootstrap_interval_stands_beside_the_t_interval(wri
     low, high = bca_interval([(0.9 + shift) - 0.9 for shift in shifts])
     said = " ".join(text.split())
     assert "95 % BCa bootstrap intervals: train loss +0 to +0; test loss +0 to +0; " in said
-    assert f"test accuracy {low:+.2%} to {high:+.2%}" in said
+    assert f"test accuracy {100 * low:+.2f} to {100 * high:+.2f} pp" in said
     assert "sign-flip p is at least" not in text
     assert_readable(text)
     few = report(pairs(write, [0.9 + shift for shift in shifts[:19]], [0.9] * 19))
@@ -156,7 +159,7 @@ def test_seeds_that_all_gave_the_same_numbers_are_told_to_be_one(write) -> None:
         for same in [{"train/loss": 0.5}]
     ]
     said = " ".join(report(runs).split())
-    assert said.startswith("clip: test accuracy -10.00% against the control arm; one seed:")
+    assert said.startswith("clip: test accuracy -10.00 pp against the control arm; one seed:")
     assert "The same numbers from the 6 seeds of clip" in said
     assert "sign-flip test" not in said
 
@@ -172,8 +175,8 @@ def test_the_share_of_a_link_is_the_chain_minus_the_chain_without_it(write) -> N
         runs.append(Runs(treated, write(summary("none", seed, 0.9)), rest))
     text = report(runs)
     assert "Each link's share in test accuracy, the chain minus the chain without it:" in text
-    assert row_of(text, "clip") == ["+2.00%", "+2.00%", "to", "+2.00%", "0.25", "3"]
-    assert row_of(text, "noise") == ["-10.00%", "one", "seed:", "no", "interval", "1"]
+    assert row_of(text, "clip") == ["+2.00", "pp", "+2.00", "to", "+2.00", "pp", "0.25", "3"]
+    assert row_of(text, "noise") == ["-10.00", "pp", "one", "seed:", "no", "interval", "1"]
     assert "12 runs" in text
     assert_readable(text)
     gone = [Runs(run.treated, run.control, {"clip": None}) for run in runs]
@@ -202,9 +205,9 @@ def test_the_update_effect_is_one_sentence(write) -> None:
 def test_one_seed_has_no_interval_and_says_so(write) -> None:
     text = report(pairs(write, [0.8], [0.9]))
     assert text.splitlines()[0] == (
-        "clip: test accuracy -10.00% against the control arm; one seed: no interval."
+        "clip: test accuracy -10.00 pp against the control arm; one seed: no interval."
     )
-    assert row_of(text, "test accuracy")[4:] == ["one", "seed:", "no", "interval"]
+    assert row_of(text, "test accuracy")[5:] == ["one", "seed:", "no", "interval"]
     assert row_of(text, "step time") == ["1", "ms", "1", "ms", "+0%"]
 
 
@@ -215,10 +218,10 @@ def test_a_diverged_run_is_counted_apart_with_its_pair(write) -> None:
     said = " ".join(text.split())
     assert said.startswith(
         "1 of 3 seeds diverged with clip, 0 of 3 in the control arm (exact McNemar p 1). Means and "
-        "medians are over the seeds in which both arms ended. clip: test accuracy -10.00% "
+        "medians are over the seeds in which both arms ended. clip: test accuracy -10.00 pp "
     )
     assert "; two seeds: no interval." in said
-    assert row_of(text, "test accuracy")[:4] == ["80.00%", "90.00%", "0/2", "-10.00%"]
+    assert row_of(text, "test accuracy")[:5] == ["80.00%", "90.00%", "0/2", "-10.00", "pp"]
 
 
 def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
@@ -235,7 +238,7 @@ def test_a_metric_that_a_run_lacks_is_of_the_other_pairs(write) -> None:
     del lacking["test/accuracy"]
     write(lacking)
     text = report(runs)
-    assert row_of(text, "test accuracy")[:4] == ["85.50%", "90.00%", "1/2", "-4.50%"]
+    assert row_of(text, "test accuracy")[:5] == ["85.50%", "90.00%", "1/2", "-4.50", "pp"]
     assert "; two seeds: no interval." in " ".join(text.split())
     assert row_of(text, "test loss")[-1] == "1"
     assert_readable(text)
