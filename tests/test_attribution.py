@@ -112,7 +112,7 @@ def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
             line for line in out.splitlines() if line.split()[:1] == [link] and "interval" in line
         ]
         gains = [accuracy[f"clip+sign-seed{s}"] - accuracy[f"{rest}-seed{s}"] for s in (0, 1)]
-        assert row.split()[1] == f"{sum(gains) / 2:+.2%}"
+        assert row.split()[1] == f"{100 * sum(gains) / 2:+.2f}"
         assert row.split()[-1] == "2"
     assert "Updates (8 steps of 2 runs)" in out
 

@@ -185,9 +185,9 @@ def test_the_main_job_is_a_study_of_its_own_whose_page_and_tables_are_written(fi
     names = {path.name for path in report.iterdir() if path.is_file()}
     tables = {"runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
     assert names == {"index.html", ".written.json", *tables}
-    assert "| clip | test accuracy | 2 of 2 |" in (report / "outcome.md").read_text(
-        encoding="utf-8"
-    )
+    rows = (report / "outcome.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in rows if line.startswith("| clip | test accuracy |")]
+    assert "| 2 of 2 |" in row
     (path,) = report.glob("wandb/offline-run-*")
     (begun,) = of_type(inspect(folder, path), "run")
     assert (begun["run_group"], begun["job_type"]) == ("first", "report")

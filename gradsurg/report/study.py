@@ -155,7 +155,8 @@ def experiment(runs: Sequence[LoadedRun]) -> list[tuple[str, str]]:
     for key in GROUPS:
         items = [config[key] for config in configs if config.get(key)]
         if key == "transform":
-            items = [fields for item in items for fields in item.values()]
+            by_item = (item.values() if isinstance(item, dict) else [item] for item in items)
+            items = [fields for values in by_item for fields in values]
         by_name: dict[str, list[dict[str, Any]]] = {}
         for item in items:
             name = item.get("name") or item.get("_target_", "") if isinstance(item, dict) else item

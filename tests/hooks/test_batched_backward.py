@@ -22,8 +22,9 @@ DRAWS = ("add_noise", "noise", "placebo", "qsgd", "quantize", "random_mask", "te
 GROUPS = tuple(
     n for n in names() if build(n).scope == "group"
 )  # no gradient of a batched backward is part of a group
-STATEFUL = [n for n in names() if n not in GROUPS and build(n).init(torch.zeros(2, 3))]
 UPDATES = [name for name in names() if "gradient" in build(name).needs]  # act in no backward pass
+WITH_STATE = [n for n in names() if n not in GROUPS and build(n).init(torch.zeros(2, 3))]
+STATEFUL = [name for name in WITH_STATE if name not in UPDATES]
 STATELESS = [name for name in names() if name not in (*STATEFUL, *DRAWS, *GROUPS, *UPDATES)]
 EXAMPLES = 5
 

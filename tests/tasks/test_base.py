@@ -31,6 +31,7 @@ from tests import papers
 
 FROM_FILES = (
     "cifar10",
+    "clipped_mnist",
     "fashion_mnist",
     "mnist",
     "mnist_overlay",
