@@ -337,7 +337,8 @@ def _outcome(job: Job) -> tuple[str, str]:
     if worst == "failed":
         return state, f"{first.reason} ({os.path.relpath(first.path / ERROR)})"
     summary = first.read_summary() if worst == "diverged" else {}
-    if made := summary.get("nonfinite"):
+    made = summary.get("nonfinite")
+    if isinstance(made, dict):
         return state, (
             f"{os.path.relpath(first.path)}: {made['transform']} returned NaN or infinity for a "
             f"finite gradient at site '{made['site']}', step {made['step']}"

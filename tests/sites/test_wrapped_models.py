@@ -87,12 +87,10 @@ def test_sites_act_in_a_compiled_model_as_in_eager_or_are_reported(
             backward(model)
         return
     # `Nodes` cannot know what is in a compiled part.
-    told = (
-        "inside last: torch.compile has" if isinstance(at, gs.Nodes) and compiling is _last else ""
-    )
-    with pytest.warns(gs.SurgeryWarning, match=told) if told else nullcontext():
-        with attached(model, gs.Scale(10.0), at) as live:
-            backward(model)
+    hidden = isinstance(at, gs.Nodes) and compiling is _last
+    told = pytest.warns(gs.SurgeryWarning, match="inside last: torch.compile has")
+    with told if hidden else nullcontext(), attached(model, gs.Scale(10.0), at) as live:
+        backward(model)
     assert set(calls_of(live).values()) == {1}
     _as_in_eager(model, at)
     assert num_hooks(model) == 0
