@@ -28,6 +28,7 @@ READMES = {
     ROOT / "README.md": "start",
     **{path: path.parent.name for path in sorted(ROOT.glob("experiments/*/README.md"))},
 }
+PICTURE = re.compile(r'<picture>.*?src="([^"]+)" alt="([^"]+)">\s*</picture>', re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 project, author, release = "gradsurg", "The gradsurg authors", __version__
@@ -55,7 +56,7 @@ def linked(text: str, folder: Path, page_folder: Path) -> str:
             return label
         return f"{is_image}[{label}]({os.path.relpath(file, page_folder)}{anchor or ''})"
 
-    return LINK.sub(link, text)
+    return LINK.sub(link, PICTURE.sub(r"![\2](\1)", text))
 
 
 def rendered(notebook: Path) -> str:

@@ -66,6 +66,7 @@ def main() -> None:
             _run_hydra()
             return
         _check_address_space()
+        _check_one_process()
         _check_names(arguments)
         from gradsurg.config.cli import read_command
 
@@ -113,6 +114,17 @@ def _check_address_space() -> None:
         tell(
             f"ulimit -v: needs {ADDRESS_SPACE / 1e9:g} GB of address space for torch and the "
             f"report, found {limit / 1e9:.2g} GB"
+        )
+        sys.exit(WRONG_INPUT)
+
+
+def _check_one_process() -> None:
+    """Exit under torchrun, whose processes would each train the whole study."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+        tell(
+            f"torchrun: each of the {processes} processes would train the whole study; start it "
+            "without torchrun"
         )
         sys.exit(WRONG_INPUT)
 

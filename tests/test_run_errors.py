@@ -297,6 +297,16 @@ def test_notes_of_an_error_stand_behind_it() -> None:
     assert full_message(ValueError()) == "ValueError: no message"
 
 
+def test_under_torchrun_nothing_is_trained(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ended = here("transform=clip", "logger=none")
+    assert ended.code == 2
+    assert ended.err == (
+        "torchrun: each of the 2 processes would train the whole study; start it without torchrun\n"
+    )
+
+
 def test_too_little_address_space_is_one_line_before_anything_is_trained(tmp_path: Path) -> None:
     words = f"ulimit -v 1000000; exec {sys.executable} -m gradsurg.run transform=clip logger=none"
     done = subprocess.run(

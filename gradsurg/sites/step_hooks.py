@@ -137,6 +137,12 @@ def unwrapped(optimizer: object) -> Optimizer:
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
+    if isinstance(optimizer, nn.Module):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer: must be a torch.optim.Optimizer, found the module {kind}; the model comes "
+            "first, as in attach(model, optimizer)"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {optimizer!r}")
     return optimizer

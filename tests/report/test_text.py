@@ -132,6 +132,16 @@ def test_a_clear_difference_is_said_with_a_caution_for_few_seeds(
     assert_readable(text)
 
 
+def test_other_metrics_that_are_clearly_different_follow_the_headline(write) -> None:
+    runs = pairs(write, [0.90 + seed % 2 / 100 for seed in range(8)], [0.905] * 8)
+    for seed in range(8):
+        write(summary("clip", seed, 0.90 + seed % 2 / 100, **{"test/loss": 0.3 + seed / 1000}))
+    said = " ".join(report(runs).split())
+    assert said.startswith("clip: no clear difference in test accuracy against the control arm")
+    assert "Also, test loss is higher (q 0.0" in said
+    assert "train loss is" not in said
+
+
 def test_from_twenty_seeds_a_bootstrap_interval_stands_beside_the_t_interval(write) -> None:
     shifts = [(seed % 5) / 100 for seed in range(20)]
     text = report(pairs(write, [0.9 + shift for shift in shifts], [0.9] * 20))

@@ -121,6 +121,13 @@ def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
     live.abort()
 
 
+def test_an_optimizer_before_the_model_is_told_the_order() -> None:
+    model = small()
+    swapped: list[Any] = [SGD(model.parameters(), lr=0.1), model]
+    with pytest.raises(TypeError, match=r"found the module \w+; the model comes first, as in"):
+        at_step(gs.Zero()).attach(*swapped)
+
+
 def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
     model = small()
     live = at_step(gs.Zero()).start(model)
