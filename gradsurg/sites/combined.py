@@ -19,8 +19,10 @@ class Combined(Selector):
 
     `limit` keeps that many, in the order in which they are reached. `count` is the required number,
     checked when attaching for parameters, else after the first forward. `test` is called with each
-    selected `Place` and may reject it. Each part of `any` or `none` must select something by
-    itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`, `a.expect(count)`, `a.where(test)`.
+    selected `Place` and may reject it. Each part of `any` must select something by itself; a part
+    of `none` that selects nothing is told on detach. In Python: `a | b`, `a & b`, `~a`,
+    `a.first(limit)`, `a.expect(count)`, `a.where(test)`.
+
     Raises ValueError if the parts of `all` have no kind of site in common, or if the parts act at
     different stages: that takes two interventions.
     """
@@ -143,11 +145,16 @@ class Combined(Selector):
         return bool(self.test(place)) if place.whole else None
 
     def _check_parts(self, model: nn.Module) -> None:
-        """Raise LookupError if a part selects nothing and the combination would hide it."""
+        """Raise LookupError if a part selects nothing and the combination would hide it.
+
+        A complement of nothing is told on detach.
+        """
+        if self.by == "none":
+            return
         for part in self.of:
             if isinstance(part, Combined) and (self.by == "all" or part._is_union):
                 part._check_parts(model)
-            elif self.by != "all":
+            elif self.by == "any":
                 part.find(model)
 
     @property
