@@ -137,8 +137,9 @@ def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) 
     assert finished(folder) == names
     # A run that is taken up finished has no line of its own.
     lines = [line for _, said in results for line in said.splitlines()]
-    trained = [re.match(r"(?:treated|control) (\S+): finished", line) for line in lines]
-    assert sorted(found.group(1) for found in trained if found) == names
+    trained = [re.match(r" *\d+/\d+ (treated|control) (\S+): finished", line) for line in lines]
+    told = [f"{'none-' * (one[1] == 'control')}{one[2]}" for one in trained if one]
+    assert sorted(told) == names
     for path in folder.glob("runs/digits-mlp/*/metrics.jsonl"):
         steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
         assert steps == [*range(50, 401, 50)]
