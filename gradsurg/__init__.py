@@ -29,6 +29,7 @@ HOMES = {
     "Surgery": "surgery.surgery",
     "SurgeryWarning": "effects.ledger",
     "Trigger": "triggers.base",
+    "check_ranks": "training.ranks",
     "compare": "training.compare",
     "gpm_basis": "per_example.subspaces",
     "hook": "surgery.hook",

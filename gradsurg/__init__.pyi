@@ -47,6 +47,7 @@ from gradsurg.per_example.subspaces import gpm_basis as gpm_basis
 from gradsurg.per_example.subspaces import ogd_basis as ogd_basis
 from gradsurg.report import load_study as load_study
 from gradsurg.sites.activations import Activations as Activations
+from gradsurg.sites.buckets import Buckets as Buckets
 from gradsurg.sites.captured import Captured as Captured
 from gradsurg.sites.combined import Combined as Combined
 from gradsurg.sites.every_module import EveryModule as EveryModule
@@ -65,6 +66,7 @@ from gradsurg.surgery.live import Live as Live
 from gradsurg.surgery.surgery import Surgery as Surgery
 from gradsurg.training.compare import Comparison as Comparison
 from gradsurg.training.compare import compare as compare
+from gradsurg.training.ranks import check_ranks as check_ranks
 from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradsurg.transforms.add_decayed import AddDecayed as AddDecayed
 from gradsurg.transforms.add_noise import AddNoise as AddNoise

@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ def main() -> None:
             _run_hydra()
             return
         _check_address_space()
-        _check_one_process()
+        _join_torchrun(arguments)
         _check_names(arguments)
         from gradsurg.config.cli import read_command
 
@@ -82,6 +82,8 @@ def main() -> None:
         try:
             # Hydra writes into the folder of a sweep, which may be read-only.
             if not sweeping or command.num_unfinished:
+                if sweeping and not any("hydra/launcher=" in word for word in arguments.overrides):
+                    _stack_jobs()
                 _run_hydra()
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
@@ -118,15 +120,29 @@ def _check_address_space() -> None:
         sys.exit(WRONG_INPUT)
 
 
-def _check_one_process() -> None:
-    """Exit under torchrun, whose processes would each train the whole study."""
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in os.environ and processes != "1":
+def _join_torchrun(arguments: Namespace) -> None:
+    """Under torchrun add `ranks` to the overrides of its first process; end the others.
+
+    The first process forks the ranks itself, so that it alone composes, prints and writes.
+    """
+    count = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or count == "1":
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") != count:
         tell(
-            f"torchrun: each of the {processes} processes would train the whole study; start it "
-            "without torchrun"
+            f"torchrun: the {count} processes of a run must be on one machine; on several attach a "
+            "surgery in your own script (docs/distributed.md)"
         )
         sys.exit(WRONG_INPUT)
+    if os.environ.get("RANK") != "0":
+        sys.exit(0)
+    asked = [word for word in arguments.overrides if word.lstrip("+").startswith("ranks=")]
+    if any(word.partition("=")[2] != count for word in asked):
+        tell(f"ranks: must be {count} under torchrun --nproc_per_node={count}, found {asked[-1]}")
+        sys.exit(WRONG_INPUT)
+    if not asked:
+        arguments.overrides.append(f"ranks={count}")
+        sys.argv.append(f"ranks={count}")
 
 
 @hydra.main(config_path=str(overrides.CONFIG_DIR), config_name="config", version_base="1.3")
@@ -147,6 +163,9 @@ def job(config: DictConfig) -> None:
         words = " ".join(HydraConfig.get().overrides.task)
         number = 1 + HydraConfig.get().job.num
         tell(f"job {number}: {printable(words)}")
+        if not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher"):
+            for logger in experiment.loggers:
+                logger.expect(None, number)
     pairs = _tuned(experiment)
     if pairs is None and sweeping:
         return
@@ -154,8 +173,9 @@ def job(config: DictConfig) -> None:
         sys.exit(FAILED)
     runs, skipped, wanted, failed = [], 0, 0, 0
     records: list[Record] = []
+    stacked = _stacked(experiment, [run for pair in pairs for run in pair.runs])
     for pair in pairs:
-        attempted = [_run(experiment, run) for run in pair.runs]
+        attempted = [_run(experiment, run, stacked) for run in pair.runs]
         done = [record for record in attempted if record and record.summary]
         directories = {record.run.name: record.directory for record in done}
         treated, control = (
@@ -227,7 +247,8 @@ def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
     if experiment.tuning is None:
         return experiment.pairs
     tuning = experiment.tuning.runs
-    failed = sum(_run(experiment, run) is None for run in tuning)
+    stacked = _stacked(experiment, tuning)
+    failed = sum(_run(experiment, run, stacked) is None for run in tuning)
     pairs = experiment.compared
     if failed or pairs is None:
         tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
@@ -277,8 +298,38 @@ def _print_plan(experiment: "Experiment") -> None:
     print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
 
 
-def _run(experiment: "Experiment", run: "Run") -> "Record | None":
-    """Execute one run and print what happened to it; return None if it failed."""
+def _stack_jobs() -> None:
+    """Train the runs of all jobs of a sweep in stacks, where `runner` asks for it."""
+    from gradsurg.config.cli import experiments_to_stack
+
+    for experiments in experiments_to_stack():
+        runs = [run for experiment in experiments for pair in experiment.pairs for run in pair.runs]
+        _stacked(experiments[0], runs)
+
+
+def _stacked(experiment: "Experiment", runs: "Sequence[Run]") -> "Mapping[str, Record]":
+    """Train runs in stacks with `runner=stacked` or `auto`; return the records by name."""
+    settings = experiment.settings
+    if settings.runner == "sequential":
+        return {}
+    from gradsurg.stacked.study import execute_stacked
+
+    with chdir(Path.cwd()):  # which a user's code may change
+        return execute_stacked(
+            runs,
+            Path(settings.out),
+            experiment.loggers,
+            settings.threads,
+            settings.retry_failed,
+            auto=settings.runner == "auto",
+            tell=lambda text: tell(printable(f"runner={settings.runner}: {text}")),
+        )
+
+
+def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") -> "Record | None":
+    """Execute one run unless a stack has trained it, and print what happened to it; return None if
+    it failed.
+    """
     from gradsurg.training.run_directory import ERROR
     from gradsurg.training.run_reader import BrokenFile
     from gradsurg.training.study import execute
@@ -288,7 +339,9 @@ def _run(experiment: "Experiment", run: "Run") -> "Record | None":
     name = printable(f"{run.label}, seed {run.seed}")
     try:
         with chdir(Path.cwd()):  # which a user's code may change
-            record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
+            record = stacked.get(run.name) or execute(
+                run, out, experiment.loggers, settings.threads, settings.retry_failed
+            )
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
         if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
             raise

@@ -57,6 +57,7 @@ def test_a_ratio_of_the_least_times_is_marked_where_it_is_more_than_what_equal_w
     assert line.split()[7:] == [*said, f"{min(ours) / 2:.2f}"]
 
 
+@pytest.mark.full
 def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_libraries(
     bench: ModuleType,
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_start_has_a_line_for_each_process_and_ratios_to_that_of_the_librari
     assert float(helped.split()[-1]) > 0
 
 
+@pytest.mark.full
 def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: ModuleType) -> None:
     _, heads, _, *lines = bench.bench_telemetry.table(2).splitlines()
     assert heads.split()[:2] == ["tasks", "together"]

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+import gradsurg as gs
+from gradsurg.training.ranks import Ranks, in_ranks
 from tests.conftest import Here
 from tests.test_readme import ROOT, blocks
 
@@ -89,3 +96,35 @@ def test_an_answer_runs_and_its_assertions_hold(number: int) -> None:
 def test_twenty_questions_are_answered() -> None:
     text = (ROOT / "docs/faq.md").read_text(encoding="utf-8")
     assert text.count("\n## ") == 20
+
+
+def _in_two_processes(ranks: Ranks, folder: Path) -> list[float]:
+    """Run the snippets of a page in turn, each with a new model; return a number of each."""
+    results = []
+    for snippet in blocks("python", "docs/distributed.md"):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        model = net if "fully_shard" in snippet else DistributedDataParallel(net)
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(ranks.rank))
+        names = {
+            "gs": gs,
+            "torch": torch,
+            "net": net,
+            "model": model,
+            "DistributedDataParallel": DistributedDataParallel,
+            "fully_shard": fully_shard,
+            "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+            "loader": [(x, x[:, 0].long().clamp(0, 2))] * 3,
+            "loss_fn": nn.functional.cross_entropy,
+            "surgery": gs.Surgery(gs.Intervention(gs.Scale(0.5))),
+        }
+        exec(snippet, names)
+        weight = net.weight.full_tensor() if isinstance(net.weight, DTensor) else net.weight
+        results.append(float(weight.detach().square().sum()))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+def test_the_snippets_for_several_processes_train() -> None:
+    results = in_ranks(2, _in_two_processes)
+    assert len({*results}) == len(results) == 3

@@ -172,6 +172,7 @@ def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
         getattr(gs, name)
 
 
+@pytest.mark.full
 def test_python_adds_the_name_that_was_meant() -> None:
     code = "import gradsurg; gradsurg.PCGradd"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ FLOORS = (
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "hooks", "testing"),
     ("multitask", "per_example", "surgery", "integrations"),
-    ("__init__", "packaging", "training"),
+    ("__init__", "packaging", "training", "stacked"),
     ("report", "config"),
     ("reproduce", "run", "__main__"),
 )

@@ -297,14 +297,35 @@ def test_notes_of_an_error_stand_behind_it() -> None:
     assert full_message(ValueError()) == "ValueError: no message"
 
 
-def test_under_torchrun_nothing_is_trained(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("local", "rank", "words", "code", "message"),
+    [
+        ("2", "1", [], 0, ""),  # the first process forks it
+        ("2", "0", ["ranks=4"], 2, "ranks: must be 2 under torchrun --nproc_per_node=2, found "),
+        ("1", "0", [], 2, "torchrun: the 2 processes of a run must be on one machine; "),
+    ],
+    ids=["second process", "another number", "two machines"],
+)
+def test_torchrun_trains_in_its_first_process(
+    here: Here, monkeypatch: pytest.MonkeyPatch, local, rank, words, code, message
+) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ended = here("transform=clip", "logger=none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setenv("RANK", rank)
+    ended = here("transform=clip", "logger=none", *words)
+    assert (ended.code or 0, ended.out) == (code, "")
+    assert ended.err.startswith(message)
+    assert not Path("runs").exists()
+
+
+def test_torchrun_adds_the_number_of_processes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ended = here("transform=clip", "batch_size=33", "logger=none")
     assert ended.code == 2
-    assert ended.err == (
-        "torchrun: each of the 2 processes would train the whole study; start it without torchrun\n"
-    )
+    assert "batch_size: must be a multiple of ranks=2" in ended.err
 
 
 def test_too_little_address_space_is_one_line_before_anything_is_trained(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.controls import control_interventions
+from gradsurg.training.ranks import refuse_batch_norm
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
@@ -128,6 +129,8 @@ def build(config: Config, trial: bool = True) -> Experiment:
         check_settings(settings, selector, intervention, joint, device, data, errors)
         _check_attribute(settings, config, errors)
         _check_control(settings, intervention, joint, errors)
+        if settings.ranks > 1:
+            _check_ranks(settings, intervention, joint, task, model, device, errors)
     finite = errors.passes("", lambda: _check_finite(config, errors))
     experiment = None
     if not errors.lines and settings and task and selector and device:
@@ -157,6 +160,8 @@ def build(config: Config, trial: bool = True) -> Experiment:
                 task, data, model, settings, selector, used, intervention, joint, certain, errors
             ):
                 check_metrics(config, settings, task, model, data, errors)
+    elif experiment.settings.metric and task and data and model:
+        check_metrics(config, settings, task, model, data, errors)
     errors.raise_if_any()
     assert experiment  # a missing part has an error, and `raise_if_any` has raised it
     return experiment
@@ -464,6 +469,42 @@ def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector)
             f"the shorter chains have no {settings.control.replace('_', '-')} control, needs "
             f"control=plain or control=none, found control={settings.control}",
         )
+
+
+def _check_ranks(
+    settings: Settings,
+    intervention: Intervention | None,
+    joint: Intervention | None,
+    task: Task | None,
+    model: nn.Module | None,
+    device: torch.device | None,
+    errors: ErrorCollector,
+) -> None:
+    """Refuse what several processes do not train as one process does."""
+    found = f"found ranks={settings.ranks}"
+    if settings.batch_size % settings.ranks:
+        rule = f"must be a multiple of ranks={settings.ranks}, whose processes share each batch"
+        errors.add("batch_size", f"{rule}, found {settings.batch_size}")
+    if settings.threads != 1:
+        errors.add("threads", f"must be 1 with several processes, found {settings.threads}")
+    if device is not None and device.type != "cpu":
+        errors.add("ranks", f"needs device=cpu, as a process with {device.type} cannot be forked")
+    for key, is_set in (
+        ("compile", settings.compile),
+        ("precision", settings.precision == "float16"),
+        ("update_effect_every", settings.update_effect_every > 0),
+    ):
+        if is_set:
+            errors.add(key, f"needs ranks=1, {found}")
+    at = joint.at if joint is not None else None
+    if isinstance(at, SharedParameters) and at.engine == "feature" and at.reduce == "mean":
+        text = "feature has no mean over processes: needs ranks=1 or shared.reduce=local"
+        errors.add("shared.engine", f"{text}, {found}")
+    if intervention is not None and "examples" in intervention.needs:
+        name = "+".join(intervention.names)
+        errors.add("transform", f"{name} needs all examples of a batch: ranks=1, {found}")
+    if model is not None and (reason := refuse_batch_norm(model)):
+        errors.add("model", f"{reason}: needs ranks=1, {found}")
 
 
 def _check_control(

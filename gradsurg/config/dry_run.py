@@ -168,10 +168,20 @@ def check_metrics(
     data: Data,
     errors: ErrorCollector,
 ) -> None:
-    """Check the examination and the metric of `until` of a model that can be trained."""
+    """Check the examination and the metrics of a model that can be trained."""
+    examined: list[str] = []
     if isinstance(task, Examined):
         with errors.at("task"), user_code(config["task"], "examine"), untouched(model):
-            examined_names(task, model, data)
+            examined = examined_names(task, model, data)
+    if settings is not None and settings.metric is not None and settings.tune is None:
+        with errors.at("metric"), untouched(model):
+            own = metric_names(task, model, *few_examples(data))
+            names = [f"{part}/{name}" for part in ("test", "train", data.watched) for name in own]
+            names += [f"test/{name}" for name in task.trajectory_metric_names]
+            names += [f"examined/{name}" for name in examined]
+            if settings.metric not in names:
+                choices = nearest(settings.metric, list(dict.fromkeys(names)))
+                raise ValueError(f"there is no {settings.metric}. {choices}")
     if settings is not None and settings.until is not None:
         with errors.at("until"), untouched(model):
             part, names = data.watched, metric_names(task, model, *few_examples(data))
@@ -379,8 +389,8 @@ class _Trial:
                 with attached as live:
                     self.model.zero_grad(set_to_none=True)
                     outputs = self.model(inputs)
-                    if live.reads_labels:
-                        live.label(self.task.labels(targets))
+                    if live.reads_example_labels:
+                        live.set_example_labels(self.task.labels(targets))
                     if several and isinstance(self.task, MultiTask):
                         live.backward(self.task.losses(outputs, targets))
                     else:

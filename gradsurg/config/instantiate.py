@@ -52,7 +52,13 @@ def instantiate(kind: str, config: Config, base: type) -> Any:  # Any: an instan
 def target_of(kind: str, config: Config) -> object:
     """Return the class or function that a mapping names."""
     if "_target_" in config:
-        return _import(config["_target_"])
+        try:
+            return _import(config["_target_"])
+        except ImportError as error:
+            if kind != "sites":
+                raise
+            hint = f"for names in the model write site=parameters site.pattern={config['_target_']}"
+            raise ImportError(f"{error}; {hint}") from None
     if "name" not in config:
         raise ValueError("needs a name (one of gradsurg's) or a _target_ (a dotted path)")
     return find(kind, str(config["name"]))

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -122,7 +122,7 @@ class Plan:
             "device": self.device.type,
             "optimizer": optimizer_config(self.config, settings),
             "schedule": self.config["schedule"],
-            **asdict(settings.compute),
+            **settings.compute.identity,
         }
         if settings.until is not None:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
@@ -166,6 +166,7 @@ class Plan:
                 settings.until,
                 settings.conflict_every,
                 settings.set_aside,
+                settings.check_ranks,
             ),
             device=self.device,
             compute=settings.compute,

@@ -94,6 +94,8 @@ class Settings:
     tune: Annotated[Grid, BeforeValidator(_grid)] | None = None
     tune_seeds: Positive = 3
     threads: Positive | None = None
+    ranks: Positive = 1
+    check_ranks: Annotated[int, Field(ge=0)] = 0
     force: bool = False
     retry_failed: bool = True
     conflict_every: Positive = 1
@@ -104,13 +106,14 @@ class Settings:
     metric: Annotated[Text, Field(min_length=1)] | None = None
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
+    runner: Literal["sequential", "stacked", "auto"] = "sequential"
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:
             rule = f"must be a multiple of log_every={self.log_every}, whose rows it is written to"
             raise Contradiction("eval_every", f"{rule}, found {self.eval_every}")
         if self.until is not None and not self.eval_every:
-            rule = "is looked at where evaluations are due: give eval_every too"
+            rule = "is decided at evaluations: give eval_every, the steps between two of them"
             raise Contradiction("until", rule)
         if self.validation == 0 and self.decides_on_validation:
             decides = "tune chooses" if self.tune else f"until='{self.until}' is decided"
@@ -139,4 +142,4 @@ class Settings:
     def compute(self) -> ComputeOptions:
         """The computation of steps."""
         backend = self.compile_backend if self.compile else None
-        return ComputeOptions(self.accumulate, self.precision, backend)
+        return ComputeOptions(self.accumulate, self.precision, backend, self.ranks)

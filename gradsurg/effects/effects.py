@@ -1,13 +1,15 @@
 """Measure the effect of each transform on each gradient, on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, distributed
 
 from gradsurg.effects.ledger import Entry, Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES, effects_by_path
@@ -33,6 +35,7 @@ class _Slot:
     entry: Entry
     fetched_fired: int = 0
     fetched_calls: int = 0
+    fetched_sent: int = 0  # bytes
     fresh: Array = field(default_factory=_zeros)
     totals: Array = field(default_factory=_zeros)
     sketch: Tensor | None = None
@@ -84,6 +87,9 @@ class Effects:
         default_factory=partial(torch.zeros, MAX_PAIRS, NUM_SUMS, dtype=torch.float64, device="cpu")
     )
     _elsewhere: dict[int, Tensor] = field(default_factory=dict)  # sums on a device, by row
+    _shards: "tuple[distributed.ProcessGroup, Mapping[str, int]] | None" = None
+    _parts: list[int] = field(default_factory=list)  # rows of parts of gradients
+    _parts_of: "distributed.ProcessGroup | None" = None
 
     def slot(self, transform: str, entry: Entry) -> int:
         """The number of the slot of one transform at one site."""
@@ -102,17 +108,67 @@ class Effects:
         if row == MAX_PAIRS:
             self._collect()
             row = 0
-        self._pairs.append((slot, before.numel(), self._step))
+        size = before.numel()
+        if self._shards is not None:
+            self._parts_of, sizes = self._shards
+            size = sizes[self._slots[slot].entry.site]
+            self._parts.append(row)
+        self._pairs.append((slot, size, self._step))
         if is_plain and before.is_cpu:
             add_on_cpu(before, after, self._sums, row)
         else:
             self._elsewhere[row] = sums_of(before, after)
         if not self._slots[slot].is_sketched:
             self._slots[slot].is_sketched = True
-            self._slots[slot].sketch = _sketch(before.detach())
+            self._slots[slot].sketch = sketches(before.detach()[None])[0]
+
+    @contextmanager
+    def of_shards(
+        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
+    ) -> Iterator[None]:
+        """Pairs added in the block are parts of gradients that are sharded over a process group.
+
+        Their sums are added up over its processes when a step is counted, or read before that: all
+        processes must do so, and add the same pairs. `sizes` are the numbers of entries of the
+        whole gradients, by site.
+        """
+        self._shards = group, sizes
+        try:
+            yield
+        finally:
+            self._shards = None
+
+    def _add_parts(self) -> None:
+        """Add up the sums of parts over the processes, with one all-reduce."""
+        if not self._parts or self._parts_of is None:
+            return
+        rows, self._parts = self._parts, []
+        sums = torch.stack([self._elsewhere.get(row, self._sums[row]) for row in rows])
+        distributed.all_reduce(sums, group=self._parts_of)
+        for row, whole in zip(rows, sums, strict=True):
+            if row in self._elsewhere:
+                self._elsewhere[row] = whole
+            else:
+                self._sums[row] = whole
+
+    def add_numbers(self, slot: int, numbers: Array, sketch: Tensor) -> None:
+        """Add the sums (2, numbers) of `effect_numbers` of several pairs, measured elsewhere.
+
+        `sketch` is a row of `sketches` of the first of them.
+        """
+        self._slots[slot].fresh += numbers
+        self._slots[slot].sketch = sketch
+
+    def note_nonfinite(self, slot: int, step: int) -> None:
+        """Note a gradient of finite entries, measured elsewhere, that got others."""
+        if self._first_nonfinite is None:
+            own = self._slots[slot]
+            self._first_nonfinite = NonFinite(own.transform, own.entry.site, step)
 
     def begin(self, step: int) -> None:
         """Begin a step: decide whether its gradients are measured."""
+        if self._parts:
+            self._add_parts()
         self.sampling = self.every > 0 and step % self.every == 0
         self._step = step
 
@@ -130,7 +186,9 @@ class Effects:
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
             unfired = self.every and not counts[0]
             if slot.fresh.any() or (counts[1] and (counted or unfired)):
-                rows.append(_row(slot, slot.fresh, *counts))
+                sent = slot.entry.sent - slot.fetched_sent
+                rows.append(_row(slot, slot.fresh, *counts, sent / max(1, counts[1])))
+                slot.fetched_sent = slot.entry.sent
                 slot.totals += slot.fresh
                 slot.fresh = _zeros()
                 slot.fetched_fired, slot.fetched_calls = fired, calls
@@ -152,7 +210,8 @@ class Effects:
             numbers = slot.totals + slot.fresh
             fired, calls = slot.entry.all_fired, slot.entry.all_calls
             if numbers.any() or (self.every and calls and not fired):
-                rows.append(_row(slot, numbers, fired, calls))
+                sent = slot.entry.sent / max(1, slot.entry.calls)
+                rows.append(_row(slot, numbers, fired, calls, sent))
         return rows
 
     def state(self) -> EffectsState:
@@ -213,6 +272,7 @@ class Effects:
         """Convert the sums to numbers, after one copy to the host a device, and add them up."""
         if not self._pairs:
             return
+        self._add_parts()
         pairs, self._pairs = self._pairs, []
         elsewhere, self._elsewhere = self._elsewhere, {}
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -221,15 +281,12 @@ class Effects:
         for rows in groups.values():
             stacked = torch.stack([elsewhere[row] for row in rows])
             self._sums[rows] = stacked.cpu().double()
-        sizes = [size for _, size, _ in pairs]
         sums = self._sums[: len(pairs)].numpy()
-        numbers = effect_numbers(sums, sizes)
-        if self._first_nonfinite is None:
-            made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
-            if len(made):
-                number, _, step = pairs[made[0]]
-                slot = self._slots[number]
-                self._first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
+        numbers = effect_numbers(sums, [size for _, size, _ in pairs])
+        made = np.flatnonzero(made_nonfinite(sums))
+        if len(made):
+            number, _, step = pairs[made[0]]
+            self.note_nonfinite(number, step)
         self._sums[: len(pairs)] = 0
         fresh = np.stack([slot.fresh for slot in self._slots])
         np.add.at(fresh, [slot for slot, *_ in pairs], numbers)  # one after the other
@@ -237,15 +294,23 @@ class Effects:
             slot.fresh = row
 
 
-def _sketch(grad: Tensor) -> Tensor:
-    """About SKETCH magnitudes of a gradient, and the number of entries that each represents."""
-    flat = grad.reshape(-1)
-    stride = max(1, flat.numel() // SKETCH)
-    magnitudes = flat[::stride].abs().float()
-    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)])
+def made_nonfinite(sums: Array) -> NDArray[np.bool_]:
+    """Whether the entries of each pair were finite before, and some were not after."""
+    return np.isfinite(sums[..., 0]) & (sums[..., 7] > 0)
 
 
-def _row(slot: _Slot, numbers: Array, fired: int, calls: int) -> dict[str, object]:
+def sketches(grads: Tensor) -> Tensor:
+    """About SKETCH magnitudes of each gradient of a stack (k, *shape), and the number of entries
+    that each represents: (k, 2, n).
+    """
+    flat = grads.reshape(len(grads), -1)
+    stride = max(1, flat.shape[1] // SKETCH)
+    magnitudes = flat[:, ::stride].abs().float()
+    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)], dim=1)
+
+
+def _row(slot: _Slot, numbers: Array, fired: int, calls: int, sent: float) -> dict[str, object]:
+    """A row of effects; `bytes`, the mean bytes sent for a gradient, if any were sent."""
     sums, counts = numbers.tolist()
     row: dict[str, object] = {
         "transform": slot.transform,
@@ -257,4 +322,6 @@ def _row(slot: _Slot, numbers: Array, fired: int, calls: int) -> dict[str, objec
     means = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
     row |= dict(zip(EFFECT_NAMES, means, strict=True))
     row["nonfinite"] = int(sums[-1])
+    if sent:
+        row["bytes"] = sent
     return row

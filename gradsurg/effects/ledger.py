@@ -6,6 +6,9 @@ from typing import Any, TypedDict
 
 from gradsurg.effects.tables import aligned
 
+OTHER_NAME = "another name of "
+"""The start of `skipped` at a site whose module has several names."""
+
 
 class SurgeryWarning(UserWarning):
     """A surgery may act otherwise than expected: a site saw no gradient, or its stage changes
@@ -19,8 +22,9 @@ class Entry:
 
     `fired` and `not_fired` count gradients that the trigger decided on the host, `on_device` counts
     gradients whose trigger was decided on the device, `fired_on_device` those among them for which
-    it fired. `earlier_*` are the counts of an interrupted run. `foreign` names other hooks at the
-    same place.
+    it fired. `earlier_*` are the counts of an interrupted run. `sent` is the number of bytes that
+    this process sent for gradients of the site, if it is one where they are sent. `foreign` names
+    other hooks at the same place.
     """
 
     intervention: str
@@ -34,6 +38,7 @@ class Entry:
     fired_on_device: Any = 0  # Any: a tensor, and this floor does without torch
     earlier_calls: int = 0
     earlier_fired: int = 0
+    sent: int = 0
 
     @property
     def calls(self) -> int:
@@ -145,7 +150,11 @@ class Ledger:
             silent = [entry for entry in entries if not entry.all_calls]
             if any(entry.all_calls for entry in entries):
                 # A site skipped for a known reason is in the table, and not worth a warning.
-                silent = [entry for entry in silent if not entry.skipped]
+                silent = [
+                    entry
+                    for entry in silent
+                    if not entry.skipped or entry.skipped.startswith(OTHER_NAME)
+                ]
             if silent:
                 sites = ", ".join(
                     entry.site + (f" ({entry.skipped})" if entry.skipped else "")

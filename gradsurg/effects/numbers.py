@@ -34,7 +34,8 @@ L2 norms before and after (a float32 norm below 1e-19 reads 0); cosine of before
 transform made a gradient zero; shares of the entries that changed and that changed sign; `zeroed`,
 the share that became zero of the entries that were not; |after - before| / |before|; `nonfinite`,
 the total of entries that are NaN or infinite before or after. A gradient that is zero before has no
-cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero."""
+cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero.
+At `Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
 
 UPDATE_NUMBERS = (
     Number("update/cosine", "cosine", "cosine"),
@@ -97,6 +98,6 @@ def effects_by_path(
     return {
         f"{prefix}/{row['transform']}/{row['site']}/{name}": value
         for row in rows
-        for name in ("seen", "calls", *EFFECT_NAMES)
-        if isinstance(value := row[name], int | float)
+        for name in ("seen", "calls", *EFFECT_NAMES, "bytes")
+        if isinstance(value := row.get(name), int | float)
     }

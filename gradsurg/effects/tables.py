@@ -12,6 +12,7 @@ _COLUMNS = {
     **{number.name: number.label for number in EFFECT_NUMBERS if number.name != "distance"},
     "fired": "fired",
     "calls": "calls",
+    "bytes": "bytes",
 }
 
 # The lines of a `rich.box.Box`: a rule of dashes under the head, and no other lines.

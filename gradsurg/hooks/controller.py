@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.hooks.intervention import Intervention
-from gradsurg.sites.base import Stage
+from gradsurg.sites.base import AVERAGED, Stage
 from gradsurg.sites.step_hooks import OptimizerSteps
+from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Examples, Stateless, TransformContext, TransformState
 from gradsurg.triggers.always import Always
@@ -28,7 +29,7 @@ FORWARD = ("forward", "captured")
 
 EVERY_STEP = Steps()
 
-WRITABLE = ("accumulated", "settled", "reduced", "backward_end", "step", *FORWARD)
+WRITABLE = ("accumulated", "settled", "sent", "reduced", "backward_end", "step", *FORWARD)
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
 
 
@@ -36,7 +37,8 @@ WRITABLE = ("accumulated", "settled", "reduced", "backward_end", "step", *FORWAR
 class Session:
     """The state that all hooks of one attached surgery share; made by `Surgery.attach`.
 
-    `target` is the model; None for a hook without a model, and after `close`.
+    `target` is the model; None for a hook without a model, and after `close`. `rank` is the number
+    of this process among the `processes` of the default process group.
     """
 
     effects: Effects
@@ -44,6 +46,8 @@ class Session:
     states: dict[str, TransformState] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     seed: int = 0
+    rank: int = 0
+    processes: int = 1
     conflict_every: int = 1
     shadow: bool = False
     target: nn.Module | None = None
@@ -120,6 +124,7 @@ class HookController:
         "needs_entering",
         "needs_gradient",
         "needs_value",
+        "observing",
         "on",
         "sampling",
         "session",
@@ -165,6 +170,9 @@ class HookController:
             type(part).__module__.partition(".")[0] != "gradsurg" for part in parts
         )
         self.trigger_reads_gradient = "grad" in sources
+        # Each process has another batch, and all have to change the average in the same way.
+        reading = [part for part in parts if isinstance(part, TensorTrigger) and part.reads_forward]
+        self.observing = reading if self.stage in AVERAGED else []
         self.needs_entering = "entering" in intervention.needs
         self.needs_gradient = "gradient" in intervention.needs
         self.needs_value = "value" in intervention.needs or "value" in sources
@@ -269,6 +277,8 @@ class HookController:
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Evaluate the trigger at one gradient."""
         session = self.session
+        if self.observing and session.processes > 1 and distributed.is_initialized():
+            self._share_observations()
         key = f"{self.label}/{site}/when"
         context = TriggerContext(session.clock, session.seed, self.label, site, grad, value)
         context.state = dict(session.states.get(key, {}))
@@ -284,6 +294,14 @@ class HookController:
         if isinstance(fires, Tensor) and fires.device != grad.device:
             return fires.to(grad.device, non_blocking=True)
         return fires
+
+    def _share_observations(self) -> None:
+        """Replace what the triggers have seen in the forward pass by what process 0 has seen."""
+        clock = self.session.clock
+        for part in self.observing:
+            if part in clock.observations and part not in clock.shared:
+                clock.observations[part] = of_first_process(clock.observations[part])
+                clock.shared.add(part)
 
     def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
         """Raise RuntimeError if the trigger draws from a global generator."""

@@ -149,7 +149,7 @@ class Intervention:
         match self.stage:
             case "backward" | "accumulating" if self.acts_on_parameters:
                 return "linear" not in properties
-            case "accumulated" | "settled" | "reduced" | "backward_end":
+            case "accumulated" | "settled" | "sent" | "reduced" | "backward_end":
                 return not {"linear", "idempotent"} <= properties
             case _:
                 return False

@@ -10,7 +10,7 @@ from torch.amp import is_autocast_available
 
 from gradsurg.effects.ledger import Entry
 from gradsurg.hooks.controller import HookController, many_at_once
-from gradsurg.sites.base import SiteHook
+from gradsurg.sites.base import AVERAGED, SiteHook
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
@@ -57,8 +57,9 @@ class BoundTransform:
         self.slot = session.effects.slot(label, entry)
         self.states = session.states
         self.state = session.states.get(self.key, NO_STATE)
+        rank = 0 if controller.stage in AVERAGED else session.rank
         self.context = TransformContext(
-            self.key, NO_STEP, seed=session.seed, backward=session.clock
+            self.key, NO_STEP, seed=session.seed, backward=session.clock, rank=rank
         )
         self.set(transform)
 

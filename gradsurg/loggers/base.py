@@ -19,7 +19,8 @@ _log = logging.getLogger("gradsurg")
 class RunInfo:
     """The facts about a run that a logger gets when it starts.
 
-    `resumed`: the rows logged before the interruption are logged again.
+    `total_steps` is 0 if it is not known. `resumed`: the rows logged before the interruption are
+    logged again.
     """
 
     study: str
@@ -31,6 +32,7 @@ class RunInfo:
     tags: tuple[str, ...]
     total_steps: int
     resumed: bool = False
+    runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,11 @@ class ProgressLogger(Logger):
     """A logger that also shows how many of a command's runs have ended."""
 
     @abstractmethod
-    def expect(self, runs: int) -> None:
-        """Take the number of runs that the command is about to train."""
+    def expect(self, runs: int | None, job: int = 0) -> None:
+        """Take the number of runs that the command is about to train; None if it is not known.
+
+        `job` is the number of the job in a process of a launcher, beside which others print.
+        """
 
 
 class StudyLogger(Logger):
@@ -124,12 +129,12 @@ class GuardedLogger(Logger):
             self._try("study", lambda: logger.study(study))
             self._active = False
 
-    def expect(self, runs: int) -> None:
+    def expect(self, runs: int | None, job: int = 0) -> None:
         """Pass the number of runs on if the logger is a `ProgressLogger`."""
         if isinstance(self.logger, ProgressLogger):
             self._active = True
             logger = self.logger
-            self._try("expect", lambda: logger.expect(runs))
+            self._try("expect", lambda: logger.expect(runs, job))
             self._active = False
 
     def abandon(self) -> None:

@@ -39,7 +39,8 @@ class _Screen:
     run: RunInfo | None = None
     step: int = 0
     progress: Progress | None = None
-    expected: int | None = None  # the runs of the command; None if `expect` was not called
+    expected: int | None = None  # the runs of the command; None if it is not known
+    job: int = 0  # of a sweep, in a process of a launcher
     ended: int = 0
     began: float = 0.0
     last: str = ""  # the last loss
@@ -53,7 +54,7 @@ class Console(ProgressLogger):
     On a terminal two bars, which are removed at the end: the current run with its loss and speed,
     and the command's runs with the time left. In a notebook one line that is updated. Elsewhere (a
     pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a launcher only
-    the lines of ended runs. `NO_COLOR` leaves out colours.
+    the lines of ended runs, there with the number of their job. `NO_COLOR` leaves out colours.
     """
 
     @cached_property
@@ -62,9 +63,14 @@ class Console(ProgressLogger):
         notebook = _NotebookLine(import_module("IPython.display")) if console.is_jupyter else None
         return _Screen(console, notebook=notebook)
 
-    def expect(self, runs: int) -> None:
+    @property
+    def is_updated(self) -> bool:
+        """Whether the current run is shown: on a terminal and in a notebook, not in a pipe."""
+        return _is_live(self._screen) or self._screen.notebook is not None
+
+    def expect(self, runs: int | None, job: int = 0) -> None:
         screen = self._screen
-        screen.expected, screen.ended, screen.began = runs, 0, monotonic()
+        screen.expected, screen.ended, screen.began, screen.job = runs, 0, monotonic(), job
 
     def start(self, run: RunInfo) -> None:
         screen = self._screen
@@ -87,7 +93,7 @@ class Console(ProgressLogger):
         if screen.progress is not None:
             screen.progress.update(TaskID(0), completed=step, last=screen.last)
             if len(screen.progress.task_ids) > 1 and screen.run is not None:
-                done = screen.ended + step / max(1, screen.run.total_steps)
+                done = screen.ended + screen.run.runs * step / max(1, screen.run.total_steps)
                 screen.progress.update(TaskID(1), completed=done, last=_time_left(screen, done))
         elif screen.notebook is not None:
             screen.notebook.show(_notebook_text(screen))
@@ -154,10 +160,12 @@ def _bars(screen: _Screen) -> Progress:
         transient=True,
         expand=True,
     )
-    count = f"{run.total_steps} steps"
-    progress.add_task(_name(run), total=run.total_steps, last=screen.last, count=count)
+    count = f"{run.total_steps} steps" if run.total_steps else ""
+    progress.add_task(_name(run), total=run.total_steps or None, last=screen.last, count=count)
     if total > 1:
         text = f"run {screen.ended + 1} of {total}"
+        if run.runs > 1:
+            text = f"runs to {screen.ended + run.runs} of {total}"
         left = _time_left(screen, screen.ended)
         progress.add_task(text, total=total, completed=screen.ended, last=left, count="")
     return progress
@@ -181,7 +189,7 @@ def _time_left(screen: _Screen, done: float) -> str:
 def _line(screen: _Screen, state: RunEnd, summary: Mapping[str, float]) -> str:
     run = screen.run
     assert run is not None
-    number = ""
+    number = f"job {screen.job}: " if screen.job else ""
     if screen.expected is not None and screen.expected > 1:
         width = len(str(screen.expected))
         number = f"{screen.ended:{width}}/{screen.expected} "
@@ -201,8 +209,8 @@ def _notebook_text(screen: _Screen) -> str:
     assert run is not None
     many = screen.expected is not None and screen.expected > 1
     of = f"run {screen.ended + 1} of {screen.expected}, " if many else ""
-    step = f"step {screen.step} of {run.total_steps}"
-    return ", ".join(filter(None, [f"{of}{_name(run)}: {step}", screen.last]))
+    step = f": step {screen.step} of {run.total_steps}" if run.total_steps else ""
+    return ", ".join(filter(None, [f"{of}{_name(run)}{step}", screen.last]))
 
 
 class _NotebookLine:

@@ -4,7 +4,7 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,6 +65,7 @@ class _Session:
     unreachable: bool = False
     remarks: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # the names logged in this run
+    effects: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
 
 
 @validated
@@ -79,8 +80,9 @@ class Wandb(StudyLogger):
     logged, and RuntimeError says so.
 
     W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one;
-    the others are hidden metrics, of which the table of runs has the last values, and which can
-    still be plotted. `norm_ratio` is norm_after / norm_before.
+    the others are hidden metrics, which can still be plotted, and all numbers of the last measured
+    step are in one table, `effects`, a row for each transform and site. `norm_ratio` is norm_after
+    / norm_before.
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -106,7 +108,9 @@ class Wandb(StudyLogger):
         session = self._session
         if step > session.last_step:
             values = {**values, **_norm_ratios(values)}
-            self._hide(values)
+            if self.panels == "few":
+                self._hide(values)
+                self._tabulate(step, values)
             session.pending.append({**values, STEP: step})
         if (
             len(session.pending) >= MAX_PENDING_ROWS
@@ -117,6 +121,8 @@ class Wandb(StudyLogger):
     def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
         self._send()
         run = self._run()
+        if self._session.effects:
+            run.log({"effects": _table(list(self._session.effects.values()))})
         run.summary.update({**summary, "state": state})
         run.finish(exit_code=0 if state == "finished" else 1)
         self._session.run = None
@@ -141,13 +147,7 @@ class Wandb(StudyLogger):
 
         about = _About(study.study, "report", study.study, (), {}, study.directory, id_prefix)
         self._begin(about, resumed=False)
-        columns: list[str | int] = list(dict.fromkeys(key for row in study.rows for key in row))
-        # Missing cells are None, and a column may have numbers and text.
-        table = wandb.Table(
-            columns=columns,
-            data=[[row.get(str(column)) for column in columns] for row in study.rows],
-            allow_mixed_types=True,
-        )
+        table = _table(study.rows)
         figures = {f"figures/{title}": wandb.Image(str(path)) for title, path in study.figures}
         run = self._run()
         run.log({"study": table, **figures})
@@ -180,12 +180,23 @@ class Wandb(StudyLogger):
     def _hide(self, names: Iterable[str]) -> None:
         """Tell W&B to make no panels for new names that are not in `PANELS`."""
         session = self._session
-        if self.panels == "few":
-            for name in names:
-                if name not in session.named:
-                    session.named.add(name)
-                    if not has_panel(name):
-                        self._run().define_metric(name, step_metric=STEP, hidden=True)
+        for name in names:
+            if name not in session.named:
+                session.named.add(name)
+                if not has_panel(name):
+                    self._run().define_metric(name, step_metric=STEP, hidden=True)
+
+    def _tabulate(self, step: int, values: Mapping[str, float]) -> None:
+        """Keep the numbers of each site for the table; those of the last measured step remain."""
+        rows: dict[tuple[str, str], dict[str, float]] = {}
+        for name, value in values.items():
+            if name.startswith("effect/"):
+                transform, _, rest = name.removeprefix("effect/").partition("/")
+                site, _, number = rest.rpartition("/")
+                rows.setdefault((transform, site), {})[number] = value
+        for (transform, site), numbers in rows.items():
+            row: dict[str, object] = {"transform": transform, "site": site, STEP: step, **numbers}
+            self._session.effects[transform, site] = row
 
     def _send(self) -> None:
         """Send the pending rows: together a row takes wandb a quarter of the time."""
@@ -216,6 +227,7 @@ class Wandb(StudyLogger):
             mode = self._turn_offline(f"wandb cannot go online ({str(error).splitlines()[0]})")
             run = self._init(about, mode, None)
         self._session.run, self._session.pending, self._session.named = run, [], set()
+        self._session.effects = {}
         self._session.sent_at = monotonic()
         run.define_metric("*", step_metric=STEP)
         # Rows that W&B has of a resumed run are not logged twice; -1 is before the first step.
@@ -301,6 +313,15 @@ def has_panel(name: str) -> bool:
     """Return whether a logged name gets a panel with `panels="few"`."""
     first, _, rest = name.partition("/")
     return first not in PANELS or rest.rpartition("/")[2] in PANELS[first]
+
+
+def _table(rows: Sequence[Mapping[str, object]]) -> "wandb.Table":
+    """Return rows as a table of W&B. Missing cells are None; a column may mix numbers and text."""
+    import wandb
+
+    columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+    data = [[row.get(str(column)) for column in columns] for row in rows]
+    return wandb.Table(columns=columns, data=data, allow_mixed_types=True)
 
 
 def _norm_ratios(values: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from math import isfinite
 from operator import add
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gradsurg.aggregators.base import (
     Aggregator,
@@ -74,11 +74,17 @@ def plan_of(
         place = f" at {at.features!r}"
     patterns = [] if isinstance(at.granularity, str) else at.granularity
     granularity = plural(len(patterns), "group") if patterns else at.granularity
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    processes = distributed.get_world_size() if is_distributed else 1
     lines = [
         f"{label}: {aggregator!r} for those of {plural(len(groups), 'parameter')} that several "
         "tasks reach",
         f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}",
     ]
+    if processes > 1 and at.reduce == "mean":
+        lines.append(f"  on the mean gradient of each task over {processes} processes")
+    elif processes > 1:
+        lines.append(f"  in each of {processes} processes alone, whose results are averaged")
     if not patterns:
         return "\n".join([*lines, *(f"  {site}" for site in groups)])
     for pattern in patterns:

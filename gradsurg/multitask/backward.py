@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
@@ -35,8 +36,9 @@ from gradsurg.multitask.losses import (
     paused,
     skipping,
 )
+from gradsurg.multitask.processes import average, average_jacobian
 from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
-from gradsurg.sites.wrapped_models import refuse_static_graph
+from gradsurg.sites.wrapped_models import refuse_static_graph, when_wrapped
 from gradsurg.torch_internals import compiling
 from gradsurg.triggers.base import Trigger
 
@@ -53,6 +55,8 @@ class MultiTaskBackward:
         self._builder = JacobianBuilder(session, self.aggregations)
         self._stack = ExitStack()
         self._marker: OutputMarker | None = None
+        # The processes over which the gradients of the tasks are averaged.
+        self._group: distributed.ProcessGroup | None = None
         self._keeps_buffers = False
         self._max_losses = 0  # of one call
         self._checked_heads = False
@@ -67,11 +71,33 @@ class MultiTaskBackward:
         aggregation = Aggregation(label, aggregator, at, trigger, self.session, self.conflicts)
         check_disjoint([*self.aggregations, aggregation])
         check_trigger(trigger, label)
+        for other in self.aggregations:
+            if other.at.reduce != at.reduce:
+                raise ValueError(
+                    f"{label}: reduce must be that of '{other.label}', {other.at.reduce!r}, found "
+                    f"{at.reduce!r}"
+                )
         refuse_static_graph(label, self.session.model, self._stack)
+        if at.reduce == "mean":
+            when_wrapped(self.session.model, self._stack, partial(self._average_over, label, at))
         if at.features:
             self._marker = OutputMarker(self.session.model, at.features, self._stack)
         self.aggregations.append(aggregation)
         self.keep_buffers()
+
+    def _average_over(
+        self, label: str, at: SharedParameters, wrapper: DistributedDataParallel
+    ) -> None:
+        """Average the tasks' gradients over the processes. Raises RuntimeError if they cannot."""
+        if distributed.get_world_size(wrapper.process_group) == 1:
+            return
+        if at.engine == "feature":
+            raise RuntimeError(
+                f"{label}: engine='feature' combines gradients at a representation of single "
+                "examples, and the processes have different ones: use engine='full', or "
+                "reduce='local' to aggregate in each process and average the results"
+            )
+        self._group = wrapper.process_group
 
     def keep_buffers(self) -> None:
         """Make graphs compiled from now on support one backward pass for each task."""
@@ -115,6 +141,12 @@ class MultiTaskBackward:
             self.session.clock.backwards += 1
         if self.session.is_scaled:
             self._allow_step_without_gradients()
+
+    def note_update(self, tasks: Iterable[str]) -> None:
+        """Note an update from the losses of these tasks that the caller combines."""
+        self._tasks |= dict.fromkeys(tasks)
+        self._max_losses = max(self._max_losses, len(self._tasks))
+        self._num_updates += 1
 
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
@@ -250,6 +282,10 @@ class MultiTaskBackward:
         if aggregation is None or not aggregation.weights_losses:
             return None
         values = loss_values(call.losses, self.session.loss_scale)
+        if self._group is not None:
+            means = torch.tensor([*values.values()], dtype=torch.float64, device=call.device)
+            average(self._group, [means])
+            values = dict(zip(values, means.tolist(), strict=True))
         return aggregation.loss_weights(values, call.last)
 
     def _measure(self, call: BackwardCall, weights: Tensor | None) -> None:
@@ -263,6 +299,8 @@ class MultiTaskBackward:
         if measured is None:
             return
         jacobian, losses = measured
+        if self._group is not None:
+            losses = average_jacobian(self._group, jacobian, losses)
         for aggregation, group, blocks in self._builder.groups(jacobian):
             tasks, parts = jacobian.rows_of(blocks)
             used = weights[tasks] if weights is not None else None
@@ -277,6 +315,8 @@ class MultiTaskBackward:
         if collected is None:
             return
         jacobian, losses = collected
+        if self._group is not None:
+            losses = average_jacobian(self._group, jacobian, losses)
         self._max_losses = max(self._max_losses, len(losses))
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)

@@ -38,6 +38,7 @@ def _in_order(given: Any) -> Any:  # Any: not validated yet
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_in_order)]
 Granularity = Literal["whole", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
+Reduce = Literal["mean", "local"]
 
 
 @validated
@@ -61,6 +62,13 @@ class SharedParameters(ParamSelector):
     the module named by `features`. A complex representation counts as two real numbers an entry.
     This engine needs one forward pass a step, so it does not support `aggregate=False`.
 
+    Under DistributedDataParallel with several processes, `reduce="mean"` averages the gradients and
+    losses of each task over the processes before the aggregator acts, by one all-reduce of tasks x
+    parameters numbers: the update is that of one process with all examples, up to rounding. With
+    `"local"` each process aggregates the gradients of its own examples, and the results are
+    averaged, which is another update for an aggregator that is not linear. The engine `feature`
+    has no mean, as its gradients are those of single examples, and needs `"local"`.
+
     With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
     those above the representation do; at and below it they see the combined gradient, except those
     with a `ForTask`, which see their task at the representation too.
@@ -69,6 +77,7 @@ class SharedParameters(ParamSelector):
     granularity: Granularity = "whole"
     engine: Engine = "full"
     features: str = ""
+    reduce: Reduce = "mean"
 
     stages: ClassVar[tuple[Stage, ...]] = ()
     for_aggregators: ClassVar[bool] = True
@@ -94,10 +103,10 @@ class SharedParameters(ParamSelector):
             )
 
     def check_aggregator(self, aggregator: Aggregator) -> None:
-        if isinstance(aggregator, LossWeighting) and self != SharedParameters():
+        if isinstance(aggregator, LossWeighting) and self != SharedParameters(reduce=self.reduce):
             raise ValueError(
                 f"{type(aggregator).__name__}: weights the losses, and so the gradients of all "
-                "parameters: it needs SharedParameters() without arguments"
+                "parameters: it needs SharedParameters() without arguments but reduce"
             )
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:

@@ -1,15 +1,51 @@
 """Norms and means over the axes of a gradient that a `per` pattern selects."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce as reduce_types
 from typing import Annotated
 
 import torch
 from einops import EinopsError, reduce
 from pydantic import AfterValidator, Field
-from torch import Tensor
+from torch import Tensor, distributed
 
 WORDS = ("tensor", "unit", "entry")
+
+_shards: "ContextVar[distributed.ProcessGroup | None]" = ContextVar("shards", default=None)
+
+
+@contextmanager
+def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
+    """In the block gradients are the parts of tensors that are sharded over a group of processes.
+
+    `norms_of`, `joint_norm` and `norm(..., "tensor")` then are those of the whole tensors; all
+    processes must call them. Other reductions are those of the parts.
+    """
+    token = _shards.set(group)
+    try:
+        yield
+    finally:
+        _shards.reset(token)
+
+
+def over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
+    """The p-norms of whole tensors from those of their parts, with one or two all-reduces.
+
+    Outside `of_shards` these are the whole tensors.
+    """
+    group = _shards.get()
+    if group is None:
+        return norms
+    peaks = norms.clone()
+    distributed.all_reduce(peaks, distributed.ReduceOp.MAX, group)
+    if p == torch.inf:
+        return peaks
+    unit = torch.where((peaks > 0) & peaks.isfinite(), peaks, 1.0)
+    powers = (norms / unit).pow(p)  # no power overflows
+    distributed.all_reduce(powers, distributed.ReduceOp.SUM, group)
+    return unit * powers.pow(1 / p)
 
 
 def _check(per: str) -> str:
@@ -60,6 +96,11 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """
     axes = reduced_axes(per, grad.ndim)
     wide = widened(grad)
+    if per == "tensor" and _shards.get() is not None:
+        size = wide.new_zeros((), dtype=torch.float64)  # of a part without entries
+        if wide.numel():
+            size = torch.linalg.vector_norm(wide, p, dtype=torch.float64)
+        return over_shards(size, p).to(wide.dtype).reshape((1,) * grad.ndim)
     if not axes or grad.numel() == 0:
         return wide.abs()
     with torch.no_grad():  # `detach` has no rule for `is_grads_batched`
@@ -87,7 +128,9 @@ def norms_of(grads: Sequence[Tensor]) -> Tensor:
     """
     dtype = reduce_types(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
     norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads]
-    return torch.stack([size.to(norms[0].device) for size in norms]) if norms else torch.zeros(0)
+    if not norms:
+        return torch.zeros(0)
+    return over_shards(torch.stack([size.to(norms[0].device) for size in norms]))
 
 
 def joint_norm(grads: Sequence[Tensor]) -> Tensor:

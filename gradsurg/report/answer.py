@@ -101,8 +101,8 @@ READINGS = {
     **dict(zip(HINTS, ("perhaps higher", "perhaps lower"), strict=True)),
     UNCLEAR: "not clearly different",
     "identical": "identical",
-    "one seed: no interval": "of one seed only",
-    "two seeds: no interval": "of two seeds only",
+    "one seed: no interval": "undecided after one seed",
+    "two seeds: no interval": "undecided after two seeds",
 }
 """How the short verdict says each reading, in its order."""
 
@@ -277,12 +277,12 @@ def _of_seeds(outcomes: Sequence[Outcome]) -> list[str]:
     compared = len({outcome.arm.name for outcome in outcomes if outcome.difference})
     if compared > 1 and (least := seeds_needed(compared)) > min(numbers, default=least):
         sentences.append(
-            f"With {compared} arms the q of an arm can reach {MAX_P} from {least} seeds each."
+            f"With {compared} arms the q of an arm can reach {MAX_P} from {least} seeds per arm on."
         )
     if compared > 1:
         controlled = any(outcome.q_value is not None for outcome in outcomes)
-        chance = "of 20 that do nothing one is expected to look clear"
-        more = "; q allows for that" if controlled else ""
+        chance = "of 20 arms without any effect one is expected to look clear by its p"
+        more = "; q corrects for that" if controlled else ""
         sentences.append(f"{compared} arms are compared at once: {chance}{more}.")
     return sentences
 
@@ -523,7 +523,13 @@ def outcome_table(
         "metric": lambda o: title(o.metric) if o.metric else "",
         "difference": lambda o: amount(o.metric, o.difference.mean) if o.difference else "",
         "95 % interval": lambda o: interval(o.metric, o.difference) if o.difference else "",
-        "reading": lambda o: o.reading or "nothing to compare",
+        "reading": lambda o: (
+            "nothing to compare"
+            if not o.reading
+            else ""
+            if "no interval" in o.reading
+            else o.reading
+        ),
         "n": lambda o: f"{o.difference.n if o.difference else 0} of {o.planned}",
         "treated": lambda o: value(o.metric, sum(o.treated) / len(o.treated)) if o.seeds else "",
         "control": lambda o: value(o.metric, sum(o.control) / len(o.control)) if o.seeds else "",

@@ -25,6 +25,7 @@ from gradsurg.report.training_charts import (
     curve_data,
     curve_limits,
     curve_panel,
+    last_step,
     norm_panel,
     site_panels,
     task_panel,
@@ -126,7 +127,9 @@ def figure_spec(figure: Figure) -> Spec:
         "datasets": datasets,
         "config": {**CONFIG, "axis": {**CONFIG["axis"], "labelLimit": 220}},
         "resolve": {
-            "scale": dict.fromkeys(("color", "stroke", "fill", "strokeDash"), "independent")
+            "scale": dict.fromkeys(
+                ("color", "stroke", "fill", "strokeDash", "shape"), "independent"
+            )
         },
         **({"title": heading} if figure.title else {}),
     }
@@ -142,7 +145,7 @@ def _curve_figure(report: StudyReport) -> Iterator[Figure]:
         return
     metric = report.curves[0].metric
     curves = curve_data(report, metric)
-    last = max(one.curve.steps[-1] for one in curves)
+    last = last_step(curves)
     panels = [curve_panel(one, curve_limits(one.both), last) for one in curves[:MAX_PANELS]]
     panels = [replace(panel, height=LOW) for panel in panels]
     heading = f"{title(metric).capitalize()}: mean over seeds with its 95 % interval"

@@ -22,7 +22,7 @@ from gradsurg.report.charts import (
     short,
 )
 from gradsurg.report.compare import ABOUT_SHARES
-from gradsurg.report.load import LoadedRun
+from gradsurg.report.load import Arm, LoadedRun
 from gradsurg.report.outcome_charts import (
     MAX_PAIRS,
     cost_panel,
@@ -83,6 +83,7 @@ def page(
             f"<dt>{escape(name)}</dt><dd>{_code(name, text)}</dd>"
             for name, text in report.experiment
         ),
+        failures="".join(map(_failure, report.arms)),
         verdict=escape(unbroken(short_verdict(report.outcomes, report.arms) or report.answer)),
         answer=escape(unbroken(report.answer)),
         cautions=elements.items(report.cautions),
@@ -98,8 +99,26 @@ def page(
     )
 
 
+def _failure(arm: Arm) -> str:
+    """The failed runs of an arm with the reason of the first, and the first NaN or infinity that a
+    transform made; empty without any.
+    """
+    of = f"of {count(len(arm.runs), 'run')} of {arm.name}"
+    failed = [run.reason for run in arm.runs if run.state == "failed"]
+    made = [(run.seed, one) for run in arm.runs if (one := (run.summary or {}).get("nonfinite"))]
+    texts = [f"{len(failed)} {of} failed: {failed[0]}"] if failed else []
+    if made:
+        seed, one = made[0]
+        texts.append(
+            f"{len(made)} {of} diverged after {one['transform']} had returned NaN or infinity for "
+            f"a finite gradient; seed {seed} at site '{one['site']}', step {one['step']}."
+        )
+    return "".join(f'<p class="answer state failed">{escape(text)}</p>' for text in texts)
+
+
 def _code(name: str, text: str) -> str:
-    return f"<code>{escape(text)}</code>" if name == "command" else escape(text)
+    is_command = name == "command" and text.startswith("python")
+    return f"<code>{escape(text)}</code>" if is_command else escape(text)
 
 
 def _library() -> str:

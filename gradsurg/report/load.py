@@ -204,7 +204,8 @@ def _reason(run: LoadedRun, place: RunDirectory, last: dict[str, Any]) -> str:
             what = str(last.get(NOT_FINITE) or "an outcome is not finite").replace("=", " was ")
             return f"{what} at step {run.done} of {run.steps}"
         case "failed":
-            return f"{place.reason or 'its error.log is empty'} (step {run.done} of {run.steps})"
+            reason = place.reason or "its error.log is empty"
+            return f"{reason} (logged up to step {run.done} of {run.steps})"
         case "running" | "interrupted":
             return f"step {run.done} of {run.steps}"
         case "planned":

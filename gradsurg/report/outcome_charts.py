@@ -246,7 +246,8 @@ def _dose_view(axis_title: str, key: str, by_log: bool, several: bool) -> Spec:
 
 def cost_panel(costs: Sequence[Cost]) -> Panel:
     """Step time over the control's: each pair, their range and their median."""
-    names = [f"{cost.arm.name} (n = {len(cost.ratios)})" for cost in costs]
+    alike = len({len(cost.ratios) for cost in costs}) == 1
+    names = [cost.arm.name + ("" if alike else f" (n = {len(cost.ratios)})") for cost in costs]
     arms = {
         "arm": names,
         "ratio": [short(median(cost.ratios)) for cost in costs],

@@ -80,7 +80,7 @@ def _curve(arm: Arm, metric: str, values: Mapping[str, Mapping[int, float]]) -> 
         mean = sum(at_step) / len(at_step) if at_step else None
         n.append(len(at_step))
         means.append(mean)
-        if mean is None or len(at_step) < 2:
+        if mean is None or len(at_step) < 3:  # as in a verdict: two seeds have no interval
             lows.append(None)
             highs.append(None)
             continue

@@ -177,7 +177,7 @@ def experiment(runs: Sequence[LoadedRun]) -> list[tuple[str, str]]:
     else:
         length.append(f"seeds {', '.join(map(str, seeds))}")
     facts.append(("training", ", ".join(length)))
-    facts += [("command", line) for line in commands(treated or runs)]
+    facts += [("command", line) for line in commands(treated or runs) or [NO_COMMAND]]
     made = [run.made_with for run in runs if run.made_with]
     parts = [
         f"{key} {' and '.join(dict.fromkeys(str(one[key]) for one in made if key in one))}"
@@ -229,6 +229,9 @@ def commands(runs: Sequence[LoadedRun]) -> list[str]:
 
 
 MAX_COMMANDS = 4
+NO_COMMAND = (
+    "not recorded by the version that trained these runs; each run's config.yaml is complete"
+)
 
 
 def _command(words: Sequence[str]) -> str:

@@ -115,6 +115,11 @@ def curve_limits(curves: Sequence[Curve], by_log: bool = False) -> tuple[float, 
     return (10**low, 10**high) if by_log else (low, high)
 
 
+def last_step(curves: Sequence[CurveData]) -> int:
+    """The last step of some curves and their controls: where the axis of all their panels ends."""
+    return max(curve.steps[-1] for one in curves for curve in one.both)
+
+
 def n_of(curve: Curve) -> str:
     """`n = 3`, or `n = 2 to 3` where the number of runs changes over the steps."""
     known = [n for n in curve.n if n] or [0]
@@ -186,16 +191,16 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
     tips = ["step:Q", *(alt.Tooltip(f"{key}:Q", format=number) for key in ("mean", "low", "high"))]
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
     mean = alt.Y("mean:Q", **y)
+    seeds = part("seeds", "value")
+    state = alt.condition("datum.state == 'diverged'", alt.value(BAD), alt.value(TREATED))
     layers = alt.layer(
         band("control", CONTROL),
         band("mean", TREATED),
-        part("seeds", "value")
-        .mark_line(strokeWidth=1, clip=True)
-        .encode(
+        seeds.mark_line(strokeWidth=1, clip=True).encode(
             x=x,
             y=alt.Y("value:Q", **y),
             detail="seed:N",
-            color=alt.condition("datum.state == 'diverged'", alt.value(BAD), alt.value(TREATED)),
+            color=state,
             strokeOpacity=alt.condition(
                 "datum.state == 'diverged'", alt.value(0.8), alt.value(0.22)
             ),
@@ -204,6 +209,7 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
         .mark_line(color=CONTROL, strokeDash=[5, 3], strokeWidth=2, clip=True)
         .encode(x=x, y=mean),
         part("mean").mark_line(color=TREATED, strokeWidth=2, clip=True).encode(x=x, y=mean),
+        *_arrows(seeds.transform_calculate(mean="datum.value"), x, ["seed"], 12, color=state),
         *_arrows(part("control"), x, color=alt.value(CONTROL)),
         *_arrows(part("mean"), x, color=alt.value(TREATED)),
         part("points").mark_circle(size=45, opacity=1, clip=True).encode(x=x, y=mean, color=color),
@@ -215,15 +221,16 @@ def _curve_view(metric: str, share: bool, by_log: bool) -> Spec:
     return spec_of(layers)
 
 
-def _arrows(means: alt.Chart, x: alt.X, **channels: Any) -> list[alt.Chart]:
-    """An arrow at each step from which a mean is above or below the axis.
+def _arrows(
+    means: alt.Chart, x: alt.X, group: Sequence[str] = (), size: int = 40, **channels: Any
+) -> list[alt.Chart]:
+    """An arrow at each step from which a mean is above or below the axis; `group` names its curve.
 
     Any: channels of Altair.
     """
     low, high = alt.ExprRef("low"), alt.ExprRef("high")
     window: dict[str, Any] = {"before": "lag(mean)", "sort": [alt.SortField("step")]}
-    group = ["arm"] if "shape" in channels else []
-    after = means.transform_window(**window, groupby=group)
+    after = means.transform_window(**window, groupby=list(group))
 
     def leaves(beyond: dict[str, Any], inside: dict[str, Any]) -> alt.Chart:
         first = {"or": [{"field": "before", **inside}, "datum.before === null"]}
@@ -234,9 +241,10 @@ def _arrows(means: alt.Chart, x: alt.X, **channels: Any) -> list[alt.Chart]:
         (leaves({"gt": high}, {"lte": high}), "triangle-up", alt.value(3)),
         (leaves({"lt": low}, {"gte": low}), "triangle-down", alt.value("height")),
     )
-    channels.pop("shape", None)
     return [
-        chart.mark_point(size=40, shape=shape, filled=True, opacity=1).encode(x=x, y=y, **channels)
+        chart.mark_point(size=size, shape=shape, filled=True, opacity=1).encode(
+            x=x, y=y, **channels
+        )
         for chart, shape, y in ends
     ]
 
@@ -253,17 +261,16 @@ def overlay_panel(report: StudyReport, metric: str, by_log: bool = False) -> Pan
     treated = [curve.arm.name for curve in shown if not curve.arm.is_control]
     texts = [f"{curve.arm.name} {value(metric, _last(curve.mean))}" for curve in shown]
     low, high = curve_limits(shown, by_log)
-    controls = [[5, 3], [2, 2], [8, 3, 2, 3]]
+    controls = [[5, 3], [2, 2], [8, 3, 2, 3], [12, 4]]
+    palette = [colour for colour in TASKS if colour != CONTROL]
     dashes = [
-        DASHES[treated.index(name) // len(TASKS) % len(DASHES)]
+        DASHES[treated.index(name) // len(palette) % len(DASHES)]
         if name in treated
         else controls[(names.index(name) - len(treated)) % len(controls)]
         for name in names
     ]
     colours = [
-        TASKS[[0, *range(2, len(TASKS))][treated.index(name) % (len(TASKS) - 1)]]
-        if name in treated
-        else CONTROL
+        palette[treated.index(name) % len(palette)] if name in treated else CONTROL
         for name in names
     ]
     sizes = {n_of(curve) for curve in shown}
@@ -303,9 +310,8 @@ def _overlay_view(metric: str, share: bool, by_log: bool, many: bool) -> Spec:
         "title": metric + (" (log scale)" if by_log else ""),
     }
     names = alt.ExprRef("arms")
-    legend = alt.Legend(
-        title=None, orient="bottom", columns=2, symbolType="stroke", symbolStrokeWidth=2
-    )
+    look: dict[str, Any] = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 200}
+    legend = alt.Legend(title=None, orient="bottom", columns=2, **look)
     colours, dashes = (alt.Scale(domain=names, range=[key]) for key in ("colours", "dashes"))
     color = alt.Color("arm:N", sort=None, scale=colours, legend=legend)
     dash = alt.StrokeDash("arm:N", sort=None, scale=dashes, legend=legend)
@@ -317,7 +323,7 @@ def _overlay_view(metric: str, share: bool, by_log: bool, many: bool) -> Spec:
         curves.mark_line(strokeWidth=2, clip=True).encode(
             x=x, y=alt.Y("mean:Q", **y), color=color, strokeDash=dash
         ),
-        *_arrows(curves, x, color=color, shape="by arm"),
+        *_arrows(curves, x, ["arm"], color=color),
         # invisible, to point at
         curves.mark_point(size=60, opacity=0, fillOpacity=0, clip=True).encode(
             x=x, y=alt.Y("mean:Q", **y), tooltip=tips
@@ -511,7 +517,7 @@ def _sites_view(measure: str, first: bool) -> Spec:
 def _norm_view() -> Spec:
     bins, outline = alt.Chart(alt.NamedData("bins")), alt.Chart(alt.NamedData("outline"))
     scale = alt.Scale(type="log", nice=False)
-    axis = alt.Axis(format="~g", tickCount=2, grid=False, labelOverlap=True)  # powers of ten
+    axis = alt.Axis(format="~g", tickCount=6, grid=False, labelOverlap=True)
     x = {"scale": scale, "axis": axis, "title": "gradient norm (log scale)"}
     y = {"axis": alt.Axis(format=".2~%", tickCount=4), "title": "share of gradients"}
     tips = [

@@ -30,6 +30,7 @@ from gradsurg.report.training_charts import (
     curve_panel,
     effect_limits,
     effect_panel,
+    last_step,
     map_name,
     norm_panel,
     overlay_panel,
@@ -46,8 +47,9 @@ def curves_section(report: StudyReport, data: elements.PageData) -> elements.Sec
     if not report.curves:
         return elements.section("curves", name, "", "<p>Nothing has been logged yet.</p>")
     how = (
-        "Mean over seeds with its 95&nbsp;% interval; thin lines are single seeds, dashed red ones "
-        "diverged and are not part of any mean. An arrow marks where a mean leaves the axis."
+        "Mean over seeds with its 95&nbsp;% interval, from three seeds on; thin lines are single "
+        "seeds, dashed red ones diverged and are not part of any mean. An arrow marks where a "
+        "curve leaves the axis."
     )
     metrics = dict.fromkeys(curve.metric for curve in report.curves)
     most, control = 0, False
@@ -57,7 +59,7 @@ def curves_section(report: StudyReport, data: elements.PageData) -> elements.Sec
             for scale in ("linear", "log"):
                 data.add(f"curves|{metric}|{scale}", overlay_panel(report, metric, scale == "log"))
         most, control = max(most, len(curves)), control or any(one.control for one in curves)
-        last = max(one.curve.steps[-1] for one in curves)
+        last = last_step(curves)
         every = [curve for one in curves for curve in one.both]
         shared = {by_log: curve_limits(every, by_log) for by_log in (False, True)}
         for place, one in enumerate(curves):

@@ -122,7 +122,7 @@ def _reproduce(
     """Run a paper's studies, print the bands and return whether all hold."""
     from gradsurg.reproduce.studies import missing_measurements, plan_study, run_study
 
-    paper = folder.name
+    paper, expected = folder.name, expected.of(form)
     other = _changing(overrides)
     names = expected.studies(form)
     plans = {key: plan_study(name, overrides) for key, name in names.items()}

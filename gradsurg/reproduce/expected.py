@@ -1,6 +1,7 @@
 """A paper's claim, its studies and the bands that they must meet, read from `expected.yaml`."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -128,6 +129,8 @@ class Expected:
             several seeds their mean and its interval.
         result: The result in the experiment's README, with `{name}` as in `front`.
         opens: Another README of the repository that has the result between its markers.
+        full_conditions: As `conditions`, of the full form.
+        full_result: As `result`, of the full form.
     """
 
     claim: Text
@@ -141,6 +144,8 @@ class Expected:
     result: str = ""
     opens: str = ""
     conditions: str = ""
+    full_conditions: str = ""
+    full_result: str = ""
 
     def __post_init__(self) -> None:
         names = [band.name for band in self.bands]
@@ -148,7 +153,8 @@ class Expected:
             raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
         if self.full and len(self.full) != len(self.quick):
             raise Contradiction("full", "must be as many studies as quick, in the same order")
-        for field, text in (("front", self.front), ("result", self.result)):
+        for field in ("front", "result", "full_result"):
+            text = getattr(self, field)
             if unknown := [name for name in _names_in(text) if name not in names]:
                 raise Contradiction(field, f"names no band {{{unknown[0]}}}")
         for band in self.bands:
@@ -160,6 +166,13 @@ class Expected:
             if study not in self.quick:
                 near = nearest(study, list(self.quick))
                 raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")
+
+    def of(self, form: Form) -> "Expected":
+        """Return it with the conditions and the result of a form."""
+        if form == "quick":
+            return self
+        conditions = self.full_conditions or self.conditions
+        return replace(self, conditions=conditions, result=self.full_result)
 
     def studies(self, form: Form) -> dict[str, str]:
         """Return the names of the studies in `form`, by those of the quick form."""

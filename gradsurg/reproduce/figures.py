@@ -24,6 +24,7 @@ NAME = "figure"
 ROW = 26  # height of an arm, in pixels
 LABEL = 420  # longest name of an arm, in pixels
 SIDE = 0.82  # of a picture, in inches
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 MAX_IMAGES = 3
 TRAINED = "trained"
 Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of each seed
@@ -119,7 +120,12 @@ def _front(arms: Sequence[Arm], metric: str) -> Chart | None:
             columns = tables.setdefault(", ".join(task), {"arm": [], "x": [], "y": []})
             x, y = (fmean(column) for column in zip(*known, strict=True))
             _append(columns, arm.runs[0].label, x, y)
-    encoding = {"color": _colour("arm", labels)}
+    encoding: dict[str, Any] = {"color": _colour("arm", labels)}
+    if len(labels) > len(COLOURS):  # the colours come again, with another shape
+        encoding["color"]["legend"]["columns"] = 2
+        shapes = [SHAPES[number // len(COLOURS) % len(SHAPES)] for number in range(len(labels))]
+        scale = {"domain": labels, "range": shapes}
+        encoding["shape"] = {**encoding["color"], "scale": scale}
     for axis, name in (("x", first), ("y", second)):
         encoding[axis] = {
             **_quantity(axis, f"{title(name)} (log scale)"),

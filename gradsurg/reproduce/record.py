@@ -30,7 +30,8 @@ from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 Record = Mapping[str, Any]  # Any: what JSON can hold
 
 STEPS = "steps"
-FILE = "measured.json"
+FILE, FULL = "measured.json", "full.json"
+FULL_COMMAND = "python scripts/reproduce.py {} --full"
 BEGIN, END = "<!-- begin: written by scripts/reproduce.py -->", "<!-- end -->"
 MAX_LISTED = 10
 """Seeds whose outcomes are listed; of more there is the range."""
@@ -77,7 +78,18 @@ def read_record(folder: Path) -> Record | None:
 
 
 def write_record(folder: Path, expected: Expected, record: Record, figure: Path | None) -> None:
-    """Write the record, the tables of the README and the figure into an experiment's folder."""
+    """Write the record, the tables of the README and the figure into an experiment's folder.
+
+    Those of the full form are in files of their own.
+    """
+    if record["form"] == "full":
+        text = f"# {folder.name}, full form\n\n```\n{FULL_COMMAND.format(folder.name)}\n```\n\n"
+        if figure is not None:
+            shutil.copyfile(figure, folder / f"full{figure.suffix}")
+            text += f"![{folder.name}, full form](full{figure.suffix})\n\n"
+        (folder / FULL).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        (folder / "full.md").write_text(f"{text}{tables(expected, record)}\n", encoding="utf-8")
+        return
     (folder / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     if figure is not None:
         shutil.copyfile(figure, folder / figure.name)

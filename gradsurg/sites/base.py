@@ -1,12 +1,12 @@
 """The contract of a site kind: select places in a model and hook them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
@@ -20,6 +20,7 @@ Stage = Literal[
     "accumulating",  # the same, only if it is about to be added to `.grad`
     "accumulated",  # the running sum in `.grad`
     "settled",  # the same, after all other post-accumulate hooks
+    "sent",  # the gradient that a process sends to be averaged over the processes
     "reduced",  # the running sums at the end of a backward pass, averaged over the processes
     "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
     "step",  # before an optimizer step: its gradients; after it: weights, or their updates
@@ -33,11 +34,15 @@ SCALED: tuple[Stage, ...] = (
     "accumulating",
     "accumulated",
     "settled",
+    "sent",
     "reduced",
     "backward_end",
     "captured",
 )
 """The stages at which a gradient is still multiplied by the loss scale of a GradScaler."""
+
+AVERAGED: tuple[Stage, ...] = ("reduced", "step")
+"""The stages at which DistributedDataParallel has averaged the gradients over its processes."""
 
 NO_GRADIENT = "needs no gradient"  # the reason recorded for a site that is skipped
 
@@ -122,6 +127,16 @@ class HookRegistry(Protocol):
         ...
 
     @property
+    def varies(self) -> str:
+        """Why it may act differently in each process; empty if it cannot."""
+        ...
+
+    @property
+    def acts_on_shards(self) -> bool:
+        """Whether it can transform the parts of sharded gradients instead of the gradients."""
+        ...
+
+    @property
     def moment(self) -> object:
         """What else determines a result (step, flags, fields), compared by `==`."""
         ...
@@ -180,6 +195,19 @@ class HookRegistry(Protocol):
         Where it gets updates, `gradients` return the gradients that the optimizer used. The hook
         calls `skip` to skip the step of the optimizer, and then returns None for each gradient.
         """
+        ...
+
+    def on_shards(
+        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
+    ) -> AbstractContextManager[object]:
+        """In the block the hooks get parts of gradients that are sharded over a process group.
+
+        `sizes` are the numbers of entries of the whole gradients, by site.
+        """
+        ...
+
+    def count_bytes(self, site: str, number: int) -> None:
+        """Count the bytes that this process has sent for a gradient."""
         ...
 
     def state(self, key: str) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Select
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
-from gradsurg.sites.selection import ROOT, names_of, params_of
+from gradsurg.sites.selection import ROOT, inner_model, names_of, params_of
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
@@ -35,7 +35,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
     """
     if autograd.in_backward():
         raise RuntimeError("a tree takes a forward of its own: not inside a backward")
-    model = getattr(model, "_orig_mod", model)
+    model = inner_model(model)
     before = param_versions(model)
     loose: list[SiteLine] = []
     with compiling.uncompiled():
@@ -200,6 +200,8 @@ class _Recorder:
     may_skip = False
     stateful = ""
     unsteady = ""
+    varies = ""
+    acts_on_shards = True
     moment = None
 
     def __init__(self, test: PlaceTest) -> None:
@@ -303,6 +305,12 @@ class _Recorder:
         for site in sites:
             self.hooked.setdefault(site)
         return lambda grads: grads
+
+    def on_shards(self, group: object, sizes: Mapping[str, int]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def count_bytes(self, site: str, number: int) -> None:
+        """Ignore bytes that were sent."""
 
     def state(self, key: str) -> dict[str, Tensor]:
         return {}

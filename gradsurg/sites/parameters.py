@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
@@ -63,7 +63,11 @@ class Parameters(ParamSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        params = expect_params(self, model, registry)
+        shardable = stage in ("accumulated", "step")
+        params = expect_params(self, model, registry, takes_shards=shardable)
+        if shardable and any(map(autograd.is_sharded, params.values())):
+            _hook_shards(params, steps, stage, scope, registry, stack)
+            return
         match stage:
             case "backward":
                 hooks = [
@@ -79,9 +83,7 @@ class Parameters(ParamSelector):
 
                 registry.register(register, stack)
             case "accumulated":
-                for name, param in params.items():
-                    hook = _on_grad_attribute(registry.hook_for(name, ref(param)))
-                    stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
+                hook_accumulated(params, registry, stack)
             case "accumulating":
                 for name, param in params.items():
                     node = _accumulate_grad_node(name, param, registry)
@@ -99,17 +101,34 @@ class Parameters(ParamSelector):
             case "step":
                 for optimizer, part in steps.split(params, scope):
                     values = [ref(param) for param in part.values()]
-                    if registry.may_skip and isinstance(optimizer, LBFGS):
-                        raise ValueError(
-                            "LBFGS also steps without gradients, so that no step of it can be "
-                            "skipped; choose another optimizer"
-                        )
-                    skip = partial(steps.skip, optimizer)
-                    group_hook = registry.group_hook(list(part), values, skip=skip)
-                    function = _before_step(list(part.values()), group_hook)
-                    steps.before(optimizer, function, stack)
+                    act = _step_hook(part, values, steps, optimizer, registry)
+                    steps.before(optimizer, _before_step(list(part.values()), act), stack)
             case _:
                 raise AssertionError(stage)
+
+
+def _step_hook(
+    params: Mapping[str, nn.Parameter],
+    values: Sequence[Callable[[], Tensor | None]],
+    steps: OptimizerSteps,
+    optimizer: Optimizer,
+    registry: HookRegistry,
+) -> GroupFn:
+    if registry.may_skip and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS also steps without gradients, so that no step of it can be skipped; choose "
+            "another optimizer"
+        )
+    return registry.group_hook(list(params), values, skip=partial(steps.skip, optimizer))
+
+
+def hook_accumulated(
+    params: Mapping[str, nn.Parameter], registry: HookRegistry, stack: ExitStack
+) -> None:
+    """Hook the `.grad` of each parameter, after each backward pass has added to it."""
+    for name, param in params.items():
+        hook = _on_grad_attribute(registry.hook_for(name, ref(param)))
+        stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
 
 
 def _accumulate_grad_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
@@ -174,6 +193,116 @@ def _before_step(params: Sequence[nn.Parameter], group_hook: GroupFn) -> Callabl
                 param.grad = result
 
     return replace_grads
+
+
+def _hook_shards(
+    params: Mapping[str, nn.Parameter],
+    steps: OptimizerSteps,
+    stage: Stage,
+    scope: Scope,
+    registry: HookRegistry,
+    stack: ExitStack,
+) -> None:
+    """Hook parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
+
+    Processes communicate at `step`, where all decide alike; not at `accumulated`.
+    """
+    sharded = [cast(Any, param) for param in params.values() if autograd.is_sharded(param)]
+    meshes = {param.device_mesh for param in sharded}
+    for mesh in meshes:
+        if mesh.ndim != 1:
+            raise TypeError(
+                f"Parameters: sharded over a mesh of {mesh.ndim} dimensions, needs one dimension"
+            )
+    if registry.stateful:
+        processes = sharded[0].device_mesh.size()
+        made = int(registry.state("#parts").setdefault("processes", torch.tensor(processes)))
+        if made != processes:
+            raise ValueError(
+                f"Parameters: the surgery has the state of {made} processes, each with its part of "
+                f"the parameters; found {processes} processes"
+            )
+    are_alike = len(meshes) == 1 and len(sharded) == len(params)
+    by_parts = registry.acts_on_shards and are_alike
+    if stage == "accumulated":
+        if registry.varies or not by_parts:
+            reason = registry.varies or "the transform or its trigger needs whole gradients"
+            raise ValueError(
+                f"Parameters, stage 'accumulated': the parameters are sharded, and {reason}; use "
+                "stage='step'"
+            )
+        for name, param in params.items():
+            act = _on_parts({name: param}, registry.group_hook([name], []), registry)
+            hook = _on_grad_attribute(partial(_alone, act))
+            stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
+        return
+    if not by_parts:
+        registry.note("it needs whole gradients: those of sharded parameters were gathered")
+    for optimizer, part in steps.split(params, scope):
+        values = [partial(_whole, ref(param)) for param in part.values()]
+        act = _step_hook(part, values if registry.needs_value else [], steps, optimizer, registry)
+        act = _on_parts(part, act, registry) if by_parts else _on_whole(act)
+        steps.before(optimizer, _before_step(list(part.values()), act), stack)
+
+
+def _alone(act: GroupFn, grad: Tensor | None) -> Tensor | None:
+    return act([grad])[0]
+
+
+def _whole(held: ref[nn.Parameter]) -> Tensor | None:
+    param = held()
+    is_sharded = param is not None and autograd.is_sharded(param)
+    return cast(Any, param.detach()).full_tensor() if param is not None and is_sharded else param
+
+
+def _on_parts(params: Mapping[str, nn.Parameter], act: GroupFn, registry: HookRegistry) -> GroupFn:
+    """Call `act` with the part of each gradient that this process has."""
+    sizes = {name: param.numel() for name, param in params.items()}
+    mesh = cast(Any, next(iter(params.values()))).device_mesh
+
+    def act_on_parts(grads: Sequence[Any]) -> Sequence[Tensor | None]:
+        parts = [None if grad is None else grad.to_local() for grad in grads]
+        with registry.on_shards(mesh.get_group(), sizes):
+            results = act(parts)
+        return [
+            None if result is None else _as_part(result, grad)
+            for grad, result in zip(grads, results, strict=True)
+        ]
+
+    return act_on_parts
+
+
+def _on_whole(act: GroupFn) -> GroupFn:
+    """Call `act` with whole gradients, and keep the part of each result that is of this process."""
+
+    def act_on_whole(grads: Sequence[Any]) -> Sequence[Tensor | None]:
+        wholes = [
+            grad.full_tensor() if grad is not None and autograd.is_sharded(grad) else grad
+            for grad in grads
+        ]
+        results = act(wholes)
+        return [
+            _part_of(result, grad) if result is not None and autograd.is_sharded(grad) else result
+            for result, grad in zip(results, grads, strict=True)
+        ]
+
+    return act_on_whole
+
+
+def _part_of(whole: Tensor, like: Any) -> Tensor:  # Any: a DTensor
+    mesh, (placement,) = like.device_mesh, like.placements
+    parts = whole.chunk(mesh.size(), placement.dim)
+    rank = mesh.get_local_rank()
+    part = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return _as_part(part.contiguous(), like)
+
+
+def _as_part(part: Tensor, like: Any) -> Tensor:
+    """Return the sharded tensor of which a process has this part."""
+    size, stride = like.shape, like.stride()
+    return type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride
+    )
 
 
 def _hook_reduced(

@@ -6,11 +6,14 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary, ref
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from gradsurg.effects.ledger import OTHER_NAME
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
@@ -134,7 +137,11 @@ class ModuleSelector(Selector):
             first = Place(self.mechanism, names[0], module, 0)
             # In a combination another part may select call 0 of the module.
             call = self.call if self.call and registry.selects(first) is False else 0
-            registry.expect(f"{names[0]}#{call}{suffix}", foreign=foreign_hooks(*tables))
+            counted, skipped = named[module][0], ""
+            if names[0] != counted:
+                skipped = f"{OTHER_NAME}{counted}, which names its first call"
+            site = f"{names[0]}#{call}{suffix}"
+            registry.expect(site, skipped=skipped, foreign=foreign_hooks(*tables))
         return list(selected)
 
     def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
@@ -195,9 +202,12 @@ class ParamSelector(Selector):
 
 
 def expect_params(
-    fields: ParamFields, model: nn.Module, registry: HookRegistry
+    fields: ParamFields, model: nn.Module, registry: HookRegistry, takes_shards: bool = False
 ) -> dict[str, nn.Parameter]:
-    """Return the selected trainable parameters by name, after entering them into the ledger."""
+    """Return the selected trainable parameters by name, after entering them into the ledger.
+
+    Raises TypeError for a parameter that is sharded, unless the caller `takes_shards`.
+    """
     params: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected_params(fields, model, registry.selects):
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
@@ -205,11 +215,12 @@ def expect_params(
         registry.expect(name, aliases, skipped, foreign_hooks(*tables) if any(tables) else ())
         if skipped:
             continue
-        if type(param) is not nn.Parameter and autograd.is_sharded(param):
+        if not takes_shards and type(param) is not nn.Parameter and autograd.is_sharded(param):
             raise TypeError(
                 f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
-                "makes it: autograd computes with another tensor in its place, and a transform "
-                "would see one shard of it. Use Outputs, Inputs or Nodes."
+                "makes it: autograd computes with another tensor in its place, and hooks of this "
+                "one do not run. Use Parameters with stage='step' or stage='accumulated' for the "
+                "averaged gradient, or Outputs, Inputs or Nodes."
             )
         params[name] = param
     if any(map(is_parametrized, model.modules())):
@@ -316,6 +327,19 @@ def unnumbered(name: str) -> RuntimeError:
         f"'{name}' is called, but not the model that is attached, so that calls cannot be "
         "numbered: leave out call=, or attach to the module that is called"
     )
+
+
+WRAPPERS: "WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]]" = WeakKeyDictionary()
+"""The DistributedDataParallel around a model."""
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model in a compiled one and in a DistributedDataParallel, whose names are used."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    WRAPPERS[model.module] = ref(model)
+    return model.module
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.selection import COMPILED, uncompiled_name
+from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling
 
 HINT = (
@@ -15,24 +15,39 @@ HINT = (
 )
 
 
+def of_first_process(value: object) -> object:
+    """Return the value that process 0 has; every process calls it."""
+    if isinstance(value, Tensor):
+        shared = value.clone()
+        distributed.broadcast(shared, 0)
+        return shared
+    values = [value]
+    distributed.broadcast_object_list(values, 0)
+    return values[0]
+
+
 def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]) -> None:
     """Call `act` with the number of processes if gradients of the model are averaged over them.
 
-    A DistributedDataParallel inside the model is found at once, one around it when the model is
-    called.
+    As `when_wrapped`.
     """
 
     def act_on_size(wrapper: DistributedDataParallel) -> None:
         act(distributed.get_world_size(wrapper.process_group))
 
-    _when_wrapped(model, stack, act_on_size)
+    when_wrapped(model, stack, act_on_size)
 
 
 def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
     """Raise RuntimeError if the model is in a DistributedDataParallel with static_graph=True.
 
-    With an aggregator the weights of its ranks drift apart.
+    With an aggregator the weights of its ranks drift apart. TypeError for sharded parameters.
     """
+    if any(map(autograd.is_sharded, model.parameters())):
+        raise TypeError(
+            f"{label}: the parameters are sharded, as by fully_shard, and the passes of an "
+            "aggregator for single tasks reach none of them. Use DistributedDataParallel."
+        )
 
     def refuse(wrapper: DistributedDataParallel) -> None:
         if wrapper.static_graph:
@@ -42,16 +57,21 @@ def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
                 "static_graph=False."
             )
 
-    _when_wrapped(model, stack, refuse)
+    when_wrapped(model, stack, refuse)
 
 
-def _when_wrapped(
+def when_wrapped(
     model: nn.Module, stack: ExitStack, act: Callable[[DistributedDataParallel], None]
 ) -> None:
-    """Call `act` with the DistributedDataParallel in or around the model, as `when_averaged`."""
+    """Call `act` with each DistributedDataParallel in or around the model.
+
+    One inside the model is found at once, one around it when the model is called.
+    """
     wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    if wrappers:
-        act(wrappers[0])
+    around = WRAPPERS[model]() if model in WRAPPERS else None
+    if wrappers or around is not None:
+        for wrapper in wrappers if around is None else [around]:
+            act(wrapper)
     elif distributed.is_available() and distributed.is_initialized():
 
         @compiling.untraced

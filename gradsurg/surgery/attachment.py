@@ -1,8 +1,8 @@
 """One attached intervention: register, suspend, change and remove its hooks."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from gradsurg.hooks.controller import HookController, Session
 from gradsurg.hooks.group_hook import GroupHook
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.hooks.transform_hook import TransformHook
+from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
@@ -58,8 +59,7 @@ class Attachment:
         self._observe(model)
         self.controller.begin_step()
         item.at.hook(model, self.session.steps, item.stage, item.scope, self, self._stack)
-        is_distributed = distributed.is_available() and distributed.is_initialized()
-        if is_distributed and item.differs_from_average:
+        if self.session.processes > 1 and item.differs_from_average:
             when_averaged(model, self._stack, self._note_average)
         self.coverage.check(model, self._stack)
 
@@ -181,14 +181,23 @@ class Attachment:
     @property
     def unsteady(self) -> str:
         """Why two calls with the same gradient may have different results; empty if they cannot."""
-        if self.stateful:
-            return f"{self.stateful} keeps a state"
+        return f"{self.stateful} keeps a state" if self.stateful else self.varies
+
+    @property
+    def varies(self) -> str:
+        """Why it may draw or decide differently in another process; empty if it cannot."""
         for link in self.intervention.links:
             if "deterministic" not in link.properties:
                 return f"{link!r} may draw random numbers"
         for trigger in self.intervention.forward_triggers:
             return f"{trigger!r} reads the newest forward"
         return ""
+
+    @property
+    def acts_on_shards(self) -> bool:
+        """Whether all of its transforms do, and nothing reads a whole gradient or parameter."""
+        reads = self.controller.trigger_reads_gradient or self.controller.needs_value
+        return not reads and all(link.acts_on_shards for link in self.intervention.links)
 
     @property
     def moment(self) -> object:
@@ -246,6 +255,16 @@ class Attachment:
         self._hooks |= dict(zip(sites, hooks, strict=True))
         return GroupHook(self.controller, hooks, skip)
 
+    @contextmanager
+    def on_shards(
+        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
+    ) -> Iterator[None]:
+        with of_shards(group), self.session.effects.of_shards(group, sizes):
+            yield
+
+    def count_bytes(self, site: str, number: int) -> None:
+        self.session.ledger.entries[self.label, site].sent += number
+
     def state(self, key: str) -> dict[str, Tensor]:
         return self.session.states.setdefault(f"{self.label}/{key}", {})
 
@@ -300,5 +319,6 @@ class Attachment:
             self.note(
                 f"it acted on the gradients of each of {processes} processes, before "
                 "DistributedDataParallel averaged them, and the transform is not linear: acting on "
-                "each is not acting on their average. Use stage='step' for the average."
+                "each is not acting on their average. For the average use stage='reduced' or "
+                "stage='step'."
             )

@@ -187,8 +187,9 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
         if param.requires_grad
     }
     part = " or taken for a part of the module around it"  # as Nodes take the nodes it makes
+    late = ", as after fully_shard" if any(map(autograd.is_sharded, trained)) else ""
     changed = ("modules were replaced or added", "parameters were replaced, added or unfrozen")
-    for change, places, also in zip(changed, (modules, trained), (part, ""), strict=True):
+    for change, places, also in zip(changed, (modules, trained), (part, late), strict=True):
         names = dict.fromkeys(name for coverage in coverages for name in coverage.unhooked(places))
         if names:
             yield (

@@ -141,7 +141,7 @@ class _Observer:
 
     def __init__(self, trigger: TensorTrigger, clock: Clock) -> None:
         self.trigger = trigger
-        self.observations = clock.observations
+        self.observations, self.shared = clock.observations, clock.shared
 
     def begin(self, model: nn.Module, args: tuple[object, ...]) -> None:
         """Drop the observation of the last forward."""
@@ -164,6 +164,7 @@ class _Observer:
         tensor = next(_tensors(values), None)
         self.observations.pop(self.trigger, None)
         if tensor is not None:
+            self.shared.discard(self.trigger)
             with torch.no_grad():
                 self.observations[self.trigger] = self.trigger.observe(tensor.detach())
 

@@ -21,7 +21,7 @@ from gradsurg.transforms.base import Need, Transform, as_transform
 _MISSING: dict[Need, str] = {
     "entering": "the gradient that enters the autograd node; a hook does not see it",
     "error": "the gradient of a model's output; a hook has no model",
-    "labels": "the labels of the examples, which a hook has not; use a Surgery and live.label",
+    "labels": "the labels of the examples; use a Surgery and live.set_example_labels",
     "gradient": "the gradient of an update; a hook does not see the optimizer",
     "product": "the gradient of the input of a matrix product; a hook cannot tell which that is",
     "value": "the value whose gradient it gets; a node has none",
@@ -71,7 +71,8 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     before. Raises ValueError for a group transform.
     """
     if not isinstance(place, Tensor | Node):
-        raise TypeError(f"place: must be a tensor or a node of the graph, found {place!r}")
+        kind = "None" if place is None else f"a {type(place).__name__}"
+        raise TypeError(f"place: must be a tensor or a node of the graph, found {kind}")
     wrapped = as_transform(transform)
     provided: set[Need] = {"value"} if isinstance(place, Tensor) else set()
     if isinstance(wrapped, Transform) and (lacks := sorted(wrapped.needs - provided)):

@@ -38,7 +38,19 @@ _open: "WeakSet[Live]" = WeakSet()
 def _close_all() -> None:
     """Close what is still attached when the program ends, with its warnings."""
     for live in list(_open):
+        unentered = list(live.unentered)
         live.close()
+        _warn(unentered)
+
+
+def _remove_hooks(stack: ExitStack, unentered: Sequence[str]) -> None:
+    stack.close()
+    _warn(unentered)
+
+
+def _warn(texts: Sequence[str]) -> None:
+    for text in texts:
+        warn_user(text)
 
 
 class Live:
@@ -68,7 +80,9 @@ class Live:
         self.stack.callback(session.close)
         self.stack.callback(self._changes.close)
         self.stack.callback(_close_attachments, self._attachments)
-        self._finalizer = finalize(self, self.stack.close)
+        self.unentered: list[str] = []
+        """The warning of an `attach` that was neither entered by `with` nor closed."""
+        self._finalizer = finalize(self, _remove_hooks, self.stack, self.unentered)
         _open.add(self)
 
     @property
@@ -146,14 +160,14 @@ class Live:
         self.session.check_attached()
         controllers = [attachment.controller for attachment in self._attachments]
         with self._changes.hold():
-            self._load_multi_task().backward(losses, controllers, scale, aggregate, retain_graph)
+            self.multi_task.backward(losses, controllers, scale, aggregate, retain_graph)
 
     @property
-    def reads_labels(self) -> bool:
-        """Whether a transform reads the labels given to `label`."""
+    def reads_example_labels(self) -> bool:
+        """Whether a transform reads the labels given to `set_example_labels`."""
         return any("labels" in attachment.intervention.needs for attachment in self._attachments)
 
-    def label(self, labels: Tensor) -> None:
+    def set_example_labels(self, labels: Tensor) -> None:
         """Give the labels (n,) of the n examples of the next backward passes, until a step ends.
 
         For transforms that read them, as `Route`. Call it before each backward pass whose batch is
@@ -297,9 +311,11 @@ class Live:
     def abort(self) -> None:
         """Remove all hooks without a warning: an error has ended the training."""
         self.on_end()
+        self.unentered.clear()
         self._finalizer()
 
     def __enter__(self) -> Self:
+        self.unentered.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -395,7 +411,7 @@ class Live:
         attachment = Attachment(intervention, labels_of(intervention, self.labels), self.session)
         self._attachments.append(attachment)
         if attachment.controller.named_tasks:
-            self._load_multi_task().keep_buffers()
+            self.multi_task.keep_buffers()
         return attachment
 
     def _hook(self, attachment: Attachment) -> None:
@@ -463,7 +479,9 @@ class Live:
 
     # Several losses: a part that is imported and made only if it is needed.
 
-    def _load_multi_task(self) -> "MultiTaskBackward":
+    @property
+    def multi_task(self) -> "MultiTaskBackward":
+        """The aggregators, and the backward passes of several losses."""
         from gradsurg.multitask.backward import MultiTaskBackward
 
         if self._multi_task is None:
@@ -479,7 +497,7 @@ class Live:
         aggregator, at = intervention.aggregator, intervention.at
         assert aggregator is not None
         assert isinstance(at, SharedParameters)
-        self._load_multi_task().add(label, aggregator, at, intervention.when)
+        self.multi_task.add(label, aggregator, at, intervention.when)
         self._aggregators[label] = intervention
         for flag in intervention.flags:
             self.clock.flags.setdefault(flag.flag, flag.on)

@@ -1,28 +1,32 @@
 """Surgery: interventions that are attached to a model for the length of a block."""
 
 import io
+import sys
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import Session
+from gradsurg.hooks.controller import Session, warn_user
 from gradsurg.hooks.intervention import Intervention, labels_of
+from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.model_tree import tree
-from gradsurg.sites.selection import params_of
+from gradsurg.sites.selection import inner_model, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
+from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.recipe import recipe
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
+from gradsurg.triggers.probability import Probability
 
 STATE_KEY = "_gradsurg"
 """The key of the state of a surgery in `model.state_dict()`, after the prefix of the model."""
@@ -39,6 +43,11 @@ class Surgery:
 
     def __init__(self, *interventions: Intervention, seed: int = 0) -> None:
         for item in interventions:
+            if isinstance(item, list | tuple):
+                raise TypeError(
+                    f"Surgery takes Interventions, found a {type(item).__name__}: did you mean "
+                    "Surgery(*interventions)?"
+                )
             if not isinstance(item, Intervention):
                 raise TypeError(f"Surgery takes Interventions, found {item!r}")
         # Aggregators combine the gradients that the transforms return, so they come last.
@@ -107,18 +116,19 @@ class Surgery:
         with this option; load into other models with `strict=False`. One surgery of a model at a
         time can do so.
 
-        Without a `with` block the surgery stays attached until `live.close()`, as by `start`.
+        Without a `with` block the surgery stays attached until `live.close()`, as by `start`; if
+        that is never called, a warning names this call.
 
         Raises LookupError, listing the names, if a selector matches nothing; after the first
         forward if sites are known only then.
         """
-        transforms = [item for item in self.interventions if item.aggregator is None]
+        transforms = [item for item in self._interventions if item.aggregator is None]
         if optimizer is None and any(item.stage == "step" for item in transforms):
             raise ValueError(
                 "stage 'step' needs the optimizer: attach(model, optimizer); if it is made later, "
                 "start(model) and bind(optimizer)"
             )
-        return self.start(
+        live = self.start(
             model,
             optimizer,
             clock=clock,
@@ -129,6 +139,13 @@ class Surgery:
             steps_per_epoch=steps_per_epoch,
             in_state_dict=in_state_dict,
         )
+        caller = sys._getframe(1)
+        live.unentered.append(
+            f"surgery.attach in {caller.f_code.co_filename}, line {caller.f_lineno}, was used "
+            "without `with` and never closed: write `with surgery.attach(...) as live:`, or "
+            "`live = surgery.start(...)` and `live.close()`"
+        )
+        return live
 
     def start(
         self,
@@ -153,20 +170,32 @@ class Surgery:
             raise RuntimeError("this surgery is attached already; make a second one")
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch: must be >= 1, found {steps_per_epoch}")
-        given = model
-        model = getattr(model, "_orig_mod", model)  # names are those inside a compiled model
+        for name, least, number in (
+            ("effects_every", 0, effects_every),
+            ("conflict_every", 1, conflict_every),
+        ):
+            if not isinstance(number, int) or number < least:
+                raise ValueError(f"{name}: must be a whole number >= {least}, found {number!r}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(_about_model(model))
+        is_distributed = distributed.is_available() and distributed.is_initialized()
+        processes = distributed.get_world_size() if is_distributed else 1
+        is_compiled = hasattr(model, "_orig_mod")
+        model = inner_model(model)
         self._clock.epoch_length = steps_per_epoch
         session = Session(
             effects=Effects(effects_every),
             conflict_every=conflict_every,
             clock=self._clock,
             states=self._states,
-            seed=self.seed,
+            seed=self.seed if processes == 1 or shadow else self._shared_seed(),
+            rank=distributed.get_rank() if processes > 1 else 0,
+            processes=processes,
             shadow=shadow,
             target=model,
             scaler=scaler,
         )
-        live = Live(session, model, is_compiled=given is not model)
+        live = Live(session, model, is_compiled=is_compiled)
         live.on_end = partial(self._release, live)
         with ExitStack() as undo:
             undo.callback(live.abort)
@@ -185,8 +214,29 @@ class Surgery:
             self.was_attached = True
             if in_state_dict:
                 _store_in_model(self, model, live.stack)
+                if not self._clock.step and any(each.state for each in session.steps.optimizers):
+                    warn_user(
+                        "in_state_dict: the optimizer has a state, as after a resume, and the "
+                        "surgery has none: load the model's state while the surgery is attached, "
+                        "or a load with strict=False loses that of the surgery"
+                    )
             undo.pop_all()
         return live
+
+    def _shared_seed(self) -> int:
+        """The seed; that of process 0 if random numbers change averaged gradients."""
+        draws = any(
+            item.aggregator is not None
+            or (
+                item.stage in AVERAGED
+                and (
+                    any("deterministic" not in link.properties for link in item.links)
+                    or any(isinstance(part, Probability) for part in item.when.parts)
+                )
+            )
+            for item in self._interventions
+        )
+        return cast(int, of_first_process(self.seed)) if draws else self.seed
 
     def plan(self, model: nn.Module, example_input: Any = None) -> str:
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
@@ -194,7 +244,7 @@ class Surgery:
         With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as
         they run; without it, the sites known before a forward.
         """
-        model = getattr(model, "_orig_mod", model)
+        model = inner_model(model)
         params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
@@ -281,6 +331,17 @@ class Surgery:
         if self._live is live:
             self._interventions = live.interventions
             self._live = None
+
+
+def _about_model(model: object) -> str:
+    """The error for a class, an optimizer, or another object in the place of a model."""
+    text, hint = (
+        repr(model),
+        f": did you mean {model.__name__}()?" if isinstance(model, type) else "",
+    )
+    if isinstance(model, Optimizer):
+        text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
+    return f"model: must be a torch.nn.Module, found {text}{hint}"
 
 
 def _state_size(

@@ -109,8 +109,10 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
 
 def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the gradients of an optimizer wait to be unscaled by an enabled scaler."""
+    if not scaler.is_enabled():
+        return False
     state = vars(scaler)["_per_optimizer_states"].get(id(optimizer), {})
-    return scaler.is_enabled() and state.get("stage", OptState.READY) is OptState.READY
+    return state.get("stage", OptState.READY) is OptState.READY
 
 
 def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
@@ -176,6 +178,12 @@ def in_functorch() -> bool:
 active_ddp: Callable[[], DistributedDataParallel | None]
 active_ddp = DistributedDataParallel._get_active_ddp_module
 """The DistributedDataParallel module whose forward runs; None outside."""
+
+
+def comm_hooks(wrapper: DistributedDataParallel) -> list[str]:
+    """Return the names of the communication hooks of a DistributedDataParallel."""
+    hooks = (hook for hook, _ in vars(wrapper)["_comm_hooks"])
+    return [f"{hook.__module__}.{hook.__qualname__}" for hook in hooks]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

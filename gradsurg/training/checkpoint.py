@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ class Checkpoint(TypedDict):
     """The state that a run resumes from, after `step` steps.
 
     `warnings` are the surgery's so far, `skipped` the steps that the gradient scaler skipped,
-    `seconds` the time of all steps, `made_with` the environment that computed it.
+    `seconds` the time of all steps, `made_with` the environment that computed it. `ranks` has what
+    the processes other than the first resume from, without what is the same in all.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Checkpoint(TypedDict):
     seconds: float
     generators: GeneratorStates
     made_with: dict[str, str]
+    ranks: NotRequired[list[dict[str, Any]]]  # Any: the parts of this type that differ by process
 
 
 class CheckpointTimer:

@@ -1,8 +1,9 @@
 """The log of a run: interval rows for its files and loggers, and the summary of its outcome."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ from gradsurg.surgery.live import Live
 from gradsurg.tasks.base import Data, Part, Task
 from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Step, outputs_of
+from gradsurg.training.ranks import ALONE, Ranks
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import CONFLICTS, EFFECTS, METRICS, RunDirectory
 
@@ -48,10 +50,12 @@ class RunLog:
     done: int = 0
     diverged: bool = field(default=False)
     skipped: int = 0
-    earlier_seconds: float = 0.0  # of the steps before an interruption
+    earlier_seconds: float = 0.0  # of the steps that are not in `seconds`
     counterfactual: Counterfactual | None = None
     nonfinite: NonFinite | None = None  # the transform that made the first NaN or infinity
     bad_step: int | None = None  # the first step with a loss that is not finite
+    tested: Callable[[Part], Mapping[str, float]] | None = None  # metrics; None: run the model
+    ranks: Ranks = ALONE
     _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
     @property
@@ -75,11 +79,19 @@ class RunLog:
         One copy from the device, at logs only.
         """
         losses, self._losses = self._losses, []
-        *values, last = torch.stack([*(loss for _, loss in losses), step.loss]).flatten().tolist()
+        stacked = torch.stack([*(loss for _, loss in losses), step.loss]).flatten()
+        *values, last = self.ranks.mean(stacked).tolist()
         if self.bad_step is None:
             steps = zip(losses, values, strict=True)
             self.bad_step = next((done for (done, _), loss in steps if not isfinite(loss)), None)
         return last
+
+    def add_losses(self, done: int, losses: Sequence[float], seconds: float) -> None:
+        """Record the losses of the steps up to `done`, and the seconds of all of them."""
+        self.earlier_seconds += seconds
+        if self.bad_step is None and not isfinite(sum(losses)):
+            steps = enumerate(losses, done + 1 - len(losses))
+            self.bad_step = next((step for step, loss in steps if not isfinite(loss)), None)
 
     def interval(
         self, done: int, loss: float, live: Live, tested: Mapping[str, float] = NO_METRICS
@@ -206,6 +218,8 @@ class RunLog:
 
         No surgery acts on this evaluation, and training continues as if it had not happened.
         """
+        if self.tested is not None:
+            return {f"{part}/{name}": value for name, value in self.tested(part).items()}
         inputs, targets = data.part(part)
         device = self.run.device
         with untouched(model):
@@ -264,7 +278,12 @@ def _processor(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
+    return _cpu_model(CPU_INFO)
+
+
+@lru_cache(maxsize=4)
+def _cpu_model(info: Path) -> str:
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
 

@@ -24,8 +24,9 @@ class Batches:
 
     A step has `accumulate` batches of `size` examples, together those of one batch of
     `accumulate * size`. Each epoch is a new permutation, or the batches of `order`, and has
-    `epoch_size` examples; an incomplete last step is dropped. Raises ValueError if `order` yields
-    fewer batches than an epoch has.
+    `epoch_size` examples; an incomplete last step is dropped. Of each batch this process gets the
+    part `rank` of `ranks` equal ones. Raises ValueError if `order` yields fewer batches than an
+    epoch has.
     """
 
     inputs: Tensor
@@ -35,11 +36,16 @@ class Batches:
     accumulate: int = 1
     order: EpochOrder | None = None
     epoch_size: int | None = None
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         count = self._count // self.accumulate
         if not 1 <= self.size <= count:
             raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
+        if self.size % self.ranks:
+            rule = f"must be a multiple of ranks={self.ranks}"
+            raise ValueError(f"batch_size: {rule}, found {self.size}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,11 +60,12 @@ class Batches:
         """Yield the batches of `step` and of all later steps, without end."""
         epoch, skip = divmod(step, self.steps_per_epoch)
         while True:
-            for indices in islice(self._epoch(epoch), skip * self.accumulate, None):
-                yield self.inputs[indices], self.targets[indices]
+            for indices in islice(self.indices(epoch), skip * self.accumulate, None):
+                own = indices.chunk(self.ranks)[self.rank]
+                yield self.inputs[own], self.targets[own]
             epoch, skip = epoch + 1, 0
 
-    def _epoch(self, epoch: int) -> Iterator[Tensor]:
+    def indices(self, epoch: int) -> Iterator[Tensor]:
         """Yield the indices of the examples of each batch of an epoch."""
         # A torch seed has 64 bits, and a user's seed may fill them.
         seed = (self.seed * 1_000_003 + epoch) % 2**63
@@ -216,10 +223,11 @@ def outputs_of(model: nn.Module, inputs: Tensor, size: int = 1024) -> Tensor:
     The outputs of several heads are concatenated along dimension 1.
     """
     model.eval()
-    outputs = torch.cat([_concatenated(model(part)) for part in inputs.split(size)])
+    outputs = torch.cat([concatenated(model(part)) for part in inputs.split(size)])
     model.train()
     return outputs
 
 
-def _concatenated(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+def concatenated(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the outputs of several heads in one tensor, along dimension 1."""
     return outputs if isinstance(outputs, Tensor) else torch.cat(outputs, dim=1)

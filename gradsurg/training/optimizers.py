@@ -42,7 +42,12 @@ def optimizer_maker(config: Mapping[str, Any], fields_only: bool = False) -> Mak
             raise
         except Exception as error:  # PyTorch's own checks raise any class
             shown = ", ".join(f"{key}={value}" for key, value in fields.items())
-            raise ValueError(f"{name}({shown}) is refused: {one_line(error)}") from error
+            reason = one_line(error)
+            if isinstance(error, TypeError):  # a comparison of a text or None with a number
+                wrong = {key: item for key, item in fields.items() if isinstance(item, str | None)}
+                texts = [f"{key}: must be a number, found {item!r}" for key, item in wrong.items()]
+                reason = "; ".join(texts) or reason
+            raise ValueError(f"{name}({shown}) is refused: {reason}") from error
         assert isinstance(optimizer, Optimizer)
         return optimizer
 

@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +94,7 @@ class Schedule:
     Checkpoints are at least `checkpoint_seconds` apart, except for that of the last step. The run
     ends at the first evaluation that reaches `until`. With `validation`, the share of the training
     examples that is set aside, these are evaluated during training, and the test data at the end.
+    The weights of several processes are compared every `check_ranks` steps, never if 0.
     """
 
     steps: int
@@ -107,15 +108,27 @@ class Schedule:
     until: Until | None = None
     conflict_every: int = 1
     validation: float = 0.0
+    check_ranks: int = 0
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Gradient accumulation, precision of the forward pass, and the backend to compile with."""
+    """Gradient accumulation, precision of the forward pass, the backend to compile with, and the
+    number of processes that share each batch.
+    """
 
     accumulate: int = 1
     precision: Precision = "float32"
     compile: Backend | None = None
+    ranks: int = 1
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The part of a run's identity; `ranks` if there are several."""
+        options = asdict(self)
+        if self.ranks == 1:
+            del options["ranks"]
+        return options
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from os import SEEK_END
 from pathlib import Path
@@ -113,12 +113,9 @@ class RunDirectory:
 
     def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
         """Write the run's facts and its resolved config; controls named by earlier facts stay."""
-        from omegaconf import OmegaConf
-
         text = _facts_text(merged_facts(self.known_facts(), facts))
         if not (self.path / CONFIG).is_file():
-            config_text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
-            self._replace(CONFIG, config_text.encode())
+            self._replace(CONFIG, _yaml_text(config).encode())
         path = self.path / FACTS
         if not path.is_file() or path.read_bytes() != text:
             self._replace(FACTS, text)
@@ -226,6 +223,11 @@ class RunDirectory:
     def write_landscape(self, landscape: Mapping[str, object]) -> None:
         """Write the task's losses on a grid over the plane, for the report's contours."""
         self._write_json(LANDSCAPE, landscape)
+
+    def copy_landscape(self, other: "RunDirectory") -> None:
+        """Write the landscape of a run of the same task, if it has one."""
+        if (other.path / LANDSCAPE).is_file():
+            self._replace(LANDSCAPE, (other.path / LANDSCAPE).read_bytes())
 
     def read_landscape(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the content of `landscape.json`, or None."""
@@ -387,6 +389,28 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
     kind = str(control).partition("-")[0]
     kind = kind if kind in ("norm_matched", "update_norm_matched", "placebo") else "plain"
     return {kind: control} if isinstance(control, str) else {}
+
+
+def _yaml_text(config: Mapping[str, object]) -> str:
+    """Return the text that `OmegaConf.to_yaml` writes, in a tenth of its time."""
+    import yaml
+
+    base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    dumper = type("Dumper", (base,), {"ignore_aliases": lambda self, value: True})
+    dumper.add_representer(str, _represented_string)
+    plain = json.loads(json.dumps(config))
+    return yaml.dump(
+        plain, Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
+    )
+
+
+def _represented_string(dumper: Any, text: str) -> Any:  # Any: PyYAML has no types
+    """Quote the strings that YAML of another version takes for a number or a truth value."""
+    style = "'" if text.lower() in ("y", "n") else None
+    with suppress(ValueError):
+        float(text)
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:

@@ -10,7 +10,7 @@ gradsurg's own source can change some bits, and are not in it.) It has:
   and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
   `validation`, the share of the training examples that is set aside, unless it is 0;
 - the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has
-  no order), and with an aggregator also `aggregator` and `shared`;
+  no order), and with an aggregator also `aggregator` and `shared`, without `reduce: mean`;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
   and defaults. A patch release or another build (`+cpu`, `+cu126`) keeps the identity;
 - `sources`: for each dotted path (`_target_`) a hash of the source of its module, and one of each
@@ -86,6 +86,8 @@ def run_identity(
     else:
         treatment = TREATMENT_GROUPS + AGGREGATOR_GROUPS * aggregated
         groups |= {key: config[key] for key in treatment}
+        if aggregated and (shared := _mapping(config["shared"])).get("reduce") == "mean":
+            groups["shared"] = {key: shared[key] for key in shared if key != "reduce"}
         groups["order"] = [*_mapping(config["transform"])]
         if arm != "treated":
             groups["control"] = arm

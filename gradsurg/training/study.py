@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer, TrainingSt
 from gradsurg.training.counterfactual import Counterfactual
 from gradsurg.training.logged_numbers import RunLog
 from gradsurg.training.loop import Batches, Step, StepOptions, TaskLosses, train
+from gradsurg.training.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import METRICS, RunDirectory
 from gradsurg.training.run_identity import RESUMED, environment_changes
@@ -33,6 +35,13 @@ Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
 Result = TypeVar("Result")
 
 EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
+RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
+OTHER_ORDER = (
+    RESUMED + "{} processes: they may sum gradients in another order than before, so that the run "
+    "can differ from an uninterrupted one in the last bits"
+)
+SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
+"""The parts of a checkpoint that are the same in all processes."""
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that changed nothing
 MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
@@ -102,17 +111,7 @@ def _execute(
     threads: int | None,
     checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
-    info = RunInfo(
-        run.study,
-        run.arm,
-        f"{run.label}-seed{run.seed}",
-        run.seed,
-        directory.path,
-        run.identity,
-        run.tags,
-        run.schedule.steps,
-        resumed=checkpoint is not None,
-    )
+    info = run_info(run, directory, checkpoint)
     loggers = [
         logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
     ]
@@ -121,7 +120,7 @@ def _execute(
     state: RunEnd = "failed"
     summary: dict[str, object] = {}
     try:
-        with _restored_process(threads, run.device):
+        with restored_process(threads, run.device):
             summary = _train(run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
@@ -135,8 +134,23 @@ def _execute(
     return summary
 
 
+def run_info(run: Run, directory: RunDirectory, checkpoint: Checkpoint | None) -> RunInfo:
+    """Return the facts about a run that its loggers get."""
+    return RunInfo(
+        run.study,
+        run.arm,
+        f"{run.label}-seed{run.seed}",
+        run.seed,
+        directory.path,
+        run.identity,
+        run.tags,
+        run.schedule.steps,
+        resumed=checkpoint is not None,
+    )
+
+
 @contextmanager
-def _restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
+def restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
     """Restore the random generators and the number of threads after the block."""
     before = torch.get_num_threads()
     with random_state.preserved(device):
@@ -151,58 +165,176 @@ def _restored_process(threads: int | None, device: torch.device) -> Iterator[Non
 def _train(
     run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
 ) -> dict[str, object]:
-    random_state.seed(run.seed)
-    data = run.load_data()
-    landscape = run.task.landscape()
-    if landscape is not None:
-        directory.write_landscape(landscape)
-    model = run.make_model(data).to(run.device)
-    batches = _batches(run, data)
-    training = _training_state(run, model)
-    warned: list[str] = []
-    if checkpoint is not None:
-        training.restore(checkpoint)
-        changes = environment_changes(checkpoint["made_with"])
-        warned = [*checkpoint["warnings"], *([changes] if changes else [])]
-    log = _run_log(run, directory, loggers, training, checkpoint)
-    timer = CheckpointTimer(run.schedule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        attached = training.surgery.attach(
-            model,
+    """Train in one process, or in several, of which the first alone logs and has a summary."""
+
+    def work(ranks: Ranks, folder: Path) -> dict[str, object]:
+        if ranks.rank:
+            return _train_rank(ranks, run, RunDirectory(folder), [], checkpoint)
+        return _train_rank(ranks, run, directory, loggers, checkpoint)
+
+    return in_ranks(run.compute.ranks, work)
+
+
+def _train_rank(
+    ranks: Ranks,
+    run: Run,
+    directory: RunDirectory,
+    loggers: Sequence[Logger],
+    checkpoint: Checkpoint | None,
+) -> dict[str, object]:
+    opened = OpenRun(run, directory, loggers, checkpoint, ranks)
+    model, training, log = opened.model, opened.training, opened.log
+    every = run.schedule.check_ranks if ranks.count > 1 else 0
+    with (
+        opened.recorded_warnings(),
+        opened.attach() as live,
+        run.compute.compiled(model) as compiled,
+    ):
+        inputs, targets = next(opened.batches.start(0))
+        wrapped = ranks.wrapped(compiled, lambda trial: run.task.loss(trial(inputs), targets))
+        for step in _steps(run, training, wrapped, opened.batches, log, live):
+            if every and step.done % every == 0:
+                check_ranks(model)
+            is_logged = opened.is_logged(step.done)
+            if is_logged and not opened.log_interval(step.done, log.fetch_loss(step)):
+                break
+        if ranks.rank:
+            live.abort()
+            return {}
+        if ranks.count > 1:
+            leave_group()  # process 0 examines alone
+        opened.examine()
+    return opened.summary()
+
+
+class OpenRun:
+    """A run in training: its data, model, surgery and log, from a checkpoint or from step 0.
+
+    Between `attach` and `summary` the caller makes the steps, adds each to `log`, and calls
+    `log_interval` after those that are logged. Data and landscape are those of `like`, a run of
+    the same task, if loading them drew no random numbers.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        directory: RunDirectory,
+        loggers: Sequence[Logger],
+        checkpoint: Checkpoint | None,
+        ranks: Ranks = ALONE,
+        like: "OpenRun | None" = None,
+    ) -> None:
+        random_state.seed(run.seed)
+        if checkpoint is not None and ranks.rank:
+            own = checkpoint.get("ranks", [])[ranks.rank - 1]
+            checkpoint = cast("Checkpoint", checkpoint | own)
+        self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
+        self._load_data(like)
+        self.model = run.make_model(self.data).to(run.device)
+        self.batches = _batches(run, self.data, ranks)
+        self.training = _training_state(run, self.model)
+        self._warned: list[str] = []
+        self._caught: list[list[warnings.WarningMessage]] = []
+        if checkpoint is not None:
+            self.training.restore(checkpoint)
+            changes = environment_changes(checkpoint["made_with"])
+            self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
+            if ranks.count > 2:
+                self._warned.append(OTHER_ORDER.format(ranks.count))
+        elif ranks.rank:  # dropout differs between the parts of a batch
+            random_state.seed((RANK_SEED * ranks.rank + run.seed) % 2**63)
+        self.log = _run_log(run, directory, loggers, self.training, checkpoint, ranks)
+        self.timer = CheckpointTimer(run.schedule)
+        self._examined: dict[str, float] = {}
+        self._notes: list[str] = []
+
+    def _load_data(self, like: "OpenRun | None") -> None:
+        if like is not None and like._drew_nothing:
+            self.data = like.data
+            self.directory.copy_landscape(like.directory)
+            return
+        before = torch.get_rng_state()
+        self.data, landscape = self.run.load_data(), self.run.task.landscape()
+        self._drew_nothing = torch.equal(before, torch.get_rng_state())
+        if landscape is not None:
+            self.directory.write_landscape(landscape)
+
+    @contextmanager
+    def recorded_warnings(self) -> Iterator[None]:
+        """Record the warnings of a block for the summary."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._caught.append(caught)
+            yield
+
+    def attach(self) -> Live:
+        """Attach the surgery to the model, with the counts of the checkpoint."""
+        run, training = self.run, self.training
+        self.live = live = training.surgery.attach(
+            self.model,
             training.optimizer,
             effects_every=run.schedule.effects_every,
             conflict_every=run.schedule.conflict_every,
             shadow=run.shadow,
             scaler=training.scaler,
-            steps_per_epoch=batches.steps_per_epoch,
+            steps_per_epoch=self.batches.steps_per_epoch,
         )
-        with attached as live, run.compute.compiled(model) as compiled:
-            if checkpoint is not None:
-                live.ledger.resume(checkpoint["ledger"])
-                live.effects.resume(checkpoint["effects"], live.ledger)
-            for step in _steps(run, training, compiled, batches, log, live):
-                if step.done % run.schedule.log_every and step.done != run.schedule.steps:
-                    continue
-                loss = log.fetch_loss(step)
-                tested = log.test(step.done, loss, data, model)
-                if not log.interval(step.done, loss, live, tested):
-                    break
-                # Right after a log no measurement is pending, so checkpoints are saved here only.
-                if timer.due(step.done):
-                    messages = _surgery_warnings(warned, caught)
-                    directory.save_checkpoint(
-                        training.checkpoint(step.done, live, messages, log.skipped, log.trained_s)
-                    )
-            examined = {} if log.diverged else _examined(run, directory, data, model, live)
-            examined |= _trajectory_metrics(run, directory, batches)
-            every = run.schedule.effects_every
-            notes = [] if run.shadow else _idle_notes(training.surgery, live, every)
-    _warn_again(caught)
-    return log.summary(data, model, examined, notes + _surgery_warnings(warned, caught))
+        if self.checkpoint is not None:
+            live.ledger.resume(self.checkpoint["ledger"])
+            live.effects.resume(self.checkpoint["effects"], live.ledger)
+        return live
+
+    def is_logged(self, done: int) -> bool:
+        """Whether a log is due after step `done`."""
+        return done % self.run.schedule.log_every == 0 or done == self.run.schedule.steps
+
+    def log_interval(self, done: int, loss: float) -> bool:
+        """Log the interval that ends with step `done`, and save a due checkpoint; False if it was
+        the last one.
+        """
+        log = self.log
+        tested = log.test(done, loss, self.data, self.model)
+        goes_on = log.interval(done, loss, self.live, tested)
+        goes_on, is_due = self.ranks.from_first((goes_on, goes_on and self.timer.due(done)))
+        # Right after a log no measurement is pending, so checkpoints are saved here only.
+        if is_due:
+            self._save_checkpoint(done)
+        return goes_on
+
+    def _save_checkpoint(self, done: int) -> None:
+        log = self.log
+        checkpoint = self.training.checkpoint(
+            done, self.live, self._surgery_warnings(), log.skipped, log.trained_s
+        )
+        if self.ranks.count > 1:
+            own = {key: value for key, value in checkpoint.items() if key not in SHARED_BY_RANKS}
+            checkpoint["ranks"] = self.ranks.gathered(own)[1:]
+        if not self.ranks.rank:
+            self.directory.save_checkpoint(checkpoint)
+
+    def examine(self) -> None:
+        """Examine the trained model with the surgery attached; note idle transforms."""
+        run, live = self.run, self.live
+        if not self.log.diverged:
+            self._examined = _examined(run, self.directory, self.data, self.model, live)
+        self._examined |= _trajectory_metrics(run, self.directory, self.batches)
+        every = run.schedule.effects_every
+        self._notes = [] if run.shadow else _idle_notes(self.training.surgery, live, every)
+
+    def summary(self) -> dict[str, object]:
+        """Emit the recorded warnings that are not the surgery's; return the outcome."""
+        _warn_again(chain.from_iterable(self._caught))
+        notes = self._notes + self._surgery_warnings()
+        return self.log.summary(self.data, self.model, self._examined, notes)
+
+    def _surgery_warnings(self) -> list[str]:
+        """Return the messages of all surgery warnings, each once."""
+        caught = chain.from_iterable(self._caught)
+        new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+        return list(dict.fromkeys([*self._warned, *new]))
 
 
-def _batches(run: Run, data: Data) -> Batches:
+def _batches(run: Run, data: Data, ranks: Ranks) -> Batches:
     return Batches(
         data.train_inputs.to(run.device),
         data.train_targets.to(run.device),
@@ -211,6 +343,8 @@ def _batches(run: Run, data: Data) -> Batches:
         run.compute.accumulate,
         order=data.order.batches if data.order is not None else None,
         epoch_size=data.epoch_size,
+        rank=ranks.rank,
+        ranks=ranks.count,
     )
 
 
@@ -228,6 +362,7 @@ def _run_log(
     loggers: Sequence[Logger],
     training: TrainingState,
     checkpoint: Checkpoint | None,
+    ranks: Ranks,
 ) -> RunLog:
     """Return the log of a run that starts, or that resumes from a checkpoint."""
     every = 0 if run.shadow else run.schedule.update_effect_every
@@ -236,7 +371,7 @@ def _run_log(
         counterfactual = Counterfactual(
             training.model, training.optimizer, run.task.loss, every, run.compute.autocast
         )
-    log = RunLog(run, directory, loggers, seconds=[], counterfactual=counterfactual)
+    log = RunLog(run, directory, loggers, seconds=[], counterfactual=counterfactual, ranks=ranks)
     if checkpoint is not None:
         log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
         log.earlier_seconds = checkpoint["seconds"]
@@ -275,11 +410,11 @@ def _labelled(
     function: Callable[[Tensor, Tensor], Result], task: Task, live: Live
 ) -> Callable[[Tensor, Tensor], Result]:
     """Make a loss give the labels of its batch to the transforms, if one reads them."""
-    if not live.reads_labels:
+    if not live.reads_example_labels:
         return function
 
     def labelled(outputs: Tensor, targets: Tensor) -> Result:
-        live.label(task.labels(targets))
+        live.set_example_labels(task.labels(targets))
         return function(outputs, targets)
 
     return labelled
@@ -313,14 +448,6 @@ def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> 
         return {}
     numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
     return {f"test/{name}": value for name, value in numbers.items()}
-
-
-def _surgery_warnings(
-    before: Iterable[str], caught: Iterable[warnings.WarningMessage]
-) -> list[str]:
-    """Return the messages of all surgery warnings, each once."""
-    new = [str(item.message) for item in caught if item.category is SurgeryWarning]
-    return list(dict.fromkeys([*before, *new]))
 
 
 def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:

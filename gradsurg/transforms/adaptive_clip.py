@@ -65,6 +65,10 @@ class AdaptiveClip(GroupTransform):
     def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
+    @property
+    def acts_on_shards(self) -> bool:
+        return True
+
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         norms = self._norms(grads)
         if self.rule == "quantile":

@@ -92,9 +92,10 @@ class TransformContext:
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
     | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
     | `error` | the gradient of the model's output in this backward pass; None if not known |
-    | `labels` | the labels of the examples, (n,), from `live.label`; None if there are none |
+    | `labels` | labels of the examples, (n,), from `live.set_example_labels`; None without them |
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
+    | `rank` | number of the process, before gradients are averaged over several; else 0 |
     """
 
     site: str = ""
@@ -106,6 +107,7 @@ class TransformContext:
     entering: tuple[Tensor | None, ...] = ()
     gradient: Tensor | None = None
     examples: Examples | None = None
+    rank: int = 0
 
     @property
     def error(self) -> Tensor | None:
@@ -117,7 +119,7 @@ class TransformContext:
 
     @property
     def labels(self) -> Tensor | None:
-        """The labels of the examples, (n,), as given to `live.label`; None if there are none."""
+        """The labels of the examples, (n,), from `live.set_example_labels`; None without them."""
         return self.backward.labels if self.backward is not None else None
 
     @property
@@ -128,12 +130,13 @@ class TransformContext:
     def generator(self, device: torch.device, *, per_call: bool = True) -> torch.Generator:
         """Return a generator seeded by (seed, site, step, call), independent of the global one.
 
-        With `per_call=False` it is seeded by (seed, site), the same for every gradient and for all
-        calls of a module (`h#1` as `h#0`).
+        Each process with its own gradients draws its own numbers. With `per_call=False` it is
+        seeded by (seed, site), the same for every gradient and for all calls of a module (`h#1` as
+        `h#0`).
         """
         key = f"{self.seed}/{self.site}"
         if per_call:
-            key += f"/{self.step}/{self.call}"
+            key += f"/{self.step}/{self.call}" + (f"/{self.rank}" if self.rank else "")
         else:
             key = re.sub(r"#\d+(?=[^#]*$)", "#0", key)
         # The CPU generator keeps only the low 32 bits of a seed, so the key is hashed first.
@@ -168,6 +171,15 @@ class Transform(ABC):
     def needs(self) -> frozenset[Need]:
         """Required inputs besides the gradient; sites without them are refused."""
         return frozenset()
+
+    @property
+    def acts_on_shards(self) -> bool:
+        """Whether it can transform the parts of sharded tensors instead of the tensors.
+
+        That is so if it is elementwise and draws nothing. A transform that otherwise reads only
+        `norms_of`, `joint_norm` or `norm(grad, "tensor")` of gradients may return True too.
+        """
+        return not self.needs and {"elementwise", "deterministic"} <= self.properties
 
     def check_parameters(self, params: Mapping[str, Tensor]) -> None:
         """Raise ValueError if it cannot act on the gradients of these parameters."""
@@ -342,7 +354,7 @@ def example_labels(transform: Transform, context: TransformContext) -> Tensor:
     if context.labels is None:
         raise ValueError(
             f"{type(transform).__name__} needs the labels of the examples at the site "
-            f"'{context.site}': call live.label(labels) before each backward pass"
+            f"'{context.site}': call live.set_example_labels(labels) before each backward pass"
         )
     return context.labels
 

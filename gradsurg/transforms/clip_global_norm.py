@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import NormOrder
+from gradsurg.plugins.reductions import NormOrder, over_shards
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     ExampleWeighting,
@@ -40,6 +40,10 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
+    @property
+    def acts_on_shards(self) -> bool:
+        return self.p < inf  # an empty part has no largest entry
+
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 
@@ -49,7 +53,7 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
         if self.p < inf and _alike(grads) and grads[0].dtype in (torch.float32, torch.float64):
             factor = self._factor(autograd.foreach_norm(list(grads), self.p))
             return list(autograd.foreach_mul(list(grads), factor)), state
-        norms = _norms([grad for grad in grads if grad.numel()], self.p)
+        norms = _norms([grad for grad in grads if grad.numel() or self.p < inf], self.p)
         if not norms:
             return list(grads), state
         return _scale(grads, self._factor(norms)), state
@@ -64,7 +68,8 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
         return self._scale(norms()) if self.p == 2 else None
 
     def _factor(self, norms: Sequence[Tensor]) -> Tensor:
-        return self._scale(torch.linalg.vector_norm(torch.stack(list(norms)), self.p))
+        whole = over_shards(torch.stack(list(norms)), self.p)
+        return self._scale(torch.linalg.vector_norm(whole, self.p))
 
     def _scale(self, norm: Tensor) -> Tensor:
         return (self.max_norm / (norm + self.eps)).clamp(max=1.0)

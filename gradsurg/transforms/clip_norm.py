@@ -44,6 +44,10 @@ class ClipNorm(Stateless):
             properties |= {"elementwise"}
         return frozenset(properties)
 
+    @property
+    def acts_on_shards(self) -> bool:
+        return self.per == "entry" or (self.per == "tensor" and not self.mean)
+
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         size = norm(grad, self.per, self.p)
         if self.mean and size.numel():

@@ -36,5 +36,9 @@ class NormRescale(Stateless):
             properties |= {"elementwise"}
         return frozenset(properties)
 
+    @property
+    def acts_on_shards(self) -> bool:
+        return self.per in ("tensor", "entry")
+
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return (self.norm * direction(grad, self.per, self.p, self.eps)).to(grad.dtype)

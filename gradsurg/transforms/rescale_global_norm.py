@@ -38,6 +38,10 @@ class RescaleGlobalNorm(GroupTransform):
     def properties(self) -> frozenset[TransformProperty]:
         return frozenset({"odd", "sign_preserving", "deterministic"})
 
+    @property
+    def acts_on_shards(self) -> bool:
+        return True
+
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
 

@@ -25,8 +25,9 @@ class Route(Stateless):
     The d units of `axis` are cut into as many parts as there are `groups`, of equal sizes up to
     one unit, the larger first (`torch.tensor_split`). For an example whose label is in group k the
     gradient g of the units of part k stays, and that of all others becomes `outside` * g. A label
-    of no group passes everywhere. The labels are those of `live.label(labels)`, in a run those of
-    the task. Use it at an activation, as `site=outputs site.pattern=encoder`.
+    of no group passes everywhere. The labels are those of
+    `live.set_example_labels(labels)`, in a run those of the task. Use it at an activation, as
+    `site=outputs site.pattern=encoder`.
 
     At least two axes, of which axis 0 is that of the examples. Zero stays zero, NaN stays NaN, an
     infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor

@@ -22,9 +22,10 @@ class Clock:
 
     `task` is the task whose gradient is flowing, `error` the gradient of the model's output in the
     current backward pass (recorded if a transform needs it), `labels` the labels of its examples,
-    if `live.label` was called in this step, `observations` the result of
-    `TensorTrigger.observe` for each trigger in the current forward pass. `backwards` counts the
-    calls of `live.backward` where no optimizer counts steps.
+    if `live.set_example_labels` was called in this step, `observations` the result of
+    `TensorTrigger.observe` for each trigger in the current forward pass, `shared` the triggers of
+    which that is the result of process 0. `backwards` counts the calls of `live.backward` where no
+    optimizer counts steps.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class Clock:
     labels: Tensor | None = None
     backwards: int = 0
     observations: "dict[Trigger, object]" = field(default_factory=dict)
+    shared: "set[Trigger]" = field(default_factory=set)
 
     @property
     def epoch(self) -> int:

@@ -15,6 +15,7 @@ from gradsurg.config.build import build
 from gradsurg.config.errors import ConfigError
 from gradsurg.training import run_identity
 from gradsurg.training.run_identity import run_hash
+from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs
@@ -50,6 +51,28 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
                 "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
             ],
         ),
+        (["metric=test/acuracy"], ["metric: there is no test/acuracy. There are: test/loss, "]),
+        (["ranks=3"], ["batch_size: must be a multiple of ranks=3, whose processes share "]),
+        (
+            ["ranks=2", "threads=2", "compile=true", "update_effect_every=5"],
+            [
+                "threads: must be 1 with several processes, found 2",
+                "compile: needs ranks=1, found ranks=2",
+                "update_effect_every: needs ranks=1, found ranks=2",
+            ],
+        ),
+        (
+            [
+                "ranks=2",
+                "task=overlay",
+                "model=multi_head",
+                "aggregator=mgda",
+                "shared.engine=feature",
+            ],
+            ["shared.engine: feature has no mean over processes: needs ranks=1 or "],
+        ),
+        (["ranks=2", "transform=dp_sgd"], ["transform: "]),
+        (["ranks=2", "model=resnet"], ["model: 'norm' (BatchNorm2d) normalizes each process's "]),
         (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
         (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
         (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),
@@ -67,6 +90,16 @@ def test_steps_that_cannot_be_made_are_refused_in_a_line_each(
         built(*words)
     found = caught.value.faults
     assert [text[: len(start)] for text, start in zip(found, faults, strict=True)] == faults
+
+
+def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> None:
+    words = ("steps=1", "log_every=1", "eval_every=1", f"out={tmp_path}", "metric=test/acuracy")
+    finished = built(*words[:-1])
+    for run in finished.runs:
+        execute(run, tmp_path, [])
+    assert finished.is_finished
+    with pytest.raises(ConfigError, match="metric: there is no test/acuracy"):
+        built(*words)
 
 
 @pytest.mark.parametrize(

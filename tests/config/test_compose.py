@@ -164,7 +164,14 @@ WRONG = (
         "optimizer.lr=null", "optimizer: SGD(lr=None, momentum=0.0, weight_decay=0.0) is refused: "
     ),
     Wrong(
-        "optimizer.momentum=x", "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "
+        "optimizer.momentum=x",
+        "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "
+        "momentum: must be a number, found 'x'",
+    ),
+    Wrong(
+        "site=output.weight",
+        "site: there is no module 'output' on the path, nor in this folder; "
+        "for names in the model write site=parameters site.pattern=output.weight",
     ),
     Wrong(
         "+optimizer.nesterov=true",
@@ -185,7 +192,10 @@ WRONG = (
     Wrong("lr=-1", "lr: must be > 0", "found -1"),
     Wrong("lr=nan", "lr: must be finite, found nan"),
     Wrong("steps=2.5", "steps: must be a whole number, found 2.5"),
-    Wrong("seeds=[1,2]", "seeds: must be a whole number, found [1, 2]"),
+    Wrong(
+        "seeds=[1,2]",
+        "seeds: must be a number, as seeds=2; for these, write -m seed=1,2, found [1, 2]",
+    ),
     Wrong("seed=9999999999999999999999", "seed: must be < "),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
     Wrong(
@@ -444,6 +454,7 @@ RIGHT = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("line", RIGHT)
 def test_a_valid_command_line_has_no_error(line: str) -> None:
     assert faults(line) == []

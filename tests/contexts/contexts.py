@@ -7,8 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
@@ -36,9 +40,14 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 def _probe(model: nn.Module, kind: Kind) -> Tensor:
     param = dict(model.named_parameters())[kind.probe]
     if kind.of == "update":
-        return param.detach() - dict(_net().named_parameters())[kind.probe].detach()
+        return _whole(param.detach()) - dict(_net().named_parameters())[kind.probe].detach()
     tensor = param if kind.of == "value" else param.grad
-    return torch.zeros_like(param) if tensor is None else tensor.detach().clone()
+    whole = _whole(param if tensor is None else tensor).detach()
+    return torch.zeros_like(whole) if tensor is None else whole.clone()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -252,6 +261,35 @@ def threads(kind: Kind, attach: Attach) -> Tensor:
     return probes[0]
 
 
+def _of_process() -> Tensor:
+    return _inputs() * (1 + distributed.get_rank())
+
+
+def ddp(kind: Kind, attach: Attach) -> Tensor:
+    """Each process has other inputs, and all have the same result, or their own captured one."""
+    model = _net()
+    optimizer = _sgd(model)
+    wrapped = DistributedDataParallel(model)
+    with attach(wrapped, optimizer):
+        probe = _run(model, wrapped(_of_process()).sum(), kind, optimizer)
+    if kind.of != "captured":
+        largest = probe.clone()
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        assert torch.equal(largest, probe), "the processes differ"
+    return probe
+
+
+def fsdp2(kind: Kind, attach: Attach) -> Tensor:
+    model = _net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    optimizer = _sgd(model)
+    with attach(model, optimizer):
+        return _run(model, model(_of_process()).sum(), kind, optimizer)
+
+
+PROCESS_CONTEXTS: dict[str, Step] = {"DDP": ddp, "FSDP2": fsdp2}
+"""Contexts that every process of a group enters."""
+
 CONTEXTS: dict[str, Step] = {
     "eager": eager,
     "no_grad": no_grad,
@@ -270,4 +308,4 @@ CONTEXTS: dict[str, Step] = {
     "threads": threads,
 }
 
-__all__ = ["CONTEXTS", "FACTOR", "Attach", "Order", "Step", "trained"]
+__all__ = ["CONTEXTS", "FACTOR", "PROCESS_CONTEXTS", "Attach", "Order", "Step", "trained"]

@@ -31,6 +31,8 @@ KINDS = {
     "Parameters settled": Kind(lambda: gs.Parameters("first.weight", stage="settled")),
     "Parameters reduced": Kind(lambda: gs.Parameters("first.weight", stage="reduced")),
     "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
+    "Buckets sent": Kind(lambda: gs.Buckets("first.weight")),
+    "Buckets reduced": Kind(lambda: gs.Buckets("first.weight", stage="reduced")),
     "Outputs": Kind(lambda: gs.Outputs("first")),
     "Inputs branch": Kind(lambda: gs.Inputs("act")),
     "Inputs total": Kind(lambda: gs.Inputs("act", path="total")),

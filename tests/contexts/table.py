@@ -3,16 +3,21 @@
 python -m tests.contexts.table writes the table into gradsurg/sites/README.md.
 """
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import gradsurg as gs
-from tests.contexts.contexts import CONTEXTS
+from gradsurg.training.ranks import Ranks, in_ranks
+from tests.contexts.contexts import CONTEXTS, PROCESS_CONTEXTS
 from tests.contexts.kinds import FACTOR, KINDS, Kind
 
 README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"
@@ -33,7 +38,7 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
         yield
 
     torch._dynamo.reset()
-    step = CONTEXTS[context]
+    step = (CONTEXTS | PROCESS_CONTEXTS)[context]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -55,20 +60,55 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
     return ("warned" if text else "WRONG"), f"{(treated.norm() / plain.norm()).item():.3g}: {text}"
 
 
+TORCHRUN = "torchrun"
+"""The name of the column of DistributedDataParallel in processes that torchrun starts."""
+
+COLUMNS = (*CONTEXTS, *PROCESS_CONTEXTS, TORCHRUN)
+
+
 def table() -> str:
     """Return the table with a row for each kind and a column for each context."""
-    head = ["site", *CONTEXTS]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *map(row, KINDS)]
+    lines = [f"| site | {' | '.join(COLUMNS)} |", f"|{'---|' * (1 + len(COLUMNS))}"]
+    for name in KINDS:
+        cells = row(name) + [column(context)[name] for context in COLUMNS[len(CONTEXTS) :]]
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 
-def row(name: str) -> str:
-    """Return the row of one kind."""
-    cells = [outcome(KINDS[name], context)[0] for context in CONTEXTS]
-    return f"| {' | '.join([name, *cells])} |"
+def row(name: str) -> list[str]:
+    """Return the cells of one kind in the contexts of one process."""
+    return [outcome(KINDS[name], context)[0] for context in CONTEXTS]
+
+
+@cache
+def column(context: str) -> dict[str, str]:
+    """Return the cells of a context of two processes, by kind of site."""
+    if context == TORCHRUN:
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = [sys.executable, "-m", *launch, "-m", "tests.contexts.table", TORCHRUN]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def work(ranks: Ranks, folder: Path) -> dict[str, str]:
+        return {name: outcome(kind, context)[0] for name, kind in KINDS.items()}
+
+    return in_ranks(2, work)
+
+
+def _print_column() -> None:
+    """In a process of torchrun: print the cells of DistributedDataParallel."""
+    distributed.init_process_group("gloo")
+    cells = {name: outcome(kind, "DDP")[0] for name, kind in KINDS.items()}
+    if not distributed.get_rank():
+        print(json.dumps(cells), flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 def main() -> None:
+    if sys.argv[1:] == [TORCHRUN]:
+        _print_column()
+        return
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)

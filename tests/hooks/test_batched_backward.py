@@ -72,7 +72,7 @@ def test_a_transform_without_state_gives_the_gradients_of_a_loop(name: str, mode
     model, transform = _model(), build(name)
     vectors = torch.randn(EXAMPLES, 6, 2) * 3
     with attached(model, transform, _site(transform)) as live:
-        live.label(torch.arange(6))
+        live.set_example_labels(torch.arange(6))
         outputs = model(torch.randn(6, 3))
         batched = _batched(mode, outputs, model[0].weight, vectors)
         assert [entry.fired for entry in live.ledger] == [1]
@@ -94,7 +94,7 @@ def test_the_gradients_of_examples_are_those_of_a_loop(name: str) -> None:
         return functional_call(model, own, (x,)).square().sum()
 
     with attached(model, transform, gs.Outputs("2")) as live:
-        live.label(torch.arange(6))
+        live.set_example_labels(torch.arange(6))
         batched = vmap(grad(loss), (None, 0))(params, inputs)
         looped = [grad(loss)(params, x) for x in inputs]
     for key, rows in batched.items():

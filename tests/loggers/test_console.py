@@ -52,6 +52,14 @@ def test_console_shows_a_bar_on_a_terminal_and_removes_it(monkeypatch):
     )
 
 
+def test_a_line_of_a_launchers_process_names_its_job(monkeypatch):
+    file = console_on(monkeypatch, terminal=False)
+    logger = Console()
+    logger.expect(None, job=2)
+    go(logger)
+    assert file.getvalue().startswith("job 2: clip clip [bold] seed 0: finished")
+
+
 def visible(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 

@@ -125,7 +125,11 @@ def test_the_server_gets_complete_runs_and_the_study_online_or_by_sync(
         facts = [run.facts[key] for key in ("project", "entity", "groupName", "jobType", "tags")]
         assert facts == ["clipping", "somebody", "study", "clip", ["clip", "mlp"]]
         assert run.config == {"lr": 0.1, "model": {"hidden": [64, 64]}}
-        assert run.history == [
+        *history, last = run.history
+        table = json.loads(run.files[last["effects"]["path"]])
+        (effects,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        assert (effects["site"], effects["changed"]) == ("output.weight", 0.125)
+        assert history == [
             {"global_step": 10, "train/loss": 1.5, "effect/clip/output.weight/changed": 0.125},
             {"global_step": 20, "train/loss": 0.75},
         ]

@@ -37,10 +37,12 @@ print(json.dumps(logger.notes()))
     assert (config["lr"], config["model"]) == (0.1, {"hidden": [64, 64]})
     (axis,) = of_type(first, "metric")
     assert (axis["glob_name"], axis["step_metric"]) == ("*", "global_step")
-    assert rows(first) == [
+    *lines, table = rows(first)
+    assert lines == [
         {"global_step": 10, "train/loss": 1.5, "effect/clip/hidden.0.linear.weight/changed": 0.125},
         {"global_step": 20, "train/loss": 0.75},
     ]
+    assert "table-file" in table.values()
     assert rows(second)[1] == {"global_step": 20, "train/loss": "NaN"}
     outcomes = [
         {key: update["update"][key] for key in ("state", "test/accuracy")}
@@ -88,6 +90,18 @@ logger.finish("finished", {{}})
     hidden = {metric["name"] for metric in metrics if metric.get("options", {}).get("hidden")}
     shown = {name for name in row if name not in hidden and name != "global_step"}
     assert len(shown) == (2 + 6 * 3 if panels == "few" else 1 + 6 * 11 + 2)
+    tables = [
+        json.loads(file.read_text(encoding="utf-8")) for file in path.rglob("effects*.table.json")
+    ]
+    if panels == "all":
+        assert tables == []
+        return
+    (table,) = tables
+    assert table["columns"][:3] == ["transform", "site", "global_step"]
+    assert set(table["columns"][3:]) == {
+        name.rpartition("/")[2] for name in row if "layer0" in name
+    }
+    assert [line[:3] for line in table["data"]] == [["clip", f"layer{k}", 20] for k in range(6)]
 
 
 def test_a_study_logged_again_replaces_that_of_the_same_logger_only(tmp_path):
@@ -173,6 +187,7 @@ print(logger.notes()[-1])
     assert rows(inspect(tmp_path, second)) == [{"global_step": 10, "train/loss": 0.25}]
 
 
+@pytest.mark.full
 def test_a_run_of_a_wandb_sweep_has_the_rows_of_one_run_only(tmp_path):
     done = run_wandb(
         tmp_path,

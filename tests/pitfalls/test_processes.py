@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.torch_internals import autograd
+from gradsurg.training.ranks import Ranks, in_ranks
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
 
@@ -125,9 +125,9 @@ class Two(nn.Module):
         return (self.weight * x).sum()
 
 
-def _of_two(rank: int, folder: Path) -> None:
+def _of_two(ranks: Ranks, folder: Path) -> list[list[tuple[str, str, float, list[str]]]]:
     """Run one of two ranks with gradients 1.0 and -0.2, clipped to 0.5."""
-    join(folder / "store", rank, 2)
+    rank = ranks.rank
     results: list[tuple[str, str, float, list[str]]] = []
     for stage, transform in (("backward", CLIP), ("step", CLIP), ("backward", gs.Scale(0.5))):
         for inner in (False, True):
@@ -143,17 +143,11 @@ def _of_two(rank: int, folder: Path) -> None:
                 str(warning.message) for warning in caught if warning.category is gs.SurgeryWarning
             ]
             results.append((stage, repr(transform), -outer.module.weight.item(), texts))
-    torch.save(results, folder / f"found{rank}.pt")
-    distributed.destroy_process_group()
+    return ranks.gathered(results)
 
 
-@pytest.mark.slow
-def test_p26_acting_on_each_rank_before_averaging_warns(
-    tmp_path: Path,
-) -> None:
-    spawn(_of_two, (tmp_path,), nprocs=2)
-    for rank in (0, 1):
-        results = torch.load(tmp_path / f"found{rank}.pt")
+def test_p26_acting_on_each_rank_before_averaging_warns() -> None:
+    for results in in_ranks(2, _of_two):
         assert len(results) == 6
         for stage, transform, moved, texts in results:
             if transform != repr(CLIP):
@@ -163,7 +157,7 @@ def test_p26_acting_on_each_rank_before_averaging_warns(
                 assert moved == pytest.approx((0.5 - 0.2) / 2)
                 (text,) = texts
                 assert "each of 2 processes" in text
-                assert "Use stage='step'" in text
+                assert "stage='step'" in text
             else:
                 assert moved == pytest.approx((1.0 - 0.2) / 2)
                 assert texts == []
@@ -188,10 +182,11 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
     assert model.first.weight.grad is not None
     optimizer = sgd(model)
     before = num_hooks(model, optimizer)
-    refused: list[Selector] = [gs.Parameters(stage=stage) for stage in gs.Parameters.stages]
+    stages = [stage for stage in gs.Parameters.stages if stage not in ("accumulated", "step")]
+    refused: list[Selector] = [gs.Parameters(stage=stage) for stage in stages]
     for at in (*refused, gs.Group(), gs.Weights(), gs.Captured("first.weight")):
         with (
-            pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*Use Outputs"),
+            pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
             attached(model, gs.Scale(2.0), at, optimizer),
         ):
             pass
@@ -200,7 +195,13 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_p27_the_suggested_stage_acts_on_a_sharded_model() -> None:
-    for at in (gs.Outputs("first"), gs.Inputs("act"), gs.Nodes("Addmm", module="first")):
+    suggested: list[Selector] = [
+        gs.Outputs("first"),
+        gs.Inputs("act"),
+        gs.Nodes("Addmm", module="first"),
+        gs.Parameters("first.weight", stage="accumulated"),
+    ]
+    for at in suggested:
         grads = []
         for factor in (1.0, 3.0):
             model = sharded()

@@ -283,7 +283,7 @@ def test_p41_no_hook_is_registered_as_a_comm_hook(
     with pytest.raises((KeyError, ValueError), match="bucket"):
         model.register_comm_hook(None, lambda state, other: other)
     before = model.module
-    with attached(model, gs.Scale(2.0), gs.Parameters("module.first.weight")) as live:
+    with attached(model, gs.Scale(2.0), gs.Parameters("first.weight")) as live:
         backward(model)
     assert model.module is before
     assert {entry.calls for entry in live.ledger} == {1}

@@ -14,6 +14,8 @@ import polars as pl
 import pytest
 
 from gradsurg.report.__main__ import main
+from gradsurg.report.html import page
+from gradsurg.report.study import study_report
 from gradsurg.training.run_directory import SUMMARY
 from tests.report import studies
 
@@ -122,6 +124,21 @@ def test_text_from_files_cannot_end_the_script_or_become_markup(report: Path) ->
     assert "</" not in DATA.findall(text)[0]
 
 
+def test_the_answer_begins_with_failed_runs(report: Path) -> None:
+    text = (report / "index.html").read_text(encoding="utf-8")
+    _, answer = text.split(">The answer</h2>")
+    first = answer.split("</p>")[0]
+    assert "of noise failed: ValueError: &lt;b&gt;no&lt;/b&gt; room" in first
+
+
+def test_the_answer_names_the_transform_that_made_nan(tmp_path: Path) -> None:
+    place = studies.plan(tmp_path, "noise", 0)
+    first = {"transform": "noise", "site": "0.weight", "step": 7}
+    studies.end(place, "noise", float("nan"), "diverged", nonfinite=first)
+    _, answer = page(study_report(tmp_path)).split(">The answer</h2>")
+    assert "at site &#x27;0.weight&#x27;, step 7." in answer.split("</p>")[0]
+
+
 def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> None:
     lines = (report / "outcome.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("| ")]
@@ -174,6 +191,8 @@ def test_torch_is_not_imported(study: Path, tmp_path: Path) -> None:
     code = f"""
 import sys
 from gradsurg.report.__main__ import main
+from gradsurg.report.html import page
+from gradsurg.report.study import study_report
 assert main([{str(study)!r}, "--out", {str(tmp_path)!r}]) == 0
 print("torch" in sys.modules, "hydra" in sys.modules, "wandb" in sys.modules, file=sys.stderr)
 """

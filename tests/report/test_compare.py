@@ -128,18 +128,28 @@ def test_three_values_of_one_number_are_doses_and_two_are_not(tmp_path: Path) ->
 
 
 def test_a_curve_is_the_mean_of_runs_that_did_not_diverge(tmp_path: Path) -> None:
-    for seed, loss in enumerate((1.0, 2.0, 6.0)):
+    for seed, loss in enumerate((1.0, 2.0, 3.0, 60.0)):
         place = studies.plan(tmp_path, "none", seed)
         studies.log(place, "none", loss=loss)
-        studies.end(place, "none", 0.5, "finished" if seed < 2 else "diverged")
+        studies.end(place, "none", 0.5, "finished" if seed < 3 else "diverged")
     arms = group(read_study(tmp_path))
     metrics, faults = load_metrics(arms)
     (curve,) = curves(arms, metrics)
-    assert (faults, curve.steps, curve.n) == ([], [10, 20, 30, 40], [2, 2, 2, 2])
-    assert curve.mean == pytest.approx([0.15, 0.075, 0.05, 0.0375])
-    reach = 12.706204736432095 * math.sqrt(0.005 / 2)  # t of one degree; variance of .1 and .2
-    assert curve.high[0] == pytest.approx(0.15 + reach)
-    assert len(curve.runs) == 3
+    assert (faults, curve.steps, curve.n) == ([], [10, 20, 30, 40], [3, 3, 3, 3])
+    assert curve.mean == pytest.approx([0.2, 0.1, 0.2 / 3, 0.05])
+    reach = 4.302652729911275 * math.sqrt(0.01 / 3)  # t of two degrees; variance of .1, .2 and .3
+    assert curve.high[0] == pytest.approx(0.2 + reach)
+    assert len(curve.runs) == 4
+
+
+def test_a_curve_of_two_seeds_has_no_interval(tmp_path: Path) -> None:
+    for seed in range(2):
+        place = studies.plan(tmp_path, "none", seed)
+        studies.log(place, "none", loss=1.0 + seed)
+        studies.end(place, "none", 0.5)
+    arms = group(read_study(tmp_path))
+    (curve,) = curves(arms, load_metrics(arms)[0])
+    assert curve.low == curve.high == [None] * 4
 
 
 def test_a_map_has_means_over_runs_where_each_run_counts_once(tmp_path: Path) -> None:
@@ -264,7 +274,7 @@ def test_the_seeds_that_several_arms_need_are_told(tmp_path: Path) -> None:
         for label in ("clip", "sign", "zero"):
             studies.whole(tmp_path, label, seed, 0.4 - seed / 100, control)
     text = " ".join(study_report(tmp_path, logs=False).cautions)
-    assert "With 3 arms the q of an arm can reach 0.05 from 7 seeds each." in text
+    assert "With 3 arms the q of an arm can reach 0.05 from 7 seeds per arm on." in text
 
 
 def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:

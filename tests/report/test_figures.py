@@ -1,6 +1,7 @@
 """The charts of a study: their data, their limits, and the files they are written to."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gradsurg.report.outcome_charts import (
     outcome_panel,
 )
 from gradsurg.report.study import StudyReport, study_report
-from gradsurg.report.training_charts import curve_data, curve_limits, overlay_panel
+from gradsurg.report.training_charts import curve_data, curve_limits, last_step, overlay_panel
 from tests.report import studies
 
 
@@ -170,6 +171,29 @@ def test_all_arms_share_a_panel_with_each_control_once(tmp_path: Path) -> None:
     doses = {f"clip {dose}, {name}" for dose in ("0.01", "0.1", "1") for name in ("SGD", "Adam")}
     assert names == {*doses, "control, SGD", "control, Adam"}
     assert svg(panel).count("optimizer step</text>") == 1
+
+
+def test_eight_arms_and_their_controls_look_different(tmp_path: Path) -> None:
+    for dose in range(8):
+        for seed in range(2):
+            place = studies.plan(tmp_path, f"clip{dose}", seed)
+            studies.log(place, f"clip{dose}", loss=1.0 + dose)
+            studies.end(place, f"clip{dose}", 0.5)
+    panel = overlay_panel(study_report(tmp_path), "train/loss")
+    colours, dashes = panel.limits["colours"], panel.limits["dashes"]
+    assert isinstance(colours, list)
+    assert isinstance(dashes, list)
+    looks = {(colour, *dash) for colour, dash in zip(colours, dashes, strict=True)}
+    assert len(looks) == len(colours) == 8
+
+
+def test_a_panel_ends_where_the_control_ends_if_the_treated_runs_diverged_before(
+    tmp_path: Path,
+) -> None:
+    report = pairs(tmp_path, 40)
+    (one,) = curve_data(report, "train/loss")
+    short = replace(one, curve=replace(one.curve, steps=one.curve.steps[:1]))
+    assert last_step([short]) == 40
 
 
 def test_a_curve_that_leaves_the_axis_is_marked_once_and_not_drawn_along_its_edge(

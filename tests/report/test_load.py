@@ -20,7 +20,7 @@ def mixed(tmp_path: Path) -> dict[str, LoadedRun]:
     [
         ("clip0", "finished", ""),
         ("zero2", "diverged", "train/loss was nan at step 20 of 40"),
-        ("noise0", "failed", "ValueError: <b>no</b> room (step 0 of 40)"),
+        ("noise0", "failed", "ValueError: <b>no</b> room (logged up to step 0 of 40)"),
         ("noise1", "interrupted", "step 20 of 40"),
         ("noise2", "planned", "not started"),
     ],

@@ -20,6 +20,7 @@ from gradsurg.reproduce.record import (
     read_record,
     recorded_verdict,
     tables,
+    write_record,
 )
 from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
 from gradsurg.training.run_directory import RunDirectory
@@ -681,6 +682,20 @@ def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> N
     index = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in index.splitlines() if f"[`{paper}`]" in line]
     assert f"| {recorded_verdict(expected, record)}" in row
+
+
+def test_a_full_form_has_files_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "kurin2022"
+    folder.mkdir()
+    measured = ROOT / "experiments" / "kurin2022"
+    record = json.loads((measured / "full.json").read_text(encoding="utf-8"))
+    expected = read_expected(ROOT, "kurin2022").of("full")
+    write_record(folder, expected, record, measured / "full.png")
+    assert sorted(path.name for path in folder.iterdir()) == ["full.json", "full.md", "full.png"]
+    for name in ("full.json", "full.md"):
+        written = (folder / name).read_text(encoding="utf-8")
+        assert written == (measured / name).read_text(encoding="utf-8")
+    assert "MNIST" in expected.conditions
 
 
 @pytest.mark.slow

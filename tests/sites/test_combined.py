@@ -596,6 +596,7 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
     assert _found(*words.split()) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("words", "faults"),
     [

@@ -513,3 +513,22 @@ def test_a_module_list_is_not_a_site() -> None:
 def test_a_type_that_matches_no_module_is_refused_with_the_choices() -> None:
     with pytest.raises(LookupError, match="types: nothing matches 'Relu'.*Linear, ReLU.*'ReLU'"):
         gs.Outputs(types="Relu").find(small())
+
+
+def test_a_name_that_is_not_the_first_of_a_module_is_told() -> None:
+    class TwoNames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2))
+            self.linear = self.inner[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = TwoNames()
+    surgery = gs.Surgery(gs.Intervention(gs.Zero(), gs.Outputs("linear") | gs.Outputs("inner")))
+    with (
+        pytest.warns(gs.SurgeryWarning, match=r"linear#0 \(another name of inner\.0, which"),
+        surgery.attach(model),
+    ):
+        model(torch.ones(1, 2)).sum().backward()

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
-from torch.multiprocessing.spawn import spawn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
 from tests.nets import attached, gradients, num_hooks, small
 
@@ -76,9 +76,9 @@ def test_a_graph_that_outlives_the_block_passes_gradients_unchanged() -> None:
     assert model.first.grad == 3.0
 
 
-def _of_two(rank: int, folder: Path) -> None:
+def _of_two(ranks: Ranks, folder: Path) -> list[dict[str, list[float]]]:
     """Run one of two ranks with gradients 1 and 5, clipped to 2: the average is 3."""
-    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    rank = ranks.rank
     x = torch.tensor([1.0, 5.0][rank])
     found: dict[str, list[float]] = {}
 
@@ -103,14 +103,12 @@ def _of_two(rank: int, folder: Path) -> None:
     train("global norm", gs.ClipGlobalNorm(3.0))
     train("unused on a rank", gs.Clip(2.0), find_unused_parameters=True)
     train("no_sync", gs.Scale(2.0))
-    torch.save(found, folder / f"found{rank}.pt")
-    distributed.destroy_process_group()
+    return ranks.gathered(found)
 
 
-@pytest.mark.slow
-def test_on_two_ranks_it_acts_on_the_averaged_gradients(tmp_path: Path) -> None:
-    spawn(_of_two, (tmp_path,), nprocs=2)
-    found = [torch.load(tmp_path / f"found{rank}.pt") for rank in (0, 1)]
+@pytest.mark.filterwarnings("ignore")
+def test_on_two_ranks_it_acts_on_the_averaged_gradients() -> None:
+    found = in_ranks(2, _of_two)
     assert found[0] == found[1]
     norm = 3.0 / 2.0**0.5
     assert found[0] == {

@@ -1,4 +1,4 @@
-"""Labels of the examples: given by `live.label`, in a run by the task, read by `Route`."""
+"""Labels of the examples: from `live.set_example_labels`, in a run the task; read by `Route`."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def test_each_example_trains_the_units_of_its_label_as_with_a_mask_of_the_activa
     expected[2](expected[1](routed)).square().sum().backward()
     route = gs.Intervention(gs.Route(GROUPS), at=gs.Outputs("0"))
     with gs.Surgery(route).attach(model) as live:
-        live.label(labels)
+        live.set_example_labels(labels)
         model(inputs).square().sum().backward()
     for param, oracle in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(param.grad, oracle.grad)
@@ -38,7 +38,7 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
     model = nn.Sequential(conv, nn.Flatten(2))
     route = gs.Intervention(gs.Route(GROUPS, axis=axis), at=gs.Outputs("0"))
     with gs.Surgery(route).attach(model) as live:
-        live.label(torch.tensor([1, 1]))
+        live.set_example_labels(torch.tensor([1, 1]))
         model(torch.ones(2, 1, 2, 2)).sum().backward()
     assert conv.bias is not None
     torch.testing.assert_close(conv.bias.grad, torch.tensor(expected))
@@ -47,10 +47,22 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
 @pytest.mark.parametrize(
     ("label", "kind", "message"),
     [
-        (lambda live: None, ValueError, r"Route needs the labels .* call live.label\(labels\)"),
-        (lambda live: live.label([0, 1]), TypeError, "tensor of integers, found"),
-        (lambda live: live.label(torch.ones(2)), TypeError, r"shape \[n\], found torch.float32"),
-        (lambda live: live.label(torch.zeros(3, dtype=torch.long)), ValueError, "found 3 labels"),
+        (
+            lambda live: None,
+            ValueError,
+            r"Route needs the labels .* call live.set_example_labels\(labels\)",
+        ),
+        (lambda live: live.set_example_labels([0, 1]), TypeError, "tensor of integers, found"),
+        (
+            lambda live: live.set_example_labels(torch.ones(2)),
+            TypeError,
+            r"shape \[n\], found torch.float32",
+        ),
+        (
+            lambda live: live.set_example_labels(torch.zeros(3, dtype=torch.long)),
+            ValueError,
+            "found 3 labels",
+        ),
     ],
 )
 def test_wrong_labels_are_refused(
@@ -70,10 +82,10 @@ def test_labels_are_forgotten_at_the_end_of_a_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     route = gs.Intervention(gs.Route(GROUPS), at=gs.Outputs("0"))
     with gs.Surgery(route).attach(model, optimizer) as live:
-        live.label(torch.tensor([0, 1]))
+        live.set_example_labels(torch.tensor([0, 1]))
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        with pytest.raises(ValueError, match="call live.label"):
+        with pytest.raises(ValueError, match="call live.set_example_labels"):
             model(torch.ones(2, 3)).sum().backward()
 
 

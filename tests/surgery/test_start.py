@@ -124,8 +124,29 @@ def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
 def test_an_optimizer_before_the_model_is_told_the_order() -> None:
     model = small()
     swapped: list[Any] = [SGD(model.parameters(), lr=0.1), model]
-    with pytest.raises(TypeError, match=r"found the module \w+; the model comes first, as in"):
+    with pytest.raises(TypeError, match=r"found SGD; the model comes first, as in"):
         at_step(gs.Zero()).attach(*swapped)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "text"),
+    [
+        (nn.Linear, {}, r"model: must be a torch.nn.Module, found <class .*Linear.*did you mean"),
+        ("mlp", {}, "model: must be a torch.nn.Module, found 'mlp'"),
+        (small(), {"effects_every": -1}, "effects_every: must be a whole number >= 0, found -1"),
+        (small(), {"effects_every": "x"}, "effects_every: must be a whole number >= 0, found 'x'"),
+        (small(), {"conflict_every": 0}, "conflict_every: must be a whole number >= 1, found 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(model: Any, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        gs.Surgery(gs.Intervention(gs.Zero())).start(model, **fields)
+
+
+def test_a_list_of_interventions_is_told_the_star() -> None:
+    wrong: Any = [gs.Intervention(gs.Zero())]
+    with pytest.raises(TypeError, match=r"found a list: did you mean Surgery\(\*interventions\)"):
+        gs.Surgery(wrong)
 
 
 def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
@@ -176,6 +197,17 @@ def test_before_step_acts_before_the_clipping_of_a_framework_and_only_once() -> 
         with pytest.raises(ValueError, match="no such optimizer; bind it first"):
             live.before_step(other)
         live.abort()
+
+
+def test_before_step_acts_with_a_disabled_scaler() -> None:
+    model = Weight()
+    optimizer = sgd(model, lr=1.0)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    with at_step(gs.Clip(0.5)).attach(model, optimizer, scaler=disabled) as live:
+        model(1.0).backward()
+        live.before_step()
+        optimizer.step()
+    assert model.w.item() == -0.5
 
 
 def test_before_step_refuses_gradients_that_are_still_scaled() -> None:
@@ -272,6 +304,33 @@ live = surgery.start(model)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "zero: attached, but no gradient ever passed at: weight, bias" in ended.stderr
+
+
+@pytest.mark.parametrize("end", ["del live, surgery; gc.collect()", ""])
+def test_an_attach_that_was_never_entered_nor_closed_warns_of_itself(end: str) -> None:
+    code = f"""
+import gc, gradsurg as gs, torch
+model = torch.nn.Linear(2, 1)
+surgery = gs.Surgery(gs.Intervention(gs.Zero()))
+live = surgery.attach(model)
+model(torch.ones(1, 2)).sum().backward()
+{end}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "surgery.attach in <string>, line 5, was used without `with`" in ended.stderr
+    assert "live = surgery.start(...)" in ended.stderr
+
+
+def test_an_attach_that_was_entered_or_closed_does_not_warn_of_itself() -> None:
+    model = small()
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))
+    with surgery.attach(model):
+        model(torch.ones(1, 6)).sum().backward()
+    live = surgery.attach(model)
+    model(torch.ones(1, 6)).sum().backward()
+    live.close()
+    del live, surgery
+    gc.collect()  # a warning in it is an error
 
 
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:

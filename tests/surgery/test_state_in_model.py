@@ -149,6 +149,25 @@ def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
         assert torch.equal(model.first.weight, plain["first.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:.*attached, but no gradient ever passed")
+def test_a_state_that_was_loaded_before_the_surgery_was_attached_is_told() -> None:
+    saved, _ = _saved()
+    model = small(seed=1)
+    model.load_state_dict(saved, strict=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    with _surgery().attach(model, optimizer, in_state_dict=True):
+        train(model, optimizer, 1)
+    resumed = _surgery()
+    with (
+        pytest.warns(gs.SurgeryWarning, match="the optimizer has a state, as after a resume"),
+        resumed.attach(model, optimizer, in_state_dict=True) as live,
+    ):
+        model.load_state_dict(saved)
+        assert live.step == 3
+    with resumed.attach(model, optimizer, in_state_dict=True):  # which has its state
+        pass
+
+
 def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
     saved, _ = _saved()
     model = small(seed=1)

@@ -1,17 +1,21 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
 import gc
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules import module
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradsurg.torch_internals import autograd
+from gradsurg.training.ranks import Ranks, in_ranks
 
 
 def test_sequence_numbers_go_up_by_one_with_each_differentiable_node() -> None:
@@ -409,3 +413,16 @@ def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     for handle in handles:
         handle.remove()
     assert autograd.python_hooks_run(leaf)
+
+
+def test_the_communication_hooks_of_ddp_have_names() -> None:
+    def work(ranks: Ranks, folder: Path) -> list[list[str]]:
+        wrapped = DistributedDataParallel(nn.Linear(2, 2))
+        before = autograd.comm_hooks(wrapped)
+        wrapped.register_comm_hook(None, allreduce_hook)
+        return [before, autograd.comm_hooks(wrapped)]
+
+    assert in_ranks(2, work) == [
+        [],
+        ["torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook"],
+    ]

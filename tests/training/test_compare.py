@@ -1,5 +1,12 @@
 """`compare`: treated and control arm with the same seeds, and their table."""
 
+import contextlib
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +75,23 @@ def test_compare_restores_the_global_generator() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"make_model": make_model()}, "make_model: must be a function that returns a new model"),
+        ({"make_model": train}, "make_model: is called without arguments, found train"),
+        ({"train": make_model}, r"train: is called as train\(model, surgery\), found make_model"),
+        ({"surgery": gs.Clip(1.0)}, "surgery: must be a Surgery, found Clip"),
+        ({"seeds": "3"}, "seeds: must be a whole number, found '3'"),
+        ({"train": lambda model, surgery: {"loss": "x"}}, "train: returned loss='x', not a number"),
+    ],
+)
+def test_a_wrong_argument_is_named(changed: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"make_model": make_model, "train": train, "surgery": gs.Surgery()}
+    with pytest.raises(TypeError, match=text):
+        gs.compare(**{**given, **changed})
+
+
 def test_no_seeds_are_refused() -> None:
     with pytest.raises(ValueError, match="seeds: must be >= 1, found 0"):
         gs.compare(make_model, train, gs.Surgery(), seeds=0)
@@ -109,3 +133,31 @@ def test_an_unknown_control_and_the_placebo_of_an_aggregator_are_refused() -> No
         gs.compare(make_model, train, surgery, control=kind)
     with pytest.raises(ValueError, match=r"^control: placebo is for transforms, found PCGrad"):
         gs.compare(make_model, train, surgery, control="placebo")
+
+
+def test_on_a_terminal_the_progress_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gradsurg as gs, torch\n"
+        "def train(model, surgery):\n"
+        "    with surgery.attach(model):\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "    return 0.5\n"
+        "surgery = gs.Surgery(gs.Intervention(gs.Zero()))\n"
+        "gs.compare(lambda: torch.nn.Linear(2, 1), train, surgery, seeds=2)\n",
+        encoding="utf-8",
+    )
+    reader, writer = pty.openpty()
+    shown = b""
+    # Read while it runs: a terminal that nobody reads is full after a few kilobytes.
+    with subprocess.Popen([sys.executable, script], stderr=writer) as process:
+        os.close(writer)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(reader, 65536):
+                shown += part
+    assert process.returncode == 0
+    os.close(reader)
+    assert re.search(rb"run \d of 4", shown)
+    assert b"4/4 control seed 1: finished, outcome 0.5" in shown
+    silent = subprocess.run([sys.executable, script], capture_output=True, check=True)
+    assert silent.stderr == b""

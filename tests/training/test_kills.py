@@ -257,6 +257,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("room", "name"), [(1000, "effects.jsonl"), (9000, "checkpoint.pt")])
 def test_a_full_disk_fails_the_run_with_the_files_name_and_it_resumes_later(
     tmp_path: Path, whole: Record, room: int, name: str

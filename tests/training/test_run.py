@@ -459,7 +459,7 @@ def test_an_interrupted_run_with_until_ends_at_the_same_step(tmp_path) -> None:
 def test_until_needs_eval_every() -> None:
     fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
     fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 5}
-    with pytest.raises(ValueError, match="until: is looked at where evaluations are due"):
+    with pytest.raises(ValueError, match="until: is decided at evaluations: give eval_every"):
         Settings(**fields, until="test/loss <= 1")
     for other in (0.9, {"metric": "test/loss", "bound": 1.0}):
         with pytest.raises(ValueError, match='until: must be as "validation/accuracy >= 0.95"'):

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import DTYPES, SHAPES, context_with, noise
 from gradsurg.transforms.base import TransformContext, TransformState
+from gradsurg.triggers.base import Clock
 from tests.transforms.cases import INF, NAN, SHAPES_OF, build, names
 
 # Their results do not depend on the incoming gradient.
@@ -84,11 +85,13 @@ def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
         pytest.skip("a generator is made outside of the graph")
     grad, value = noise((4, 3), torch.float32), noise((4, 3), torch.float32, seed=1)
     state = transform.init(grad)
+    clock = Clock(labels=torch.tensor([0, 1, 0, 1]))
 
     def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
-        return transform.update(
-            grad, state, TransformContext(step=500, value=value, entering=(grad,), gradient=value)
+        context = TransformContext(
+            step=500, value=value, backward=clock, entering=(grad,), gradient=value
         )
+        return transform.update(grad, state, context)
 
     torch.compiler.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

@@ -1,0 +1,60 @@
+"""Means of the tasks' gradients and losses over the processes of DistributedDataParallel."""
+
+from collections.abc import Mapping, Sequence
+from zlib import crc32
+
+import torch
+from torch import Tensor, distributed
+
+from gradsurg.multitask.jacobian import Jacobian
+
+MAX_LOSSES = 62
+"""Losses that are averaged together with the check; with more, a multiple of it."""
+
+
+def average_jacobian(
+    group: "distributed.ProcessGroup", jacobian: Jacobian, losses: Mapping[str, float]
+) -> dict[str, float]:
+    """Replace the rows of all blocks by their means over the processes; return the mean losses.
+
+    Raises RuntimeError in every process if they have other tasks, or tasks that reach other
+    parameters.
+    """
+    blocks = jacobian.blocks
+    members = {index for block in blocks for index in block.members}
+    reached = [sorted(members & of_task) for of_task in jacobian.reached]
+    checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
+    # One length, so that the processes can be compared if they have other tasks.
+    rest = [0.0] * (-len(losses) % MAX_LOSSES)
+    values = torch.tensor(
+        [checksum, checksum**2, *losses.values(), *rest],
+        dtype=torch.float64,
+        device=jacobian.params[0].device,
+    )
+    count = distributed.get_world_size(group)
+    distributed.all_reduce(values, group=group)
+    total, squares, *sums = values.tolist()
+    if int(total) ** 2 != count * int(squares):  # equal only for equal checksums
+        raise RuntimeError(
+            "losses: the processes have different tasks, or tasks that reach different parameters, "
+            f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
+            "every process the same losses, or use SharedParameters(reduce='local')"
+        )
+    average(group, [block.rows for block in blocks])
+    return {name: total / count for name, total in zip(losses, sums, strict=False)}
+
+
+def average(group: "distributed.ProcessGroup", tensors: Sequence[Tensor]) -> None:
+    """Replace contiguous tensors by their means, with one all-reduce for each dtype and device."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    count = distributed.get_world_size(group)
+    for same in by_kind.values():
+        flat = same[0] if len(same) == 1 else torch.cat([tensor.flatten() for tensor in same])
+        flat /= count  # before the sum, which could overflow
+        distributed.all_reduce(flat, group=group)
+        if len(same) > 1:
+            parts = flat.split([tensor.numel() for tensor in same])
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))

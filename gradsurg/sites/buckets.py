@@ -1,0 +1,374 @@
+"""Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from pydantic import Field
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.sites.base import HookRegistry, SiteHook, Stage
+from gradsurg.sites.parameters import hook_accumulated
+from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import OptimizerSteps
+from gradsurg.sites.wrapped_models import when_wrapped
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import Need, Scope
+
+Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
+Reduce = Literal["allreduce", "fp16", "powerSGD", "bf16"]
+
+DENSE, SPARSE, PALETTE = range(3)  # the forms in which a gradient is sent
+MAX_VALUES = 256  # distinct values of a gradient that is sent as indices into a list of values
+SAMPLE = 4096  # entries in which these values are looked for first
+ALIGNMENT = 8  # bytes, so that every part of a message can be read as a tensor
+NOT_SMALLER = 2**62  # the size that a process announces if all its gradients are dense
+POWER_SGD_START = 2  # backward passes before PowerSGD begins: the buckets change after the first
+
+
+@validated
+class Buckets(ParamSelector):
+    """The gradients in the buckets of DistributedDataParallel, one parameter after the other.
+
+    Stages: `sent`, the gradient of this process, before the average (the default); `reduced`, the
+    average. Neither acts in a backward pass of `no_sync`; the next pass has the sum. A parameter
+    that this process has not used has a gradient of zeros. Parameters are selected as by
+    `Parameters`. In a program of one process, which sends nothing, both stages act on `.grad` after
+    each backward pass.
+
+    `reduce` is the average: `allreduce` as in DistributedDataParallel itself, or PyTorch's
+    communication hook `fp16` or `powerSGD` of rank `power_rank`. With `allreduce`, gradients that a
+    transform at `sent` made sparse, or reduced to at most 256 distinct values, are sent in a
+    shorter form without loss, if that takes fewer bytes: as indices and values, or as 1, 2, 4
+    or 8 bits an entry. The effects have the `bytes` that one process sends for a gradient.
+
+    The model has one communication hook, which stays registered and averages as before when no
+    surgery is attached. A communication hook of others is refused.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("sent", "reduced")
+
+    reduce: Reduce = "allreduce"
+    power_rank: Annotated[int, Field(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        if self.reduce == "bf16":
+            raise Contradiction(
+                "reduce", "bf16 needs NCCL, with which it is not tested; use fp16, found bf16"
+            )
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    def hook(
+        self,
+        model: nn.Module,
+        steps: OptimizerSteps,
+        stage: Stage,
+        scope: Scope,
+        registry: HookRegistry,
+        stack: ExitStack,
+    ) -> None:
+        if autograd.in_backward():
+            raise RuntimeError(
+                "Buckets: cannot be attached inside a backward pass, as DistributedDataParallel "
+                "would average some gradients wrongly"
+            )
+        params = expect_params(self, model, registry)
+        if not (distributed.is_available() and distributed.is_initialized()):
+            hook_accumulated(params, registry, stack)
+            return
+        hooks: dict[Tensor, _Site] = {
+            param: _Site(name, registry.hook_for(name, ref(param)), registry)
+            for name, param in params.items()
+        }
+        if self.reduce == "powerSGD":
+            begun = registry.state("powerSGD")
+            if begun:
+                registry.note("reduce='powerSGD' began anew: its state is not that of a surgery")
+            begun["begun"] = torch.ones(())
+        part = _Part(stage, self.reduce, self.power_rank, hooks)
+
+        def add(wrapper: DistributedDataParallel) -> None:
+            dispatcher = _dispatcher(wrapper)
+            if part not in dispatcher.parts:
+                dispatcher.add(part)
+                stack.callback(dispatcher.remove, part)
+
+        when_wrapped(model, stack, add)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One parameter of one intervention."""
+
+    name: str
+    hook: SiteHook
+    registry: HookRegistry
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One attached intervention."""
+
+    stage: Stage
+    reduce: Reduce
+    power_rank: int
+    sites: dict[Tensor, _Site]
+
+
+_DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
+
+
+def _dispatcher(wrapper: DistributedDataParallel) -> "_Dispatcher":
+    """Return the state of the model's communication hook, which is registered once."""
+    if wrapper not in _DISPATCHERS:
+        # A copy of a model lists the hook of the model, and does not have it.
+        own = f"{_average.__module__}.{_average.__qualname__}"
+        others = [name for name in autograd.comm_hooks(wrapper) if name != own]
+        if others:
+            raise RuntimeError(
+                f"Buckets: the model has the communication hook {others[0]} already, and can have "
+                "only one; use Buckets(reduce=...) in its place"
+            )
+        dispatcher = _Dispatcher(wrapper)
+        wrapper.register_comm_hook(dispatcher, _average)
+        _DISPATCHERS[wrapper] = dispatcher
+    return _DISPATCHERS[wrapper]
+
+
+def _average(state: "_Dispatcher", bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+    return state.average(bucket)
+
+
+class _Dispatcher:
+    """The communication hook of one model: the attached interventions, in order."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        group = wrapper.process_group
+        assert group is not None
+        self.group = group
+        self.processes = distributed.get_world_size(group)
+        self.parts: list[_Part] = []
+        self.power_state: powerSGD_hook.PowerSGDState | None = None
+
+    def __reduce__(self) -> tuple[type[object], tuple[()]]:
+        return object, ()  # a copy of the model, or one that is saved, has no surgery
+
+    def add(self, part: _Part) -> None:
+        """Attach an intervention. Raises ValueError if another one averages otherwise."""
+        for other in self.parts:
+            if (other.reduce, other.power_rank) != (part.reduce, part.power_rank):
+                raise ValueError(
+                    f"Buckets: all of a model need the same reduce, found {other.reduce} (power_"
+                    f"rank {other.power_rank}) and {part.reduce} (power_rank {part.power_rank})"
+                )
+        if not self.parts and part.reduce == "powerSGD":
+            self.power_state = powerSGD_hook.PowerSGDState(
+                self.group,
+                matrix_approximation_rank=part.power_rank,
+                start_powerSGD_iter=POWER_SGD_START,
+            )
+        self.parts.append(part)
+
+    def remove(self, part: _Part) -> None:
+        """Detach an intervention."""
+        self.parts.remove(part)
+        if not self.parts:
+            self.power_state = None
+
+    def average(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """Average one bucket, transformed before and after."""
+        if not self.parts:
+            return default_hooks.allreduce_hook(self.group, bucket)
+        has_changed = self._transform(bucket, "sent")
+        future = None
+        if self.parts[0].reduce == "allreduce" and any(part.stage == "sent" for part in self.parts):
+            future = self._exchange(bucket, has_changed)
+        if future is None:
+            future = self._reduce(bucket)
+        if any(part.stage == "reduced" for part in self.parts):
+            bucket.buffer().copy_(future.wait())
+            self._transform(bucket, "reduced")
+            future = _done(bucket.buffer())
+        return future
+
+    def _transform(self, bucket: Bucket, stage: Stage) -> bool:
+        """Apply the interventions of a stage; return whether a gradient has another value."""
+        has_changed = False
+        for part in self.parts:
+            if part.stage != stage:
+                continue
+            for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                site = part.sites.get(param)
+                if site is None:
+                    continue
+                # A copy, because a state may keep the gradient and the bucket is used again.
+                result = site.hook(view.clone())
+                if result is not None:
+                    view.copy_(result)
+                    has_changed = True
+        return has_changed
+
+    def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """Average the dense gradients of a bucket."""
+        power = self.power_state
+        compresses = power is not None and power.iter >= POWER_SGD_START
+        sizes = []
+        for view in bucket.gradients():
+            entries, width = view.numel(), view.element_size()
+            if self.parts[0].reduce == "fp16":
+                width = 2
+            elif compresses:
+                entries = _power_sgd_entries(view, self.parts[0].power_rank)
+            sizes.append(round(2 * (self.processes - 1) / self.processes * entries * width))
+        self._count(bucket, sizes)
+        if power is not None:
+            # It waits for itself several times, and two buckets at once would mix their messages.
+            return _done(powerSGD_hook.powerSGD_hook(power, bucket).wait())
+        if self.parts[0].reduce == "fp16":
+            return default_hooks.fp16_compress_hook(self.group, bucket)
+        return default_hooks.allreduce_hook(self.group, bucket)
+
+    def _exchange(self, bucket: Bucket, has_changed: bool) -> torch.futures.Future[Tensor] | None:
+        """Send the gradients of a bucket in their shortest form; None if that takes more bytes.
+
+        A message goes to each other process, while an all-reduce of d bytes sends 2 d (n-1) / n.
+        """
+        views, n = bucket.gradients(), self.processes
+        messages = [_encoded(view) for view in views] if has_changed else []
+        own = sum(map(len, messages)) if has_changed else NOT_SMALLER
+        size = torch.tensor(own, device=bucket.buffer().device)
+        distributed.all_reduce(size, distributed.ReduceOp.MAX, self.group)
+        longest = int(size)
+        if longest * n >= 2 * bucket.buffer().nbytes:
+            return None
+        message = pad(torch.cat(messages), (0, longest - own))
+        received = [torch.empty_like(message) for _ in range(n)]
+        distributed.all_gather(received, message, self.group)
+        self._count(bucket, [(n - 1) * len(part) for part in messages])
+        bucket.buffer().zero_()
+        for other in received:
+            start = 0
+            for view in views:
+                grad, start = _decoded(other, start, view)
+                view += grad.div_(n)
+        return _done(bucket.buffer())
+
+    def _count(self, bucket: Bucket, sizes: Sequence[int]) -> None:
+        """Count the bytes that this process sends for each parameter."""
+        for param, size in zip(bucket.parameters(), sizes, strict=False):
+            for part in self.parts:
+                if param in part.sites:
+                    site = part.sites[param]
+                    site.registry.count_bytes(site.name, size)
+
+
+def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def _power_sgd_entries(grad: Tensor, rank: int) -> int:
+    """The numbers that PowerSGD sends for a gradient: two factors, unless it is not much less."""
+    if grad.ndim < 2:
+        return grad.numel()
+    rows, columns = grad.shape[0], grad.numel() // grad.shape[0]
+    factors = (rows + columns) * min(rank, rows, columns)
+    return factors if factors * 2 < grad.numel() else grad.numel()
+
+
+# A message is a header of two int32, the form and a count, and then
+# DENSE: all entries; SPARSE: `count` indices, `count` values;
+# PALETTE: `count` values, then for each entry the index of its value, in as few bits as are needed.
+
+
+def _encoded(grad: Tensor) -> Tensor:
+    """Return the shortest message that has all entries of a gradient, as bytes."""
+    flat, width = grad.reshape(-1), grad.element_size()
+    sizes = {DENSE: flat.numel() * width}
+    if flat.numel() < 2**31:
+        sizes[SPARSE] = int(flat.count_nonzero()) * (4 + width)
+    values, indices = _palette(flat)
+    if len(values):
+        sizes[PALETTE] = len(values) * width + flat.numel() * _bits(len(values)) // 8
+    form = min(sizes, key=sizes.__getitem__)
+    if form == SPARSE:
+        places = flat.nonzero()[:, 0]
+        count, parts = len(places), [places.int(), flat[places]]
+    elif form == PALETTE:
+        count, parts = len(values), [values, _packed(indices, _bits(len(values)))]
+    else:
+        count, parts = flat.numel(), [flat]
+    header = torch.tensor([form, count], dtype=torch.int32, device=grad.device)
+    return torch.cat([_as_bytes(part) for part in (header, *parts)])
+
+
+def _decoded(message: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
+    """Return the gradient that begins at a place of a message, and the place where it ends."""
+    dtype, size = like.dtype, like.numel()
+    header, start = _read(message, start, 2, torch.int32)
+    form, count = header.tolist()
+    if form == SPARSE:
+        places, start = _read(message, start, count, torch.int32)
+        values, start = _read(message, start, count, dtype)
+        flat = torch.zeros(size, dtype=dtype, device=like.device)
+        flat[places.long()] = values
+    elif form == PALETTE:
+        values, start = _read(message, start, count, dtype)
+        bits = _bits(count)
+        packed, start = _read(message, start, -(-size * bits // 8), torch.uint8)
+        flat = values[_unpacked(packed, bits, size).int()]
+    else:
+        flat, start = _read(message, start, count, dtype)
+        flat = flat.clone()
+    return flat.reshape(like.shape), start
+
+
+def _read(message: Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Return `count` entries of a message, and the place where the next part begins."""
+    end = start + count * dtype.itemsize
+    return message[start:end].view(dtype), end + -end % ALIGNMENT
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    flat = part.contiguous().view(torch.uint8)
+    return pad(flat, (0, -len(flat) % ALIGNMENT))
+
+
+def _palette(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct values, in order, and the index of each entry; empty if they are many."""
+    values = flat[:: max(1, flat.numel() // SAMPLE)].unique()
+    while 0 < len(values) <= MAX_VALUES and not values.isnan().any():
+        indices = torch.searchsorted(values, flat, out_int32=True).clamp_(max=len(values) - 1)
+        others = flat[values[indices] != flat]
+        if not len(others):
+            return values, indices.to(torch.uint8)
+        values = torch.cat([values, others[: 16 * SAMPLE]]).unique()
+    return flat[:0], flat[:0]
+
+
+def _bits(count: int) -> int:
+    """The bits of an index into `count` values."""
+    return next(bits for bits in (1, 2, 4, 8) if count <= 2**bits)
+
+
+def _packed(indices: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    rows = pad(indices, (0, -len(indices) % per_byte)).view(-1, per_byte)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=indices.device)
+    return (rows << shifts).sum(1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:size]

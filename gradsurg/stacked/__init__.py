@@ -1,0 +1,1 @@
+"""Train the seeds and arms of a study as one tensor program."""

@@ -1,0 +1,367 @@
+"""Buckets: the gradients in the communication hook of DistributedDataParallel."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurg as gs
+from gradsurg.sites import buckets
+from gradsurg.training.ranks import Ranks, check_ranks, in_ranks
+from gradsurg.transforms.base import Transform
+
+SIZES = (16, 32, 4)
+
+
+class Net(nn.Module):
+    """Two layers, of which a process may leave out the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(SIZES[0], SIZES[1])
+        self.last = nn.Linear(SIZES[1], SIZES[2])
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return self.last(self.first(x).relu() if both else x.repeat(1, 2))
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, SIZES[0], generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _several_buckets(ranks: Ranks, folder: Path) -> float:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.3)  # type: ignore[arg-type]
+    with _surgery(gs.Identity(), reduce="powerSGD").attach(wrapped) as live:
+        for step in range(4):
+            wrapped(torch.ones(8, 256) * (step + ranks.rank)).mean().backward()
+    return sum(float(row["bytes"]) for row in live.effects.rows())  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_power_sgd_averages_several_buckets_one_after_the_other() -> None:
+    entries, factors = 8 * (256 * 256 + 256), 8 * 3 * 256
+    assert in_ranks(2, _several_buckets) == pytest.approx(4 * (2 * entries + 2 * factors) / 4)
+
+
+def _trained(
+    rank: int,
+    surgery: gs.Surgery | None,
+    steps: int = 4,
+    no_sync: bool = False,
+    unused: bool = False,
+    outer: bool = True,
+    **options: bool,
+) -> tuple[nn.Module, list[dict[str, object]]]:
+    """Return a model after some steps, and the effects."""
+    model = Net()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=unused, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = None if surgery is None else surgery.start(wrapped if outer else model, optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        if no_sync:
+            with wrapped.no_sync():
+                wrapped(_batch(rank, step + 100)).square().mean().backward()
+        wrapped(_batch(rank, step), not (unused and rank)).square().mean().backward()
+        optimizer.step()
+    check_ranks(model)
+    rows = [] if live is None else live.effects.rows()
+    if live is not None:
+        live.close()
+        wrapped(_batch(rank, 0)).square().mean().backward()  # without a surgery
+    return model, rows
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def _surgery(transform: Transform, **fields: object) -> gs.Surgery:
+    return gs.Surgery(gs.Intervention(transform, at=gs.Buckets(**fields)))  # type: ignore[arg-type]
+
+
+OPTIONS = {
+    "default": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "no_sync": {"no_sync": True},
+    "unused": {"unused": True},
+    "attached to the inner model": {"outer": False},
+}
+
+
+def _no_op(ranks: Ranks, folder: Path) -> dict[str, bool]:
+    equal = {}
+    for name, options in OPTIONS.items():
+        plain, _ = _trained(ranks.rank, None, **options)
+        for stage in ("sent", "reduced"):
+            treated, _ = _trained(ranks.rank, _surgery(gs.Identity(), stage=stage), **options)
+            equal[f"{name}, {stage}"] = torch.equal(_weights(plain), _weights(treated))
+            scaled, _ = _trained(ranks.rank, _surgery(gs.Scale(2.0), stage=stage), **options)
+            if torch.equal(_weights(plain), _weights(scaled)):
+                equal[f"{name}, {stage}"] = False
+    return equal
+
+
+def test_a_transform_that_changes_nothing_leaves_the_weights_bit_identical() -> None:
+    equal = in_ranks(2, _no_op)
+    assert len(equal) == 12
+    assert all(equal.values()), equal
+
+
+class Vote(nn.Module):
+    """One weight, whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def _gradients(ranks: Ranks, cases: dict[str, gs.Surgery]) -> dict[str, tuple[float, float, float]]:
+    """The first two entries of the gradient and its bytes, where the ranks have 1 and 5."""
+    found = {}
+    for name, surgery in cases.items():
+        wrapped = DistributedDataParallel(Vote())
+        with surgery.attach(wrapped) as live:
+            x = torch.full((64,), [1.0, 5.0][ranks.rank])
+            x[0] = 10.0
+            wrapped(x).backward()
+            sent = live.effects.rows()[0]["bytes"]
+        grad = wrapped.module.weight.grad
+        assert isinstance(grad, Tensor)
+        assert isinstance(sent, float)
+        found[name] = (float(grad[0]), float(grad[1]), sent)
+    return found
+
+
+def _stages(ranks: Ranks, folder: Path) -> dict[str, tuple[float, float, float]]:
+    return _gradients(
+        ranks,
+        {
+            "sent": _surgery(gs.Clip(2.0), stage="sent"),
+            "reduced": _surgery(gs.Clip(2.0), stage="reduced"),
+            "sign": _surgery(gs.Sign("mean")),
+            "largest": _surgery(gs.Mask(1 / 64)),
+            "fp16": _surgery(gs.Identity(), reduce="fp16"),
+            "dense": _surgery(gs.AddNoise(1e-3)),
+        },
+    )
+
+
+def test_a_transform_acts_before_or_after_the_average_and_bytes_are_counted() -> None:
+    found = in_ranks(2, _stages)
+    assert found["reduced"] == (2.0, 2.0, 256.0)
+    # A header of 8 bytes, two values and 64 bits; on a rank whose values are 1 and 2 here.
+    assert found["sent"] == (2.0, 1.5, 8 + 8 + 8)
+    mean = ((63 + 10) / 64 + (5 * 63 + 10) / 64) / 2
+    assert found["sign"] == (pytest.approx(mean), pytest.approx(mean), 8 + 8 + 8)
+    assert found["largest"] == (10.0, 0.0, 8 + 8 + 8)
+    assert found["fp16"] == (10.0, 3.0, 128.0)
+    assert found["dense"] == (pytest.approx(10.0, abs=0.1), pytest.approx(3.0, abs=0.1), 256.0)
+
+
+def _trainings(ranks: Ranks, folder: Path) -> dict[str, float]:
+    found = {}
+    for name, surgery in {
+        "top-k with error feedback": _surgery(gs.ErrorFeedback(gs.Mask(0.05))),
+        "sign": _surgery(gs.ErrorFeedback(gs.Sign("mean"))),
+        "eight bits": _surgery(gs.Quantize(127)),
+        "a trigger that differs by process": gs.Surgery(
+            gs.Intervention(gs.Mask(0.05), gs.Buckets("*.weight"), when=gs.Probability(0.5)),
+            seed=ranks.rank,
+        ),
+        "fp16": _surgery(gs.Identity(), reduce="fp16"),
+        "powerSGD": _surgery(gs.Identity(), reduce="powerSGD", power_rank=2),
+    }.items():
+        model, rows = _trained(ranks.rank, surgery, steps=6)
+        row = next(row for row in rows if row["site"] == "first.weight")
+        assert isinstance(row["bytes"], float)
+        found[name] = row["bytes"] / (4 * model.first.weight.numel())  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_ranks_agree_and_send_less(count: int) -> None:
+    share = in_ranks(count, _trainings)
+    if count == 2:
+        assert share["top-k with error feedback"] == pytest.approx(2 * 0.05, abs=0.01)
+        assert share["sign"] == pytest.approx(1 / 32, abs=0.01)
+        assert share["eight bits"] < 0.7  # and the values themselves, of which 255 are possible
+        assert 0.1 < share["a trigger that differs by process"] < 1
+        assert share["fp16"] == 0.5
+        factors = 2 * (SIZES[0] + SIZES[1]) / (SIZES[0] * SIZES[1])
+        assert share["powerSGD"] == pytest.approx((2 + 4 * factors) / 6, abs=1e-3)
+    assert all(0 < part < 4 / 3 for part in share.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "share"),
+    [
+        (lambda g: g, 1.0),
+        (lambda g: g.sign(), 1 / 8),
+        (lambda g: torch.where(g > 2.5, g, 0.0), 0.1),
+        (lambda g: (g * 20).round() / 20, 0.6),
+        (lambda g: torch.where(g > 3, g / 0, 1.0), 1 / 8),
+        (lambda g: torch.where(g > 3, torch.nan, 1.0), 1.0),
+        (torch.zeros_like, 0.01),
+        (lambda g: g[:0], 1.0),
+        (lambda g: g[:1], 1.0),
+    ],
+)
+def test_a_message_has_every_entry(
+    make: Callable[[Tensor], Tensor], share: float, dtype: torch.dtype
+) -> None:
+    grad = make(torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype))
+    message = torch.cat([buckets._encoded(grad), buckets._encoded(grad[:7])])
+    first, start = buckets._decoded(message, 0, grad)
+    second, end = buckets._decoded(message, start, grad[:7])
+    assert end == len(message)
+    torch.testing.assert_close(first, grad, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(second, grad[:7], rtol=0, atol=0, equal_nan=True)
+    if dtype is torch.float32:
+        assert start <= share * grad.nbytes + 16
+
+
+def _resumed(ranks: Ranks, folder: Path) -> bool:
+    def train(model: nn.Module, surgery: gs.Surgery, steps: range) -> None:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with surgery.attach(wrapped, optimizer):
+            for step in steps:
+                optimizer.zero_grad()
+                wrapped(_batch(ranks.rank, step)).square().mean().backward()
+                optimizer.step()
+
+    transform = gs.ErrorFeedback(gs.Mask(0.05))
+    whole, first, second = Net(), Net(), Net()
+    train(whole, _surgery(transform), range(6))
+    surgery = _surgery(transform)
+    train(first, surgery, range(3))
+    torch.save((first.state_dict(), surgery.state_dict()), folder / "saved")
+    weights, state = torch.load(folder / "saved", weights_only=True)
+    second.load_state_dict(weights)
+    surgery = _surgery(transform)
+    surgery.load_state_dict(state)
+    train(second, surgery, range(3, 6))
+    return torch.equal(_weights(whole), _weights(second))
+
+
+def test_the_error_of_error_feedback_survives_a_checkpoint() -> None:
+    assert in_ranks(2, _resumed)
+
+
+def _message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _refusals(ranks: Ranks, folder: Path) -> dict[str, str]:
+    def wrapped() -> DistributedDataParallel:
+        return DistributedDataParallel(Vote())
+
+    foreign, plain = wrapped(), wrapped()
+    foreign.register_comm_hook(None, allreduce_hook)
+    two = gs.Surgery(
+        gs.Intervention(gs.Identity(), gs.Buckets()),
+        gs.Intervention(gs.Identity(), gs.Buckets(reduce="fp16")),
+    )
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ArithmeticError("of the transform")
+
+    def inside() -> None:
+        model = wrapped()
+        model.module.weight.register_hook(lambda grad: _surgery(gs.Identity()).start(model).abort())
+        model(torch.ones(64)).backward()
+
+    def failing() -> None:
+        model = wrapped()
+        with gs.Surgery(gs.Intervention(fail, gs.Buckets())).attach(model):
+            model(torch.ones(64)).backward()
+
+    def late() -> None:
+        model = wrapped()
+        with _surgery(gs.Identity()).attach(model):
+            model(torch.ones(64)).backward()
+        model.register_comm_hook(None, allreduce_hook)
+
+    return {
+        "foreign": _message(lambda: _surgery(gs.Identity()).start(foreign)),
+        "two": _message(lambda: two.start(plain)),
+        "inside": _message(inside),
+        "failing": _message(failing),
+        "late": _message(late),
+    }
+
+
+@pytest.mark.parametrize("stage", ["sent", "reduced"])
+def test_one_process_transforms_its_own_gradient(stage: str) -> None:
+    model = Vote()
+    with _surgery(gs.Clip(2.0), stage=stage).attach(model) as live:
+        model(torch.full((64,), 5.0)).backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.unique().tolist() == [2.0]
+    assert "bytes" not in live.effects.rows()[0]
+
+
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+def test_refusals_name_the_reason() -> None:
+    found = in_ranks(2, _refusals)
+    assert "default_hooks.allreduce_hook already" in found["foreign"]
+    assert "found allreduce (power_rank 1) and fp16" in found["two"]
+    assert "inside a backward pass" in found["inside"]
+    assert "ArithmeticError: of the transform" in found["failing"]
+    assert "can only be called once" in found["late"]
+    with pytest.raises(ValueError, match="reduce: bf16 needs NCCL"):
+        gs.Buckets(reduce="bf16")
+    with pytest.raises(ValueError, match="all gradients of a group"):
+        gs.Intervention(gs.ClipGlobalNorm(1.0), gs.Buckets())
+
+
+def _repeated(ranks: Ranks, folder: Path) -> list[list[str]]:
+    surgery, texts = _surgery(gs.Identity(), reduce="powerSGD"), []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _trained(ranks.rank, surgery, steps=1)
+        texts.append([str(item.message) for item in caught])
+    return texts
+
+
+def test_power_sgd_tells_that_its_state_is_lost() -> None:
+    first, second = in_ranks(2, _repeated)
+    assert first == []
+    assert ["reduce='powerSGD' began anew" in text for text in second] == [True]
+
+
+def _copied(ranks: Ranks, folder: Path) -> list[float]:
+    wrapped = DistributedDataParallel(Vote())
+    with _surgery(gs.Clip(2.0), stage="reduced").attach(wrapped):
+        twin = copy.deepcopy(wrapped)
+        torch.save(wrapped, folder / "model")
+        for model in (wrapped, twin):
+            model(torch.full((64,), 5.0)).backward()
+    with _surgery(gs.Clip(3.0)).attach(twin):
+        twin.zero_grad()
+        twin(torch.full((64,), 5.0)).backward()
+        return [float(wrapped.module.weight.grad[0]), float(twin.module.weight.grad[0])]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_model_can_be_copied_and_saved_and_the_copy_attached() -> None:
+    assert in_ranks(2, _copied) == [2.0, 3.0]
