@@ -42,7 +42,10 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         if arguments.paper:
             choices = (arguments.metric, arguments.arms, arguments.style, arguments.spread)
-            files = write_paper(report, arguments.paper, *choices)
+            try:
+                files = write_paper(report, arguments.paper, *choices)
+            except OSError as error:
+                raise OSError(f"the figures cannot be written: {error}") from None
             print(
                 printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex")
             )

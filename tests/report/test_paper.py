@@ -110,6 +110,7 @@ def test_pairs_of_arms_are_paired_over_seeds_with_one_correction(study: Path) ->
         (["--compare", "control, SGD"], "name at least two arms to compare; the arms are: "),
         (["--paper", "out", "--arms", "clip"], "no arm is named 'clip'"),
         (["--paper", "out", "--metric", "los"], "no metric is named 'los'; the metrics are: test/"),
+        (["--paper", "/proc/x"], "the figures cannot be written: "),
         (["--style", "serif"], "--style: needs --paper FOLDER"),
     ],
 )
