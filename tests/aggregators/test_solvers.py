@@ -63,7 +63,7 @@ def test_a_projection_onto_the_dual_cone_satisfies_the_optimality_conditions(
     y, inner = v - targets, v @ unit @ unit.T
     assert y.min() >= 0
     assert inner.min() >= -1e-9
-    # rounding of `inner` is that of the largest y_i, of hundreds where rows nearly oppose each other
+    # `inner` is rounded as the largest y_i is: in the hundreds where rows nearly oppose each other
     assert np.abs(y * inner).max() <= 1e-9 * max(1, y.max())
 
 

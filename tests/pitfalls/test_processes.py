@@ -183,7 +183,7 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
     optimizer = sgd(model)
     before = num_hooks(model, optimizer)
     stages = [stage for stage in gs.Parameters.stages if stage not in ("accumulated", "step")]
-    refused: list[Selector] = [gs.Parameters(stage=stage) for stage in stages]
+    refused = [gs.Parameters(stage=stage) for stage in stages]
     for at in (*refused, gs.Group(), gs.Weights(), gs.Captured("first.weight")):
         with (
             pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
