@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import reduce as reduce_types
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from torch import Tensor, distributed
 
 WORDS = ("tensor", "unit", "entry")
 
-_shards: "ContextVar[distributed.ProcessGroup | None]" = ContextVar("shards", default=None)
+_shards: "list[distributed.ProcessGroup]" = []  # a plain list, which torch.compile can read
 
 
 @contextmanager
@@ -23,11 +22,11 @@ def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
     `norms_of`, `joint_norm` and `norm(..., "tensor")` then are those of the whole tensors; all
     processes must call them. Other reductions are those of the parts.
     """
-    token = _shards.set(group)
+    _shards.append(group)
     try:
         yield
     finally:
-        _shards.reset(token)
+        _shards.pop()
 
 
 def over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
@@ -35,9 +34,9 @@ def over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
 
     Outside `of_shards` these are the whole tensors.
     """
-    group = _shards.get()
-    if group is None:
+    if not _shards:
         return norms
+    group = _shards[-1]
     peaks = norms.clone()
     distributed.all_reduce(peaks, distributed.ReduceOp.MAX, group)
     if p == torch.inf:
@@ -96,7 +95,7 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """
     axes = reduced_axes(per, grad.ndim)
     wide = widened(grad)
-    if per == "tensor" and _shards.get() is not None:
+    if per == "tensor" and _shards:
         size = wide.new_zeros((), dtype=torch.float64)  # of a part without entries
         if wide.numel():
             size = torch.linalg.vector_norm(wide, p, dtype=torch.float64)
