@@ -9,8 +9,10 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 12, 6))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(0, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.slow)],
+)
 def test_twelve_damaged_folders_are_reported_and_resumed(
     first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

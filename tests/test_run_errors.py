@@ -265,7 +265,7 @@ run transform=clip steps=20 seeds=3 report=false
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_is_a_line_a_run_and_nothing_finished_is_lost(folder: Path) -> None:
     first, full, again = on_a_disk(folder, FULL)
     assert first[0] == again[0] == 0

@@ -101,13 +101,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("joblib", marks=pytest.mark.full),
-        pytest.param("submitit_local", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_job_fails(
     folder: Path, alone: Path, launcher: str
 ) -> None:

@@ -157,10 +157,15 @@ def test_a_figure_of_a_number_that_no_run_will_have_is_a_fault(
     assert said.startswith(f"figure: there will be no {wrong} to draw. There are: ")
 
 
-@pytest.mark.slow
 # An attack asks for gradients of its own, which the trial step has not.
 @pytest.mark.filterwarnings("ignore:no gradient passes at discretize:gradsurg.SurgeryWarning")
-@pytest.mark.parametrize("paper", papers(ROOT))
+@pytest.mark.parametrize(
+    "paper",
+    [
+        pytest.param(paper, marks=pytest.mark.full if paper == "wu2020" else pytest.mark.slow)
+        for paper in papers(ROOT)
+    ],
+)
 def test_every_shipped_band_is_about_numbers_that_runs_will_have(paper: str) -> None:
     expected = read_expected(ROOT, paper)
     try:

@@ -147,6 +147,7 @@ def command_of(path: Path) -> list[str]:
     return shlex.split(path.read_text(encoding="utf-8").partition("\n")[0])[4:]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "path",
     [
