@@ -19,6 +19,11 @@ const done = arguments[0];
 axe.run().then((found) => done(found.violations.map((one) =>
   [one.impact, one.id, one.nodes.length, one.nodes[0].html.slice(0, 300)])));
 """
+SCROLL_TO_THE_END = """
+if (document.documentElement.dataset.drawn !== "all") return 0;
+scrollTo({top: document.body.scrollHeight, behavior: "instant"});
+return scrollY;
+"""
 
 LACKING = missing() or "".join(
     f"there is no {name} (pip install -e '.[test]')"
@@ -401,14 +406,14 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     file = tmp_path / "index.html"
     file.write_text(html(study_report(study), refresh=0.3), encoding="utf-8")
     window.get(file.as_uri())
-    window.execute_script("scrollTo({top: 400, behavior: 'instant'})")
+    # one script each: between two, and during one, the page may be gone
+    wait = WebDriverWait(window, 60, ignored_exceptions=[WebDriverException])
+    bottom = wait.until(lambda driver: driver.execute_script(SCROLL_TO_THE_END))
     file.write_text(
         html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"), encoding="utf-8"
     )
-    # one script each: between two, and during one, the page may be gone
     seen = "return [document.querySelector('h1').textContent, scrollY]"
-    wait = WebDriverWait(window, 20, ignored_exceptions=[WebDriverException])
-    wait.until(lambda driver: driver.execute_script(seen) == ["second", 400])
+    wait.until(lambda driver: driver.execute_script(seen) == ["second", bottom])
     window.execute_script("document.getElementById('pause').click(); window.here = true")
     file.write_text(html(study_report(study)), encoding="utf-8")
     window.execute_async_script("setTimeout(arguments[0], 1000)")

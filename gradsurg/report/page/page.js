@@ -179,9 +179,15 @@ function watch() {
   pause.addEventListener("click", () => set(!paused()));
   const busy = () => paused() || document.hidden || document.getElementById("config").open || document.activeElement.matches("input, select, summary") || document.querySelector("#vg-tooltip-element.visible");
   history.scrollRestoration = "manual";
-  const scroll = Number(store.get("scroll"));
-  if (scroll) scrollTo({ top: scroll, behavior: "instant" });
-  setInterval(() => { if (!busy()) { store.set("scroll", String(scrollY)); location.reload(); } }, 1000 * page.refresh);
+  const scroll = Number(store.get("scroll")), restore = () => scrollTo({ top: scroll, behavior: "instant" });
+  restore();
+  const reached = scrollY;
+  // The page grows while its charts are drawn: the old position may be out of reach before, and a reload would lose it.
+  queue.then(() => {
+    if (scrollY === reached) restore();
+    addEventListener("pagehide", () => store.set("scroll", String(scrollY)));
+    setInterval(() => { if (!busy()) location.reload(); }, 1000 * page.refresh);
+  });
 }
 
 theme();
