@@ -128,7 +128,7 @@ def numbers_of(driver: Driver, figure: str) -> list[str]:
     if summary.find_element("xpath", "..").get_attribute("open") is None:
         summary.send_keys("\ue007")  # enter
     rows = f"{figure} details tbody tr"
-    WebDriverWait(driver, 10).until(lambda one: all_of(one, rows))  # the event comes later
+    WebDriverWait(driver, 60).until(lambda one: all_of(one, rows))  # the event comes later
     return texts(driver, rows)
 
 
@@ -343,7 +343,7 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     prefer(opened, "dark")
     dark = background()
     assert light != dark
-    redrawn = WebDriverWait(opened, 10, ignored_exceptions=[StaleElementReferenceException])
+    redrawn = WebDriverWait(opened, 60, ignored_exceptions=[StaleElementReferenceException])
     redrawn.until(lambda _: line() != treated)  # the event comes later
     one(opened, "#theme").click()
     assert background() == light
