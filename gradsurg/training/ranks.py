@@ -8,9 +8,11 @@ import copy
 import gc
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -24,12 +26,14 @@ from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsurg.plugins.messages import tell
 from gradsurg.torch_internals import random_state
 
 Value = TypeVar("Value")
 
 NETWORK = "GLOO_SOCKET_IFNAME"  # the processes of one machine need no other than `lo`
 PATIENCE = 5.0  # seconds for the other processes to end after an error
+WATCH = 0.2  # seconds between two looks whether rank 0 is still there
 LOST = ("gloo", "connection", "broken pipe", "socket", "store")
 """Parts of the messages of an error that another process has caused by ending."""
 
@@ -141,6 +145,7 @@ def in_ranks(count: int, work: Callable[[Ranks, Path], Value]) -> Value:
     `folder` is a temporary one of each process. The others are forks that end with `work`. Each
     has one thread, because a fork waits for ever for the other threads of its parent. Raises
     RuntimeError naming the rank if one of them was killed or has raised, else what rank 0 raises.
+    If rank 0 is killed, the others end, and rank 1 prints a line.
     """
     if count == 1:
         return work(ALONE, Path())
@@ -188,6 +193,7 @@ def leave_group() -> None:
 
 def _forked(ranks: Ranks, store: str, folder: Path, work: Callable[[Ranks, Path], object]) -> int:
     """Fork a process that does the work of a rank and ends; return its number."""
+    first = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
@@ -197,6 +203,8 @@ def _forked(ranks: Ranks, store: str, folder: Path, work: Callable[[Ranks, Path]
         # A process group of an earlier run waits, when it is collected, for threads not forked.
         gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends all
+        watch = threading.Thread(target=_end_with, args=(first, ranks, folder.parent), daemon=True)
+        watch.start()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # rank 0 gives the same
             _join(ranks, store)
@@ -206,8 +214,20 @@ def _forked(ranks: Ranks, store: str, folder: Path, work: Callable[[Ranks, Path]
         with contextlib.suppress(OSError):
             failure = (f"{type(error).__name__}: {error}", traceback.format_exc())
             (folder / "failure").write_bytes(pickle.dumps(failure))
+        if _is_lost(error):
+            sleep(3 * WATCH)  # if it is rank 0 that has ended, `_end_with` says so
         # Before the traceback is released: that of DistributedDataParallel can wait for ever.
         os._exit(1)
+
+
+def _end_with(first: int, ranks: Ranks, root: Path) -> None:
+    """End this process when rank 0 has; rank 1 prints a line and removes the temporary folder."""
+    while os.getppid() == first:
+        sleep(WATCH)
+    if ranks.rank == 1:
+        tell(f"rank 0 of {ranks.count} was killed, and the others have ended with it")
+        shutil.rmtree(root, ignore_errors=True)
+    os._exit(1)
 
 
 def _cause(others: dict[int, int], folders: list[Path], error: Exception) -> RuntimeError | None:

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -139,6 +141,44 @@ def test_a_process_that_ends_is_named_and_ends_the_run(
     assert children() <= before
     (log,) = tmp_path.rglob("error.log")
     assert "rank 1 of 2" in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
+def test_the_others_end_with_rank_0_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    def work(ranks: Ranks, folder: Path) -> None:
+        (tmp_path / f"pid{ranks.rank}").write_text(f"{os.getpid()}", encoding="utf-8")
+        ranks.from_first(0)
+        if ranks.rank:
+            sleep(60)  # without communication
+        os.kill(os.getpid(), number)
+
+    first = os.fork()
+    if not first:
+        with (tmp_path / "printed").open("w", encoding="utf-8") as sys.stderr:
+            in_ranks(3, work)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(first, 0)[1]) == number
+    pids = [int((tmp_path / f"pid{rank}").read_text(encoding="utf-8")) for rank in (1, 2)]
+    deadline = monotonic() + 30
+    while any(map(is_running, pids)) and monotonic() < deadline:
+        sleep(0.05)
+    assert not any(map(is_running, pids))
+    printed = (tmp_path / "printed").read_text(encoding="utf-8")
+    assert printed == "rank 0 of 3 was killed, and the others have ended with it\n"
+    assert not [*temporary.iterdir()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
 
 
 def test_weights_that_differ_in_one_bit_are_named() -> None:
