@@ -30,13 +30,18 @@ def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
 
 
 def over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
-    """The p-norms of whole tensors from those of their parts, with one or two all-reduces.
+    """The p-norms of whole tensors from those of their parts: one all-reduce for p <= 2 and for
+    infinity, else two.
 
     Outside `of_shards` these are the whole tensors.
     """
     if not _shards:
         return norms
     group = _shards[-1]
+    if p <= 2:  # no square of a float32 number overflows or vanishes in float64
+        powers = norms.double().pow(p)
+        distributed.all_reduce(powers, distributed.ReduceOp.SUM, group)
+        return powers.pow(1 / p).to(norms.dtype)
     peaks = norms.clone()
     distributed.all_reduce(peaks, distributed.ReduceOp.MAX, group)
     if p == torch.inf:

@@ -1,14 +1,18 @@
 """Which axes are reduced, and by what."""
 
 import math
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from einops import reduce
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.reductions import direction, mean, norm, reduced_axes, widened
+from gradsurg.plugins.reductions import direction, mean, norm, of_shards, reduced_axes, widened
+from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.norm_rescale import NormRescale
 
 INF = float("inf")
@@ -108,6 +112,27 @@ def test_the_gradient_of_a_norm_is_the_direction() -> None:
     norm(grad, "tensor").sum().backward()
     assert grad.grad is not None
     torch.testing.assert_close(grad.grad, direction(grad.detach(), "tensor"))
+
+
+def _of_shards(ranks: Ranks, folder: Path) -> dict[tuple[float, float], tuple[float, int]]:
+    """The norm of a vector of which each process has a part, and the number of its all-reduces."""
+    count, found = ranks.count, {}
+    for p in (1.0, 1.5, 2.0, 3.0, INF):
+        for scale in (0.0, 1e-42, 1e-30, 1.0, 1e30, INF):
+            part = torch.full((8,), scale).chunk(count)[ranks.rank]
+            with (
+                patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as calls,
+                of_shards(cast(Any, distributed.group.WORLD)),
+            ):
+                found[p, scale] = norm(part, "tensor", p).item(), calls.call_count
+    return found
+
+
+def test_a_norm_over_shards_is_that_of_the_whole_with_one_all_reduce() -> None:
+    for (p, scale), (size, num_calls) in in_ranks(3, _of_shards).items():
+        expected = 0.0 if scale == 0 else torch.tensor(scale).item() * 8 ** (1 / p)
+        assert math.isclose(size, expected, rel_tol=1e-3), (p, scale)
+        assert num_calls == (2 if p == 3 else 1)
 
 
 def random(*shape: int) -> Tensor:
