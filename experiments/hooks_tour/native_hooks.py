@@ -74,10 +74,14 @@ for first in ("Python", "C++"):
     run(f"{first} first, then the other", leaf * 1, leaf)
 
 model = nn.Linear(1, 1)
-with warnings.catch_warnings(record=True) as caught:
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+half = gs.Surgery(gs.Intervention(gs.Scale(0.5), at=gs.Parameters("weight")))
+with warnings.catch_warnings(record=True) as caught, half.attach(model, optimizer):
     warnings.simplefilter("always")
-    with gs.Surgery(gs.Intervention(gs.Scale(0.5), at=gs.Parameters("weight"))).attach(model):
+    for step in range(3):
+        if step == 1:
+            cpp.add_tensor_hook(model.weight)
         model(torch.ones(1)).backward()
-        cpp.add_tensor_hook(model.weight)
-        model(torch.ones(1)).backward()
-print("gradsurg:", *(item.message for item in caught))
+        optimizer.step()
+        print(f"gradsurg, step {step}:", *([item.message for item in caught] or ["no warning"]))
+        caught.clear()

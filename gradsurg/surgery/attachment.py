@@ -1,8 +1,9 @@
 """One attached intervention: register, suspend, change and remove its hooks."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class Attachment:
             tuple[RegisterHooks, ExitStack]
         ] = []  # hooks that are off while it rests
         self._is_resting = False
+        self._calls: dict[str, int] = {}  # of each site, up to the last step
+        self._ran: set[str] = set()  # the sites whose hook ran in the last step
         self._warned_of_parts = False
         self._end_checks: list[Callable[[], str]] = []
         self.examples: ExampleSource | None = None
@@ -95,6 +98,13 @@ class Attachment:
         controller.begin_step()
         if self.examples is not None:
             self.examples.end_step()
+        if self._registered and not self._is_resting:
+            entries = {site: hook.entry for site, hook in self._hooks.items()}
+            calls = {site: e.fired + e.not_fired + e.on_device for site, e in entries.items()}
+            ran = {site for site, number in calls.items() if number != self._calls.get(site, 0)}
+            silent, self._calls, self._ran = self._ran - ran, calls, ran
+            if silent:
+                self._warn_of_discarded_hooks(silent)
         if controller.max_calls > 1:
             if not controller.has_several_tasks and not self._warned_of_parts:
                 self._warn_of_parts(controller.max_calls)
@@ -119,18 +129,24 @@ class Attachment:
 
     def end_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
-        checks = [*self._end_checks, self.coverage.end_warning, self._discarded_hooks_warning]
+        discarded = partial(self._discarded_hooks_warning, self._hooks)
+        checks = [*self._end_checks, self.coverage.end_warning, discarded]
         entries = [entry for entry in self.session.ledger if entry.intervention == self.label]
         if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
             checks.append(self.coverage.unmatched_warning)
         for check in checks:
-            if text := check():
+            if (text := check()) and f"{self.label}: {text}" not in self.session.warned:
                 self.note(text)
         return self.notes
 
-    def _discarded_hooks_warning(self) -> str:
-        """A warning of parameters whose hooks C++ code has discarded, else empty."""
-        own = {hook.hook for hook in self._hooks.values()}
+    def _warn_of_discarded_hooks(self, sites: Collection[str]) -> None:
+        """Warn if C++ code has discarded hooks of sites, which ran in the step before the last."""
+        if text := self._discarded_hooks_warning(sites):
+            self.session.warn_once(f"{self.label}: {text}")
+
+    def _discarded_hooks_warning(self, sites: Collection[str]) -> str:
+        """A warning of parameters among the sites whose hooks C++ has discarded, else empty."""
+        own = {self._hooks[site].hook for site in sites}
         names = [
             name
             for name, param in self.session.model.named_parameters()

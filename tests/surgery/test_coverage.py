@@ -219,3 +219,34 @@ def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPa
         backward(model, 0)
     with attached(model, gs.Identity(), gs.Parameters(stage="accumulated")):
         backward(model, 0)
+
+
+def test_a_hook_that_cpp_code_has_discarded_is_told_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Identity(), gs.Parameters("first.*"), optimizer) as live:
+        for _ in range(3):
+            backward(model)
+            optimizer.step()
+        model.first.weight.requires_grad_(False)  # its hook does not run, and nothing is wrong
+        backward(model)
+        optimizer.step()
+        model.first.weight.requires_grad_(True)
+        backward(model)
+        optimizer.step()
+        monkeypatch.setattr(
+            "gradsurg.torch_internals.autograd.python_hooks_run", lambda leaf: False
+        )
+        backward(model)
+        optimizer.step()
+        model.first.bias.requires_grad_(False)
+        with pytest.warns(gs.SurgeryWarning, match=r"C\+\+ code registered on first\.bias has"):
+            backward(model)
+            optimizer.step()
+        monkeypatch.undo()
+    assert {entry.site: entry.fired for entry in live.ledger} == {
+        "first.weight": 6,
+        "first.bias": 6,
+    }
