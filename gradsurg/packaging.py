@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.package.package_importer import PackageImporter
 import gradsurg
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.messages import one_line
+from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 
 PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
@@ -103,8 +105,25 @@ def save(
     return Contents(**{key: tuple(sorted(names)) for key, names in modules.items()})
 
 
-def load(path: str | Path, *, trust: bool = False) -> tuple[nn.Module, Surgery]:
-    """Return the model and the surgery of an archive, not attached; the state is as it was saved.
+@overload
+def load(
+    path: str | Path, *, trust: bool = False, attach: Literal[False] = False
+) -> tuple[nn.Module, Surgery]: ...
+
+
+@overload
+def load(
+    path: str | Path, *, trust: bool = False, attach: Literal[True]
+) -> tuple[nn.Module, Surgery, Live]: ...
+
+
+def load(
+    path: str | Path, *, trust: bool = False, attach: bool = False
+) -> tuple[nn.Module, Surgery] | tuple[nn.Module, Surgery, Live]:
+    """Return the model and the surgery of an archive; the state is as it was saved.
+
+    With `attach` the surgery is attached to the model and the third value is the handle that
+    `surgery.start(model)` returns: `live.bind(optimizer)` when there is one, `live.close()`.
 
     Loading runs the code in the archive: ValueError without `trust=True`, and if the file is no
     archive of `save`. A SurgeryWarning names other versions of gradsurg or torch.
@@ -125,7 +144,8 @@ def load(path: str | Path, *, trust: bool = False) -> tuple[nn.Module, Surgery]:
     if about != here:
         text = f"'{path}' was saved with {_versions(about)}, loaded with {_versions(here)}"
         warnings.warn(text, SurgeryWarning, stacklevel=2)
-    return importer.load_pickle(PACKAGE, OBJECTS)
+    model, surgery = importer.load_pickle(PACKAGE, OBJECTS)
+    return (model, surgery, surgery.start(model)) if attach else (model, surgery)
 
 
 def _note(names: list[str], exporter: PackageExporter, name: str) -> None:

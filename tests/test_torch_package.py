@@ -66,12 +66,16 @@ def surgery_of(theirs: Any) -> gs.Surgery:
 
 def train(model: nn.Module, surgery: gs.Surgery, steps: int, seed: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(seed)
     with surgery.attach(model, optimizer):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
-            optimizer.step()
+        run(model, optimizer, steps, seed)
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
 
 
 def test_a_loaded_surgery_trains_on_bit_identically_where_its_code_is_missing(
@@ -94,6 +98,25 @@ def test_a_loaded_surgery_trains_on_bit_identically_where_its_code_is_missing(
     assert type(loaded) is not type(model)
     pairs = zip(model.parameters(), loaded.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_a_surgery_can_be_loaded_attached(theirs: Any, tmp_path: Path) -> None:
+    model, surgery = theirs.Net(), surgery_of(theirs)
+    train(model, surgery, 5, seed=1)
+    packaging.save(tmp_path / "model.pt", model, surgery)
+    train(model, surgery, 5, seed=2)
+    loaded, loaded_surgery, live = packaging.load(tmp_path / "model.pt", trust=True, attach=True)
+    assert loaded_surgery.is_attached
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.1)
+    live.bind(optimizer)
+    run(loaded, optimizer, 5, seed=2)
+    live.close()
+    assert live.step == 10
+    assert not loaded_surgery.is_attached
+    pairs = zip(model.parameters(), loaded.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    with pytest.raises(ValueError, match="holds code"):
+        packaging.load(tmp_path / "model.pt", attach=True)
 
 
 def test_patterns_of_the_user_come_first_and_are_reported(theirs: Any, tmp_path: Path) -> None:

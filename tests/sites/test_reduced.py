@@ -76,10 +76,10 @@ def test_a_graph_that_outlives_the_block_passes_gradients_unchanged() -> None:
     assert model.first.grad == 3.0
 
 
-def _of_two(ranks: Ranks, folder: Path) -> list[dict[str, list[float]]]:
-    """Run one of two ranks with gradients 1 and 5, clipped to 2: the average is 3."""
+def _averaged(ranks: Ranks, folder: Path) -> list[dict[str, list[float]]]:
+    """Run one of the ranks with gradients 1, 5 (and 3), clipped to 2: the average is 3."""
     rank = ranks.rank
-    x = torch.tensor([1.0, 5.0][rank])
+    x = torch.tensor([1.0, 5.0, 3.0][rank])
     found: dict[str, list[float]] = {}
 
     def train(name: str, transform: Transform, inner: bool = False, **options: bool) -> None:
@@ -107,9 +107,10 @@ def _of_two(ranks: Ranks, folder: Path) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_on_two_ranks_it_acts_on_the_averaged_gradients() -> None:
-    found = in_ranks(2, _of_two)
-    assert found[0] == found[1]
+@pytest.mark.parametrize("count", [2, 3])
+def test_on_several_ranks_it_acts_on_the_averaged_gradients(count: int) -> None:
+    found = in_ranks(count, _averaged)
+    assert found == [found[0]] * count
     norm = 3.0 / 2.0**0.5
     assert found[0] == {
         "plain": [3.0, 3.0],
@@ -118,6 +119,6 @@ def test_on_two_ranks_it_acts_on_the_averaged_gradients() -> None:
         "bucket views": [2.0, 2.0],
         "static graph": [2.0, 2.0],
         "global norm": [pytest.approx(norm), pytest.approx(norm)],
-        "unused on a rank": [2.0, 0.5],
+        "unused on a rank": [2.0, pytest.approx(1 / count)],
         "no_sync": [12.0, 12.0],
     }

@@ -113,6 +113,22 @@ def children() -> set[str]:
     return set(Path(f"/proc/{me}/task/{me}/children").read_text(encoding="utf-8").split())
 
 
+@pytest.mark.parametrize(("count", "notes"), [(2, 0), (3, 1)])
+def test_a_resumed_run_tells_from_three_processes_on_that_bits_may_differ(
+    tmp_path: Path, count: int, notes: int
+) -> None:
+    def run(task: Wrapped) -> Run:
+        run = run_in(count)
+        return replace(run, task=task, schedule=replace(run.schedule, batch_size=30))
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(run(Wrapped(at=25, does="interrupt")), tmp_path, [], THREADS)
+    record = execute(run(Wrapped()), tmp_path, [], THREADS)
+    assert record.action == "resumed"
+    texts = [str(note) for note in record.summary["notes"]]  # pyright: ignore[reportGeneralTypeIssues]
+    assert sum("sum gradients in another order" in text for text in texts) == notes
+
+
 @dataclass(frozen=True)
 class FailsInSecond(Wrapped):
     """Digits whose loss at call `at` fails in the second process only."""
