@@ -113,6 +113,19 @@ def model_refusal(model: nn.Module, optimizer: optim.Optimizer) -> str:
         for kind, reason in MODULES.items():
             if isinstance(module, kind) and _is_active(module):
                 return f"'{name}' ({type(module).__name__}) {reason}"
+    return _hook_refusal(model, optimizer)
+
+
+def _hook_refusal(model: nn.Module, optimizer: optim.Optimizer) -> str:
+    """Return the reason if a user's model or optimizer has hooks of its own that see gradients."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"'{name or type(model).__name__}' has a backward hook of its own"
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            return f"'{name}' has a hook of its own"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{type(optimizer).__name__} has a step hook of its own"
     return ""
 
 

@@ -25,6 +25,7 @@ from gradsurg.stacked.tasks import Aggregated, TaskRows
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Part
+from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.batching import Slots, batched
 from gradsurg.torch_internals.random_state import GeneratorStates
 from gradsurg.training.checkpoint import Checkpoint, TrainingState
@@ -36,6 +37,9 @@ OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 MAX_EXAMPLES = 8192  # of one forward of all replicas in evaluation mode
 
+MAX_DIFFERENCE = 1e-4
+"""The largest difference of gradients that is taken for rounding, relative to their entries."""
+
 MAX_ENTRIES = 1 << 24  # of the inputs and outputs of all replicas that are evaluated together
 
 TRIALS = 4  # measurements, of which the fastest counts
@@ -45,11 +49,15 @@ SHARED_STATE = "step"
 """The entry of an optimizer's state that is no tensor per entry: replicas have the same steps."""
 
 
+class Unstackable(Exception):
+    """The runs do not train in a stack as they do one by one."""
+
+
 class Stack:
     """The replicas of some open runs, whose surgeries are not attached yet.
 
     `generators` are the states of the global random generators after each run was opened. Raises
-    ValueError if data or parameters do not fit one another.
+    Unstackable if data or parameters do not fit one another.
     """
 
     def __init__(self, runs: Sequence[OpenRun], generators: Sequence[GeneratorStates]) -> None:
@@ -61,7 +69,7 @@ class Stack:
         self._slots, self._loss_fn = Slots(self._template), first.run.task.loss
         models = [dict(run.model.named_parameters()) for run in runs]
         if any(_shapes(model) != _shapes(models[0]) for model in models):
-            raise ValueError("the models of the runs have other parameters")
+            raise Unstackable("the models of the runs have other parameters")
         self.params = {
             name: nn.Parameter(torch.stack([model[name].detach() for model in models]), grad)
             for name, grad in ((name, p.requires_grad) for name, p in models[0].items())
@@ -71,8 +79,10 @@ class Stack:
                 param.data = self.params[name].detach()[row]
         self._trained = {name: p for name, p in self.params.items() if p.requires_grad}
         self._stacked = {**self.params, **_stacked_buffers([run.model for run in runs])}
-        holder = nn.ParameterList(self.params.values())
-        self.optimizer = first.run.make_optimizer(holder)
+        self.optimizer = self._new_optimizer(self.params)
+        alone = first.run.make_optimizer(first.model)
+        if _groups_of(self.optimizer, self.params) != _groups_of(alone, models[0]):
+            raise Unstackable("the groups of the optimizer depend on the shapes of the parameters")
         self.lr_schedule = first.run.make_lr_schedule(self.optimizer)
         if first.checkpoint is not None:
             self._load_optimizer_states()  # also the learning rate, which the schedule has set
@@ -245,12 +255,29 @@ class Stack:
     def first_difference(self, step: int) -> tuple[float, dict[str, Tensor]]:
         """Return the largest relative difference of replica 0's gradients at `step` from those of
         a run of its own (0: bit-identical), and the gradients of all replicas.
+
+        Raises Unstackable if they differ by more than rounding, or if the pass of a run of its own
+        changes the model or draws random numbers.
         """
         inputs, targets = self.batch(step)
         _, grads = self.gradients(inputs, targets)
-        alone = self._alone(inputs[0], targets[0], list(grads))
-        pairs = zip(alone, grads.values(), strict=True)
-        return max((difference(every[0], own) for own, every in pairs), default=0.0), grads
+        model, device = self.runs[0].model, self.runs[0].run.device
+        before, generators = _pass_state(model), random_state.get_states(device)
+        alone = dict(
+            zip(
+                self._trained,
+                self._alone(inputs[0], targets[0], list(self._trained)),
+                strict=True,
+            )
+        )
+        if name := _changed(before, _pass_state(model)):
+            raise Unstackable(f"the forward pass changes '{name}' of the model")
+        if not random_state.equal(generators, random_state.get_states(device)):
+            raise Unstackable("the forward pass draws random numbers")
+        found = {name: grad for name, grad in alone.items() if grad is not None}
+        if found.keys() != grads.keys():
+            raise Unstackable("other parameters than in a sequential run have gradients")
+        return _rounding({name: grads[name][0] for name in found}, found), grads
 
     def trial(self, step: int, groups: Sequence[Group]) -> float:
         """Return the time of a step of all replicas over that of as many runs, one after the
@@ -258,9 +285,12 @@ class Stack:
         """
         inputs, targets = self.batch(step)
         _, grads = self.gradients(inputs, targets)
-        params = [param.detach().clone().requires_grad_() for param in self._trained.values()]
-        optimizer = self.runs[0].run.make_optimizer(nn.ParameterList(params))
-        for param, name in zip(params, self._trained, strict=True):
+        params = {
+            name: nn.Parameter(param.detach().clone(), param.requires_grad)
+            for name, param in self.params.items()
+        }
+        optimizer = self._new_optimizer(params)
+        for name, param in params.items():
             param.grad = grads.get(name)
         stacked = _seconds(lambda: self.gradients(inputs, targets)) + _seconds(optimizer.step)
         passes = _seconds(lambda: self._alone(inputs[0], targets[0], list(self._trained)))
@@ -297,6 +327,14 @@ class Stack:
         loss = run.run.task.loss(run.model(inputs), targets)
         return torch.autograd.grad(loss, [params[name] for name in names], allow_unused=True)
 
+    def _new_optimizer(self, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """Return an optimizer of stacked parameters, which have their names in the model."""
+        self._slots.fill(params.items())
+        try:
+            return self.runs[0].run.make_optimizer(self._template)
+        finally:
+            self._slots.restore()
+
     def optimizer_state(self, row: int, params: Sequence[nn.Parameter]) -> dict[Any, Any]:
         """Return the state of one replica's optimizer, by its parameters. Any: torch's own type."""
         states = (self.optimizer.state.get(stacked) for stacked in self.params.values())
@@ -313,7 +351,7 @@ class Stack:
             batches = run.batches
             for name in ("inputs", "targets"):
                 if not torch.equal(getattr(batches, name), getattr(first.batches, name)):
-                    raise ValueError("the runs have other training examples")
+                    raise Unstackable("the runs have other training examples")
             run.data = first.data
             inputs, targets = first.batches.inputs, first.batches.targets
             run.batches = replace(batches, inputs=inputs, targets=targets)
@@ -402,6 +440,56 @@ def _step_seconds(opened: OpenRun) -> float:
         return _seconds(lambda: list(islice(steps, TRIAL_STEPS))) / TRIAL_STEPS
     finally:
         live.abort()
+
+
+def _rounding(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest relative difference of a gradient; Unstackable if it is above rounding.
+
+    A gradient whose terms cancel may differ by as much as the rounding of the largest ones.
+    """
+    largest = max(
+        (grad.abs().max().item() for grad in expected.values() if grad.numel()), default=0.0
+    )
+    differences = {name: difference(found[name], grad) for name, grad in expected.items()}
+    for name, size in differences.items():
+        if size > MAX_DIFFERENCE:
+            entries = (found[name] - expected[name]).abs().max().item()
+            if not entries <= MAX_DIFFERENCE * largest:
+                what = f"the gradient of '{name}' in a stack"
+                raise Unstackable(f"{what} differs by {size:.1e} from that of a sequential run")
+    return max(differences.values(), default=0.0)
+
+
+def _groups_of(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:  # Any: as torch types the options of a group
+    """Return the groups of an optimizer, with the names of their parameters."""
+    names = {id(param): name for name, param in params.items()}
+    return [
+        group | {"params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _pass_state(model: nn.Module) -> dict[str, object]:
+    """Return copies of the buffers and numbers that a forward pass of a model could change."""
+    state: dict[str, object] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, module in model.named_modules():
+        numbers = {
+            key: value for key, value in vars(module).items() if isinstance(value, int | float)
+        }
+        state |= {f"{name}.{key}".lstrip("."): value for key, value in numbers.items()}
+    return state
+
+
+def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> str:
+    """Return the name of the first value of a pass that differs, or ''."""
+    for name in {**before, **after}:
+        one, other = before.get(name), after.get(name)
+        tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+        if not (torch.equal(one, other) if tensors else one == other):
+            return name
+    return ""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
 from gradsurg.stacked.acting import Slices, groups_of, treatment
 from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
-from gradsurg.stacked.stack import Stack, quiet
+from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.surgery.live import Live
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
@@ -160,6 +160,8 @@ def _train(program: "_Program", threads: int | None, trial: bool) -> str:
             if not reason:
                 program.train()
             return reason
+    except Unstackable as refusal:
+        return str(refusal)
     except Exception as error:  # tasks, models and transforms are a user's
         logging.getLogger("gradsurg").debug("%s", traceback.format_exc())
         return f"the stack failed ({full_message(error)})"

@@ -1,5 +1,6 @@
 """A stacked study has the files of a sequential one."""
 
+import random
 import signal
 import subprocess
 import sys
@@ -446,4 +447,85 @@ class Drawing(Digits):
 
 def test_a_task_that_draws_numbers_loads_its_data_in_each_run(tmp_path) -> None:
     for record, other in both(tmp_path, runs_of(None, seeds=2, task=Drawing(), schedule=FEW)):
+        assert_same_files(record, other)
+
+
+class Counting(MLP):
+    """Scales its outputs by the number of its calls."""
+
+    def __init__(self, data, kind: str) -> None:
+        super().__init__(data.input_shape, data.num_outputs, hidden=(8,))
+        self.kind, self.calls = kind, 0
+        self.register_buffer("count", torch.zeros(()))
+        if kind == "tensor hook":
+            self.output.weight.register_hook(lambda grad: 2 * grad)
+        if kind == "module hook":
+            self.output.register_full_backward_hook(lambda module, given, got: None)
+
+    def forward(self, inputs):
+        match self.kind:
+            case "buffer in place":
+                self.count += 1
+            case "buffer":
+                self.count = self.count + 1
+            case "number":
+                self.calls += 1
+            case "random":
+                return super().forward(inputs) * random.random()
+            case "wrong":
+                batched = torch._C._functorch.is_batchedtensor(self.output.weight)
+                return super().forward(inputs) * (2 if batched else 1)
+        return super().forward(inputs) * (1 + self.count + self.calls)
+
+
+def by_shape(module):
+    params = list(module.parameters())
+    decayed = [param for param in params if param.ndim > 1]
+    rest = [param for param in params if param.ndim <= 1]
+    return torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.1)
+
+
+def hooked(module):
+    optimizer = plain_sgd(module)
+    optimizer.register_step_pre_hook(lambda *arguments: None)
+    return optimizer
+
+
+def counting(kind: str):
+    return {"make_model": lambda data: Counting(data, kind)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (counting("buffer in place"), "the forward pass changes 'count' of the model"),
+        (counting("buffer"), "the forward pass changes 'count' of the model"),
+        (counting("number"), "the forward pass changes 'calls' of the model"),
+        (counting("random"), "the forward pass draws random numbers"),
+        (counting("wrong"), "the gradient of 'hidden.0.linear.weight' in a stack differs by"),
+        (counting("tensor hook"), "'output.weight' has a hook of its own"),
+        (counting("module hook"), "'output' has a backward hook of its own"),
+        ({"make_optimizer": by_shape}, "the groups of the optimizer depend on the shapes"),
+        ({"make_optimizer": hooked}, "SGD has a step hook of its own"),
+    ],
+)
+def test_a_model_or_optimizer_that_would_train_otherwise_is_refused(
+    tmp_path, fields, reason
+) -> None:
+    notes: list[str] = []
+    runs = runs_of(gs.Clip(0.01), None, seeds=2, schedule=FEW, **fields)
+    assert not execute_stacked(runs, tmp_path, [], tell=notes.append)
+    assert reason in notes[-1]
+
+
+def test_an_optimizer_groups_parameters_by_their_names(tmp_path) -> None:
+    def by_name(module):
+        named = dict(module.named_parameters())
+        weights = [param for name, param in named.items() if name.endswith("weight")]
+        biases = [param for name, param in named.items() if name.endswith("bias")]
+        groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    runs = runs_of(gs.Clip(0.01), None, seeds=2, schedule=FEW, make_optimizer=by_name)
+    for record, other in both(tmp_path, runs):
         assert_same_files(record, other)
