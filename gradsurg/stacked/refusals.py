@@ -10,23 +10,10 @@ from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.parameters import Parameters
 from gradsurg.stacked.acting import STEP_TRIGGERS
+from gradsurg.stacked.choice import shared_key
 from gradsurg.stacked.stack import OPTIMIZERS
 from gradsurg.training.run import Run
 from gradsurg.triggers.for_task import ForTask
-
-TREATMENT = (
-    "seed",
-    "label",
-    "transform",
-    "site",
-    "when",
-    "order",
-    "control",
-    "sources",
-    "aggregator",
-    "shared",
-)
-"""Keys of an identity in which the replicas of one stack may differ."""
 
 STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
 """Stages of `Parameters` that are exact on the slice of one replica."""
@@ -52,8 +39,7 @@ MODULES: Mapping[type[nn.Module], str] = {
 
 def stack_key(run: Run) -> str:
     """Return a text that is equal for runs that share model, task, optimizer and schedule."""
-    shared = {key: value for key, value in run.identity.items() if key not in TREATMENT}
-    return json.dumps([run.study, shared, repr(run.schedule)], sort_keys=True, default=repr)
+    return json.dumps([run.study, shared_key(run.identity), repr(run.schedule)])
 
 
 def run_refusal(run: Run) -> str:

@@ -26,7 +26,7 @@ from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Part
 from gradsurg.torch_internals import random_state
-from gradsurg.torch_internals.batching import Slots, batched
+from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched
 from gradsurg.torch_internals.random_state import GeneratorStates
 from gradsurg.training.checkpoint import Checkpoint, TrainingState
 from gradsurg.training.loop import StepOptions, TaskLosses, concatenated, train
@@ -66,6 +66,7 @@ class Stack:
         self.schedule = first.run.schedule
         self._share_data()
         self._template = deepcopy(first.model).train()
+        batch_linear_layers(self._template)
         self._slots, self._loss_fn = Slots(self._template), first.run.task.loss
         models = [dict(run.model.named_parameters()) for run in runs]
         if any(_shapes(model) != _shapes(models[0]) for model in models):
@@ -486,8 +487,10 @@ def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> str:
     """Return the name of the first value of a pass that differs, or ''."""
     for name in {**before, **after}:
         one, other = before.get(name), after.get(name)
-        tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
-        if not (torch.equal(one, other) if tensors else one == other):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if not torch.equal(one, other):
+                return name
+        elif one != other:
             return name
     return ""
 

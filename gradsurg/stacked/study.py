@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from torch import Tensor
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
 from gradsurg.stacked.acting import Slices, groups_of, treatment
+from gradsurg.stacked.choice import Choices
 from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.surgery.live import Live
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
 from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import SUMMARY, RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import RESUMED
 from gradsurg.training.run_reader import BrokenFile
 from gradsurg.training.study import Action, OpenRun, Record, restored_process, run_info
@@ -36,6 +37,8 @@ FLUSH_S = 2.0
 SAVE_SHARE = 20
 """Seconds of training for each second in which checkpoints are saved."""
 
+
+CHOSEN = "the study has runs that were trained one by one"
 
 FIRST_SAVE_S = 0.25
 """Seconds that the first save is taken to need."""
@@ -99,25 +102,27 @@ def execute_stacked(
     Runs that cannot, and all runs of a stack that fails, are left to `execute`; `tell` gets a line
     for each reason. Stacks of at least two runs share `stack_key` and the step of their checkpoint.
     A run that another process trains is left to `execute` too, which waits for it. With `auto` a
-    stack is trained if it is faster in a trial of one step, and the runs of a study that has a
-    finished one are trained as that was, so that both arms of a comparison are computed alike.
+    stack is trained if it is faster in a trial of one step, and later runs of the study with the
+    same model, task and optimizer as the first, so that the arms of a comparison are computed
+    alike (see `Choices`).
     """
     records: dict[str, Record] = {}
     groups: dict[str, list[Run]] = {}
     refused: Counter[str] = Counter()
     different = {run.name: run for run in runs}
-    studies = {run.study for run in different.values()} if auto else set()
-    choices = {study: _first_choice(out / study) for study in studies}
+    choices = Choices(out, different.values()) if auto else None
+    mixed: set[str] = set()  # groups of which some runs are trained one by one
     for run in different.values():
         if RunDirectory(run.directory(out)).finished:
             continue
         if reason := run_refusal(run):
             refused[reason] += 1
-        elif choices.get(run.study) == "sequential":
-            refused["the study has runs that were trained one by one"] += 1
+            mixed.add(stack_key(run))
+        elif choices is not None and choices.get(run) == "sequential":
+            refused[CHOSEN] += 1
         else:
             groups.setdefault(stack_key(run), []).append(run)
-    for group in groups.values():
+    for key, group in groups.items():
         for start in range(0, len(group), MAX_REPLICAS):
             with ExitStack() as locks:
                 taken = [
@@ -129,8 +134,7 @@ def execute_stacked(
                         refused["there is no other run to stack"] += 1
                         continue
                     program = _Program(replicas, step, loggers, tell)
-                    trial = auto and choices[group[0].study] is None
-                    if reason := _train(program, threads, trial):
+                    if reason := _train(program, threads, choices, key in mixed):
                         refused[reason] += len(replicas) - len(program.records)
                     records |= program.records
     for reason, count in refused.items():
@@ -152,11 +156,11 @@ def _by_step(taken: Iterable["_Replica | None"]) -> dict[int, list["_Replica"]]:
     return by_step
 
 
-def _train(program: "_Program", threads: int | None, trial: bool) -> str:
+def _train(program: "_Program", threads: int | None, choices: Choices | None, mixed: bool) -> str:
     """Train a stack; return the reason if its runs are left to `execute`, else ''."""
     try:
         with restored_process(threads, program.device), quiet():
-            reason = program.take() or program.begin(trial)
+            reason = program.take() or program.begin(choices, mixed)
             if not reason:
                 program.train()
             return reason
@@ -167,15 +171,6 @@ def _train(program: "_Program", threads: int | None, trial: bool) -> str:
         return f"the stack failed ({full_message(error)})"
     finally:
         program.close()
-
-
-def _first_choice(study: Path) -> Literal["stacked", "sequential"] | None:
-    """Return how the first finished run of a study was trained; None if there is none."""
-    for path in sorted(study.glob(f"*/{SUMMARY}")):
-        directory = RunDirectory(path.parent)
-        if directory.finished:
-            return "stacked" if "runner" in directory.read_summary() else "sequential"
-    return None
 
 
 def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replica | None:
@@ -263,10 +258,10 @@ class _Program:
         first = self._runs[0]
         return model_refusal(first.model, first.training.optimizer)
 
-    def begin(self, trial: bool) -> str:
+    def begin(self, choices: Choices | None, mixed: bool) -> str:
         """Stack the runs, attach the surgeries, compare the first step with a sequential one.
 
-        Return the reason if `trial` and the stack is not faster.
+        Return the reason if the runs are to be trained one by one, as `_refusal` does.
         """
         self._stack = stack = Stack(self._runs, self._generators)
         count = _runs(len(self._runs))
@@ -282,11 +277,11 @@ class _Program:
             with opened.recorded_warnings():
                 self._lives.append(opened.attach())
         self._groups = groups_of(self._runs, stack.params, grads, stack.tasks)
-        if trial and (times := stack.trial(self._start, self._groups)) > 1:
-            return f"a step of {count} as a stack takes {times:.2f} times as long as one by one"
         batches = [group for group in self._groups if not isinstance(group, Slices)]
         difference = max([difference, *(batch.difference for batch in batches)])
         same = not difference and compute.compile is None
+        if choices is not None and (reason := self._refusal(choices, mixed and not same)):
+            return reason
         self._first_step = "bit-identical" if same else f"differs by {difference:.1e}"
         compared = f"is {self._first_step} to" if same else f"{self._first_step} from"
         compiled = f", compiled in {self._compile_s:.1f} s" if self._compile_s else ""
@@ -294,6 +289,29 @@ class _Program:
             f"{count} as one stack{compiled}; its first step {compared} that of a sequential run"
         )
         return ""
+
+    def _refusal(self, choices: Choices, uneven: bool) -> str:
+        """Return the reason if `runner=auto` leaves the runs to `execute`; record what it chooses.
+
+        That is what the study has chosen before, else the faster form in a trial. `uneven`: other
+        arms of the runs are trained one by one, and the stack rounds otherwise.
+        """
+        run = self._runs[0].run
+        match choices.get(run):
+            case "stacked":
+                return ""
+            case "sequential":
+                return CHOSEN
+            case None:
+                pass
+        reason = ""
+        if uneven:
+            reason = "other arms are trained one by one, and a stack differs from that by rounding"
+        elif (times := self._stack.trial(self._start, self._groups)) > 1:
+            count = _runs(len(self._runs))
+            reason = f"a step of {count} as a stack takes {times:.2f} times as long as one by one"
+        choices.record(run, "sequential" if reason else "stacked")
+        return reason
 
     def _show_progress(self, done: int, losses: Tensor) -> None:
         """Show the stack as one run on a terminal."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from gradsurg.torch_internals.batching import Slots, batched
+from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched
 
 
 def a_model() -> nn.Sequential:
@@ -41,3 +41,33 @@ def test_a_random_number_in_a_batched_call_is_refused_and_vmap_ends() -> None:
         batched(lambda tensors: [torch.rand_like(tensors[0])], [torch.ones(2, 3)], 2)
     (found,) = batched(lambda tensors: [tensors[0] + 1], [torch.zeros(2)], 2)
     assert torch.equal(found, torch.ones(2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_batched_linear_layer_is_that_of_each_model(shape, bias, shared) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
+    batch_linear_layers(model)
+    inputs = torch.randn(shape) if shared else torch.randn(6, *shape)
+    params = {name: torch.randn(6, *param.shape) for name, param in model.named_parameters()}
+    leaves = [param.requires_grad_() for param in params.values()]
+    slots = Slots(model)
+
+    def call(tensors: Sequence[Tensor]) -> list[Tensor]:
+        slots.fill(zip(params, tensors[: len(params)], strict=True))
+        rest = tensors[len(params) :]
+        return [model(rest[0] if rest else inputs)]
+
+    (found,) = batched(call, leaves if shared else [*leaves, inputs], 6)
+    slots.restore()
+    grads = torch.autograd.grad(found.square().sum(), leaves)
+    plain = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
+    for row in range(6):
+        own = {name: param[row].detach().requires_grad_() for name, param in params.items()}
+        expected = functional_call(plain, own, (inputs if shared else inputs[row],))
+        torch.testing.assert_close(found[row], expected)
+        alone = torch.autograd.grad(expected.square().sum(), list(own.values()))
+        for one, other in zip(grads, alone, strict=True):
+            torch.testing.assert_close(one[row], other)
