@@ -1,6 +1,7 @@
 """The report of a study: everything computed once, for page, figures, tables and terminal."""
 
 import shlex
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
@@ -40,6 +41,7 @@ from gradsurg.report.series import (
     norms,
 )
 from gradsurg.report.tuning import ArmTuning, read_tunings, unequal
+from gradsurg.report.wording import count
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,24 @@ def experiment(runs: Sequence[LoadedRun]) -> list[tuple[str, str]]:
     hardware = [(run.summary or {}).get("hardware") for run in runs]
     places = dict.fromkeys(str(place) for place in hardware if place)
     versions = [("versions", ", ".join(parts))] if parts else []
-    return [*facts, *versions, *(("hardware", place) for place in places)]
+    runner = [("runner", text)] if (text := _runners(runs)) else []
+    return [*facts, *versions, *(("hardware", place) for place in places), *runner]
+
+
+def _runners(runs: Sequence[LoadedRun]) -> str:
+    """Return how many runs were trained in stacks, and by how much these differ; '' if none was."""
+    ended = [run.summary for run in runs if run.summary]
+    stacked = [runner for summary in ended if isinstance(runner := summary.get("runner"), dict)]
+    if not stacked:
+        return ""
+    steps = Counter(str(runner.get("first_step")) for runner in stacked)
+    parts = [
+        f"{count(number, 'run')} stacked; first step, beside a sequential one: {text}"
+        for text, number in steps.most_common()
+    ]
+    if alone := len(ended) - len(stacked):
+        parts.append(f"{count(alone, 'run')} one by one")
+    return "; ".join(parts)
 
 
 def _with_fields(name: str, items: Sequence[dict[str, Any]]) -> str:

@@ -399,6 +399,19 @@ def test_time_and_hardware_are_told_with_the_runs_they_are_of(tmp_path: Path) ->
     assert [duration(s) for s in (0.123, 59, 7500)] == ["0.12 s", "59 s", "2 h 5 min"]
 
 
+def test_a_study_names_its_stacked_runs_and_their_first_step(tmp_path: Path) -> None:
+    steps = ("bit-identical", "bit-identical", "differs by 1.0e-07", None)
+    for seed, step in enumerate(steps):
+        more = {} if step is None else {"runner": {"name": "stacked", "first_step": step}}
+        studies.end(studies.plan(tmp_path, "none", seed), "none", 0.5, **more)
+    assert dict(study_report(tmp_path, logs=False).experiment)["runner"] == (
+        "2 runs stacked; first step, beside a sequential one: bit-identical; "
+        "1 run stacked; first step, beside a sequential one: differs by 1.0e-07; 1 run one by one"
+    )
+    studies.whole(tmp_path / "plain", "none", 0, 0.5)
+    assert "runner" not in dict(study_report(tmp_path / "plain", logs=False).experiment)
+
+
 def test_test_metrics_have_curves_and_the_number_of_samples_has_none(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
     for step in (10, 20):
