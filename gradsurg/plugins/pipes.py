@@ -83,3 +83,13 @@ def address_space() -> float:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return inf if limit == resource.RLIM_INFINITY else limit
+
+
+def open_files() -> float:
+    """Return the number of open files that `ulimit -n` allows; infinite without a limit."""
+    if sys.platform == "win32":
+        return inf
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return inf if limit == resource.RLIM_INFINITY else limit

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
+from gradsurg.plugins.pipes import open_files
 from gradsurg.stacked.acting import Slices, groups_of, treatment
 from gradsurg.stacked.choice import Choices
 from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
@@ -122,12 +123,12 @@ def execute_stacked(
             refused[CHOSEN] += 1
         else:
             groups.setdefault(stack_key(run), []).append(run)
+    size = max(2, int(min(MAX_REPLICAS, open_files() // 2)))  # others of the process remain
     for key, group in groups.items():
-        for start in range(0, len(group), MAX_REPLICAS):
+        for start in range(0, len(group), size):
             with ExitStack() as locks:
                 taken = [
-                    _taken(run, out, retry_failed, locks)
-                    for run in group[start : start + MAX_REPLICAS]
+                    _taken(run, out, retry_failed, locks) for run in group[start : start + size]
                 ]
                 for step, replicas in _by_step(taken).items():
                     if len(replicas) == 1:
@@ -177,7 +178,11 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
     """Lock the directory of an unfinished run and load its checkpoint; None if `execute` has to."""
     directory = BufferedDirectory(run.directory(out).absolute())
     with ExitStack() as lock:
-        if not lock.enter_context(directory.lock(wait=False)):
+        try:
+            obtained = lock.enter_context(directory.lock(wait=False))
+        except OSError:  # too many open files, or a folder that cannot be written
+            obtained = False
+        if not obtained:
             return None
         state = directory.recorded_state
         if state in ("finished", "diverged") or (state == "failed" and not retry_failed):
@@ -187,7 +192,7 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
             directory.clear_error()
             directory.plan(run.facts, run.identity)
             checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
-        except (ValueError, BrokenFile):
+        except (OSError, ValueError, BrokenFile):
             return None
         locks.enter_context(lock.pop_all())
     action: Action = "trained" if checkpoint is None else "resumed"

@@ -403,6 +403,30 @@ def test_the_jobs_of_a_sweep_are_replicas_of_one_stack(here) -> None:
     assert forced.err.count("as one stack") == 1
 
 
+def test_few_open_files_make_small_stacks(tmp_path, monkeypatch) -> None:
+    """Each replica holds the lock of its directory; the runs beyond it are trained one by one."""
+    monkeypatch.setattr("gradsurg.stacked.study.open_files", lambda: 8)
+    notes: list[str] = []
+    runs = runs_of(gs.Clip(0.01), None, seeds=4, schedule=FEW)
+    assert len(execute_stacked(runs, tmp_path / "few", [], tell=notes.append)) == 8
+    assert [note.partition(";")[0] for note in notes] == ["4 runs as one stack"] * 2
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_directory_that_cannot_be_locked_is_left(tmp_path, monkeypatch, taken) -> None:
+    lock, calls = RunDirectory.lock, []
+
+    def limited(directory: RunDirectory, wait: bool = True):
+        calls.append(directory)
+        if len(calls) > taken:
+            raise OSError(24, "Too many open files")
+        return lock(directory, wait)
+
+    monkeypatch.setattr(RunDirectory, "lock", limited)
+    runs = runs_of(gs.Clip(0.01), None, seeds=2, schedule=FEW)
+    assert len(execute_stacked(runs, tmp_path, [])) == taken
+
+
 def test_loggers_get_a_whole_run_when_it_ends(tmp_path) -> None:
     heard, alone = Listening(), Listening()
     runs = runs_of(gs.Clip(0.01), None, seeds=1, schedule=FEW)
