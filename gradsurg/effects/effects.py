@@ -200,7 +200,7 @@ class Effects:
         The keys are `<prefix>/<transform>/<site>/<number>`, with the numbers of `EFFECT_NUMBERS`,
         the gradients `seen` and the `calls` of the transform; those without a value are left out.
         """
-        return effects_by_path(self.fetch(), prefix)
+        return {path: float(value) for path, value in effects_by_path(self.fetch(), prefix).items()}
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -126,8 +127,11 @@ class HookController:
         "needs_value",
         "observing",
         "on",
+        "passed",
         "sampling",
         "session",
+        "shared_flags",
+        "shares_decision",
         "skipped_nodes",
         "skips_step",
         "skips_transform",
@@ -166,13 +170,18 @@ class HookController:
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
         sources = {part.source for part in parts if isinstance(part, TensorTrigger)}
         # A user's trigger, until it has answered without a draw from a global generator.
-        self.watches_trigger = any(
-            type(part).__module__.partition(".")[0] != "gradsurg" for part in parts
-        )
+        is_users = any(type(part).__module__.partition(".")[0] != "gradsurg" for part in parts)
+        self.watches_trigger = is_users
         self.trigger_reads_gradient = "grad" in sources
-        # Each process has another batch, and all have to change the average in the same way.
+        # Each process has another batch and its own switches, and all have to change the average in
+        # the same way.
+        session = self.session
+        shares = self.stage in AVERAGED and session.processes > 1 and not session.shadow
         reading = [part for part in parts if isinstance(part, TensorTrigger) and part.reads_forward]
-        self.observing = reading if self.stage in AVERAGED else []
+        self.observing = reading if shares else []
+        self.shared_flags = intervention.flags if shares else ()
+        self.shares_decision = shares and is_users
+        self.passed: set[str] = set()  # the sites that the present switches have decided about
         self.needs_entering = "entering" in intervention.needs
         self.needs_gradient = "gradient" in intervention.needs
         self.needs_value = "value" in intervention.needs or "value" in sources
@@ -212,11 +221,14 @@ class HookController:
         session = self.session
         sampling = session.effects.sampling
         self.fast: object = None  # the configuration, once the fast path is known to be open
+        self.passed.clear()
         if self.decided_for is sampling:
             return
         always = isinstance(self.trigger, Always)
         steady = always or self.trigger == EVERY_STEP
         fires = steady or self._evaluate(TriggerContext(session.clock, session.seed, self.label))
+        if self.shares_decision and distributed.is_initialized():
+            fires = of_first_process(fires)
         self.firing = fires if isinstance(fires, bool) else None
         self.sampling = sampling
         # In shadow, a transform without state has no effect in a step that is not measured,
@@ -277,14 +289,17 @@ class HookController:
     def fires(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
         """Evaluate the trigger at one gradient."""
         session = self.session
-        if self.observing and session.processes > 1 and distributed.is_initialized():
+        if (self.observing or self.shared_flags) and distributed.is_initialized():
             self._share_observations()
+            self._share_flags(site)
         key = f"{self.label}/{site}/when"
         context = TriggerContext(session.clock, session.seed, self.label, site, grad, value)
         context.state = dict(session.states.get(key, {}))
         fires = self._evaluate(context)
         if fires is None:
             raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
+        if self.shares_decision and distributed.is_initialized():
+            fires = cast(bool | Tensor, of_first_process(fires))
         if context.state:
             if any(autograd.is_batched(tensor) for tensor in context.state.values()):
                 raise many_at_once(self.trigger, site)
@@ -302,6 +317,15 @@ class HookController:
             if part in clock.observations and part not in clock.shared:
                 clock.observations[part] = of_first_process(clock.observations[part])
                 clock.shared.add(part)
+
+    def _share_flags(self, site: str) -> None:
+        """Take over the switches of process 0, once for all sites of a backward pass or step."""
+        if self.shared_flags and (site in self.passed or not self.passed):
+            flags = self.session.clock.flags
+            switches = {part.flag: flags.get(part.flag, part.on) for part in self.shared_flags}
+            flags.update(cast("dict[str, bool]", of_first_process(switches)))
+            self.passed.clear()
+        self.passed.add(site)
 
     def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
         """Raise RuntimeError if the trigger draws from a global generator."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
+from gradsurg.multitask.losses import Losses, scaled
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 
@@ -27,14 +28,17 @@ class SurgeryCallback(pl.Callback):
         self.surgery = surgery
         self.effects_every = effects_every
         self.live: Live | None = None
+        self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last_step = trainer.global_step
         plugin = trainer.precision_plugin
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
         self.live = self.surgery.start(
             pl_module, trainer.optimizers, effects_every=self.effects_every, scaler=scaler
         )
-        pl_module.surgery = _Backward(self.live)
+        module: Any = pl_module  # it may have any attribute
+        module.surgery = _Backward(self.live)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -43,11 +47,19 @@ class SurgeryCallback(pl.Callback):
             self.live.before_step(optimizer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        every = trainer.log_every_n_steps
-        if self.live is not None and every and trainer.global_step % every == 0:
-            pl_module.log_dict(self.live.effects.numbers() | self.live.conflicts.numbers())
+        before, self._last_step = self._last_step, trainer.global_step
+        # Of the batches that are accumulated for a step Lightning logs the last one alone.
+        is_part = pl_module.automatic_optimization and trainer.global_step == before
+        if self.live is None or is_part or not trainer._logger_connector.should_update_logs:
+            return
+        pl_module.log_dict(self.live.effects.numbers() | self.live.conflicts.numbers())
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.live is not None:
@@ -84,11 +96,6 @@ class _Backward:
     def __init__(self, live: Live) -> None:
         self.live = live
 
-    def backward(self, losses: Any, **options: Any) -> None:
+    def backward(self, losses: Losses, **options: Any) -> None:
         """`Live.backward`, with the loss scale of the precision plugin."""
-        scaler = self.live.session.scaler
-        if scaler is not None:
-            pairs = losses.items() if isinstance(losses, Mapping) else enumerate(losses)
-            scaled = {name: scaler.scale(loss) for name, loss in pairs}
-            losses = scaled if isinstance(losses, Mapping) else list(scaled.values())
-        self.live.backward(losses, **options)
+        self.live.backward(scaled(losses, self.live.session.scaler), **options)

@@ -1,15 +1,17 @@
 """A callback for `transformers.Trainer`: `trainer.add_callback(SurgeryCallback(surgery))`."""
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any  # what the Trainer hands to callbacks
+from typing import Any  # the Trainer, and what it hands to callbacks
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradsurg.multitask.losses import Losses
+from gradsurg.multitask.losses import Losses, scaled
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
 
@@ -26,8 +28,8 @@ class SurgeryCallback(library.TrainerCallback):
     `max_grad_norm` (1.0 by default): for another order set `max_grad_norm=0` and end the surgery
     with `ClipGlobalNorm`. The state is saved as `gradsurg.pt` beside each checkpoint and loaded
     when training resumes from one in `output_dir`; for another folder pass it as `resume_from`.
-    Effects and conflicts are among the numbers that the Trainer logs. After an exception `close()`
-    removes the hooks; so does the next `train`, and the end of the callback's life.
+    Effects and conflicts are among the numbers that the Trainer logs. An exception in an epoch
+    removes the hooks.
     """
 
     def __init__(
@@ -37,23 +39,28 @@ class SurgeryCallback(library.TrainerCallback):
         self.effects_every = effects_every
         self.resume_from = resume_from
         self.live: Live | None = None
-        self._scale = 1.0
+        self._trainer: ref[Any] | None = None
 
     def backward(self, losses: Losses, **options: Any) -> None:
         """Replace `accelerator.backward(loss)` in your `training_step`, for several losses.
 
-        Each is divided by `gradient_accumulation_steps`, as the Trainer does. Raises RuntimeError
-        outside of `Trainer.train`.
+        Each is divided by the number of batches that are accumulated for the update, and multiplied
+        by the loss scale of `fp16`, as the Trainer does. Raises RuntimeError outside of
+        `Trainer.train`.
         """
-        if self.live is None:
+        trainer = self._trainer() if self._trainer is not None else None
+        if self.live is None or trainer is None:
             raise RuntimeError("SurgeryCallback.backward: Trainer.train does not run")
-        self.live.backward(losses, scale=self._scale, **options)
+        # Fewer than `gradient_accumulation_steps` in the last update of an epoch.
+        scale = 1 / trainer.current_gradient_accumulation_steps
+        losses = scaled(losses, self.live.session.scaler)
+        self.live.backward(losses, scale=scale, **options)
 
     def close(self) -> None:
-        """Remove all hooks, after an exception in `Trainer.train`."""
-        if self.live is not None:
-            self.live.abort()
-            self.live = None
+        """Remove all hooks; an exception in an epoch does so."""
+        live = self._release()
+        if live is not None:
+            live.abort()
 
     def on_train_begin(
         self,
@@ -66,11 +73,17 @@ class SurgeryCallback(library.TrainerCallback):
     ) -> None:
         assert model is not None
         self.close()
-        _move_first(self)
+        trainer = _running_trainer()
+        # Its numbers are in the logs before the Trainer's loggers read them.
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
         if state.global_step:
             self._load(Path(args.output_dir or "."), state.global_step)
-        self._scale = 1 / args.gradient_accumulation_steps
-        self.live = self.surgery.start(model, optimizer, effects_every=self.effects_every)
+        self.live = self.surgery.start(
+            model, optimizer, effects_every=self.effects_every, scaler=trainer.accelerator.scaler
+        )
+        self._trainer = ref(trainer)
+        trainer._run_epoch = self._closing_on_error(trainer._run_epoch)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
         if self.live is not None:
@@ -95,9 +108,32 @@ class SurgeryCallback(library.TrainerCallback):
             torch.save(self.surgery.state_dict(), folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-        live, self.live = self.live, None
+        live = self._release()
         if live is not None:
             live.close()
+
+    def _release(self) -> Live | None:
+        """Let go of the Trainer, and return the attached surgery."""
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is not None:
+            del trainer._run_epoch  # the method of its class is there again
+        live, self.live, self._trainer = self.live, None, None
+        return live
+
+    def _closing_on_error(self, run_epoch: Callable[..., None]) -> Callable[..., None]:
+        """Extend the method of a Trainer: it calls no callback after an exception."""
+        held = ref(self)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                run_epoch(*args, **kwargs)
+            except BaseException:
+                callback = held()
+                if callback is not None:
+                    callback.close()
+                raise
+
+        return run
 
     def _load(self, output: Path, step: int) -> None:
         folder = Path(self.resume_from or output / f"checkpoint-{step}")
@@ -110,16 +146,12 @@ class SurgeryCallback(library.TrainerCallback):
         self.surgery.load_state_dict(torch.load(path, weights_only=True))
 
 
-def _move_first(callback: SurgeryCallback) -> None:
-    """Let the callback add its numbers to the logs before the Trainer's loggers read them.
-
-    The Trainer does not hand itself to callbacks, so the stack is searched.
-    """
+def _running_trainer() -> Any:
+    """Return the Trainer that calls a callback: it does not hand itself over, its stack has it."""
     frame = sys._getframe()
     while frame is not None:
-        handler: Any = frame.f_locals.get("self")
-        if isinstance(handler, library.CallbackHandler):
-            others = [each for each in handler.callbacks if each is not callback]
-            handler.callbacks = [callback, *others]
-            return
+        owner: Any = frame.f_locals.get("self")
+        if isinstance(getattr(owner, "callback_handler", None), library.CallbackHandler):
+            return owner
         frame = frame.f_back
+    raise RuntimeError("SurgeryCallback: on_train_begin was not called by a transformers.Trainer")

@@ -251,7 +251,8 @@ class Conflicts:
         `conflict/<aggregator>/<group>/cosine_to/<other>`, and its weights,
         `others/<aggregator>/<group>/<other>/weight/<task>`.
         """
-        return numbers((conflict.row() for conflict in self.fetch()), others)
+        rows = (conflict.row() for conflict in self.fetch())
+        return {path: float(value) for path, value in numbers(rows, others).items()}
 
     def table(self) -> str:
         """Return a table for each group: means over the sampled steps, one line a task."""

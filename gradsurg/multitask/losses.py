@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from gradsurg.hooks.controller import HookController
@@ -160,6 +161,13 @@ def named_losses(losses: Losses) -> dict[str, Tensor]:
         twice = next(name for name in named if sum(name == str(key) for key in given) > 1)
         raise ValueError(f"losses: two have the name '{twice}'")
     return named
+
+
+def scaled(losses: Losses, scaler: GradScaler | None) -> Losses:
+    """Return the losses times the loss scale; as they are without a scaler."""
+    if scaler is None:
+        return losses
+    return {name: scaler.scale(loss) for name, loss in named_losses(losses).items()}
 
 
 def _check_loss(name: object, loss: object) -> None:

@@ -42,7 +42,8 @@ class OptimizerSteps:
 
         Raises TypeError for something that is no optimizer, ValueError for a wrong clock.
         """
-        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        several = [optimizer] if isinstance(optimizer, str) else optimizer
+        several = several if isinstance(several, Sequence) else [several]
         given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import Session, warn_user
+from gradsurg.hooks.controller import Session
 from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.model_tree import tree
@@ -214,12 +214,8 @@ class Surgery:
             self.was_attached = True
             if in_state_dict:
                 _store_in_model(self, model, live.stack)
-                if not self._clock.step and any(each.state for each in session.steps.optimizers):
-                    warn_user(
-                        "in_state_dict: the optimizer has a state, as after a resume, and the "
-                        "surgery has none: load the model's state while the surgery is attached, "
-                        "or a load with strict=False loses that of the surgery"
-                    )
+                live.is_state_in_model = True
+                live.warn_of_lost_state()
             undo.pop_all()
         return live
 

@@ -1,5 +1,6 @@
 """Two processes under DistributedDataParallel: triggers and seeds agree where gradients do."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
-from gradsurg.triggers.base import Trigger
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 from tests.nets import gradients
 
 STEP = gs.Parameters(stage="step")
@@ -59,6 +61,48 @@ def test_the_weights_stay_equal(transform: Transform, when: Trigger, at: Selecto
     (first, untouched), (second, _) = in_ranks(2, work)
     assert first == second
     assert first != untouched
+
+
+@validated
+class OfRank(Trigger):
+    """A user's trigger that decides differently in each process, once a step or at each site."""
+
+    rank: int = 0
+    at_sites: bool = False
+
+    def fires(self, context: TriggerContext) -> Decision:
+        if self.at_sites and context.site is None:
+            return None
+        return (self.rank + context.step) % 2 == 0
+
+
+def switched(ranks: Ranks, item: gs.Intervention) -> list[float]:
+    """The weights after steps in which each process sets the switch `f` by its own rule."""
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gs.Surgery(item).attach(model, optimizer) as live:
+        for step in range(4):
+            if isinstance(item.when, gs.Flag):
+                live.switch("f", on=(step + ranks.rank) % 2 == 0)
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="reduced")], ids=["step", "reduced"])
+@pytest.mark.parametrize("when", [gs.Flag("f"), OfRank(), OfRank(at_sites=True)], ids=str)
+def test_switches_and_own_triggers_decide_as_in_process_0(when: Trigger, at: Selector) -> None:
+    def work(ranks: Ranks, folder: Path) -> list[list[list[float]]]:
+        own = replace(when, rank=ranks.rank) if isinstance(when, OfRank) else when
+        triggers = (own, gs.Always())
+        items = [gs.Intervention(gs.Scale(0.1), at, trigger) for trigger in triggers]
+        return ranks.gathered([switched(ranks, item) for item in items])
+
+    (first, always), (second, _) = in_ranks(2, work)
+    assert first == second
+    assert first != always
 
 
 @pytest.mark.filterwarnings("ignore")

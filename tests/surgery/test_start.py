@@ -116,7 +116,8 @@ def test_a_bound_optimizer_that_lacks_a_parameter_is_refused_and_none_is_bound()
 @pytest.mark.parametrize("wrong", [None, nn.Linear(1, 1), "adam"])
 def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
     live = at_step(gs.Zero()).start(small())
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, found"):
+    text = r"must be a torch\.optim\.Optimizer, found (None|the module Linear|'adam')"
+    with pytest.raises(TypeError, match=text):
         live.bind(wrong)
     live.abort()
 
@@ -346,8 +347,8 @@ def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> N
         row = live.effects.rows()[0]
         assert effects["surgery/scale/first.bias/norm_after"] == row["norm_after"]
         assert effects["surgery/scale/first.bias/calls"] == 2
-        assert all(isinstance(value, int | float) for value in effects.values())
         conflicts = live.conflicts.numbers()
+        assert all(type(value) is float for value in (effects | conflicts).values())
         assert -1 <= conflicts["conflict/pcgrad/shared/cosine/a~b"] <= 1
         assert live.effects.numbers() == live.conflicts.numbers() == {}
 

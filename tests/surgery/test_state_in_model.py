@@ -166,6 +166,10 @@ def test_a_state_that_was_loaded_before_the_surgery_was_attached_is_told() -> No
         assert live.step == 3
     with resumed.attach(model, optimizer, in_state_dict=True):  # which has its state
         pass
+    live = _surgery().start(model, in_state_dict=True)
+    with pytest.warns(gs.SurgeryWarning, match="the optimizer has a state, as after a resume"):
+        live.bind(optimizer)
+    live.abort()
 
 
 def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
