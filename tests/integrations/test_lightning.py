@@ -1,5 +1,8 @@
 """The callback in Lightning: exact, before its clipping, resumed, and gone after an exception."""
 
+import csv
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +14,50 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradsurg as gs
 from tests.nets import num_hooks
 
-pl = pytest.importorskip("lightning.pytorch")
+pl: Any = None  # imported by the first test
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
 ]
 
 
-class Module(pl.LightningModule):
-    def __init__(self, several: bool = False, fails_at: int = -1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        self.automatic_optimization = not several
-        self.several, self.fails_at = several, fails_at
-        self.logged: list[dict[str, Any]] = []
+@pytest.fixture(scope="module", autouse=True)
+def _import() -> None:
+    globals()["pl"] = import_module("lightning.pytorch")
 
-    def losses(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        x, y = batch
-        out = self.net(x)
-        return {"a": (out[:, 0] - y).square().mean(), "b": (out[:, 1] + y).abs().mean()}
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
-        if index == self.fails_at:
-            raise OSError("disk")
-        losses = self.losses(batch)
-        if not self.several:
-            return losses["a"] + losses["b"]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.surgery.backward(losses)
-        optimizer.step()
-        return None
+def module_of(several: bool = False, fails_at: int = -1) -> Any:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+            self.automatic_optimization = not several
+            self.several, self.fails_at = several, fails_at
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        def losses(self, batch: list[Tensor]) -> dict[str, Tensor]:
+            x, y = batch
+            out = self.net(x)
+            return {"a": (out[:, 0] - y).square().mean(), "b": (out[:, 1] + y).abs().mean()}
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+            if index == self.fails_at:
+                raise OSError("disk")
+            losses = self.losses(batch)
+            if not self.several:
+                return losses["a"] + losses["b"]
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.surgery.backward(losses)
+            optimizer.step()
+            return None
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Module()
 
 
 def data(size: int = 32) -> DataLoader:
@@ -58,9 +69,7 @@ def at_step(*transforms: Any) -> gs.Surgery:
     return gs.Surgery(*(gs.Intervention(t, gs.Parameters(stage="step")) for t in transforms))
 
 
-def fit(
-    module: Module, surgery: gs.Surgery, folder: Path, max_steps: int = 8, **options: Any
-) -> Any:
+def fit(module: Any, surgery: gs.Surgery, folder: Path, max_steps: int = 8, **options: Any) -> Any:
     path, loader = options.pop("ckpt_path", None), data(options.pop("size", 32))
     trainer = pl.Trainer(
         max_steps=max_steps,
@@ -80,7 +89,7 @@ def fit(
 
 
 def by_hand(surgery: gs.Surgery, clip: float | None, accumulate: int = 1) -> list[Tensor]:
-    module = Module()
+    module = module_of()
     optimizer = module.configure_optimizers()
     with surgery.attach(module, optimizer) as live:
         for index, batch in enumerate(data()):
@@ -94,11 +103,11 @@ def by_hand(surgery: gs.Surgery, clip: float | None, accumulate: int = 1) -> lis
     return list(module.parameters())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_it_acts_before_the_clipping_on_accumulated_gradients(
     tmp_path: Path, accumulate: int
 ) -> None:
-    module = Module()
+    module = module_of()
     fit(
         module,
         at_step(gs.Scale(3.0), gs.Sign()),
@@ -116,7 +125,7 @@ def test_it_acts_before_the_clipping_on_accumulated_gradients(
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_trains_with_the_surgery(tmp_path: Path, precision: str) -> None:
-    module = Module(several=True)
+    module = module_of(several=True)
     surgery = gs.Surgery(
         gs.Intervention(gs.PCGrad(), gs.SharedParameters()), gs.Intervention(gs.ClipGlobalNorm(0.1))
     )
@@ -134,7 +143,7 @@ def test_pcgrad_in_manual_optimization_is_that_of_a_plain_loop(tmp_path: Path) -
     def surgery() -> gs.Surgery:
         return gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
 
-    module, plain = Module(several=True), Module()
+    module, plain = module_of(several=True), module_of()
     fit(module, surgery(), tmp_path)
     optimizer = plain.configure_optimizers()
     with surgery().attach(plain, optimizer) as live:
@@ -148,7 +157,7 @@ def test_pcgrad_in_manual_optimization_is_that_of_a_plain_loop(tmp_path: Path) -
 def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
     tmp_path: Path,
 ) -> None:
-    whole, first, second = Module(), Module(), Module()
+    whole, first, second = module_of(), module_of(), module_of()
     # Lightning resumes inside an epoch with its first batches again: four of them are an epoch.
     fit(whole, at_step(gs.GrokfastEMA()), tmp_path / "a", size=16)
     fit(first, at_step(gs.GrokfastEMA()), tmp_path / "b", 4, size=16)
@@ -162,7 +171,7 @@ def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
 
 
 def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
-    module = Module(fails_at=3)
+    module = module_of(fails_at=3)
     surgery = at_step(gs.Scale(2.0))
     with pytest.raises(OSError, match="disk"):
         fit(module, surgery, tmp_path)
@@ -171,8 +180,11 @@ def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
         live.abort()
 
 
-def test_effects_are_logged_by_lightnings_own_logger(tmp_path: Path) -> None:
-    trainer = fit(Module(), at_step(gs.Scale(2.0)), tmp_path)
+def test_lightnings_own_logger_gets_the_effects_of_all_batches(tmp_path: Path) -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0), gs.Parameters("net.0.weight")))
+    trainer = fit(module_of(), surgery, tmp_path, 4, accumulate_grad_batches=2)
     trainer.logger.save()
-    text = (Path(trainer.logger.log_dir) / "metrics.csv").read_text(encoding="utf-8")
-    assert "effect/scale/net.0.weight/norm_after" in text
+    with open(Path(trainer.logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    # Two rows of two steps with two batches each.
+    assert [float(line["effect/scale/net.0.weight/calls"]) for line in lines] == [4, 4]

@@ -4,6 +4,8 @@
 
 import warnings
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,14 +15,20 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.plugins.fields import SelectionError
 
-peft = pytest.importorskip("peft")
+peft: Any = None  # imported by the first test
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("peft"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
 ]
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import() -> None:
+    globals()["peft"] = import_module("peft")
 
 
 class Net(nn.Module):
