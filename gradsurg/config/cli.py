@@ -317,9 +317,11 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
         text = f"{jobs}{count:,} runs of {settings.steps:,} steps: about {_duration(seconds)}"
         tell(f"{text} on {runs[0].device}, by a step without surgery")
     seeds, compares = len(settings.all_seeds), settings.control != "none"
-    if num_jobs > 1 and compares and 1 < seeds < (least := seeds_needed(num_jobs)):
+    compares &= num_jobs > 1 or experiment.pairs[0].treated is not None
+    if compares and 1 < seeds < (least := seeds_needed(num_jobs)):
+        arms, level = ("1 arm", "p") if num_jobs == 1 else (f"{num_jobs} arms", "q")
         tell(
-            f"{num_jobs} arms with {seeds} seeds: none can be significant (q <= 0.05); "
+            f"{arms} with {seeds} seeds: none can be significant ({level} <= 0.05); "
             f"seeds={least} are the fewest that allow it"
         )
 

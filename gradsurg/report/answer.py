@@ -7,8 +7,10 @@ from types import MappingProxyType
 
 from gradsurg.report.compare import (
     ENDED,
+    Doses,
     Outcome,
     TimeToTarget,
+    Trend,
     chosen_metrics,
     divergences,
     metrics_of,
@@ -24,13 +26,22 @@ from gradsurg.report.wording import (
     amounts,
     answer,
     count,
+    disagreement,
     interval,
     listed,
     p_text,
     title,
     value,
 )
-from gradsurg.stats import CLEAR, HINTS, MAX_P, MIN_FOR_P, UNCLEAR, seeds_needed
+from gradsurg.stats import (
+    CLEAR,
+    HINTS,
+    MAX_P,
+    MIN_FOR_P,
+    UNCLEAR,
+    adjusted_p_values,
+    seeds_needed,
+)
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
 
 
@@ -89,11 +100,43 @@ def short_verdict(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
         f"{listed(names, len(names))} {'are' if len(names) > 1 else 'is'} {clause}"
         for clause, names in clauses.items()
     ]
-    empty = [
-        text for one in outcomes if one.metric == outcomes[0].metric and (text := vacuous(one))
-    ]
-    sentences = [f"{_capital(text)}." for text in (texts[0], "; ".join(texts[1:])) if text]
+    first = [one for one in outcomes if one.metric == outcomes[0].metric]
+    texts = [texts[0], *_disagreements(first), "; ".join(texts[1:])]
+    empty = [text for one in first if (text := vacuous(one))]
+    sentences = [f"{_capital(text).removesuffix('.')}." for text in texts if text]
     return " ".join([*diverged(arms), *reached(arms), *empty, *sentences])
+
+
+MAX_TRENDS = 4
+
+
+def trends(doses: Sequence[Doses], outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a sentence on the trend of the headline metric over each swept number."""
+    if not outcomes:
+        return []
+    metric = outcomes[0].metric
+    of_metric = [one for one in outcomes if one.metric == metric]
+    found = [(one, trend) for one in doses if (trend := one.trend(of_metric))]
+    q_values = adjusted_p_values({place: one.p_value for place, (_, one) in enumerate(found)})
+    sentences = []
+    for place, (dose, trend) in enumerate(found):
+        q = q_values[place] if len(found) > 1 else None
+        text = f"Spearman {trend.correlation:+.2f}, {_of_seeds_with_p(trend)}"
+        text += f", q {p_text(q)}" if q is not None else ""
+        over = f"the difference in {title(metric)}"
+        of = f"{dose.key} ({dose.name})"
+        if trend.n >= MIN_FOR_P and max(trend.p_value, q or 0.0) <= MAX_P:
+            word = "rises" if trend.correlation > 0 else "falls"
+            sentences.append(f"{_capital(over)} {word} with {of}: {text}.")
+        else:
+            sentences.append(f"No clear trend of {over} with {of}: {text}.")
+    more = [f"{len(sentences) - MAX_TRENDS + 1} more trends are on the page."]
+    return [*sentences[: MAX_TRENDS - 1], *more] if len(sentences) > MAX_TRENDS else sentences
+
+
+def _of_seeds_with_p(trend: Trend) -> str:
+    mean = f"a mean over {trend.n} seeds" if trend.n > 1 else "one seed"
+    return f"{mean}, sign-flip p {p_text(trend.p_value)}"
 
 
 READINGS = {
@@ -108,14 +151,14 @@ READINGS = {
 
 
 def _shortly(outcomes: Sequence[Outcome], with_sizes: bool) -> str:
-    """One arm, with its difference and interval; of more their number."""
-    one = max(outcomes, key=lambda one: abs(one.difference.mean) if one.difference else 0.0)
+    """One arm, with its seeds, median, mean and their intervals; of more their number."""
+    one = max(outcomes, key=lambda one: abs(one.difference.median) if one.difference else 0.0)
     size = ""
     if with_sizes and one.difference and one.reading != "identical":
-        size = f" ({amount(one.metric, one.difference.mean)}"
+        text = f"{amount(one.metric, one.difference.mean)}, n = {one.difference.n}"
         if one.difference.low is not None:
-            size += f", 95 % interval {interval(one.metric, one.difference)}"
-        size += f", n = {one.difference.n})"
+            text = _sizes_in_brackets(one, "95 % interval ")
+        size = f" ({text})"
     if len(outcomes) == 1:
         return f"{one.arm.name}{size}"
     most = f", most with {one.arm.name}{size}" if one.reading in (*CLEAR, *HINTS) and size else ""
@@ -198,7 +241,8 @@ ABOUT_CONTROLS = {
     "direction: a clear difference is due to the direction chosen.",
 }
 
-ABOUT_DIVERGED = "Means and medians are over the seeds in which both arms ended."
+NO_PAIR = "No seed finished in both arms, so there is no difference to report."
+ABOUT_DIVERGED = "Means and medians are over the seeds in which neither arm diverged."
 
 
 def cautions(
@@ -302,7 +346,7 @@ def _nothing_yet(arms: Sequence[Arm], lost: Sequence[str]) -> str:
             f"There is no control to compare with: {finished}, and what they came to stands alone."
         )
     if all(run.state in ENDED for arm in arms for run in arm.runs):
-        return "No seed finished in both arms, so there is no difference to report."
+        return NO_PAIR
     return (
         f"Nothing can be compared yet: {whole} of {count(total, 'run')} finished, and no seed "
         "has both a treated and a control run."
@@ -334,11 +378,27 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
             sentences.append(f"{words} each and so no interval: {name} {listed(parts)}.")
     rest = f"{sentences[0][0].lower()}{sentences[0][1:]}"
     sentences[0] = f"Compared with their control arms, seed by seed: {rest}"
+    sentences += _disagreements(compared)
     if any("seeds; " in sentence for sentence in sentences):
         sentences.append(
-            "In brackets: the seeds with that sign; the median, the mean and its paired t interval."
+            "In brackets: the seeds with that sign; the median with its sign-test interval, from 6 "
+            "seeds on; the mean with its paired t interval."
         )
     return sentences
+
+
+def _disagreements(compared: Sequence[Outcome]) -> list[str]:
+    """Return why median, mean and exact test of an arm disagree, a sentence for each such arm.
+
+    The arm is named if there are several; of many the first three are told.
+    """
+    found = [
+        f"{one.arm.name}: {text[:1].lower()}{text[1:]}" if len(compared) > 1 else text
+        for one in compared
+        if one.difference and (text := disagreement(one.metric, one.difference, one.reading))
+    ]
+    more = [f"The same kind of disagreement in {len(found) - 3} more arms."]
+    return [*found[:3], *more] if len(found) > 4 else found
 
 
 def _words(outcomes: Sequence[Outcome], readings: Sequence[str]) -> list[str]:
@@ -348,8 +408,9 @@ def _words(outcomes: Sequence[Outcome], readings: Sequence[str]) -> list[str]:
     for word, reading in zip(CLEAR, readings, strict=True):
         matching = [o for o in outcomes if o.reading == reading]
         matching.sort(key=lambda o: -abs(o.difference.mean if o.difference else 0))
+        texts = [f"{o.arm.name} ({_sizes_in_brackets(o)})" for o in matching]
         if matching:
-            phrases.append(f"{word} with {listed([_with_sizes(o, word) for o in matching], 4)}")
+            phrases.append(f"{word} with {listed(texts, 4)}")
     return phrases
 
 
@@ -366,12 +427,25 @@ def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
     return f"With n = {number} seeds no sign-flip test can reach 0.05"
 
 
-def _with_sizes(outcome: Outcome, word: str) -> str:
+def _sizes_in_brackets(outcome: Outcome, before: str = "") -> str:
+    """Return `8 of 8 seeds; median +2.56 pp, +1.78 to +7.11 pp; mean +3.37 pp, +1.22 to +5.53 pp`.
+
+    The seeds are those with the sign of the reading; without a direction both signs are counted.
+    `before` is put before each interval.
+    """
     difference, key = outcome.difference, outcome.metric
     assert difference is not None
-    seeds = f"{getattr(difference, word)} of {count(difference.n, 'seed')}"
-    middle = f"{amount(key, difference.median)}, {amount(key, difference.mean)}"
-    return f"{outcome.arm.name} ({seeds}; {middle}, {interval(key, difference)})"
+    word = outcome.reading.partition(" ")[0]
+    if word in CLEAR:
+        seeds = f"{getattr(difference, word)} of {count(difference.n, 'seed')}"
+    else:
+        counts = f"higher in {difference.higher}, lower in {difference.lower}"
+        seeds = f"{counts} of {count(difference.n, 'seed')}"
+    middle = f"median {amount(key, difference.median)}"
+    if ends := difference.median_interval:
+        middle += f", {before}{amounts(key, *ends)}"
+    mean = f"mean {amount(key, difference.mean)}, {before}{interval(key, difference)}"
+    return f"{seeds}; {middle}; {mean}"
 
 
 def _number_of(outcome: Outcome) -> str:

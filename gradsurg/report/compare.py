@@ -639,6 +639,15 @@ MIN_DOSES = 3  # two points are a comparison, not a curve
 
 
 @dataclass(frozen=True)
+class Trend:
+    """Spearman's correlation of outcome and dose, the mean over `n` seeds, and its p-value."""
+
+    correlation: float
+    p_value: float
+    n: int
+
+
+@dataclass(frozen=True)
 class Doses:
     """The arms that differ in one number of the config only, by its value."""
 
@@ -647,15 +656,20 @@ class Doses:
     doses: list[float]
     arms: list[Arm]
 
-    def trend(self, metric: str) -> tuple[float, float] | None:
-        """Return Spearman's correlation of a metric with the dose, and its p-value over seeds.
+    def trend(self, outcomes: Iterable[Outcome]) -> Trend | None:
+        """Return the trend of a metric's difference to the control, from its `outcomes`.
 
-        Of the seeds that finished in all arms; None if there are none.
+        Of the seeds with a difference in all arms; None if there are none.
         """
-        by_arm = [{run.seed: _number(run, metric) for run in arm.whole} for arm in self.arms]
-        by_seed = [[arm.get(seed) for arm in by_arm] for seed in by_arm[0]]
-        complete = [[x for x in one if x is not None] for one in by_seed if None not in one]
-        return trend_p_value(self.doses, complete) if complete else None
+        by_name = {
+            one.arm.name: dict(zip(one.seeds, one.differences, strict=True)) for one in outcomes
+        }
+        by_arm = [by_name.get(arm.name, {}) for arm in self.arms]
+        seeds = [seed for seed in by_arm[0] if all(seed in arm for arm in by_arm)]
+        if not seeds:
+            return None
+        by_seed = [[arm[seed] for arm in by_arm] for seed in seeds]
+        return Trend(*trend_p_value(self.doses, by_seed), len(seeds))
 
 
 def doses(arms: Sequence[Arm]) -> list[Doses]:

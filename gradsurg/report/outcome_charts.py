@@ -176,9 +176,9 @@ def dose_panel(group: Sequence[Doses], outcomes: Sequence[Outcome], metric: str)
     sizes = sorted({one.difference.n if one.difference else 0 for *_, one in shown})
     several = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     text = "; ".join(f"{names[k]} {dose:g}: {_said(one)}" for k, dose, one in shown)
-    trends = [(name, one.trend(metric)) for name, one in zip(names, group, strict=True)]
+    trends = [(name, one.trend(outcomes)) for name, one in zip(names, group, strict=True)]
     rho = [
-        f"{f'{name} ' if len(group) > 1 else ''}{trend[0]:+.2f}, p {p_text(trend[1])}"
+        f"{f'{name} ' if len(group) > 1 else ''}{trend.correlation:+.2f}, p {p_text(trend.p_value)}"
         for name, trend in trends
         if trend
     ]

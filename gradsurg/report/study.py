@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 
-from gradsurg.report.answer import cautions, effort, paragraph, states, uncompared
+from gradsurg.report.answer import cautions, effort, paragraph, states, trends, uncompared
 from gradsurg.report.compare import (
     ABOUT_Q,
     Cost,
@@ -103,6 +103,7 @@ def study_report(
     in_conflict = conflict_series(arms, conflicts)
     compared = compare(arms)
     grounds, broken = landscapes(logged, metrics)
+    swept = _compared(doses(arms), compared)
     tunings, unread = read_tunings(folder, arms)
     faults = [*faults, *broken, *effects.faults, *torn, *unread]
     faults = [f"Left out, because it cannot be read: {text}" for text in faults]
@@ -119,13 +120,13 @@ def study_report(
         curves=curves(arms, metrics),
         maps=effect_maps(arms, effects),
         norms=norms(arms, effects),
-        doses=_compared(doses(arms), compared),
+        doses=swept,
         fronts=fronts(arms),
         landscapes=grounds,
         conflicts=in_conflict,
         effects=effects.rows,
         conflict_rows=conflicts,
-        answer=paragraph(compared, arms),
+        answer=" ".join([paragraph(compared, arms), *trends(swept, compared)]),
         cautions=[
             *cautions(runs, compared, arms),
             *about_lengths(in_conflict),

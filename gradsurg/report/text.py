@@ -17,6 +17,7 @@ from gradsurg.effects.tables import aligned
 from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.plugins.messages import folded
 from gradsurg.report.answer import (
+    NO_PAIR,
     about_controls,
     about_metrics,
     alone_rows,
@@ -166,13 +167,16 @@ def _outcome(runs: Sequence[Runs]) -> str:
         return _alone([summary for summary in alone if summary])
     treated, control = (_arm([pair[side] for pair in pairs]) for side in (0, 1))
     arms = [treated, control]
-    lost = [_wrapped(line) for line in [" ".join(diverged(arms)), *about_metrics(arms)] if line]
+    about = [" ".join(diverged(arms)), *about_metrics(arms)]
+    lost = [filled(line) for line in about if line]
     compared = compare([treated, control])
     by_metric = {one.metric: (one, one.difference) for one in compared if one.difference}
     if (empty := vacuous(compared[0])) and not by_metric:
-        return "\n".join([*lost, _wrapped(empty)])
+        return "\n".join([*lost, filled(empty)])
     if not by_metric:
-        return "\n".join([*lost, f"{treated.name}: nothing to compare."])
+        about[0] = " ".join([*diverged(arms)[:-1], NO_PAIR])
+        alone = [_alone([run.summary for run in arm.runs if run.summary], arm.name) for arm in arms]
+        return "\n".join([*map(filled, filter(None, about)), *alone])
     shown = {key: text for key, text in titles(_first(treated)).items() if key in by_metric}
     heads = ["higher", "difference", "95 % interval", "sign-flip p"]
     rows = [["", treated.name, control.name, *heads]]
@@ -321,12 +325,12 @@ def _measured(costs: Sequence[Cost], arm: Arm, control: Arm) -> str:
     )
 
 
-def _alone(summaries: Sequence[Summary]) -> str:
-    """Runs with nothing to compare them with."""
+def _alone(summaries: Sequence[Summary], name: str = "") -> str:
+    """Runs with nothing to compare them with; without a `name` of their arm there is no control."""
     whole = [summary for summary in summaries if summary["state"] == "finished"]
-    name = summaries[0]["label"]
-    title = "plain run, no surgery" if name == "none" else f"{name}, no control"
-    lines = [f"{title}: {count(len(summaries), 'seed')}"]
+    label = summaries[0]["label"]
+    title = "plain run, no surgery" if label == "none" else f"{label}, no control"
+    lines = [f"{name or title}: {count(len(summaries), 'seed')}"]
     if len(whole) < len(summaries):
         lines.append(f"{len(summaries) - len(whole)} of {len(summaries)} runs diverged")
     for key, text in titles(whole[0] if whole else {}).items():

@@ -31,7 +31,7 @@ def prose_width() -> int:
 
 def filled(text: str) -> str:
     """Fold a paragraph to the width of sentences."""
-    return fill(text, prose_width())
+    return fill(text, prose_width(), break_on_hyphens=False)
 
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:
@@ -119,17 +119,27 @@ def sizes(key: str, difference: Difference) -> str:
 
 
 def disagreement(key: str, difference: Difference, direction: str) -> str:
-    """Return why the exact test and the interval of the mean disagree; empty if they agree.
+    """Return why the exact test, median and mean disagree; empty if they agree.
 
-    An interval that includes 0 beside a clear direction, or a mean of the other sign than the
-    median: one seed that outweighs all others is named.
+    If the mean is the odd one out, a seed that outweighs all others is named; a median's interval
+    that includes 0 beside a clear direction counts seeds, not sizes.
     """
     if difference.low is None or difference.high is None:
         return ""
-    if direction in CLEAR and difference.low <= 0 <= difference.high:
+    in_mean = difference.low <= 0 <= difference.high
+    ends = difference.median_interval
+    in_median = ends is None or ends[0] <= 0 <= ends[1]
+    if direction in CLEAR and in_mean:
         found = "The interval of the mean includes 0"
     elif difference.mean * difference.median < 0:
         found = "Mean and median have opposite signs"
+    elif in_mean and not in_median:
+        found = "The interval of the mean includes 0, that of the median does not"
+    elif direction in CLEAR and ends is not None and in_median:
+        return (
+            "The interval of the median includes 0, because it counts seeds "
+            f"({difference.higher} higher, {difference.lower} lower) and not sizes."
+        )
     else:
         return ""
     heaviest, *others = sorted(difference.differences, key=abs, reverse=True)

@@ -15,7 +15,13 @@ from gradsurg.effects.tables import aligned, number
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import RunInfo
 from gradsurg.loggers.console import Console
-from gradsurg.stats import paired_difference, verdict
+from gradsurg.stats import (
+    Difference,
+    benjamini_hochberg,
+    paired_difference,
+    sign_test_p_value,
+    verdict,
+)
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals import random_state
 from gradsurg.training.controls import ActingControl, control_interventions
@@ -26,37 +32,93 @@ TrainFn = Callable[[nn.Module, Surgery], Numbers]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcomes of the treated and the control arm, one mapping of numbers per seed."""
+    """The outcomes of the treated and the control arm, one mapping of numbers per seed.
+
+    The first number carries the verdict; the p-values of all others are corrected together (q).
+    """
 
     seeds: tuple[int, ...]
     treated: tuple[Mapping[str, float], ...]
     control: tuple[Mapping[str, float], ...]
 
     def table(self) -> str:
-        """Return the mean outcomes, paired differences, 95 % intervals and verdicts as text."""
-        rows = [["", "treated", "control", "difference", "95 % interval", "verdict"]]
-        for key in self.treated[0]:
-            pairs = [(a[key], b[key]) for a, b in zip(self.treated, self.control, strict=True)]
-            rows.append(_row(key, [(a, b) for a, b in pairs if isfinite(a) and isfinite(b)]))
-            lost = sum(not (isfinite(a) and isfinite(b)) for a, b in pairs)
-            if lost:
-                rows[-1][-1] += f", {lost} of {len(pairs)} pairs not finite"
-        return aligned(rows)
+        """Return the outcomes of both arms, their paired differences and the verdicts as text.
+
+        First the seeds that are not finite in each arm, with McNemar's exact p. Then, over the
+        seeds that are finite in both: means, the seeds with a higher outcome, median and mean of
+        the difference with their 95 % intervals, the sign-flip p, and q of all numbers but the
+        first.
+        """
+        pairs = {key: self._finite(key) for key in self.treated[0]}
+        differences = {
+            key: paired_difference([a for a, _ in finite], [b for _, b in finite])
+            if finite
+            else None
+            for key, finite in pairs.items()
+        }
+        p_values = [one and one.p_value for one in differences.values()]
+        q_values = [None, *benjamini_hochberg(p_values[1:])]
+        rows = [
+            _row(key, pairs[key], one, q_value)
+            for (key, one), q_value in zip(differences.items(), q_values, strict=True)
+        ]
+        shown = [k for k in range(len(_HEADS)) if k == 0 or any(row[k] for row in rows)]
+        table = aligned([[row[k] for k in shown] for row in [list(_HEADS), *rows]])
+        return "\n\n".join(text for text in (self._diverged(), table) if text)
+
+    def _finite(self, key: str) -> list[tuple[float, float]]:
+        """Return a number of both arms for each seed in which it is finite in both."""
+        pairs = [(a[key], b[key]) for a, b in zip(self.treated, self.control, strict=True)]
+        return [(a, b) for a, b in pairs if isfinite(a) and isfinite(b)]
+
+    def _diverged(self) -> str:
+        """Return how many seeds have a number that is not finite; empty if none."""
+        lost = [
+            tuple(not all(map(isfinite, arm.values())) for arm in pair)
+            for pair in zip(self.treated, self.control, strict=True)
+        ]
+        if not any(map(any, lost)):
+            return ""
+        p_value = sign_test_p_value(lost.count((True, False)), lost.count((False, True)))
+        treated, control = map(sum, zip(*lost, strict=True))
+        return (
+            f"{treated} of {len(lost)} seeds not finite in the treated arm, {control} of "
+            f"{len(lost)} in the control arm (exact McNemar p {p_value:.3g}).\n"
+            "The table is over the seeds that are finite in both."
+        )
+
+
+_HEADS = (
+    "",
+    "treated",
+    "control",
+    "higher",
+    "median",
+    "its 95 % interval",
+    "mean",
+    "its 95 % interval",
+    "p",
+    "q",
+    "verdict",
+)
 
 
 def compare(
     make_model: Callable[[], nn.Module],
     train: TrainFn,
     surgery: Surgery,
-    seeds: int = 5,
+    seeds: int = 8,
     control: Literal["plain"] | ActingControl = "plain",
 ) -> Comparison:
     """Train with `surgery` and without it, seed by seed, and restore the random generators.
 
     `train(model, surgery)` attaches the surgery it is given, trains, and returns a number or a dict
-    of numbers. The `plain` control gets an empty surgery, `norm_matched` the direction of the plain
-    gradient with the norm of the treated one, `update_norm_matched` the same of the optimizer's
-    update, `placebo` the norm of the treated gradient and its cosine to the plain one in a random
+    of numbers, of which the first carries the verdict. With fewer than 6 seeds no exact test can be
+    significant.
+
+    The `plain` control gets an empty surgery, `norm_matched` the direction of the plain gradient
+    with the norm of the treated one, `update_norm_matched` the same of the optimizer's update,
+    `placebo` the norm of the treated gradient and its cosine to the plain one in a random
     direction. On a terminal and in a notebook the progress is shown.
 
     Raises TypeError for an argument of another kind, and ValueError if `seeds` < 1; if the control
@@ -145,13 +207,30 @@ def _takes(function: Callable[..., object], count: int) -> bool:
     return True
 
 
-def _row(key: str, pairs: list[tuple[float, float]]) -> list[str]:
-    if not pairs:
-        return [key, "-", "-", "-", "-", "nothing to compare"]
-    treated, control = [a for a, _ in pairs], [b for _, b in pairs]
-    difference = paired_difference(treated, control)
-    interval = "-"
-    if difference.low is not None and difference.high is not None:
-        interval = f"{difference.low:+.3g} to {difference.high:+.3g}"
-    means = number(fmean(treated)), number(fmean(control))
-    return [key, *means, f"{difference.mean:+.3g}", interval, verdict(difference)]
+def _row(
+    key: str,
+    pairs: Sequence[tuple[float, float]],
+    difference: Difference | None,
+    q_value: float | None,
+) -> list[str]:
+    if difference is None:
+        return [key, *[""] * (len(_HEADS) - 2), "nothing to compare"]
+    means = [number(fmean(values)) for values in zip(*pairs, strict=True)]
+    p_values = [f"{p:.3g}" if p is not None else "" for p in (difference.p_value, q_value)]
+    return [
+        key,
+        *means,
+        f"{difference.higher}/{difference.n}",
+        f"{difference.median:+.3g}",
+        _interval(difference.median_interval),
+        f"{difference.mean:+.3g}",
+        _interval((difference.low, difference.high)),
+        *p_values,
+        verdict(difference, q_value),
+    ]
+
+
+def _interval(ends: tuple[float | None, float | None] | None) -> str:
+    if ends is None or ends[0] is None or ends[1] is None:
+        return ""
+    return f"{ends[0]:+.3g} to {ends[1]:+.3g}"

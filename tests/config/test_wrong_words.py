@@ -97,14 +97,23 @@ def test_many_runs_are_counted_and_timed_before_they_start(
     assert first.endswith(" seconds on cpu, by a step without surgery")
 
 
-def test_a_sweep_with_too_few_seeds_for_its_arms_says_so_before_it_starts(here: Here) -> None:
+def test_too_few_seeds_for_the_arms_are_told_before_training(here: Here) -> None:
     words = [word for word in SHORT if word != "seeds=1"]
     ended = here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")
     assert ended.err.splitlines()[0] == (
         "2 arms with 2 seeds: none can be significant (q <= 0.05); seeds=7 are the fewest that "
         "allow it"
     )
-    assert "none can be significant" not in here(CLIP, *SHORT).err
+    assert here(CLIP, *words, "seeds=5").err.splitlines()[0] == (
+        "1 arm with 5 seeds: none can be significant (p <= 0.05); seeds=6 are the fewest that "
+        "allow it"
+    )
+    for more in (
+        (CLIP, *SHORT),
+        (CLIP, "control=none", *words, "seeds=2"),
+        ("transform=none", *words, "seeds=2"),
+    ):
+        assert "none can be significant" not in here(*more).err
 
 
 def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

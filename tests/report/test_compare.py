@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradsurg.report.answer import alone_rows, cautions, duration, paragraph
+from gradsurg.report.answer import alone_rows, cautions, duration, paragraph, short_verdict
 from gradsurg.report.compare import (
     Outcome,
     about_tests,
@@ -26,8 +26,8 @@ from gradsurg.report.load import group, read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs, _print, overview, report
-from gradsurg.report.wording import FEW
-from gradsurg.stats import bca_interval
+from gradsurg.report.wording import FEW, amount, amounts, disagreement
+from gradsurg.stats import bca_interval, paired_difference, verdict
 from tests.report import studies
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
@@ -176,7 +176,7 @@ def test_the_answer_names_the_arms_and_the_cautions_what_is_missing(tmp_path: Pa
     said = paragraph(outcomes, arms)
     assert said.startswith(
         "1 of 3 seeds diverged with zero, 0 of 3 in the control arm (exact McNemar p 1). Means "
-        "and medians are over the seeds in which both arms ended. Compared with their control "
+        "and medians are over the seeds in which neither arm diverged. Compared with their control "
         "arms, "
         "seed by seed: no clear difference in test accuracy for clip (n = 3). Two seeds each and "
         "so no interval: test accuracy -19.50 pp with zero."
@@ -198,7 +198,7 @@ def test_divergence_is_an_outcome_with_an_exact_test(tmp_path: Path) -> None:
     assert (found.treated, found.control, found.n, found.p_value) == (0, 7, 8, 2 / 2**7)
     assert paragraph(compare(arms), arms) == (
         "0 of 8 seeds diverged with clip, 7 of 8 in the control arm (exact McNemar p 0.0156). "
-        "Means and medians are over the seeds in which both arms ended. clip: test accuracy "
+        "Means and medians are over the seeds in which neither arm diverged. clip: test accuracy "
         "+40.00 pp against the control arm; one seed: no interval."
     )
 
@@ -217,7 +217,69 @@ def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -
     assert (
         "is lower than in the control arm in 8 of 8 seeds: median -14.50 pp (95 % interval " in said
     )
-    assert "The interval of the mean includes 0, because one seed outweighs all others (-" in said
+    why = "The interval of the mean includes 0, because one seed outweighs all others (-"
+    assert why in said
+    page = short_verdict(outcomes, arms)
+    assert "is lower with clip (8 of 8 seeds; median -14.50 pp, 95 % interval -" in page
+    assert why in page
+
+
+def test_of_several_arms_the_one_with_a_heavy_seed_is_named(tmp_path: Path) -> None:
+    for seed in range(8):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.4 - seed / 100 - 1e5 * (seed == 3), control)
+        studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1000, control)
+    outcomes = compare(arms := group(read_study(tmp_path)))
+    said = paragraph(outcomes, arms)
+    why = "lip: the interval of the mean includes 0, because one seed outweighs all others (-"
+    assert said.count("because") == 1
+    assert f"c{why}" in said
+    assert f"C{why}" in short_verdict(outcomes, arms)
+    clip, zero = (of(outcomes, name).difference for name in ("clip", "zero"))
+    for one in (clip, zero):
+        assert one is not None
+        assert one.median_interval is not None
+        ends = amounts("test/accuracy", *one.median_interval)
+        assert f"(8 of 8 seeds; median {amount('test/accuracy', one.median)}, {ends}; mean" in said
+
+
+@pytest.mark.parametrize(
+    ("differences", "words"),
+    [
+        ([0.1] * 8, ""),
+        ([0.1] * 9 + [-0.6], "includes 0, that of the median does not, because the seeds differ"),
+        ([0.1] * 9 + [-1.0], "opposite signs, because one seed outweighs all others (-100.00 pp)"),
+        ([0.1] * 7 + [9.0], "of the mean includes 0, because one seed outweighs all others (+9"),
+        ([0.1, 0.2, 0.1, 0.2, 0.1, 0.2, 0.1, -0.01], "counts seeds (7 higher, 1 lower) and not"),
+        ([0.1, -0.1, 0.2, -0.2, 0.3, -0.3, 0.4], ""),
+    ],
+)
+def test_where_test_median_and_mean_disagree_the_reason_is_told(
+    differences: list[float], words: str
+) -> None:
+    found = paired_difference(differences, [0.0] * len(differences))
+    text = disagreement("test/accuracy", found, verdict(found))
+    assert words in text
+    assert bool(words) == bool(text)
+
+
+def test_a_swept_number_has_a_trend_of_the_difference_to_the_control(tmp_path: Path) -> None:
+    for seed in range(6):
+        for dose in (0.1, 0.2, 0.4):  # the learning rate of both arms, which changes the control
+            extra = {"optimizer": {"name": "SGD", "lr": dose}}
+            control = studies.whole(tmp_path, "none", seed, 0.5 + dose, **extra)
+            gain = dose / 10 if seed else -dose / 10
+            studies.whole(tmp_path, "clip", seed, 0.5 + dose - gain, control, **extra)
+    report = study_report(tmp_path, logs=False)
+    (swept,) = report.doses
+    trend = swept.trend([one for one in report.outcomes if one.metric == "test/accuracy"])
+    assert trend is not None
+    assert trend.correlation == pytest.approx(-4 / 6)  # five seeds of -1, one of 1
+    assert (trend.p_value, trend.n) == (14 / 64, 6)
+    assert report.answer.endswith(
+        "No clear trend of the difference in test accuracy with optimizer.lr (clip): Spearman "
+        "-0.67, a mean over 6 seeds, sign-flip p 0.219."
+    )
 
 
 def plan_metric(place: Path, metric: str) -> None:
@@ -320,8 +382,7 @@ def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Pat
     assert [one.reading for one in found.values()] == ["lower", "higher (hint)", "higher (hint)"]
     said = paragraph(outcomes, arms)
     assert (
-        "seed by seed: test accuracy is lower with zero (8 of 8 seeds; -10.35 pp, -10.35 pp, "
-        in said
+        "seed by seed: test accuracy is lower with zero (8 of 8 seeds; median -10.35 pp, " in said
     )
     few = "With n = 5 seeds no sign-flip test can reach 0.05: take as hints that test accuracy is "
     assert f"{few}higher with clip (" in said

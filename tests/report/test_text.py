@@ -228,18 +228,20 @@ def test_a_diverged_run_is_counted_apart_with_its_pair(write) -> None:
     said = " ".join(text.split())
     assert said.startswith(
         "1 of 3 seeds diverged with clip, 0 of 3 in the control arm (exact McNemar p 1). Means and "
-        "medians are over the seeds in which both arms ended. clip: test accuracy -10.00 pp "
+        "medians are over the seeds in which neither arm diverged. clip: test accuracy -10.00 pp "
     )
     assert "; two seeds: no interval." in said
     assert row_of(text, "test accuracy")[:5] == ["80.00%", "90.00%", "0/2", "-10.00", "pp"]
 
 
 def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
-    runs = pairs(write, [0.8, 0.8], [0.9, 0.9], state="diverged")
+    runs = pairs(write, [0.8, 0.8], [0.9, 0.7], state="diverged")
     write(summary("none", 0, None, state="diverged"))
     said = " ".join(report(runs).split())
     assert said.startswith("2 of 2 seeds diverged with clip, 1 of 2 in the control arm (exact ")
-    assert "both arms ended. clip: nothing to compare." in said
+    assert "(exact McNemar p 1). No seed finished in both arms, so there is no difference" in said
+    assert "clip: 2 seeds 2 of 2 runs diverged control: 2 seeds 1 of 2 runs diverged " in said
+    assert "test accuracy: 70.00%" in said  # the control's other run
 
 
 def test_a_metric_that_a_run_lacks_is_of_the_other_pairs(write) -> None:

@@ -65,8 +65,31 @@ def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() ->
     comparison = gs.compare(
         make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3
     )
-    assert "1 of 3 pairs not finite" in comparison.table()
-    assert "+1.25" in comparison.table()
+    text = comparison.table()
+    assert text.startswith(
+        "1 of 3 seeds not finite in the treated arm, 0 of 3 in the control arm (exact McNemar p 1)."
+    )
+    assert "+1.25" in text
+    assert "2/2" in text
+
+
+def test_eight_seeds_are_the_default_of_which_the_table_tells_wins_median_and_mean() -> None:
+    outcomes = iter(
+        arm for seed in range(8) for arm in (-1e6 if seed == 3 else -1.0 - seed / 100, 0.0)
+    )
+
+    def result(model: nn.Module, surgery: gs.Surgery) -> dict[str, float]:
+        value = next(outcomes)
+        return {"loss": value, "other": value, "third": 0.0}
+
+    comparison = gs.compare(make_model, result, gs.Surgery())
+    head, _, loss, other, third = comparison.table().splitlines()
+    assert head.split()[:4] == ["treated", "control", "higher", "median"]
+    for words in ("0/8", "-1e+06 to -1", "0.00781", "lower"):
+        assert words in loss
+    assert loss.split()[-1] == "lower"
+    assert other.split()[-2:] == ["0.0156", "lower"]  # q: corrected together with the third
+    assert third.endswith("identical")
 
 
 def test_compare_restores_the_global_generator() -> None:
