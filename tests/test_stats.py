@@ -3,8 +3,10 @@
 import random
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 from math import exp
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy
@@ -418,6 +420,7 @@ MEDIANS = {
 }
 
 
+@cache
 def coverage(kind: str, n: int, experiments: int = 4_000) -> tuple[float, float]:
     """The coverage of the median's interval and of the mean's, of experiments with fixed seeds."""
     generator = random.Random(n)
@@ -439,6 +442,16 @@ def test_the_medians_interval_covers_the_median_where_the_means_interval_fails(k
     of_median, of_mean = coverage(kind, n)
     assert of_median >= 0.95 - 3 * (0.95 * 0.05 / 4_000) ** 0.5
     assert (of_mean < 0.7) == (kind == "collapse")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MEDIANS)
+def test_the_coverage_in_the_docs_is_the_simulated_one(kind) -> None:
+    lines = (Path(__file__).parents[1] / "docs" / "studies.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| {kind}")]
+    columns = zip(*(coverage(kind, n) for n in (6, 8, 10)), strict=True)
+    cells = [", ".join(f"{share:.0%}" for share in column).replace("%", " %") for column in columns]
+    assert row.split(" | ")[1:] == [cells[0], f"{cells[1]} |"]
 
 
 def test_importing_stats_imports_no_scipy():
