@@ -14,6 +14,7 @@ from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
 from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
+from gradsurg.report.wording import table_width
 from gradsurg.reproduce.expected import (
     Drawing,
     Expected,
@@ -28,6 +29,7 @@ from gradsurg.reproduce.record import (
     chance_of_all,
     make_record,
     markdown,
+    place,
     read_record,
     recorded_verdict,
     summary,
@@ -176,11 +178,18 @@ def _figure(expected: Expected, studies: "dict[str, FinishedStudy]") -> Path | N
 
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
-    rows = [["paper", "verdict", "minutes", "claim"]]
+    rows = [["paper", "verdict", "minutes", "claim", "conditions"]]
     for paper, claim in expected.items():
         record = read_record(root / "experiments" / paper)
-        rows.append([paper, recorded_verdict(claim, record), _minutes(record), claim.claim])
-    return aligned(rows, left=4)
+        verdict = recorded_verdict(claim, record)
+        rows.append([paper, verdict, _minutes(record), claim.claim, claim.conditions or "-"])
+    return aligned(rows, left=(0, 1, 3, 4), width=table_width())
+
+
+def _places(places: dict[str, list[str]]) -> str:
+    """Return hardware and versions; those of all but the most papers with the papers' names."""
+    first, *others = sorted(places, key=lambda text: -len(places[text]))
+    return "; ".join([first, *(f"{', '.join(places[text])}: {text}" for text in others)])
 
 
 def _minutes(record: Record | None) -> str:
@@ -190,7 +199,7 @@ def _minutes(record: Record | None) -> str:
 def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
     """Print the claims' table; with `write` put it and the papers' tables into the READMEs."""
     rows = [["paper", "claim", "published", "measured here", "verdict", "again", "minutes"]]
-    places = []
+    places: dict[str, list[str]] = {}
     for paper, claim in expected.items():
         folder = root / "experiments" / paper
         record = read_record(folder)
@@ -200,7 +209,7 @@ def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
         measured, chance = "-", "-"
         if record is not None:
             measured, chance = summary(claim, record), chance_of_all(claim, record)
-            places.append(str(record["hardware"]))
+            places.setdefault(place(record), []).append(paper)
             if write:
                 write_tables(folder, claim, record)
         link = f"[`{paper}`]({paper}/README.md)"
@@ -208,7 +217,7 @@ def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
         rows.append([link, *cells])
     table = markdown(rows)
     if places:
-        table = f"Measured on {'; '.join(dict.fromkeys(places))}.\n\n{table}"
+        table = f"Measured on {_places(places)}.\n\n{table}"
     print(table)
     if write:
         write_between(root / "experiments" / "README.md", table)

@@ -186,8 +186,6 @@ def tables(expected: Expected, record: Record) -> str:
         for row in _band_rows(expected, record)
     ]
     time = f"{record['minutes']:g} minutes of training, all runs together"
-    versions = record.get("versions", "version of gradsurg not recorded")
-    place = ", ".join(text for text in (record["hardware"], versions) if text)
     conclusion = recorded_verdict(expected, record)
     parts = [f"Verdict of the {record['form']} form: **{conclusion}**."]
     if expected.conditions:
@@ -196,10 +194,16 @@ def tables(expected: Expected, record: Record) -> str:
     if chance != "-":
         parts.append(f"Probability that all bands hold for as many new seeds: {chance}.")
     head = " ".join(parts)
-    caption = f"Measured on {place}; {time}."
+    caption = f"Measured on {place(record)}; {time}."
     texts = [head, filled(expected.result, expected, record), f"Bands. {caption}", markdown(bands)]
     texts += [f"Arms. {caption}", markdown(_arm_table(record["arms"]))]
     return "\n\n".join(text for text in texts if text)
+
+
+def place(record: Record) -> str:
+    """Return hardware and versions of a record."""
+    versions = record.get("versions", "version of gradsurg not recorded")
+    return ", ".join(text for text in (record["hardware"], versions) if text)
 
 
 def _arm_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:  # Any: JSON

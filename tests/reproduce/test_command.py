@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import gradsurg
 from gradsurg.report.load import LoadedRun, group
 from gradsurg.reproduce import command, studies
 from gradsurg.reproduce.expected import Drawing, WrongExperiment, papers, read_expected
@@ -605,10 +606,15 @@ def test_a_wrong_expected_yaml_is_an_error_with_exit_code_2(
     assert "Traceback" not in ended.err
 
 
+def spaced(text: str) -> str:
+    """Return a text with single spaces."""
+    return " ".join(text.split())
+
+
 def test_measurements_are_recorded_and_appear_in_the_tables(
     root: Path, reproduce: Reproduce
 ) -> None:
-    assert "mini   not measured  -        Clipping helps." in reproduce("--list").out
+    assert "mini not measured - Clipping helps. -" in spaced(reproduce("--list").out)
     readme = root / "experiments" / "mini" / "README.md"
     readme.write_text("# Mini\n", encoding="utf-8")
     for _ in range(2):  # the second time in the place of the first
@@ -623,12 +629,17 @@ def test_measurements_are_recorded_and_appear_in_the_tables(
         json.loads((readme.parent / "measured.json").read_text(encoding="utf-8"))["verdict"]
         == "holds"
     )
-    assert "mini   holds    3        Clipping helps." in reproduce("--list").out
+    assert "mini holds 3 Clipping helps. -" in spaced(reproduce("--list").out)
     expect(root, {**MINI, "front": "a loss of {low_enough}"})
     told = "a loss of 0.375; 1 of 1 bands hold"
     row = f"Clipping helps. | 0.4 | {told} | holds | 50 % to 58 % | 3 |"
     assert row in reproduce("--table", "--write").out
-    assert row in (root / "experiments" / "README.md").read_text(encoding="utf-8")
+    index = (root / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert row in index
+    assert f"Measured on a small machine, gradsurg {gradsurg.__version__}, Python 3." in index
+    expect(root, {**MINI, "conditions": "on a toy"})
+    listed = spaced(reproduce("--list").out)
+    assert "mini holds under conditions 3 Clipping helps. on a toy" in listed
 
 
 def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: Reproduce) -> None:
