@@ -339,7 +339,8 @@ def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_
     words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "logger=none")
     printed, _ = command(*words, "seeds=2", "log_every=10")
     assert printed.startswith("2 of 2 seeds diverged with scale, 0 of 2 in the control arm (exact ")
-    assert "scale: nothing to compare." in printed
+    assert "both arms, so there is no difference to report.\nscale: 2 seeds\n2 of 2 runs" in printed
+    assert "\ncontrol: 2 seeds\n  train loss: " in printed
     summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text(encoding="utf-8"))
     assert summary["state"] == "diverged"
     assert summary["steps"] < 40
