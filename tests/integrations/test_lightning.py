@@ -172,7 +172,7 @@ def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
 
 def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
     module = module_of(fails_at=3)
-    surgery = at_step(gs.Scale(2.0))
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
     with pytest.raises(OSError, match="disk"):
         fit(module, surgery, tmp_path)
     assert num_hooks(module) == 0

@@ -130,7 +130,7 @@ def test_an_exception_leaves_no_hook_and_training_may_begin_again(tmp_path: Path
             return super().training_step(*args, **kwargs)
 
     net = Net()
-    trainer = trainer_of(net, at_step(gs.Scale(2.0)), tmp_path, Failing)
+    trainer = trainer_of(net, gs.Surgery(gs.Intervention(gs.Scale(2.0))), tmp_path, Failing)
     with pytest.raises(OSError, match="disk"):
         trainer.train()
     assert num_hooks(net) == 0
