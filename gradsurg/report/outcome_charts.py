@@ -171,8 +171,8 @@ def dose_panel(group: Sequence[Doses], outcomes: Sequence[Outcome], metric: str)
     data["cuts"]["shape"] = [
         shape.replace("left", "down").replace("right", "up") for shape in data["cuts"]["shape"]
     ]
-    every = [dose for _, dose, _ in shown]
-    by_log = min(every) > 0 and max(every) >= 10 * min(every)
+    every = sorted({dose for _, dose, _ in shown})
+    by_log = every[0] > 0 and every[-1] >= 10 * every[0]
     sizes = sorted({one.difference.n if one.difference else 0 for *_, one in shown})
     several = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
     text = "; ".join(f"{names[k]} {dose:g}: {_said(one)}" for k, dose, one in shown)
@@ -189,7 +189,14 @@ def dose_panel(group: Sequence[Doses], outcomes: Sequence[Outcome], metric: str)
         f"{head}: difference in {title(metric)} over {group[0].key}. {text}",
         _dose_view(_difference_title(metric), key, by_log, len(group) > 1),
         {"arms": data["arms"], "cuts": data["cuts"]},
-        {"low": low, "high": high, "first": min(every), "most": max(every), "series": names},
+        {
+            "low": low,
+            "high": high,
+            "first": every[0],
+            "most": every[-1],
+            "doses": every,
+            "series": names,
+        },
         width=300,
     )
 
@@ -206,7 +213,7 @@ def _dose_view(axis_title: str, key: str, by_log: bool, several: bool) -> Spec:
     x = alt.X(
         "dose:Q",
         scale=scale_of(by_log, padding=14, domain=[alt.ExprRef("first"), alt.ExprRef("most")]),
-        axis=alt.Axis(format="~g", tickCount=5, grid=False, labelOverlap=True),
+        axis=alt.Axis(format="~g", values=alt.ExprRef("doses"), grid=False, labelOverlap=True),
         title=key + (" (log scale)" if by_log else ""),
     )
     y = {

@@ -335,16 +335,17 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     def background() -> str:
         return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
 
-    def line() -> str:
+    def line(chart: str = "curve|") -> str:
         drawn(opened)
-        return marks(opened, "curve|", "line")[-1].value_of_css_property("stroke")
+        return marks(opened, chart, "line")[-1].value_of_css_property("stroke")
 
-    light, treated = background(), line()
+    light, treated, last_arm = background(), line(), line("curves|")
     prefer(opened, "dark")
     dark = background()
     assert light != dark
     redrawn = WebDriverWait(opened, 60, ignored_exceptions=[StaleElementReferenceException])
     redrawn.until(lambda _: line() != treated)  # the event comes later
+    assert line("curves|") != last_arm
     one(opened, "#theme").click()
     assert background() == light
     opened.refresh()

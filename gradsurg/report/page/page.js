@@ -61,8 +61,10 @@ async function draw(place) {
   place.style.minHeight = `${chart.height + 44}px`;
   const caption = place.closest("figure").querySelector("figcaption");
   caption.textContent = chart.title;
+  const shade = (value) => (isDark() && page.dark[value]) || value;
+  const limit = (value) => (Array.isArray(value) ? value.map(shade) : value);
   const spec = JSON.parse(JSON.stringify({ config: page.config, ...page.views[chart.view] }), (_, value) =>
-    (value && value.expr in chart.limits ? chart.limits[value.expr] : (isDark() && page.dark[value]) || value));
+    (value && value.expr in chart.limits ? limit(chart.limits[value.expr]) : shade(value)));
   if (place.clientWidth < 480) spec.config.axis.labelLimit = 110;
   const datasets = Object.fromEntries(Object.entries(chart.data).map(([name, k]) => [name, rows(page.tables[k]).filter((row) => !chart.off?.has(row.arm))]));
   Object.assign(spec, { datasets, width: "container", height: chart.height, background: null, padding: 2, autosize: { type: "fit-x", contains: "padding" } });
