@@ -107,6 +107,7 @@ def test_a_transform_that_fails_at_its_first_gradient_fails_before_a_control_is_
     (line,) = ended.err.splitlines()
     assert line.startswith("transform.refuses: ")
     assert "RuntimeError: not this one; while refuses acted at site 'output.bias', step 0" in line
+    assert re.search(r"\(their_module.py, line \d+\)$", line)
     assert not (folder / "runs").exists()
 
 

@@ -145,10 +145,12 @@ def check_names(
         raise ConfigError(faults)
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         words, faults = parse(overrides, multirun, config_dirs)
-        if faults or prod(map(len, words)) > MAX_RUNS:
-            return  # `check` has the numbers that these errors name
+        if prod(map(len, words)) > MAX_RUNS:
+            return  # `check` has the numbers that this error names
         for values in words:
             faults += split_unknown_options(values, config_dirs)[1]
+        if not all(words) or len(words) < len(overrides):
+            raise ConfigError(faults)  # the config is not composed without these words
         job = _Job([values[0] for values in words], config_dirs, config_name)
         errors, _composed[job.key] = job.composed()
     if faults + errors:

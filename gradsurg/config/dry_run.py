@@ -27,7 +27,7 @@ from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, only_changed_field
-from gradsurg.plugins.messages import full_message, nearest, one_line
+from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
 from gradsurg.surgery.forward_observers import observed_modules
@@ -406,7 +406,7 @@ class _Trial:
                     has_notes = hasattr(error, "__notes__")
                     named = full_message(error).removeprefix("ValueError: ")
                     text = named if has_notes else one_line(error)
-                    raise ValueError(text) from error
+                    raise ValueError(text + place_in_user_code(error)) from error
         return []
 
     def check_gradients(self, entries: Sequence[Entry], selector: Selector) -> None:

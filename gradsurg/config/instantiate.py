@@ -2,14 +2,13 @@
 
 import importlib
 import inspect
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from typing import Any
 
 from gradsurg.plugins.fields import FieldError, call_with_fields
-from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.messages import nearest, one_line, place_in_user_code
 from gradsurg.plugins.registry import find, names
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.data.given import task_of
@@ -81,9 +80,7 @@ def user_code(config: Config, method: str = "") -> Iterator[None]:
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         if target is None:
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        ours = frame.filename in (__file__, call_with_fields.__code__.co_filename)
-        place = "" if ours else f" ({frame.filename}, line {frame.lineno})"
+        place = place_in_user_code(error)
         called = f"{target}.{method}" if method else target
         raise TypeError(
             f"{called} raised {type(error).__name__}: {one_line(error)}{place}"

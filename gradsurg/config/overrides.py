@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.registry import names as plugin_names
 from gradsurg.plugins.registry import snake
 
 GROUPS = (
@@ -127,6 +128,9 @@ def _trigger_overrides(text: str) -> list[str]:
         reason = "is no expression" if isinstance(error, SyntaxError) else str(error)
         example = "when='steps(start=100) & ~threshold(above=0.05, measure=norm)'"
         raise ValueError(f"when: {reason}, found {text!r}; write {example}") from None
+    for name in _names_inside(condition):
+        if name not in (known := plugin_names("triggers")):
+            raise ValueError(f"when: there is no '{name}'. {nearest(name, known)}")
     words = [f"when={condition.pop('name')}"]
     for key, value in condition.items():
         # An override of a mapping would keep the keys that stand there.
@@ -134,6 +138,13 @@ def _trigger_overrides(text: str) -> list[str]:
         added = "+" if isinstance(value, dict) else ""
         words.append(f"{added}when.{key}={_as_override(value)}")
     return words
+
+
+def _names_inside(condition: dict[str, Any]) -> list[str]:  # Any: as below
+    """Return the names of the triggers that a trigger combines."""
+    parts = condition.get("of") or []
+    parts = parts if isinstance(parts, list) else [parts]
+    return [name for part in parts for name in (part["name"], *_names_inside(part))]
 
 
 def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -336,6 +347,8 @@ def first_line(error: Exception) -> str:
 def _unknown_option(group: str, name: str, options: list[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+    if name.isidentifier() and Path(f"{name}.py").is_file():
+        return f"{group}: {name}.py is a module; choose something in it: {group}={name}.<name>"
     return f"{group}: there is no '{name}'. {nearest(name, options)}"
 
 

@@ -1,7 +1,11 @@
 """Texts of error messages, one line each; imports no library."""
 
+import os
 import sys
+import sysconfig
+import traceback
 from difflib import get_close_matches
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import TextIO
@@ -23,6 +27,19 @@ def full_message(error: BaseException) -> str:
     """Return an error's class, message and notes on one line."""
     parts = [" ".join(str(text).split()) for text in (error, *getattr(error, "__notes__", []))]
     return f"{type(error).__name__}: {printable('; '.join([parts[0] or 'no message', *parts[1:]]))}"
+
+
+def place_in_user_code(error: BaseException) -> str:
+    """Return ` (mine.py, line 3)`: the innermost line that raised an error and is in no file of
+    gradsurg, of an installed package or of Python; an empty text if there is none.
+    """
+    libraries = [sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")]
+    others = [Path(__file__).parents[1], *map(Path, libraries)]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_file() and not any(file.is_relative_to(folder) for folder in others):
+            return f" ({printable(os.path.relpath(file))}, line {frame.lineno})"
+    return ""
 
 
 def printable(text: str) -> str:

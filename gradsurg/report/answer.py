@@ -72,9 +72,25 @@ def paragraph(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
         sentences = [*first, answer(one.arm.name, one.plain, headline, one.difference)]
     else:
         sentences = [*first, *_of_many(compared, headline)]
+    sentences += other_metrics(outcomes, headline)
     if lost:
         sentences.append(f"Nothing to compare yet for {listed(lost)}.")
     return " ".join(sentences)
+
+
+def other_metrics(outcomes: Sequence[Outcome], headline: str) -> list[str]:
+    """Return a sentence on the other metrics that are clearly different, with their q."""
+    several = len({one.arm.name for one in outcomes if one.difference}) > 1
+    clear: dict[str, list[str]] = {}
+    for one in outcomes:
+        if one.metric != headline and one.reading in CLEAR:
+            arm = one.arm.name if several else ""
+            reading = f"{title(one.metric)} is {one.reading} {'with ' if several else ''}"
+            clear.setdefault(reading, []).append(f"{arm} (q {p_text(one.q_value)})".strip())
+    parts = [reading + listed(arms, 4) for reading, arms in clear.items()]
+    if several:
+        return [f"{_capital(part)}." for part in parts]
+    return [f"Also, {listed(parts)}."] if parts else []
 
 
 def short_verdict(outcomes: Sequence[Outcome], arms: Sequence[Arm]) -> str:
@@ -157,7 +173,7 @@ def _shortly(outcomes: Sequence[Outcome], with_sizes: bool) -> str:
     if with_sizes and one.difference and one.reading != "identical":
         text = f"{amount(one.metric, one.difference.mean)}, n = {one.difference.n}"
         if one.difference.low is not None:
-            text = _sizes_in_brackets(one, "95 % interval ")
+            text = _sizes_in_brackets(one)
         size = f" ({text})"
     if len(outcomes) == 1:
         return f"{one.arm.name}{size}"
@@ -379,11 +395,6 @@ def _of_many(compared: Sequence[Outcome], headline: str) -> list[str]:
     rest = f"{sentences[0][0].lower()}{sentences[0][1:]}"
     sentences[0] = f"Compared with their control arms, seed by seed: {rest}"
     sentences += _disagreements(compared)
-    if any("seeds; " in sentence for sentence in sentences):
-        sentences.append(
-            "In brackets: the seeds with that sign; the median with its sign-test interval, from 6 "
-            "seeds on; the mean with its paired t interval."
-        )
     return sentences
 
 
@@ -427,11 +438,10 @@ def _why_hints(compared: Sequence[Outcome], few: bool) -> str:
     return f"With n = {number} seeds no sign-flip test can reach 0.05"
 
 
-def _sizes_in_brackets(outcome: Outcome, before: str = "") -> str:
-    """Return `8 of 8 seeds; median +2.56 pp, +1.78 to +7.11 pp; mean +3.37 pp, +1.22 to +5.53 pp`.
+def _sizes_in_brackets(outcome: Outcome) -> str:
+    """Return `8 of 8 seeds; median +2.56 pp, 95 % interval +1.78 to ...; mean +3.37 pp, ...`.
 
     The seeds are those with the sign of the reading; without a direction both signs are counted.
-    `before` is put before each interval.
     """
     difference, key = outcome.difference, outcome.metric
     assert difference is not None
@@ -443,8 +453,8 @@ def _sizes_in_brackets(outcome: Outcome, before: str = "") -> str:
         seeds = f"{counts} of {count(difference.n, 'seed')}"
     middle = f"median {amount(key, difference.median)}"
     if ends := difference.median_interval:
-        middle += f", {before}{amounts(key, *ends)}"
-    mean = f"mean {amount(key, difference.mean)}, {before}{interval(key, difference)}"
+        middle += f", 95 % interval {amounts(key, *ends)}"
+    mean = f"mean {amount(key, difference.mean)}, 95 % interval {interval(key, difference)}"
     return f"{seeds}; {middle}; {mean}"
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -291,9 +292,9 @@ def group(runs: Sequence[LoadedRun]) -> list[Arm]:
     groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)
-    members = [
-        tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in groups.values()
-    ]
+    # Arms that differ in a user's code alone are numbered: in the order of time.
+    in_time = sorted(groups.values(), key=lambda group: min(map(_planned_at, group)))
+    members = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in in_time]
     configs = [flat(group[0].config or {}) for group in members]
     names = _names([_called(group[0]) for group in members], configs)
     arms = [Arm(*parts) for parts in zip(names, members, configs, strict=True)]
@@ -347,6 +348,13 @@ def _is_dose(key: str, label: str, config: Mapping[str, object]) -> bool:
     group, *middle = key.split(".")[:-1]
     number = isinstance(config.get(key), int | float) and not isinstance(config.get(key), bool)
     return number and (group == "aggregator" or [group, *middle] == ["transform", label])
+
+
+def _planned_at(run: LoadedRun) -> float:
+    try:
+        return (run.path / CONFIG).stat().st_mtime
+    except OSError:  # the run is missing
+        return inf
 
 
 def _telling(configs: list[dict[str, object]], about_surgery: bool) -> list[str]:

@@ -23,7 +23,6 @@ STYLES = {
 }
 POINTS, DPI, FONT, BAR = 72, 300, 8, 110
 SPREADS = ("interval", "sd")
-MAX_METRICS = 3  # columns of a table, if none is named
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -44,7 +43,8 @@ def write_paper(
     style: str = "sans",
     spread: str = "interval",
 ) -> list[Path]:
-    """Write each figure in both widths as PDF, SVG and PNG, and `table.tex`; return the files.
+    """Write each figure in both widths as PDF, SVG and PNG, and a table for each metric; return the
+    files.
 
     `arms` are names of arms, drawn with their controls; without any all are. Raises LookupError for
     a metric or an arm that the study does not have.
@@ -64,10 +64,11 @@ def write_paper(
             paths[1].write_text(_in_inches(svg, width), encoding="utf-8")
             paths[2].write_bytes(vl_convert.svg_to_png(svg, scale=1, ppi=DPI))
             written += paths
-    table = folder / "table.tex"
-    metrics = [metric] if metric else []
-    table.write_text(latex(shown, metrics, spread), encoding="utf-8")
-    return [*written, table]
+    for place, key in enumerate([metric] if metric else list(shown.metrics) or [""]):
+        table = folder / (f"table-{_label(key)}.tex" if place else "table.tex")
+        table.write_text(latex(shown, key, spread, numbered=place > 0), encoding="utf-8")
+        written.append(table)
+    return written
 
 
 def _metric(report: StudyReport, name: str) -> str:
@@ -134,6 +135,8 @@ def _sized(panel: Panel, width: float, font: str) -> Spec:
         "axis": {**CONFIG["axis"], **text, "labelPadding": 3},
         "legend": legend,
     }
+    if width == min(WIDTHS):  # a long title in the middle of the axis would leave the figure
+        config["axisX"] = {"titleAnchor": "end"}
     if colour := view.get("encoding", {}).get("color"):  # the colour bar fits a column
         legend_of_map = {**colour["legend"], "gradientLength": BAR}
         view["encoding"] = {**view["encoding"], "color": {**colour, "legend": legend_of_map}}
@@ -156,39 +159,40 @@ def _in_inches(svg: str, width: float) -> str:
     return " ".join(replaced.get(word.partition("=")[0], word) for word in words) + mark + rest
 
 
-def latex(report: StudyReport, metrics: Sequence[str] = (), spread: str = "interval") -> str:
-    """Return a table for a paper, a row for each arm; it needs the package booktabs.
+def latex(
+    report: StudyReport, metric: str = "", spread: str = "interval", numbered: bool = False
+) -> str:
+    """Return a table of one metric for a paper, a row for each arm; it needs the package booktabs.
 
-    Each metric as its mean with the 95 % interval of the mean, or with the standard deviation over
-    seeds; the first also as the difference to the control, with its interval and p or q.
+    The mean with its 95 % interval, or with the standard deviation over seeds, and the difference
+    to the control, with its interval and p or q. The first metric of the study by default; its
+    label is that of the study, and with `numbered` that of the study and the metric.
     """
-    keys = list(metrics) or list(report.metrics)[:MAX_METRICS]
+    key = metric or next(iter(report.metrics), "")
     arms = [arm for arm in report.arms if arm.whole]
-    first = of_metric(report.outcomes, keys[0]) if keys else []
-    beside = {one.arm.name: one for one in first if one.difference}
-    label = "q" if any(one.q_value is not None for one in beside.values()) else "p"
-    heads = ["arm", "$n$", *(f"{_tex(title(key))}{_unit(key)}" for key in keys)]
-    heads += [f"difference{_unit(keys[0], 'pp')}", f"${label}$"] if beside else []
+    beside = {one.arm.name: one for one in of_metric(report.outcomes, key) if one.difference}
+    kind = "q" if any(one.q_value is not None for one in beside.values()) else "p"
+    heads = ["arm", "$n$", f"{_tex(title(key))}{_unit(key)}"]
+    heads += [f"difference{_unit(key, 'pp')}", f"${kind}$"] if beside else []
     rows = []
     for arm in arms:
-        cells = [_tex(arm.name), str(len(arm.whole)), *(_mean(arm, key, spread) for key in keys)]
-        if beside:
-            cells += _difference(beside.get(arm.name))
-        rows.append(cells)
-    about = "mean over seeds with " + (
+        cells = [_tex(arm.name), str(len(arm.whole)), _mean(arm, key, spread)]
+        rows.append([*cells, *(_difference(beside.get(arm.name)) if beside else ())])
+    about = f"{_tex(title(key))}, mean over seeds with " + (
         "its 95\\,\\% interval" if spread == "interval" else "the standard deviation over seeds"
     )
     if beside:
         about += (
-            f"; difference in {_tex(title(keys[0]))} to the control, paired by seed, with its "
-            f"95\\,\\% $t$ interval; ${label}$ of the sign-flip test"
+            "; difference to the control, paired by seed, with its "
+            f"95\\,\\% $t$ interval; ${kind}$ of the sign-flip test"
         )
+    label = f"{report.folder.name}-{key}" if numbered else report.folder.name
     lines = [
         r"% \usepackage{booktabs}",
         r"\begin{table}",
-        r"\centering",
+        r"\centering\small\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{_tex(report.folder.name)}: {about}.}}",
-        rf"\label{{tab:{_label(report.folder.name)}}}",
+        rf"\label{{tab:{_label(label)}}}",
         rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
         r"\toprule",
         " & ".join(heads) + r" \\",
@@ -243,5 +247,6 @@ def _number(key: str, number: float, sign: str = "") -> str:
     """A number in math mode, where a hyphen is a minus."""
     if is_share(key):
         return f"{100 * number:{sign}.2f}"
-    digits, _, power = f"{number:{sign}.3g}".partition("e")
+    digits, _, power = f"{number:{sign}#.3g}".partition("e")
+    digits = digits.removesuffix(".")
     return rf"{digits} \cdot 10^{{{int(power)}}}" if power else digits

@@ -23,6 +23,7 @@ from gradsurg.report.answer import (
     alone_rows,
     dead_line,
     diverged,
+    other_metrics,
     reached,
     spread,
     vacuous,
@@ -58,7 +59,6 @@ from gradsurg.report.wording import (
     count,
     filled,
     interval,
-    listed,
     p_text,
     prose_width,
     table_width,
@@ -67,7 +67,7 @@ from gradsurg.report.wording import (
     unbroken,
     value,
 )
-from gradsurg.stats import CLEAR, UNCLEAR, Difference
+from gradsurg.stats import UNCLEAR, Difference
 from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import ERROR, RunDirectory
 
@@ -188,20 +188,14 @@ def _outcome(runs: Sequence[Runs]) -> str:
     difference = by_metric[headline][1]
     one = replace(by_metric[headline][0], plain=control.name)
     sentence = answer(treated.name, control.name, headline, difference)
-    sentence = filled(" ".join([sentence, *_others(compared, headline), *about_controls([one])]))
+    more = [*other_metrics(compared, headline), *about_controls([one])]
+    sentence = filled(" ".join([sentence, *more]))
     few = "" if FEW in sentence else about_p(difference.n)
     by_seed = {key: by_metric[key][0].differences for key in shown}
     bootstrap = filled(bootstrap_line(by_seed))
     notes = [note for note in (few, bootstrap, _measured(step_times, treated, control)) if note]
     same = filled(repeats_line(compared))
     return "\n".join([*lost, sentence, *([same] if same else []), "", _fitted(rows), *notes])
-
-
-def _others(outcomes: Sequence[Outcome], headline: str) -> list[str]:
-    """Return a sentence on the other metrics that are clearly different, with their q."""
-    clear = [one for one in outcomes if one.metric != headline and one.reading in CLEAR]
-    parts = [f"{title(one.metric)} is {one.reading} (q {p_text(one.q_value)})" for one in clear]
-    return [f"Also, {listed(parts)}."] if parts else []
 
 
 def _pair(runs: Runs) -> tuple[LoadedRun, LoadedRun] | None:

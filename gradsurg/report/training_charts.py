@@ -323,6 +323,11 @@ def _overlay_view(metric: str, share: bool, by_log: bool, many: bool) -> Spec:
         curves.mark_line(strokeWidth=2, clip=True).encode(
             x=x, y=alt.Y("mean:Q", **y), color=color, strokeDash=dash
         ),
+        # a line does not show a curve of one point
+        curves.transform_joinaggregate(points="count()", groupby=["arm"])
+        .transform_filter("datum.points == 1")
+        .mark_circle(size=45, opacity=1, clip=True)
+        .encode(x=x, y=alt.Y("mean:Q", **y), color=color),
         *_arrows(curves, x, ["arm"], color=color),
         # invisible, to point at
         curves.mark_point(size=60, opacity=0, fillOpacity=0, clip=True).encode(

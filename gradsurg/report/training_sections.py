@@ -113,10 +113,14 @@ def effects_section(report: StudyReport, data: elements.PageData) -> elements.Se
         label = f"{map_name(one)}, n = {count(one.n, 'run')}"
         data.texts[f"map|{place}"] = label
         for measure in MEASURES:
+            if all(number is None for row in one.means[measure] for number in row):
+                text = "There is no finite number: all gradients were NaN or infinite, or zero."
+                data.texts[f"nothing|{place}|{measure}"] = text
+                continue
             panel = effect_panel(one, measure, limits[measure])
             data.add(f"effect|{place}|{measure}", panel, numbers, name=TITLES[measure])
         arm_norms = norms.get((one.arm.name, one.transform))
-        if arm_norms is not None:
+        if arm_norms is not None and any([*arm_norms.before, *(arm_norms.after or ())]):
             caption = "Gradient norms, all sites and measured steps"
             data.add(
                 f"norms|{place}",
@@ -125,7 +129,8 @@ def effects_section(report: StudyReport, data: elements.PageData) -> elements.Se
             )
     slider = elements.slider("map", "Arm and transform", len(report.maps))
     measures = elements.choice("measure", "Measure", {key: TITLES[key] for key in MEASURES})
-    charts = [elements.chart("effect|{map}|{measure}"), elements.chart("norms|{map}")]
+    nothing = elements.text_of("nothing|{map}|{measure}")
+    charts = [elements.chart("effect|{map}|{measure}"), nothing, elements.chart("norms|{map}")]
     return elements.section("effects", name, how, slider, measures, *charts)
 
 

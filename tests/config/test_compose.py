@@ -194,7 +194,7 @@ WRONG = (
     Wrong("steps=2.5", "steps: must be a whole number, found 2.5"),
     Wrong(
         "seeds=[1,2]",
-        "seeds: must be a number, as seeds=2; for these, write -m seed=1,2, found [1, 2]",
+        "seeds: must be the number of seeds, as seeds=2; for these seeds write -m seed=1,2, found",
     ),
     Wrong("seed=9999999999999999999999", "seed: must be < "),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),

@@ -41,6 +41,10 @@ def test_an_expression_is_the_trigger_that_python_makes_of_it(
         ("steps(start=1+1j*2)", "when: needs a number or a word, and 1 + 1j * 2 is none"),
         ("steps(start=1", "when: is no expression, found 'steps(start=1'; write when='steps("),
         ("stps(start=1)", "when: there is no 'stps'. There are: "),
+        (
+            "steps & ~(always | thrshold(above=1))",
+            "when: there is no 'thrshold'. There are: all_of",
+        ),
         ("~steps(strt=1)", "when.of.strt: is not a field here. There are: start, stop, every."),
     ],
 )

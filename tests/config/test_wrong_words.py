@@ -87,6 +87,39 @@ def test_a_function_written_in_c_is_a_transform(here: Here, folder: Path, name: 
     assert len([*folder.rglob("summary.json")]) == 2
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from gradsurg.run import main
+for word in sys.argv[1:]:
+    sys.argv[1:] = word.split("; ")
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
+    (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
+    told = {
+        "transform=clpi": "transform: there is no 'clpi'. ",
+        "transform=mine": "transform: mine.py is a module; choose something in it: transform=mine.",
+        "transfrom=clip": "transfrom: 'transfrom' is not a key here. ",
+        "transform=clip; transform.value=1": "transform.value: is not a key here. Is it transform.",
+        "transform=clip; --seeds; 3": "--seeds: is a key, written seeds=3",
+        "transform=clip,sign": "transform=clip,sign: several values need a sweep: add -m",
+        "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
+        "clip": "clip: is not key=value",
+        "when=steps & ~thrshold(above=1)": "when: there is no 'thrshold'. ",
+    }
+    command = [sys.executable, "-c", WITHOUT_TORCH, *told]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["2"] * len(told)
+    for line, start in zip(ended.stderr.splitlines(), told.values(), strict=True):
+        assert line.startswith(start)
+
+
 def test_many_runs_are_counted_and_timed_before_they_start(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:

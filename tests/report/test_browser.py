@@ -1,5 +1,6 @@
 """The page in a real browser, from disk, without a network."""
 
+import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -462,6 +463,21 @@ def test_effects_are_left_out_where_nothing_but_an_aggregator_acted(tmp_path: Pa
         opened_study(driver, study)
         assert one(driver, "#conflicts").is_displayed()
         assert all_of(driver, "#effects") == []
+
+
+def test_a_map_without_numbers_is_a_sentence_and_a_curve_of_one_point_a_dot(tmp_path: Path) -> None:
+    study = tmp_path / "first"
+    for label in ("clip", "zero"):
+        place = studies.plan(study, label, 0)
+        studies.log(place, label, steps=10)
+        (place.path / "effects.jsonl").unlink()
+        place.append_effects([studies.effect(label, "w", 10, cosine=None, norm_before=math.nan)])
+        studies.end(place, label, 0.5)
+    with browser(1280, 900) as driver:
+        opened_study(driver, study)
+        assert len(marks(driver, "curves|", "symbol")) >= 2
+        assert "There is no finite number: " in one(driver, "#effects").text
+        assert not one(driver, "#effects [data-chart^='effect|']").is_displayed()
 
 
 def test_a_page_without_several_tasks_has_no_such_section(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from io import StringIO
 from pathlib import Path
@@ -127,6 +128,20 @@ def test_three_values_of_one_number_are_doses_and_two_are_not(tmp_path: Path) ->
     )
 
 
+def test_arms_that_differ_in_a_users_code_alone_are_numbered_in_the_order_of_time(
+    tmp_path: Path,
+) -> None:
+    for source, time in (("b", 1), ("a", 2), ("c", 3)):
+        name = studies.whole(tmp_path, "halve", 0, 0.8, sources={"mine": source})
+        os.utime(tmp_path / name / "config.yaml", (time, time))
+    arms = group(read_study(tmp_path))
+    assert {arm.name: arm.config["sources.mine"] for arm in arms} == {
+        "halve": "b",
+        "halve #2": "a",
+        "halve #3": "c",
+    }
+
+
 def test_a_curve_is_the_mean_of_runs_that_did_not_diverge(tmp_path: Path) -> None:
     for seed, loss in enumerate((1.0, 2.0, 3.0, 60.0)):
         place = studies.plan(tmp_path, "none", seed)
@@ -239,8 +254,9 @@ def test_of_several_arms_the_one_with_a_heavy_seed_is_named(tmp_path: Path) -> N
     for one in (clip, zero):
         assert one is not None
         assert one.median_interval is not None
+        middle = amount("test/accuracy", one.median)
         ends = amounts("test/accuracy", *one.median_interval)
-        assert f"(8 of 8 seeds; median {amount('test/accuracy', one.median)}, {ends}; mean" in said
+        assert f"(8 of 8 seeds; median {middle}, 95 % interval {ends}; mean" in said
 
 
 @pytest.mark.parametrize(
@@ -388,6 +404,21 @@ def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Pat
     assert f"{few}higher with clip (" in said
     assert "With p or q above 0.05: take as hints that test accuracy is higher with sign (" in said
     assert "No clear difference" not in said
+
+
+def test_the_answer_to_several_arms_names_the_other_clear_metrics_with_their_q(
+    tmp_path: Path,
+) -> None:
+    for seed in range(8):
+        control = ""
+        for label, more in (("none", 0.0), ("zero", 0.1), ("sign", 0.2), ("clip", 0.0)):
+            place = studies.plan(tmp_path, label, seed, control or None)
+            studies.end(place, label, 0.5, **{"test/loss": 0.5 + seed / 100 + more})
+            control = control or place.path.name
+    arms = group(read_study(tmp_path))
+    said = paragraph(compare(arms), arms)
+    ends = r"Test loss is higher with sign \(q 0\.0\d+\) and zero \(q 0\.0\d+\)\.$"
+    assert re.search(ends, said), said
 
 
 def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_path: Path) -> None:

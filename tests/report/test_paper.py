@@ -46,6 +46,11 @@ def test_the_commands_of_the_page_write_files_of_the_right_size(
     assert len(lines) == 4
     for line in lines:
         assert main(shlex.split(line)) == 0
+    tables = [path.name for path in sorted((tmp_path / "figures").glob("*.tex"))]
+    assert tables == ["table-test-loss.tex", "table-train-loss.tex", "table.tex"]
+    narrow = (tmp_path / "figures" / "outcome-3.3in.svg").read_text(encoding="utf-8")
+    title = next(part for part in narrow.split("<text") if "percentage points" in part)
+    assert 'text-anchor="end"' in title  # centred, it left the figure
     for width in (3.3, 6.8):
         stem = tmp_path / "figures" / f"curves-{width}in"
         header = Path(f"{stem}.png").read_bytes()[:24]
@@ -65,8 +70,12 @@ def test_a_table_has_a_row_an_arm_real_minus_signs_and_a_label(study: Path) -> N
     arms = [f"clip {dose}, {name}" for name in ("SGD", "Adam") for dose in ("0.01", "0.1")]
     assert sorted(rows) == sorted([*arms, "control, SGD", "control, Adam"])
     assert "$-8.50$" in text
+    assert "test loss" not in text  # the table of all metrics is wider than a page
+    loss = latex(study_report(study), "test/loss", numbered=True)
+    assert r"\label{tab:paper-test-loss}" in loss
+    assert r"$1.50 \cdot 10^{-7}$" in loss
     assert not re.search(r"[^$\w{-]-\d", text.replace("$-", ""))
-    assert r"\pm" in latex(study_report(study), ["test/accuracy"], "sd")
+    assert r"\pm" in latex(study_report(study), "test/accuracy", "sd")
 
 
 @pytest.mark.slow
@@ -76,7 +85,8 @@ def test_a_table_has_a_row_an_arm_real_minus_signs_and_a_label(study: Path) -> N
 def test_a_table_compiles(study: Path, tmp_path: Path) -> None:
     strange = tmp_path / "a_b&c~50% #1"
     shutil.copytree(study, strange)
-    tables = [latex(study_report(strange)), latex(study_report(study), [], "sd")]
+    loss = latex(study_report(study), "test/loss", "sd", numbered=True)
+    tables = [latex(study_report(strange)), loss]
     head = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
     (tmp_path / "a.tex").write_text("\n".join([head, *tables, r"\end{document}"]), encoding="utf-8")
     done = subprocess.run(

@@ -66,6 +66,7 @@ async function draw(place) {
   const spec = JSON.parse(JSON.stringify({ config: page.config, ...page.views[chart.view] }), (_, value) =>
     (value && value.expr in chart.limits ? limit(chart.limits[value.expr]) : shade(value)));
   if (place.clientWidth < 480) spec.config.axis.labelLimit = 110;
+  if (root.clientWidth < 480) spec.config.axisX = { titleAnchor: "end" }; // a long title in the middle would leave the page
   const datasets = Object.fromEntries(Object.entries(chart.data).map(([name, k]) => [name, rows(page.tables[k]).filter((row) => !chart.off?.has(row.arm))]));
   Object.assign(spec, { datasets, width: "container", height: chart.height, background: null, padding: 2, autosize: { type: "fit-x", contains: "padding" } });
   const inner = el("div", { "aria-hidden": "true" });
