@@ -247,9 +247,17 @@ def _edited(job: Job) -> str:
         with suppress(BrokenFile):
             before = RunDirectory(path).read_config()
             if before and (modules := edited_modules(before, run.identity)):
-                names = ", ".join(modules)
-                return f"{names}: edited since {path.name} was trained; trained anew beside it"
+                files = ", ".join(dict.fromkeys(map(_file_of, modules)))
+                return f"{files}: edited since {path.name} was trained; trained anew beside it"
     return ""
+
+
+def _file_of(name: str) -> str:
+    """Return the file of a module, or of the module of a dotted path; the name without one."""
+    for module in (name, name.rpartition(".")[0]):
+        if file := getattr(sys.modules.get(module), "__file__", None):
+            return printable(os.path.relpath(file))
+    return name
 
 
 def _planned(run: JobRun, directory: RunDirectory, force: bool) -> RunState:

@@ -116,7 +116,7 @@ def test_runs_after_an_edit_of_a_helper_are_trained_anew_and_named(
     assert "finished before" in here(*words).out
     (folder / "helper_of_times.py").write_text("K = 0.25\n", encoding="utf-8")
     ended = here(*words)
-    assert f"helper_of_times: edited since {first}" in ended.err
+    assert f"helper_of_times.py: edited since {first}" in ended.err
     assert len([name for name in finished(folder) if "times" in name]) == 2
 
 
