@@ -37,6 +37,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gradsurg {release}"
 html_show_sphinx = False
+highlight_language = "text"  # of blocks that name none: commands and printed text
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 

@@ -91,6 +91,9 @@ class Effects:
     _parts: list[int] = field(default_factory=list)  # rows of parts of gradients
     _parts_of: "distributed.ProcessGroup | None" = None
 
+    def __repr__(self) -> str:  # without a number: those on a device are not waited for
+        return f"Effects at {len(self._slots)} sites: table() is a text, rows() are the numbers"
+
     def slot(self, transform: str, entry: Entry) -> int:
         """The number of the slot of one transform at one site."""
         place = transform, entry.intervention, entry.site

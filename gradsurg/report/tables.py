@@ -26,6 +26,13 @@ class StudyTables:
     effects: pl.DataFrame
     conflicts: pl.DataFrame
 
+    def __repr__(self) -> str:
+        arms = self.runs["arm"].unique(maintain_order=True).to_list()
+        return (
+            f"StudyTables of {len(self.runs)} runs in {len(arms)} arms ({', '.join(arms)}), with "
+            "the data frames runs, metrics, effects and conflicts"
+        )
+
 
 def study_tables(folder: Path) -> StudyTables:
     """Return the tables of a study; see `gradsurg.load_study`."""

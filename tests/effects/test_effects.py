@@ -516,6 +516,9 @@ def test_the_table_says_so_if_nothing_was_measured() -> None:
     with attached(model, gs.Identity(), effects_every=0) as live:
         backward(model)
     assert live.effects.table() == "no gradient was measured"
+    assert repr(live.effects) == (
+        "Effects at 4 sites: table() is a text, rows() are the numbers"  # no internals
+    )
 
 
 def test_what_passes_inside_vmap_is_not_measured_and_raises_nothing() -> None:

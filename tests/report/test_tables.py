@@ -19,6 +19,7 @@ def test_a_study_is_four_data_frames_that_share_run_arm_and_seed(tmp_path: Path)
     assert study.metrics.filter(clip)["step"].to_list() == [10, 20, 30, 40]
     assert set(study.effects.filter(clip)["site"]) == set(SITES)
     assert study.conflicts.is_empty()
+    assert repr(study).startswith("StudyTables of 2 runs in 2 arms (clip, control), with ")
     assert all({"run", "arm", "seed"} <= {*rows.columns} for rows in vars(study).values())
 
 
