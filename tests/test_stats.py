@@ -447,7 +447,7 @@ def test_the_medians_interval_covers_the_median_where_the_means_interval_fails(k
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MEDIANS)
 def test_the_coverage_in_the_docs_is_the_simulated_one(kind) -> None:
-    lines = (Path(__file__).parents[1] / "docs" / "studies.md").read_text().splitlines()
+    lines = (Path(__file__).parents[1] / "docs" / "studies.md").read_text("utf-8").splitlines()
     (row,) = [line for line in lines if line.startswith(f"| {kind}")]
     columns = zip(*(coverage(kind, n) for n in (6, 8, 10)), strict=True)
     cells = [", ".join(f"{share:.0%}" for share in column).replace("%", " %") for column in columns]

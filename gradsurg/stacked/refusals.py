@@ -10,10 +10,24 @@ from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.parameters import Parameters
 from gradsurg.stacked.acting import STEP_TRIGGERS
-from gradsurg.stacked.choice import shared_key
 from gradsurg.stacked.stack import OPTIMIZERS
 from gradsurg.training.run import Run
 from gradsurg.triggers.for_task import ForTask
+
+TREATMENT = (
+    "seed",
+    "label",
+    "transform",
+    "site",
+    "when",
+    "order",
+    "control",
+    "sources",
+    "aggregator",
+    "shared",
+)
+"""Keys of an identity in which the replicas of one stack may differ."""
+
 
 STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
 """Stages of `Parameters` that are exact on the slice of one replica."""
@@ -35,6 +49,12 @@ MODULES: Mapping[type[nn.Module], str] = {
     nn.modules.batchnorm._NormBase: "keeps running statistics",
     nn.modules.dropout._DropoutNd: "draws random numbers",
 }
+
+
+def shared_key(identity: Mapping[str, object]) -> str:
+    """Return a text that is equal for runs that share model, task and optimizer."""
+    shared = {key: value for key, value in identity.items() if key not in TREATMENT}
+    return json.dumps(shared, sort_keys=True, default=repr)
 
 
 def stack_key(run: Run) -> str:

@@ -1,14 +1,16 @@
 """Train the runs of a study in stacks, into the same directories as one by one."""
 
+import json
 import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +19,14 @@ from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
 from gradsurg.plugins.pipes import open_files
 from gradsurg.stacked.acting import Slices, groups_of, treatment
-from gradsurg.stacked.choice import Choices
-from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
+from gradsurg.stacked.refusals import model_refusal, run_refusal, shared_key, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.surgery.live import Live
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
+from gradsurg.training.files import replace_file
 from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_directory import SUMMARY, RunDirectory
 from gradsurg.training.run_identity import RESUMED
 from gradsurg.training.run_reader import BrokenFile
 from gradsurg.training.study import Action, OpenRun, Record, restored_process, run_info
@@ -43,6 +45,9 @@ CHOSEN = "the study has runs that were trained one by one"
 
 FIRST_SAVE_S = 0.25
 """Seconds that the first save is taken to need."""
+
+
+Runner = Literal["stacked", "sequential"]
 
 
 class BufferedDirectory(RunDirectory):
@@ -157,7 +162,7 @@ def _by_step(taken: Iterable["_Replica | None"]) -> dict[int, list["_Replica"]]:
     return by_step
 
 
-def _train(program: "_Program", threads: int | None, choices: Choices | None, mixed: bool) -> str:
+def _train(program: "_Program", threads: int | None, choices: "Choices | None", mixed: bool) -> str:
     """Train a stack; return the reason if its runs are left to `execute`, else ''."""
     try:
         with restored_process(threads, program.device), quiet():
@@ -226,6 +231,51 @@ class _StackTimer(CheckpointTimer):
             self._is_due = False
 
 
+class Choices:
+    """The choices of the studies under a folder, one for the runs with the same `shared_key`.
+
+    A choice is written before its runs are trained, so that a study which is interrupted, or gets
+    more seeds or arms, goes on as it began. A study without the file, as one that was trained by
+    another runner, goes on as its first finished run.
+    """
+
+    def __init__(self, out: Path, runs: Iterable[Run]) -> None:
+        self._out = out
+        self._known: dict[Path, Runner] = {}
+        for run in runs:
+            path = self._path(run)
+            if path not in self._known and (choice := self._read(path, run)) is not None:
+                self._known[path] = choice
+
+    def get(self, run: Run) -> Runner | None:
+        """Return the choice for a run; None if there is none."""
+        return self._known.get(self._path(run))
+
+    def record(self, run: Run, runner: Runner) -> None:
+        """Write a choice unless there is one."""
+        path = self._path(run)
+        if path not in self._known:
+            self._known[path] = runner
+            replace_file(path, json.dumps({"runner": runner}).encode() + b"\n")
+
+    def _path(self, run: Run) -> Path:
+        digest = sha256(shared_key(run.identity).encode()).hexdigest()[:8]
+        return self._out / run.study / f"runner-{digest}.json"
+
+    def _read(self, path: Path, run: Run) -> Runner | None:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
+            match json.loads(path.read_text(encoding="utf-8"))["runner"]:
+                case "stacked" | "sequential" as runner:
+                    return runner
+        for summary in sorted(path.parent.glob(f"*/{SUMMARY}")):
+            with suppress(BrokenFile):
+                directory = RunDirectory(summary.parent)
+                config = directory.read_config() if directory.finished else None
+                if config is not None and shared_key(config) == shared_key(run.identity):
+                    return "stacked" if "runner" in directory.read_summary() else "sequential"
+        return None
+
+
 class _Program:
     """One stack from opening its runs to their summaries."""
 
@@ -263,7 +313,7 @@ class _Program:
         first = self._runs[0]
         return model_refusal(first.model, first.training.optimizer)
 
-    def begin(self, choices: Choices | None, mixed: bool) -> str:
+    def begin(self, choices: "Choices | None", mixed: bool) -> str:
         """Stack the runs, attach the surgeries, compare the first step with a sequential one.
 
         Return the reason if the runs are to be trained one by one, as `_refusal` does.
