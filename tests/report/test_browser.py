@@ -146,7 +146,7 @@ def test_every_section_has_its_chart_and_its_table(opened: Driver) -> None:
     assert len(all_of(opened, "#cost tbody tr")) == 4
     assert len(marks(opened, "cost", "symbol")) == 4
     assert len(all_of(opened, "#runs tbody tr")) == 19
-    assert "n = 3" in one(opened, ".answer:not(.failed)").text.replace("\u00a0", " ")
+    assert "of 3 seeds; median" in one(opened, ".answer:not(.failed)").text.replace("\u00a0", " ")
     for chart in all_of(opened, "[data-chart]"):
         assert len(chart.get_attribute("aria-label")) > 20
 
