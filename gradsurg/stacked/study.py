@@ -40,12 +40,10 @@ FLUSH_S = 2.0
 SAVE_SHARE = 20
 """Seconds of training for each second in which checkpoints are saved."""
 
-
-CHOSEN = "the study has runs that were trained one by one"
-
 FIRST_SAVE_S = 0.25
 """Seconds that the first save is taken to need."""
 
+CHOSEN = "the study has runs that were trained one by one"
 
 Runner = Literal["stacked", "sequential"]
 
@@ -242,9 +240,8 @@ class Choices:
     def __init__(self, out: Path, runs: Iterable[Run]) -> None:
         self._out = out
         self._known: dict[Path, Runner] = {}
-        for run in runs:
-            path = self._path(run)
-            if path not in self._known and (choice := self._read(path, run)) is not None:
+        for path, run in {self._path(run): run for run in runs}.items():
+            if (choice := self._read(path, run)) is not None:
                 self._known[path] = choice
 
     def get(self, run: Run) -> Runner | None:
