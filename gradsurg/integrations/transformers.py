@@ -116,7 +116,7 @@ class SurgeryCallback(library.TrainerCallback):
         """Let go of the Trainer, and return the attached surgery."""
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
-            del trainer._run_epoch  # the method of its class is there again
+            vars(trainer).pop("_run_epoch", None)  # the method of its class is there again
         live, self.live, self._trainer = self.live, None, None
         return live
 

@@ -105,6 +105,16 @@ def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
         trainer.train(resume_from_checkpoint=str(folder))
 
 
+def test_two_callbacks_of_one_trainer_act_in_turn(tmp_path: Path) -> None:
+    once, twice = Net(), Net()
+    trainer_of(once, at_step(gs.Scale(0.25)), tmp_path / "a").train()
+    trainer = trainer_of(twice, at_step(gs.Scale(0.5)), tmp_path / "b")
+    trainer.add_callback(gs.integrations.transformers.SurgeryCallback(at_step(gs.Scale(0.5))))
+    trainer.train()
+    assert all(map(torch.equal, once.parameters(), twice.parameters()))
+    assert num_hooks(twice) == 0
+
+
 def checkpointing_model() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2}
