@@ -30,6 +30,7 @@ from gradsurg.report.wording import (
     interval,
     listed,
     p_text,
+    sizes,
     title,
     value,
 )
@@ -451,11 +452,7 @@ def _sizes_in_brackets(outcome: Outcome) -> str:
     else:
         counts = f"higher in {difference.higher}, lower in {difference.lower}"
         seeds = f"{counts} of {count(difference.n, 'seed')}"
-    middle = f"median {amount(key, difference.median)}"
-    if ends := difference.median_interval:
-        middle += f", 95 % interval {amounts(key, *ends)}"
-    mean = f"mean {amount(key, difference.mean)}, 95 % interval {interval(key, difference)}"
-    return f"{seeds}; {middle}; {mean}"
+    return f"{seeds}; {sizes(key, difference, in_brackets=True)}"
 
 
 def _number_of(outcome: Outcome) -> str:

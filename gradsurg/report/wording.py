@@ -107,15 +107,20 @@ def answer(
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def sizes(key: str, difference: Difference) -> str:
-    """Return median and mean, each with its 95 % interval where it has one."""
-    middle = f"median {amount(key, difference.median)}"
+def sizes(key: str, difference: Difference, in_brackets: bool = False) -> str:
+    """Return median and mean, each with its 95 % interval where it has one.
+
+    With `in_brackets` the text stands in brackets itself, and has none for the intervals.
+    """
+    middle, mean = (
+        f"{word} {amount(key, getattr(difference, word))}" for word in ("median", "mean")
+    )
+    form = "{}, 95 % interval {}" if in_brackets else "{} (95 % interval {}, {})"
     if ends := difference.median_interval:
-        middle += f" (95 % interval {amounts(key, *ends)}, sign test)"
-    mean = f"mean {amount(key, difference.mean)}"
-    if difference.low is None:
-        return f"{middle}, {mean}"
-    return f"{middle}, {mean} (95 % interval {interval(key, difference)}, paired t)"
+        middle = form.format(middle, amounts(key, *ends), "sign test")
+    if difference.low is not None:
+        mean = form.format(mean, interval(key, difference), "paired t")
+    return f"{middle}{';' if in_brackets else ','} {mean}"
 
 
 def disagreement(key: str, difference: Difference, direction: str) -> str:

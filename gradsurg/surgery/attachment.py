@@ -1,9 +1,8 @@
 """One attached intervention: register, suspend, change and remove its hooks."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -48,8 +47,8 @@ class Attachment:
             tuple[RegisterHooks, ExitStack]
         ] = []  # hooks that are off while it rests
         self._is_resting = False
-        self._calls: dict[str, int] = {}  # of each site, up to the last step
-        self._ran: set[str] = set()  # the sites whose hook ran in the last step
+        self._calls = 0  # of all hooks, up to the last step
+        self._step_calls = 0  # of all hooks, in the last step
         self._warned_of_parts = False
         self._end_checks: list[Callable[[], str]] = []
         self.examples: ExampleSource | None = None
@@ -99,12 +98,11 @@ class Attachment:
         if self.examples is not None:
             self.examples.end_step()
         if self._registered and not self._is_resting:
-            entries = {site: hook.entry for site, hook in self._hooks.items()}
-            calls = {site: e.fired + e.not_fired + e.on_device for site, e in entries.items()}
-            ran = {site for site, number in calls.items() if number != self._calls.get(site, 0)}
-            silent, self._calls, self._ran = self._ran - ran, calls, ran
-            if silent:
-                self._warn_of_discarded_hooks(silent)
+            calls = sum(hook.entry.calls for hook in self._hooks.values())
+            # Fewer than in the step before: the graph may differ, or C++ code discarded a hook.
+            if calls - self._calls < self._step_calls and (text := self._discarded_hooks_warning()):
+                self.session.warn_once(f"{self.label}: {text}")
+            self._calls, self._step_calls = calls, calls - self._calls
         if controller.max_calls > 1:
             if not controller.has_several_tasks and not self._warned_of_parts:
                 self._warn_of_parts(controller.max_calls)
@@ -129,8 +127,7 @@ class Attachment:
 
     def end_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
-        discarded = partial(self._discarded_hooks_warning, self._hooks)
-        checks = [*self._end_checks, self.coverage.end_warning, discarded]
+        checks = [*self._end_checks, self.coverage.end_warning, self._discarded_hooks_warning]
         entries = [entry for entry in self.session.ledger if entry.intervention == self.label]
         if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
             checks.append(self.coverage.unmatched_warning)
@@ -139,14 +136,9 @@ class Attachment:
                 self.note(text)
         return self.notes
 
-    def _warn_of_discarded_hooks(self, sites: Collection[str]) -> None:
-        """Warn if C++ code has discarded hooks of sites, which ran in the step before the last."""
-        if text := self._discarded_hooks_warning(sites):
-            self.session.warn_once(f"{self.label}: {text}")
-
-    def _discarded_hooks_warning(self, sites: Collection[str]) -> str:
-        """A warning of parameters among the sites whose hooks C++ has discarded, else empty."""
-        own = {self._hooks[site].hook for site in sites}
+    def _discarded_hooks_warning(self) -> str:
+        """A warning of parameters whose hooks C++ code has discarded, else empty."""
+        own = {hook.hook for hook in self._hooks.values()}
         names = [
             name
             for name, param in self.session.model.named_parameters()
