@@ -98,7 +98,8 @@ class Attachment:
         if self.examples is not None:
             self.examples.end_step()
         if self._registered and not self._is_resting:
-            calls = sum(hook.entry.calls for hook in self._hooks.values())
+            entries = [hook.entry for hook in self._hooks.values()]
+            calls = sum(entry.fired + entry.not_fired + entry.on_device for entry in entries)
             # Fewer than in the step before: the graph may differ, or C++ code discarded a hook.
             if calls - self._calls < self._step_calls and (text := self._discarded_hooks_warning()):
                 self.session.warn_once(f"{self.label}: {text}")
