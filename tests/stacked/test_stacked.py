@@ -412,6 +412,16 @@ def test_few_open_files_make_small_stacks(tmp_path, monkeypatch) -> None:
     assert [note.partition(";")[0] for note in notes] == ["4 runs as one stack"] * 2
 
 
+def test_auto_tries_one_of_several_stacks_of_a_model(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("gradsurg.stacked.study.open_files", lambda: 8)
+    runs = runs_of(gs.Clip(0.01), None, seeds=4, schedule=FEW)
+    is_stacked, notes = auto(monkeypatch, tmp_path, 1.5, runs)
+    assert not is_stacked
+    slow = "a step of 4 runs as a stack takes 1.50 times as long as one by one"
+    chosen = "the study has runs that were trained one by one"
+    assert notes == [f"{reason}: 4 runs trained one by one" for reason in (slow, chosen)]
+
+
 @pytest.mark.parametrize("taken", [0, 3])
 def test_a_directory_that_cannot_be_locked_is_left(tmp_path, monkeypatch, taken) -> None:
     lock, calls = RunDirectory.lock, []
