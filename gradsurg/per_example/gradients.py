@@ -16,7 +16,7 @@ from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.effects.tables import aligned
 from gradsurg.hooks.controller import Session
 from gradsurg.multitask.aggregation import aggregate
-from gradsurg.per_example.layers import LayerCall, Rule, rule_of
+from gradsurg.per_example.layers import LayerCall, Rule, flat, rule_of
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
 from gradsurg.sites.selection import params_of
 from gradsurg.torch_internals import autograd, random_state
@@ -86,7 +86,8 @@ class ExampleSource:
                 "model itself, with the batch as the first axis of its first tensor"
             )
         params = params_of(self.session.model)
-        examples = ExampleGradients(self.recorder, {site: params[site] for site in sites}, grads)
+        of_sites = {site: params[site] for site in sites}
+        examples = ExampleGradients(self.recorder, of_sites, grads, self.is_mean)
         if not self._is_checked or len(self.recorder.records) > 1:
             examples.check_sum()
             if not self._is_checked:
@@ -128,13 +129,14 @@ class ExampleSource:
 class ExampleGradients:
     """The gradients of the `count` examples of a step, for the parameters of a group.
 
-    Rows sum to the gradient: with a loss that is the mean over the batch, row i is the gradient of
-    the loss of example i, divided by the number of examples.
+    Rows times shares sum to the gradient: with a loss that is the mean over the batch, row i is the
+    gradient of the loss of example i, divided by the number of examples.
     """
 
     recorder: Recorder
     params: Mapping[str, nn.Parameter]
     grads: Sequence[Tensor]  # of the parameters
+    is_mean: bool = True
     factors: list[Tensor] = field(default_factory=list)  # of the examples, once known
 
     @property
@@ -143,12 +145,35 @@ class ExampleGradients:
         return sum(record.count for record in self.recorder.records)
 
     @cached_property
+    def pass_shares(self) -> list[float]:
+        """The share of each example of each backward pass."""
+        counts = [record.count for record in self.recorder.records]
+        if not self.is_mean or len(set(counts)) == 1:
+            return [1.0] * len(counts)
+        return [sum(counts) / (len(counts) * max(1, count)) for count in counts]
+
+    @cached_property
+    def shares(self) -> Tensor | None:
+        """The share of each example, (n,): the size of an average pass by that of its own.
+
+        None if all are 1.
+        """
+        if set(self.pass_shares) == {1.0}:
+            return None
+        pairs = zip(self.pass_shares, self.recorder.records, strict=True)
+        values = [share for share, record in pairs for _ in range(record.count)]
+        first = self.grads[0]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        return torch.tensor(values, dtype=dtype, device=first.device)
+
+    @cached_property
     def squares(self) -> Tensor:
         """The squared joint norm of each row, (n,), in float32 or wider."""
         parts = []
-        for index in range(len(self.recorder.records)):
+        for index, share in enumerate(self.pass_shares):
             sums = [_wide(self._squares(index, param)) for param in self.params.values()]
-            parts.append(torch.stack(sums).sum(0) if len(sums) > 1 else sums[0])
+            part = torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+            parts.append(part / share**2 if share != 1 else part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def norms(self) -> Tensor:
@@ -156,7 +181,7 @@ class ExampleGradients:
         return self.squares.clamp(min=0).sqrt()
 
     def weighted(self, weights: Tensor) -> list[Tensor]:
-        """Return the sum of the rows times `weights` (n,), for each parameter."""
+        """Return the sum of the rows times share and `weights` (n,), for each parameter."""
         self.factors.append(weights)
         return self._weighted(weights)
 
@@ -178,9 +203,10 @@ class ExampleGradients:
         width = sum(param.numel() for param in self.params.values())
         size = max(1, ENTRIES // max(1, width))
         for index, record in enumerate(self.recorder.records):
+            factor = scale / self.pass_shares[index]
             for start in range(0, record.count, size):
                 part = slice(start, start + size)
-                yield [self._rows(index, param, part, scale) for param in self.params.values()]
+                yield [self._rows(index, param, part, factor) for param in self.params.values()]
 
     def check_sum(self) -> None:
         """Raise ValueError, with the names, if the rows do not sum to the gradients.
@@ -190,7 +216,8 @@ class ExampleGradients:
         first = self.grads[0]
         sums = self._weighted(torch.ones(self.count, dtype=first.dtype, device=first.device))
         errors = [(total - grad).norm() for total, grad in zip(sums, self.grads, strict=True)]
-        limit = TOLERANCE.get(first.dtype, 5e-2) * self.squares.sum().sqrt()
+        squares = self.squares if self.shares is None else self.squares * self.shares.square()
+        limit = TOLERANCE.get(first.dtype, 5e-2) * squares.sum().sqrt()
         wrong = [
             name
             for name, is_right in zip(self.params, torch.stack(errors) <= limit, strict=True)
@@ -232,7 +259,7 @@ class ExampleGradients:
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
         """Return the aggregate of the rows, for each parameter."""
-        blocks = [torch.cat(parts).flatten(1) for parts in zip(*self.rows(1.0), strict=True)]
+        blocks = [flat(torch.cat(parts)) for parts in zip(*self.rows(1.0), strict=True)]
         alike = len({(rows.dtype, rows.device) for rows in blocks}) == 1
         parts = [torch.cat(blocks, dim=1)] if alike else blocks
         of_step = AggregatorContext(context.step, context.seed, context.site)
@@ -274,7 +301,7 @@ class ExampleGradients:
     def _rows(
         self, index: int, param: nn.Parameter, part: slice = WHOLE, scale: float = 1.0
     ) -> Tensor:
-        """Return some rows of a parameter in one record, times `scale`."""
+        """Return some rows of a parameter in one record, times share and `scale`."""
         uses = self._uses[index][param]
         if not uses:
             rows = self._unit_rows[index][param][part]
@@ -283,18 +310,18 @@ class ExampleGradients:
         return reduce(add, terms)
 
     def _squares(self, index: int, param: nn.Parameter) -> Tensor:
-        """Return the squared norm of each row of a parameter in one record."""
+        """Return the squared norm of each row, times its share, of a parameter in one record."""
         uses = self._uses[index][param]
         if len(uses) == 1:
             return uses[0].rule.squares(uses[0].call, uses[0].name)
-        return self._rows(index, param).flatten(1).square().sum(1)
+        return flat(self._rows(index, param)).square().sum(1)
 
     def _sum(self, index: int, param: nn.Parameter, weights: Tensor) -> Tensor:
-        """Return the sum of the rows of a parameter in one record, times `weights`."""
+        """Return the sum of the rows of a parameter in one record, times share and `weights`."""
         uses = self._uses[index][param]
         if not uses:
             rows = self._unit_rows[index][param]
-            return (weights @ rows.flatten(1)).view(rows.shape[1:])
+            return (weights @ flat(rows)).view(rows.shape[1:])
         total = uses[0].rule.weighted(uses[0].call, uses[0].name, weights)
         for use in uses[1:]:
             total = total + use.rule.weighted(use.call, use.name, weights)
@@ -343,12 +370,13 @@ def _reduction_doubt(examples: ExampleGradients, is_mean: bool) -> str:
     if grad.ndim != 2 or grad.shape[1] < 2 or not bool(grad.isfinite().all()):
         return ""
     size = grad.abs().sum(1)
+    scale = record.count * len(examples.recorder.records)  # to the gradient of one example's loss
     if bool((grad.sum(1).abs() > 1e-4 * size).any()) or not bool(size.any()):
         return ""
     largest = float(size.max())
-    if is_mean and largest * examples.count > 2.01:
+    if is_mean and largest * scale > 2.01:
         other = "sum"
-    elif not is_mean and largest * examples.count <= 2.01:
+    elif not is_mean and largest * scale <= 2.01:
         other = "mean"
     else:
         return ""
@@ -371,14 +399,19 @@ def _measured(examples: ExampleGradients, is_mean: bool) -> Tensor:
     """Return the first five of `NUMBERS`, tr(S), |G|² and 1 for one step, on the device."""
     count = examples.count
     scale = count if is_mean else 1
+    # The number of examples of equal weight whose mean has the same variance.
+    pairs = zip(examples.pass_shares, examples.recorder.records, strict=True)
+    effective = count**2 / sum(record.count * share**2 for share, record in pairs)
+    shares = 1 if examples.shares is None else examples.shares
     squares = examples.squares * scale**2
     norms = squares.sqrt()
     levels = torch.tensor([0.5, 0.9], dtype=norms.dtype, device=norms.device)
     mean = (
         torch.stack([grad.norm() for grad in examples.grads]).square().sum() * (scale / count) ** 2
     )
-    trace = (squares.mean() - mean) * count / (count - 1)
-    square = (count * mean - squares.mean()) / (count - 1)
+    each = (squares * shares).mean()
+    trace = (each - mean) * effective / (effective - 1)
+    square = (effective * mean - each) / (effective - 1)
     factors = examples.factors
     changed = (factors[-1] != 1).to(norms.dtype).mean() if factors else norms.new_tensor(torch.nan)
     parts = [norms.mean(), *norms.quantile(levels), norms.max(), changed, trace, square]

@@ -43,12 +43,12 @@ class Rule:
 
     def squares(self, call: LayerCall, name: str) -> Tensor:
         """Return the squared norm of each row, (n,)."""
-        return self.rows(call, name).flatten(1).square().sum(1)
+        return flat(self.rows(call, name)).square().sum(1)
 
     def weighted(self, call: LayerCall, name: str, weights: Tensor) -> Tensor:
         """Return the sum of the rows times `weights` (n,)."""
         rows = self.rows(call, name)
-        return (weights @ rows.flatten(1)).view(rows.shape[1:])
+        return (weights @ flat(rows)).view(rows.shape[1:])
 
 
 class LinearRule(Rule):
@@ -248,6 +248,11 @@ RULES: dict[object, Rule] = {
 def rule_of(module: nn.Module) -> Rule | None:
     """Return the rule of a module, None if it has none."""
     return RULES.get(type(module).forward)
+
+
+def flat(rows: Tensor) -> Tensor:
+    """Return the rows as a matrix, (n, entries): of one column for a parameter without axes."""
+    return rows[:, None].flatten(1)
 
 
 def _positions(tensor: Tensor) -> Tensor:

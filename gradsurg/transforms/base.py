@@ -55,21 +55,36 @@ class BackwardInfo(Protocol):
 
 
 class Examples(Protocol):
-    """The gradients of the `count` examples of a step, whose sum over the rows is the gradient."""
+    """The gradients of the n = `count` examples of a step.
+
+    The gradient is the sum of the rows, each times its share; a row is g_i / n for a loss that is a
+    mean, g_i for a sum.
+    """
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def shares(self) -> Tensor | None:
+        """n / (K n_k) for an example of one of K passes that has n_k examples, (n,).
+
+        None if all are 1, as in passes of equal size or for a sum.
+        """
+        ...
 
     def norms(self) -> Tensor:
         """Return the joint norm of each row, (n,)."""
         ...
 
     def weighted(self, weights: Tensor) -> list[Tensor]:
-        """Return the sum of the rows times `weights` (n,), for each gradient of the group."""
+        """Return the sum of the rows times share and `weights` (n,), for each gradient."""
         ...
 
     def rows(self, scale: float) -> Iterator[list[Tensor]]:
-        """Yield the rows times `scale`, some examples at a time: (k, *shape) for each gradient."""
+        """Yield the rows times `scale`, some examples of one backward pass at a time.
+
+        Each is (k, *shape) for each gradient of the group.
+        """
         ...
 
     # Any: an aggregator, of which this floor does not know.

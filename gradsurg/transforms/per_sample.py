@@ -42,10 +42,12 @@ class PerSample(GroupTransform):
     `of` is T or A and acts on all parameters of the site together; A must read the gradients. The
     result is Σ T(g_i) / n or A(g_1, ..., g_n) for a loss that is the mean over the batch, and n
     times that for a sum, `reduction="sum"`. The batch of a step is that of all its backward
-    passes. `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds
-    each norm by C, as `ClipGlobalNorm` does: the update of DP-SGD (Abadi et al., CCS 2016, arXiv
-    1607.00133, algorithm 1). No privacy follows without Poisson sampling and an accountant, which
-    gradsurg does not have.
+    passes. In a mean, the loss of each of K passes is the mean over its own n_k examples, divided
+    by K: T(g_i) then has the weight 1 / (K n_k) in place of 1 / n, and A has the g_i as they are.
+    `noise` adds N(0, (noise C)²) to the sum of the T(g_i), for a T that bounds each norm by C, as
+    `ClipGlobalNorm` does: the update of DP-SGD (Abadi et al., CCS 2016, arXiv 1607.00133, algorithm
+    1); C is multiplied by the largest of the n / (K n_k). No privacy follows without Poisson
+    sampling and an accountant, which gradsurg does not have.
 
     T must have no state. Any shapes; zeros, NaN, infinities and empty tensors are treated as by T
     or A, so that one NaN of one example reaches the result. Without a batch, as outside a surgery,
@@ -115,6 +117,8 @@ class PerSample(GroupTransform):
             results = [total / scale for total in self._transformed(examples, scale, contexts)]
         if self.noise:
             deviation = self.noise * (self._bound or 0.0) / scale
+            if examples.shares is not None:
+                deviation = deviation * examples.shares.max()
             results = [
                 result + deviation * _normal(result, context)
                 for result, context in zip(results, contexts, strict=True)
@@ -124,30 +128,36 @@ class PerSample(GroupTransform):
     def _transformed(
         self, examples: Examples, scale: int, contexts: Sequence[TransformContext]
     ) -> list[Tensor]:
-        """Return the sum over the examples of the transformed gradients."""
+        """Return the sum over the examples of the transformed gradients, times their shares."""
 
         def single(*grads: Tensor) -> tuple[Tensor, ...]:
             return tuple(update_all(self.of, list(grads), {}, contexts)[0])
 
         totals: list[Tensor] | None = None
         deterministic, done = "deterministic" in self.of.properties, 0
+        shares = examples.shares
         calls = [context.call for context in contexts]
         for rows in examples.rows(scale):
+            share = None if shares is None else shares[done]
             if deterministic:
                 results = [part.sum(0) for part in torch.vmap(single)(*rows)]
-                totals = _added(totals, results)
+                totals, done = _added(totals, results, share), done + len(rows[0])
                 continue
             for example in zip(*rows, strict=True):
                 for context, call in zip(contexts, calls, strict=True):
                     context.call = call * examples.count + done  # other draws for each example
-                totals, done = _added(totals, single(*example)), done + 1
+                totals, done = _added(totals, single(*example), share), done + 1
         for context, call in zip(contexts, calls, strict=True):
             context.call = call
         assert totals is not None
         return totals
 
 
-def _added(totals: list[Tensor] | None, results: Sequence[Tensor]) -> list[Tensor]:
+def _added(
+    totals: list[Tensor] | None, results: Sequence[Tensor], share: Tensor | None
+) -> list[Tensor]:
+    if share is not None:
+        results = [result * share for result in results]
     if totals is None:
         return list(results)
     return [total + result for total, result in zip(totals, results, strict=True)]
@@ -157,6 +167,7 @@ class _OneExample:
     """The gradients of a batch of one example."""
 
     count = 1
+    shares = None
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
         self.grads = grads

@@ -38,6 +38,18 @@ class Tied(nn.Module):
         return self.output(self.twice(self.twice(self.tokens(tokens)).tanh()).mean(1))
 
 
+class Scaled(nn.Module):
+    """A layer times a parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.output = nn.Linear(6, 8), nn.Linear(8, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.output(self.first(inputs).tanh() * self.scale)
+
+
 def make(name: str, count: int) -> tuple[nn.Module, Tensor]:
     """Return a model of seven outputs, and `count` examples."""
     torch.manual_seed(0)
@@ -71,7 +83,9 @@ def make(name: str, count: int) -> tuple[nn.Module, Tensor]:
             return Tokens(), torch.randint(0, 7, (count, 5))
         case "tied":
             return Tied(), torch.randint(0, 7, (count, 4))
+        case "scaled":
+            return Scaled(), torch.randn(count, 6)
     raise AssertionError(name)
 
 
-NAMES = ("mlp", "convolutions", "sequences", "tokens", "tied")
+NAMES = ("mlp", "convolutions", "sequences", "tokens", "tied", "scaled")

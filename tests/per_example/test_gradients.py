@@ -1,5 +1,7 @@
 """Gradients of single examples equal those of a loop over the examples."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,14 +29,19 @@ def loop(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
 
 
 def treated(
-    model: nn.Module, inputs: Tensor, targets: Tensor, transform: Transform, parts: int = 1
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    transform: Transform,
+    sizes: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """The gradients that the optimizer gets, from `parts` backward passes of a mean loss."""
+    """The gradients that the optimizer gets, from backward passes of mean losses."""
+    sizes = sizes or [len(inputs)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.zero_grad()
     with gs.Surgery(gs.Intervention(transform)).attach(model, optimizer):
-        for part, labels in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-            (functional.cross_entropy(model(part), labels) / parts).backward()
+        for part, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+            (functional.cross_entropy(model(part), labels) / len(sizes)).backward()
         optimizer.step()
     grads = [param.grad for param in model.parameters()]
     return [
@@ -51,7 +58,7 @@ def assert_close(results: list[Tensor], expected: list[Tensor], tolerance: float
 
 def clipped(rows: list[Tensor], bound: float) -> list[Tensor]:
     """The mean of the rows, each clipped to a joint norm."""
-    norms = torch.stack([row.flatten(1).square().sum(1) for row in rows]).sum(0).sqrt()
+    norms = torch.stack([row.reshape(len(row), -1).square().sum(1) for row in rows]).sum(0).sqrt()
     weights = (bound / (norms + 1e-6)).clamp(max=1)
     assert 0 < int((weights < 1).sum()) < len(weights)
     return [torch.einsum("n...,n->...", row, weights) / len(row) for row in rows]
@@ -59,7 +66,10 @@ def clipped(rows: list[Tensor], bound: float) -> list[Tensor]:
 
 def median_norm(rows: list[Tensor]) -> float:
     return float(
-        torch.stack([row.flatten(1).square().sum(1) for row in rows]).sum(0).sqrt().median()
+        torch.stack([row.reshape(len(row), -1).square().sum(1) for row in rows])
+        .sum(0)
+        .sqrt()
+        .median()
     )
 
 
@@ -91,7 +101,116 @@ def test_the_examples_of_several_backward_passes_are_one_batch() -> None:
         (gs.PerSample(gs.ClipGlobalNorm(median_norm(rows))), clipped(rows, median_norm(rows))),
         (gs.PerSample(gs.TrimmedMean(0.2)), [row.sort(0).values[2:-2].mean(0) for row in rows]),
     ):
-        assert_close(treated(model, inputs, targets, transform, parts=3), expected)
+        assert_close(treated(model, inputs, targets, transform, sizes=[2, 2, 2]), expected)
+
+
+def by_hand(transform: Transform, sizes: list[int], values: list[float]) -> tuple[float, gs.Live]:
+    """The gradient of a weight whose gradient for example i is values[i]."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gs.Surgery(gs.Intervention(transform)).attach(model, optimizer) as live:
+        for part in torch.tensor(values)[:, None].split(sizes):
+            (model(part).mean() / len(sizes)).backward()
+        optimizer.step()
+    assert model.weight.grad is not None
+    return float(model.weight.grad), live
+
+
+FIVE_AND_ONE = [1.0, 1.0, 1.0, 1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("transform", "sizes", "values", "expected"),
+    [
+        # (4 * 1) / 4 / 2 + (2 * 0.8) / 2 / 2
+        (gs.PerSample(gs.ClipGlobalNorm(1.0)), [4, 2], [1.3] * 4 + [0.8] * 2, 0.9),
+        (gs.PerSample(gs.Clip(1.0)), [4, 2], [1.3] * 4 + [0.8] * 2, 0.9),
+        (gs.PerSample(gs.ClipGlobalNorm(1.0)), [5, 1], FIVE_AND_ONE, 1.0),
+        (gs.PerSample(gs.Clip(1.0)), [5, 1], FIVE_AND_ONE, 1.0),
+        (gs.PerSample(gs.Clip(1.0)), [1, 5], FIVE_AND_ONE[::-1], 1.0),
+        (gs.PerSample(gs.TrimmedMean(0.5)), [5, 1], FIVE_AND_ONE, 1.0),
+        # The mean of the two intervals' means, 1 and 3.
+        (gs.PerSample(gs.GHM()), [5, 1], FIVE_AND_ONE, 2.0),
+        (gs.GHM(), [5, 1], FIVE_AND_ONE, 2.0),
+        # All weights are 1: the gradient itself, 7 / 5 / 2 + 3 / 2.
+        (gs.GHM(1), [5, 1], FIVE_AND_ONE, 2.2),
+        (gs.PerSample(gs.Identity()), [5, 1], FIVE_AND_ONE, 2.2),
+    ],
+)
+def test_an_example_has_its_own_gradient_in_a_pass_of_any_size(
+    transform: Transform, sizes: list[int], values: list[float], expected: float
+) -> None:
+    result, live = by_hand(transform, sizes, values)
+    assert result == pytest.approx(expected, abs=2e-6)
+    (source,) = live.examples.values()
+    numbers = source.numbers()
+    assert numbers["norm_mean"] == pytest.approx(sum(values) / 6)
+    assert numbers["norm_max"] == pytest.approx(max(values))
+
+
+def test_examples_of_unequal_passes_are_counted_as_changed_by_their_own_gradient() -> None:
+    _, clipped_live = by_hand(gs.PerSample(gs.ClipGlobalNorm(1.0)), [4, 2], [1.3] * 4 + [0.8] * 2)
+    _, even_live = by_hand(gs.PerSample(gs.GHM(1)), [5, 1], FIVE_AND_ONE)
+    assert clipped_live.examples["per_sample"].numbers()["changed"] == pytest.approx(4 / 6)
+    assert even_live.examples["per_sample"].numbers()["changed"] == 0
+
+
+def test_the_noise_scale_of_passes_of_unequal_size_is_unbiased() -> None:
+    _, live = by_hand(gs.PerSample(gs.Identity()), [5, 1], FIVE_AND_ONE)
+    weights = [0.1] * 5 + [0.5]
+    square = sum(weight * value**2 for weight, value in zip(weights, FIVE_AND_ONE, strict=True))
+    share = sum(weight**2 for weight in weights)  # of the variance that is in that of the mean
+    variance = (square - 2.2**2) / (1 - share)
+    (source,) = live.examples.values()
+    expected = variance / (2.2**2 - share * variance)
+    assert source.numbers()["noise_scale"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tokens", "scaled"])
+def test_rows_of_passes_of_unequal_size_are_those_of_a_loop(name: str) -> None:
+    model, inputs = models.make(name, 7)
+    targets, sizes = torch.arange(7), [4, 1, 2]
+    rows = loop(model, inputs, targets)
+    weights = torch.cat([torch.full((size,), 1 / (3 * size)) for size in sizes])
+    norms = torch.stack([row.reshape(7, -1).square().sum(1) for row in rows]).sum(0).sqrt()
+    bound = median_norm(rows)
+    factors = weights * (bound / (norms + 1e-6)).clamp(max=1)
+    clamped = [row.clamp(-0.01, 0.01) for row in rows]
+    for of, expected in (
+        (gs.ClipGlobalNorm(bound), [torch.einsum("n...,n->...", row, factors) for row in rows]),
+        (gs.Clip(0.01), [torch.einsum("n...,n->...", row, weights) for row in clamped]),
+        (gs.TrimmedMean(0.5), [row.median(0).values for row in rows]),
+    ):
+        assert_close(treated(model, inputs, targets, gs.PerSample(of), sizes), expected, 1e-5)
+
+
+def test_a_random_transform_weighs_each_pass_by_its_size() -> None:
+    # A quantity of two levels is 0 or the norm: each example's result is its own gradient.
+    result, _ = by_hand(gs.PerSample(gs.Quantize(levels=1)), [5, 1], FIVE_AND_ONE)
+    assert result == pytest.approx(2.2, abs=1e-5)
+
+
+def test_sums_of_passes_of_unequal_size_are_the_sum_of_the_clipped_gradients() -> None:
+    model, inputs = models.make("mlp", 6)
+    targets = torch.arange(6)
+    rows = loop(model, inputs, targets)
+    bound = median_norm(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    transform = gs.PerSample(gs.ClipGlobalNorm(bound), reduction="sum")
+    with gs.Surgery(gs.Intervention(transform)).attach(model, optimizer):
+        for part in (slice(0, 4), slice(4, 6)):
+            functional.cross_entropy(model(inputs[part]), targets[part], reduction="sum").backward()
+        optimizer.step()
+    assert_close([p.grad for p in model.parameters()], [6 * grad for grad in clipped(rows, bound)])
+
+
+def test_a_first_pass_that_is_the_smallest_does_not_look_like_a_sum() -> None:
+    model = nn.Linear(7, 7, bias=False)
+    nn.init.eye_(model.weight)
+    inputs, targets = 50 * torch.eye(7)[:6], torch.arange(6) + 1  # all are sure and wrong
+    transform = gs.PerSample(gs.ClipGlobalNorm(1.0))
+    (grad,) = treated(model, inputs, targets, transform, [2, 4])  # a warning is an error
+    assert float(grad.norm()) > 0
 
 
 def test_a_loss_that_is_a_sum_has_the_sum_of_the_clipped_gradients() -> None:
@@ -117,6 +236,16 @@ def test_noise_has_the_deviation_of_dp_sgd_and_no_other_seed_gives_it() -> None:
     assert torch.equal(noisy, again)
     assert torch.equal(state, torch.get_rng_state())
     assert float((noisy - plain).std()) == pytest.approx(2.0 * 0.5 / 10, rel=0.02)
+
+
+def test_noise_is_that_of_the_pass_whose_examples_weigh_most() -> None:
+    model = nn.Linear(400, 100)
+    inputs, targets = torch.randn(10, 400), torch.arange(10)
+    plain, noisy = (
+        treated(model, inputs, targets, gs.PerSample(gs.ClipGlobalNorm(0.5), noise=noise), [8, 2])
+        for noise in (0.0, 2.0)
+    )
+    assert float((noisy[0] - plain[0]).std()) == pytest.approx(2.0 * 0.5 / 4, rel=0.02)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -158,7 +287,9 @@ def test_identity_leaves_the_gradient() -> None:
 def test_numbers_are_those_of_the_rows() -> None:
     model, inputs = models.make("mlp", COUNT)
     targets = torch.arange(COUNT)
-    rows = torch.cat([row.flatten(1) for row in loop(model, inputs, targets)], 1).double()
+    rows = torch.cat(
+        [row.reshape(len(row), -1) for row in loop(model, inputs, targets)], 1
+    ).double()
     norms = rows.norm(dim=1)
     bound = float(norms.median())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
