@@ -41,18 +41,38 @@ class SurgeryCallback(library.TrainerCallback):
         self.live: Live | None = None
         self._trainer: ref[Any] | None = None
 
-    def backward(self, losses: Losses, **options: Any) -> None:
+    def backward(
+        self,
+        losses: Losses,
+        *,
+        normalized: bool | None = None,
+        scale: float | None = None,
+        **options: Any,
+    ) -> None:
         """Replace `accelerator.backward(loss)` in your `training_step`, for several losses.
 
         Each is divided by the number of batches that are accumulated for the update, and multiplied
-        by the loss scale of `fp16`, as the Trainer does. Raises RuntimeError outside of
-        `Trainer.train`.
+        by the loss scale of `fp16`, as the Trainer does. With `normalized=True` they are not
+        divided: for losses of sums over the batch that you have divided by `num_items_in_batch`, as
+        models of Hugging Face do if it is given to them. By default the Trainer's
+        `loss_is_scaled_for_ga` decides; if it is None they are divided, with a warning if the
+        Trainer would not divide its own loss. With several processes multiply normalized losses by
+        their number, as `Trainer.compute_loss` does. `scale` multiplies the losses in place of the
+        division; `options` are those of `live.backward`.
+
+        Raises RuntimeError outside of `Trainer.train`, ValueError for both `normalized` and
+        `scale`.
         """
         trainer = self._trainer() if self._trainer is not None else None
         if self.live is None or trainer is None:
             raise RuntimeError("SurgeryCallback.backward: Trainer.train does not run")
-        # Fewer than `gradient_accumulation_steps` in the last update of an epoch.
-        scale = 1 / trainer.current_gradient_accumulation_steps
+        if scale is None:
+            scale = self._scale(trainer, self.live, normalized)
+        elif normalized is not None:
+            raise ValueError(
+                "SurgeryCallback.backward: needs normalized or scale, not both. Found "
+                f"normalized={normalized}, scale={scale}"
+            )
         losses = scaled(losses, self.live.session.scaler)
         self.live.backward(losses, scale=scale, **options)
 
@@ -111,6 +131,23 @@ class SurgeryCallback(library.TrainerCallback):
         live = self._release()
         if live is not None:
             live.close()
+
+    def _scale(self, trainer: Any, live: Live, normalized: bool | None) -> float:
+        """Return the factor of losses that are, or are not, normalized over the update."""
+        # Fewer than `gradient_accumulation_steps` in the last update of an epoch.
+        count = trainer.current_gradient_accumulation_steps
+        if normalized is None:
+            normalized = getattr(trainer, "loss_is_scaled_for_ga", None)  # 5.4 does not have it
+        is_doubtful = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if normalized is None and is_doubtful and count > 1:
+            live.session.warn_once(
+                f"SurgeryCallback.backward: divides the losses by the {count} accumulated batches, "
+                "and the Trainer expects losses divided by num_items_in_batch, which are not "
+                "divided again: give normalized=True for such losses, normalized=False for means "
+                "over a batch",
+                key="SurgeryCallback.normalized",
+            )
+        return 1.0 if normalized else 1 / count
 
     def _release(self) -> Live | None:
         """Let go of the Trainer, and return the attached surgery."""

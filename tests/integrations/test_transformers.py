@@ -231,3 +231,91 @@ def test_pcgrad_is_that_of_a_plain_loop_also_in_the_last_update_of_an_epoch(
     tolerance = {"rtol": 0.01, "atol": 2e-3} if scaled else {"rtol": 1e-5, "atol": 1e-6}
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, **tolerance)
+
+
+class Counting(nn.Module):
+    """A model whose losses are divided by `num_items_in_batch`, as those of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().net
+
+    def forward(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Tensor]:
+        known = labels != -100
+        count = known.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        errors = (self.net(x).squeeze(-1) - labels)[known]
+        square, absolute = errors.square().sum() / count, errors.abs().sum() / count
+        return {"loss": square + absolute, "square": square, "absolute": absolute}
+
+
+def counting_trainer(folder: Path, counted: bool = True, **options: Any) -> Any:
+    """A Trainer of `Counting` that gives two losses to the callback, with these options.
+
+    `counted` is whether the model gets `num_items_in_batch`.
+    """
+
+    class Several(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items: Any = None) -> Tensor:
+            out = model(
+                **self._prepare_inputs(inputs), num_items_in_batch=num_items if counted else None
+            )
+            losses = {"square": out["square"], "absolute": out["absolute"]}
+            self.callback_handler.callbacks[0].backward(losses, **options)
+            return out["loss"].detach()
+
+    return labelled_in_part(trainer_of(Counting(), gs.Surgery(), folder, Several, **FOUR_BY_TWO))
+
+
+def labelled_in_part(trainer: Any) -> Any:
+    """Leave out a third of the labels, so that batches of two have zero to two of them."""
+    for row in trainer.train_dataset[::3]:
+        row["labels"] = torch.tensor(-100.0)
+    return trainer
+
+
+FOUR_BY_TWO = {
+    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 0.02,
+}
+
+
+def assert_trains_as_the_plain_trainer(trainer: Any, counted: bool = True) -> None:
+    trainer.train()
+    plain = labelled_in_part(transformers.Trainer(Counting(), trainer.args, train_dataset=rows()))
+    plain.model_accepts_loss_kwargs = counted
+    plain.train()
+    for one, other in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    "options", [{"normalized": True}, {"scale": 1.0}, {}], ids=["normalized", "scale", "trainer"]
+)
+def test_losses_divided_by_the_items_of_the_update_are_not_divided_again(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    trainer = counting_trainer(tmp_path, **options)
+    if not options:
+        trainer.loss_is_scaled_for_ga = True
+    assert_trains_as_the_plain_trainer(trainer)
+
+
+def test_means_over_a_batch_are_divided_by_the_number_of_batches(tmp_path: Path) -> None:
+    trainer = counting_trainer(tmp_path, counted=False, normalized=False)
+    assert_trains_as_the_plain_trainer(trainer, counted=False)
+
+
+def test_losses_that_may_be_divided_already_are_divided_with_a_warning(tmp_path: Path) -> None:
+    trainer = counting_trainer(tmp_path, counted=False)
+    with pytest.warns(gs.SurgeryWarning, match="normalized=True for such losses") as warned:
+        assert_trains_as_the_plain_trainer(trainer, counted=False)
+    assert len([each for each in warned if each.category is gs.SurgeryWarning]) == 1
+
+
+def test_normalized_and_scale_exclude_each_other(tmp_path: Path) -> None:
+    trainer = counting_trainer(tmp_path, normalized=True, scale=0.5)
+    with pytest.raises(ValueError, match="not both. Found normalized=True, scale=0.5"):
+        trainer.train()
