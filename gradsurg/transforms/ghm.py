@@ -64,8 +64,8 @@ class GHM(GroupTransform, ExampleWeighting):
         shares = (sizes / sizes.max()).nan_to_num(nan=0.0)
         places = (shares * self.bins).long().clamp(max=self.bins - 1)
         is_in = places[:, None] == torch.arange(self.bins, device=sizes.device)
-        examples = context.examples
+        counts, examples = is_in.sum(0), context.examples
         if examples is not None and examples.shares is not None:
-            is_in = is_in * examples.shares[:, None]
-        counts = is_in.sum(0)
-        return counts.sum() / ((counts > 0).sum() * counts[places]).to(sizes.dtype)
+            counts = (is_in * examples.shares[:, None]).sum(0)
+            counts = counts / counts.sum() * len(sizes)
+        return len(sizes) / ((counts > 0).sum() * counts[places]).to(sizes.dtype)
