@@ -59,7 +59,7 @@ class BoundTransform:
         self.state = session.states.get(self.key, NO_STATE)
         rank = 0 if controller.stage in AVERAGED else session.rank
         self.context = TransformContext(
-            self.key, NO_STEP, seed=session.seed, backward=session.clock, rank=rank
+            entry.site, NO_STEP, seed=session.seed, backward=session.clock, rank=rank, label=label
         )
         self.set(transform)
 

@@ -262,7 +262,7 @@ class ExampleGradients:
         blocks = [flat(torch.cat(parts)) for parts in zip(*self.rows(1.0), strict=True)]
         alike = len({(rows.dtype, rows.device) for rows in blocks}) == 1
         parts = [torch.cat(blocks, dim=1)] if alike else blocks
-        of_step = AggregatorContext(context.step, context.seed, context.site)
+        of_step = AggregatorContext(context.step, context.seed, context.key)
         with autograd.without_autocast(parts):
             grads = aggregate(aggregator, parts, aggregator.init(self.count), of_step).grads
         if alike:

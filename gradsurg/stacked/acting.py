@@ -103,7 +103,7 @@ class Batch:
         self._contexts = [
             [
                 TransformContext(
-                    f"{label}/{site}", seed=lead.run.surgery.seed, backward=self._clock
+                    site, seed=lead.run.surgery.seed, backward=self._clock, label=label
                 )
                 for site in self._sites
             ]
@@ -130,6 +130,7 @@ class Batch:
                         value=value[row],
                         seed=self.runs[row].run.surgery.seed,
                         backward=self._clock,
+                        label=context.label,
                     )
                     for context, value in zip(self._contexts[number], self._values, strict=True)
                 ]

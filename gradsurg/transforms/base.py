@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, cast
 
@@ -99,7 +99,7 @@ class TransformContext:
 
     | attribute | meaning |
     |---|---|
-    | `site` | id of the site, the same at every step |
+    | `site` | id of the site, the same at every step and as in the effects: `0.weight` |
     | `step` | optimizer steps done, from 0 |
     | `value` | the tensor whose gradient is transformed; None if there is none, as at a node |
     | `seed` | the surgery's seed |
@@ -111,6 +111,8 @@ class TransformContext:
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
     | `rank` | number of the process, before gradients are averaged over several; else 0 |
+    | `label` | name of the transform in its surgery; empty outside of one |
+    | `part` | place inside another transform, as `0/placebo` in a chain; else empty |
     """
 
     site: str = ""
@@ -123,6 +125,8 @@ class TransformContext:
     gradient: Tensor | None = None
     examples: Examples | None = None
     rank: int = 0
+    label: str = ""
+    part: str = ""
 
     @property
     def error(self) -> Tensor | None:
@@ -142,14 +146,24 @@ class TransformContext:
         """The name of the loss in `live.backward(losses)`; empty in any other backward pass."""
         return self.backward.task if self.backward is not None else ""
 
+    @property
+    def key(self) -> str:
+        """`label/site/part`: contexts that differ in it draw different random numbers."""
+        key = f"{self.label}/{self.site}" if self.label else self.site
+        return f"{key}/{self.part}" if self.part else key
+
+    def inside(self, part: str) -> "TransformContext":
+        """Return the context of another transform, or of other draws, inside this transform."""
+        return replace(self, part=f"{self.part}/{part}" if self.part else part)
+
     def generator(self, device: torch.device, *, per_call: bool = True) -> torch.Generator:
-        """Return a generator seeded by (seed, site, step, call), independent of the global one.
+        """Return a generator seeded by (seed, key, step, call), independent of the global one.
 
         Each process with its own gradients draws its own numbers. With `per_call=False` it is
-        seeded by (seed, site), the same for every gradient and for all calls of a module (`h#1` as
+        seeded by (seed, key), the same for every gradient and for all calls of a module (`h#1` as
         `h#0`).
         """
-        key = f"{self.seed}/{self.site}"
+        key = f"{self.seed}/{self.key}"
         if per_call:
             key += f"/{self.step}/{self.call}" + (f"/{self.rank}" if self.rank else "")
         else:

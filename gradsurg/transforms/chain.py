@@ -1,7 +1,6 @@
 """Chain: the composition of several transforms."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -88,7 +87,7 @@ class Chain(GroupTransform):
         results = list(grads)
         states = {}
         for index, link in enumerate(self.links):
-            inner = [replace(context, site=f"{context.site}/{index}") for context in contexts]
+            inner = [context.inside(str(index)) for context in contexts]
             results, after = update_all(link, results, substate(state, f"{index}."), inner)
             states |= {f"{index}.{key}": value for key, value in after.items()}
         return results, states

@@ -1,7 +1,6 @@
 """Placebo: a random change of the gradient, as large and at the same angle as a transform's."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -57,8 +56,8 @@ class Placebo(Wrapper):
 
 def _turned(grad: Tensor, target: Tensor, context: TransformContext) -> Tensor:
     """Return the part of `target` along `grad`, and the rest of it in a random direction."""
-    # Another site than that of T, which may draw the same numbers.
-    generator = replace(context, site=f"{context.site}/placebo").generator(grad.device)
+    # Another key than that of T, which may draw the same numbers.
+    generator = context.inside("placebo").generator(grad.device)
     unit, wide = direction(grad, "tensor"), widened(target)
     noise = torch.randn(grad.shape, dtype=unit.dtype, device=grad.device, generator=generator)
     for _ in range(2):  # once leaves a rounding error along g, which is large if r is nearly g

@@ -206,6 +206,5 @@ def _read(path: str) -> dict[str, Tensor]:
 
 
 def _name(context: TransformContext) -> str:
-    """The name of the parameter: the site of a surgery is `label/name`, or `label/name/link`."""
-    parts = context.site.split("/")
-    return parts[1] if len(parts) > 1 else parts[0]
+    """The name of the parameter: a site can be one of its uses, `name/use[0]`."""
+    return context.site.partition("/")[0]

@@ -26,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def act(transform: gs.ProjectSubspace, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    contexts = [TransformContext(f"label/{name}") for name in grads]
+    contexts = [TransformContext(name) for name in grads]
     results, _ = transform.update_group(list(grads.values()), {}, contexts)
     return dict(zip(grads, results, strict=True))
 

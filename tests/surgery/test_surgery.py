@@ -1015,14 +1015,31 @@ def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
     SEEN.clear()
     model = small()
     optimizer = sgd(model)
-    with attached(model, Recorder(), gs.Parameters("last.bias", stage="backward"), optimizer):
+    at = gs.Parameters("last.bias", stage="backward")
+    with attached(model, Recorder(), at, optimizer) as live:
         backward(model)
         with pytest.warns(gs.SurgeryWarning, match="had 2 gradients in one optimizer step"):
             backward(model)
             optimizer.step()
         train(model, optimizer, 1)
-    site = "recorder/last.bias"
+    (site,) = {row["site"] for row in live.effects.rows()}
+    assert site == "last.bias"
     assert [(site, 0, 0), (site, 0, 1), (site, 1, 0)] == SEEN
+
+
+def test_the_random_numbers_of_a_site_depend_on_the_label_and_the_link_of_a_chain() -> None:
+    """By the keys `noise/last.bias` and `noise/last.bias/1`, so that runs can be repeated."""
+    link, model = gs.AddNoise(eta=0.1), small()
+    inner = gs.Scheduled(gs.Chain(gs.Identity(), link), start=1.0)  # the surgery sees no chain
+    backward(model)
+    plain = gradients(model)["last.bias"]
+    for transform, key in ((link, "noise/last.bias"), (inner, "noise/last.bias/1")):
+        model.zero_grad()
+        at = gs.Parameters("last.bias", stage="backward")
+        with gs.Surgery(gs.Intervention(transform, at, names=["noise"]), seed=3).attach(model):
+            backward(model)
+        found = gradients(model)["last.bias"]
+        assert torch.equal(found, link.apply(plain, TransformContext(key, seed=3)))
 
 
 def test_a_parameter_that_was_replaced_is_reported() -> None:
