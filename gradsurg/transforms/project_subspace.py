@@ -85,7 +85,9 @@ class ProjectSubspace(GroupTransform):
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
         rows = [self._rows(grad) for grad in grads]
-        bases = [self._basis(*pair) for pair in zip(rows, contexts, strict=True)]
+        entries = sum(row.shape[1] for row in rows) if self.vectors == "group" else None
+        pairs = zip(rows, contexts, strict=True)
+        bases = [self._basis(row, context, entries or row.shape[1]) for row, context in pairs]
         if self.vectors == "group":
             joint = torch.cat([row.to(rows[0].device) for row in rows], dim=1)
             self._check_whole([_name(context) for context in contexts])
@@ -112,10 +114,13 @@ class ProjectSubspace(GroupTransform):
         inside = (unit @ basis) @ basis.T
         return peak * (inside if self.onto else unit - inside)
 
-    def _basis(self, rows: Tensor, context: TransformContext) -> Tensor:
+    def _basis(self, rows: Tensor, context: TransformContext, entries: int) -> Tensor:
+        """Return the basis of one gradient, a part of vectors with so many entries."""
         bases: dict[str, Tensor] | None = vars(self)["_bases"]
         if bases is None:
-            drawn = fixed_weights(context, 1.0, min(self.rank, rows.shape[1]), rows).T
+            # All entries of a vector have the same variance, also those of other gradients.
+            scale = (rows.shape[1] / max(1, entries)) ** 0.5
+            drawn = fixed_weights(context, scale, min(self.rank, entries), rows).T
             return drawn if self.vectors == "group" else orthonormal(drawn)
         name = _name(context)
         basis = self._read_basis(name, rows.shape[1])

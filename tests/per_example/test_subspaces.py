@@ -175,6 +175,31 @@ def test_one_random_subspace_is_kept_for_all_calls() -> None:
     assert torch.linalg.matrix_rank(torch.stack(results)) == 2
 
 
+def test_a_random_direction_of_a_group_is_as_likely_in_each_of_its_entries() -> None:
+    """The projection of a unit vector onto a direction q is its entry of q, times q."""
+    grads = {"long": torch.zeros(990), "short": torch.zeros(2, 5), "empty": torch.zeros(0, 3)}
+    grads["long"][0] = 1.0
+    shares = []
+    for seed in range(20):
+        transform = gs.ProjectSubspace(onto=True, vectors="group")
+        contexts = [TransformContext(name, seed=seed) for name in grads]
+        (long, short, _), _ = transform.update_group(list(grads.values()), {}, contexts)
+        squares = long.square().sum(), short.square().sum()
+        shares.append(float(squares[1] / sum(squares)))
+    assert sum(shares) / len(shares) == pytest.approx(0.01, rel=0.2)
+
+
+@pytest.mark.parametrize("rank", [3, 5, 9])
+def test_a_random_subspace_of_a_group_may_have_a_rank_above_the_size_of_a_gradient(
+    rank: int,
+) -> None:
+    grads = [{"a": random(2, 2, seed=seed), "b": random(1, seed=9 + seed)} for seed in range(8)]
+    transform = gs.ProjectSubspace(onto=True, vectors="group", rank=rank)
+    results = [act(transform, grad) for grad in grads]
+    joint = torch.stack([torch.cat([part.flatten() for part in one.values()]) for one in results])
+    assert torch.linalg.matrix_rank(joint) == min(rank, 5)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
