@@ -1,23 +1,42 @@
 """AGEM: project the current gradient to remove its conflict with the gradient of a memory."""
 
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._memory import order_note, places, shown
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    GramianAggregator,
+)
 from gradsurg.plugins.fields import validated
 
 
 @validated
-class AGEM(Weighting):
+class AGEM(GramianAggregator):
     """g, or if g · g_ref < 0, g - (g · g_ref) / |g_ref|² g_ref.
 
-    The first task is g, the current data; the second is g_ref, a memory of earlier data, which only
+    g is the gradient of the current data, g_ref that of a memory of earlier data, which only
     constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR 2019 (arXiv
     1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier task.
+
+    `memory` is the name of the loss of the memory. Without it the first task is g and the second
+    g_ref. Losses with other names than `memory...` for the second alone get a warning then, once.
 
     A g_ref of zero imposes no constraint. Opposite gradients give zero, one task is unchanged. A
     NaN or infinity makes every weight NaN.
     """
+
+    memory: Annotated[str, Field(min_length=1)] | None = None
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     @property
     def num_tasks(self) -> int:
@@ -35,11 +54,28 @@ class AGEM(Weighting):
             }
         )
 
+    def order_note(self, tasks: Sequence[str]) -> str:
+        return order_note((self.memory,) if self.memory else (), tasks)
+
+    def init(self, num_tasks: int) -> AggregatorState:
+        return {}
+
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
+        if self.memory is None:
+            return self.weights(gramian), state
+        place = places(self, (self.memory,), context.tasks, len(gramian))
+        if 0 not in place:
+            return torch.zeros(len(gramian), dtype=torch.float64), state
+        order = np.argsort(place)
+        return self.weights(gramian[order][:, order])[np.argsort(order)], state
+
     def weights(self, gramian: Tensor) -> Tensor:
         count = len(gramian)
         if count > 2:
             raise ValueError(
-                f"AGEM needs two tasks, the current data and then the memory, found {count}"
+                f"AGEM needs two tasks, the current data and the memory, found {count}"
             )
         if not gramian.isfinite().all():
             return torch.full((count,), torch.nan, dtype=torch.float64)

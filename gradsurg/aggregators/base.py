@@ -120,6 +120,10 @@ class Aggregator(ABC):
             "their size: 'homogeneous' is not one of its properties"
         )
 
+    def order_note(self, tasks: Sequence[str]) -> str:
+        """What the order of losses with these names decides; empty if nothing is to be said."""
+        return ""
+
     @abstractmethod
     def init(self, num_tasks: int) -> AggregatorState:
         """Return the state before the first call.
@@ -262,6 +266,9 @@ class NormMatchedSum(Aggregator):
     def loss_scale_error(self) -> str:
         return self.of.loss_scale_error()
 
+    def order_note(self, tasks: Sequence[str]) -> str:
+        return self.of.order_note(tasks)
+
     def init(self, num_tasks: int) -> AggregatorState:
         return self.of.init(num_tasks)
 
@@ -311,7 +318,7 @@ def combine_by_gramian(
     gramian = gramian_of(blocks) / scale**2
     if isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian):
         harmless = "non_conflicting" in aggregator.properties
-        solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless)
+        solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless, context.tasks)
         return GramianResult(
             solution.grads, state, solution.weights, gramian, True, solution.fell_back
         )

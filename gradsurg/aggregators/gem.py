@@ -1,5 +1,6 @@
 """GEM: project the current gradient to remove its conflicts with the gradients of memories."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -8,7 +9,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._memory import Order, order_note, places, shown
+from gradsurg.aggregators.base import (
+    AggregatorContext,
+    AggregatorProperty,
+    AggregatorState,
+    GramianAggregator,
+)
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
@@ -19,17 +26,23 @@ from gradsurg.aggregators.solvers import (
 )
 from gradsurg.plugins.fields import validated
 
+Name = Annotated[str, Field(min_length=1)]
+
 
 @validated
-class GEM(Weighting, SolvedOnRows):
+class GEM(GramianAggregator, SolvedOnRows):
     """The point nearest to g among the d with g_k · d >= 0 for all memories k.
 
-    The first task is g, the current data; the others are memories of earlier data, which only
+    g is the gradient of the current data; the others are memories of earlier data, which only
     constrain g. d = g + Σ v_k g_k with v >= 0 the minimizer of |d|. Equations 8 to 12 of Lopez-Paz
     and Ranzato, NeurIPS 2017 (arXiv 1706.08840), solved by an active set on the cosines. Their code
     asks for v_k >= `margin` instead (0.5 in their experiments, "memory strength"), which adds
     margin g_k of each memory to g before the projection, and 1e-3 to the diagonal of the problem,
     which is left out here. With one memory and no margin it is `AGEM`.
+
+    `memory` has the names of all losses but that of g; a memory that is not among the losses of a
+    call imposes no constraint. Without it the first task is g. Losses with other names than
+    `memory...` for all but the first get a warning then, once.
 
     Without memories g is unchanged, a zero memory imposes no constraint, opposite gradients give
     zero. With a margin the result may conflict with g. For dependent gradients the weights are not
@@ -38,6 +51,10 @@ class GEM(Weighting, SolvedOnRows):
     """
 
     margin: Annotated[float, Field(ge=0)] = 0.0
+    memory: Name | Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
+
+    def __repr__(self) -> str:
+        return shown(self)
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
@@ -46,8 +63,28 @@ class GEM(Weighting, SolvedOnRows):
             properties |= {"non_conflicting", "linear_under_scaling", "scale_invariant"}
         return frozenset(properties)
 
-    def weights(self, gramian: Tensor) -> Tensor:
-        current = _is_first(np.arange(len(gramian)), gramian.diagonal().numpy() > 0)
+    def order_note(self, tasks: Sequence[str]) -> str:
+        return order_note(self._memories, tasks)
+
+    def init(self, num_tasks: int) -> AggregatorState:
+        return {}
+
+    def update(
+        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
+    ) -> tuple[Tensor, AggregatorState]:
+        return self.weights(gramian, self.places(context.tasks, len(gramian))), state
+
+    def places(self, tasks: Sequence[str], count: int) -> Order:
+        return places(self, self._memories, tasks, count)
+
+    @property
+    def _memories(self) -> Sequence[str]:
+        return (self.memory,) if isinstance(self.memory, str) else self.memory or ()
+
+    def weights(self, gramian: Tensor, places: Order | None = None) -> Tensor:
+        """Return the weights (T,) of the rows; without `places` the first is the current data."""
+        places = np.arange(len(gramian)) if places is None else places
+        current = _is_first(places, gramian.diagonal().numpy() > 0)
 
         def general(cosines: Array, norms: Array) -> Array:
             v = self._target(current, norms)
@@ -61,7 +98,8 @@ class GEM(Weighting, SolvedOnRows):
             return norm, max(self.margin * other, -cosine * norm)
 
         on_rows = partial(self._projected_rows, current=current)
-        return solve_weights(gramian, general, pair, on_rows=on_rows)
+        in_order = pair if places[0] == 0 else None
+        return solve_weights(gramian, general, in_order, on_rows=on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         nonzero = np.linalg.norm(rows.numpy(), axis=1) > 0

@@ -241,9 +241,13 @@ class SolvedOnRows(ABC):
     Their weights grow without bound there, and cancel in the update.
     """
 
+    def places(self, tasks: Sequence[str], count: int) -> np.ndarray:
+        """Return the place of each of `count` rows, perhaps by the names of the tasks."""
+        return np.arange(count)
+
     @abstractmethod
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
-        """Return the weights (T,) from `rows` (T, r) with the Gramian of J[order], in float64.
+        """Return the weights (T,) from `rows` (T, r), in float64; `order` has the place of each.
 
         `ridge` and `least` are those of `solvers.solve_weights_of_rows`.
         """
@@ -263,7 +267,12 @@ class RowSolution:
 
 
 def solve_on_rows(
-    problem: SolvedOnRows, blocks: Sequence[Tensor], gramian: Tensor, scale: float, harmless: bool
+    problem: SolvedOnRows,
+    blocks: Sequence[Tensor],
+    gramian: Tensor,
+    scale: float,
+    harmless: bool,
+    tasks: Sequence[str] = (),
 ) -> RowSolution:
     """Return the update of the rows in `blocks`, which are multiplied by a loss `scale`.
 
@@ -274,7 +283,8 @@ def solve_on_rows(
     order = gramian.diagonal().argsort(stable=True)
     rows = triangular_factor(blocks, order) / scale
     norms = rows.norm(dim=1)
-    bound = problem.largest_norm(rows, order)
+    places = torch.from_numpy(problem.places(tasks, len(gramian)))[order]
+    bound = problem.largest_norm(rows, places)
     precision = max(torch.finfo(block.dtype).eps for block in blocks)
     least = min(max(8 * precision, LEAST), LARGEST_LEAST)
     longest = bound * (1 + TOO_LONG + precision) + 1e-15 * float(norms.max())
@@ -282,7 +292,7 @@ def solve_on_rows(
     weights = torch.empty_like(norms)
     for ridge in RIDGES:
         try:
-            weights[order] = problem.weights_of_rows(rows, order, ridge, least)
+            weights[order] = problem.weights_of_rows(rows, places, ridge, least)
         except NotConverged as error:
             excess = error.residual
             continue

@@ -266,6 +266,8 @@ class Aggregation:
                 result = aggregate(self.aggregator, parts, state, context, scale)
             if result.fell_back:
                 self._count_outcome(group, "fallbacks")
+            if note := self.aggregator.order_note(context.tasks):
+                self.session.warn_once(f"{self.label}: {note}", key=f"{self.label} order")
             return result
         except NotConverged as error:
             self.has_failed = True

@@ -56,6 +56,13 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["aggregator.weights: there is no task 'third'. There are: first, second."],
         ),
         (
+            ["aggregator=agem", "aggregator.memory=frist"],
+            [
+                "aggregator.memory: there is no loss 'frist'. There are: first, second. "
+                "Did you mean 'first'?"
+            ],
+        ),
+        (
             ["aggregator=grad_drop", "aggregator.leak=2"],
             ["aggregator.leak: must be <= 1.0, found 2"],
         ),
