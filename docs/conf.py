@@ -10,6 +10,7 @@ import json
 import os
 import re
 from pathlib import Path
+from shutil import copytree
 
 from sphinx.application import Sphinx
 
@@ -37,6 +38,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gradsurg {release}"
 html_show_sphinx = False
+viewcode_follow_imported_members = False
 highlight_language = "text"  # of blocks that name none: commands and printed text
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -95,10 +97,15 @@ def setup(app: Sphinx) -> None:
         if "/" not in name:
             source[0] = linked(source[0], ROOT / "docs", ROOT / "docs")
 
+    def copy_pictures(app: Sphinx, _error: Exception | None) -> None:
+        # Those of <img> tags in tables, which Markdown cannot size and Sphinx does not copy.
+        copytree(ROOT / "docs" / "gallery", Path(app.outdir) / "gallery", dirs_exist_ok=True)
+
     def escape(_app: Sphinx, *_about: object) -> None:
         lines = _about[-1]
         assert isinstance(lines, list)
         lines[:] = [line.replace("|", r"\|") for line in lines]
 
     app.connect("source-read", relink)
+    app.connect("build-finished", copy_pictures)
     app.connect("autodoc-process-docstring", escape)
