@@ -32,6 +32,7 @@ def instantiate(kind: str, config: Config, base: type) -> Any:  # Any: an instan
             fields[key] = _nested(kind, value, base)
     if faults:
         raise FieldError("", faults)
+    _check_kind(target, base)
     with user_code(config):
         if base is Transform:
             result = as_transform(_transform(target, fields))
@@ -46,6 +47,17 @@ def instantiate(kind: str, config: Config, base: type) -> Any:  # Any: an instan
     if not isinstance(result, base):
         raise TypeError(f"must be a {base.__name__}, found {result!r}")
     return result
+
+
+def _check_kind(target: object, base: type) -> None:
+    """Raise TypeError for a class of another kind, before it is called.
+
+    A task may be of any class with data, a transform of any whose instances are callable.
+    """
+    if not isinstance(target, type) or base is Task or issubclass(target, base):
+        return
+    if base is not Transform or not any("__call__" in vars(cls) for cls in target.__mro__):
+        raise TypeError(f"must be a {base.__name__}, found the class {target.__qualname__}")
 
 
 def target_of(kind: str, config: Config) -> object:

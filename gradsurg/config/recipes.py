@@ -3,7 +3,7 @@
 Hydra is imported in functions: `gradsurg.load` is a name of the library.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from shutil import copy
 from tempfile import TemporaryDirectory
@@ -13,18 +13,29 @@ import yaml
 
 from gradsurg.config.errors import ConfigError
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.registry import find, names
 from gradsurg.surgery.recipe import KEYS
 from gradsurg.surgery.surgery import Surgery
 
 FOLDER = "experiment"
 
+FOLDERS = {
+    "transform": "transforms",
+    "site": "sites",
+    "when": "triggers",
+    "aggregator": "aggregators",
+}
+"""The folder of the plug-ins of each part of a recipe."""
 
-def load(recipe: str | Path, *overrides: str) -> Surgery:
+
+def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery:
     """Return the surgery of a recipe: a name, as `guided_backprop`, or the path of a yaml file.
 
     `overrides` change keys, as on the command line: `load("sgm", "transform.sgm.factor=0.2")`.
-    Raises LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError,
-    with one line for each fault, if the file is no recipe or has a wrong value.
+    A recipe may name classes and functions of your own by `_target_`, a dotted path. They are
+    imported and called only with `own_code=True`: use it for files that you trust. Raises
+    LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one
+    line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
     from gradsurg.config.build import build_surgery
     from gradsurg.config.compose import COMPOSE_ERRORS, compose_config
@@ -42,6 +53,8 @@ def load(recipe: str | Path, *overrides: str) -> Surgery:
         if key_in(word).partition(".")[0] not in KEYS
     ]
     faults += [*repeated_keys(overrides), *_faults(path)]
+    if not faults and not own_code:  # before composing, which may import what a file names
+        faults += _own_code(yaml.safe_load(path.read_text(encoding="utf-8")))
     if faults:
         raise ConfigError([f"{recipe}: {fault}" for fault in faults])
     with TemporaryDirectory() as folder:
@@ -50,7 +63,10 @@ def load(recipe: str | Path, *overrides: str) -> Surgery:
         words = [f"{FOLDER}=recipe", *overrides]
         try:
             search = f"hydra.searchpath=[dotted://,'file://{folder}']"
-            return build_surgery(compose_config(*words, search))
+            config = compose_config(*words, search)
+            if foreign := [] if own_code else _own_code(config):
+                raise ConfigError(foreign)
+            return build_surgery(config)
         except ConfigError as error:
             raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None
         except COMPOSE_ERRORS as error:
@@ -68,6 +84,38 @@ def recipes() -> list[str]:
         for folder in CONFIG_DIRS
         if (path := folder / FOLDER / f"{name}.yaml").is_file() and not _faults(path)
     ]
+
+
+def _own_code(config: Mapping[str, Any]) -> list[str]:
+    """Return a line for each `_target_` that is no plug-in of gradsurg for its part of the config.
+
+    Nothing else is imported: importing a module runs it.
+    """
+    faults = []
+    for key, folder in FOLDERS.items():
+        for place, path in _targets(config.get(key), key):
+            stem = path.split(".")[2] if path.startswith(f"gradsurg.{folder}.") else ""
+            cls = find(folder, stem) if stem in names(folder) else None
+            if cls is None or path != f"{cls.__module__}.{cls.__qualname__}":
+                faults.append(
+                    f"{place}: is code outside of gradsurg's {folder}, which is imported and "
+                    f"called only by load(..., own_code=True), found {path}"
+                )
+    return faults
+
+
+def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the path of each `_target_` in a part of a config."""
+    match value:
+        case Mapping():
+            for name, item in value.items():
+                if name == "_target_":
+                    yield f"{key}._target_", str(item)
+                else:
+                    yield from _targets(item, f"{key}.{name}")
+        case list() | tuple():
+            for index, item in enumerate(value):
+                yield from _targets(item, f"{key}.{index}")
 
 
 def _composition_faults(words: list[str], folder: str) -> list[str]:

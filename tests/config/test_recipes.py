@@ -132,7 +132,7 @@ WRITTEN = {
 @pytest.mark.parametrize("surgery", WRITTEN.values(), ids=list(WRITTEN))
 def test_a_surgery_is_written_and_loaded_without_loss(surgery: gs.Surgery, tmp_path: Path) -> None:
     text = surgery.to_yaml()
-    again = gs.load(stored(tmp_path, text))
+    again = gs.load(stored(tmp_path, text), own_code="_target_" in text)
     assert repr(again) == repr(surgery)
     assert again.labels == surgery.labels
     assert again.to_yaml() == text
@@ -142,7 +142,7 @@ def test_a_surgery_is_written_and_loaded_without_loss(surgery: gs.Surgery, tmp_p
 @pytest.mark.filterwarnings("ignore:third is a plain callable")
 def test_a_function_at_the_top_of_a_module_is_written_with_its_path(tmp_path: Path) -> None:
     surgery = gs.Surgery(gs.Intervention(third))
-    again = gs.load(stored(tmp_path, surgery.to_yaml()))
+    again = gs.load(stored(tmp_path, surgery.to_yaml()), own_code=True)
     assert repr(again) == repr(surgery)
     assert "_target_: 'tests.config.test_recipes.third'" in surgery.to_yaml()
 
@@ -266,6 +266,47 @@ def test_a_wrong_recipe_is_refused(words: list[str], kind: type[Exception], mess
 )
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
+        gs.load(stored(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("transform: {x: {_target_: TARGET, fields}}", r"transform\.x\._target_: is code outside"),
+        ("transform: {x: {name: graft, direction: {_target_: TARGET, fields}}}", "own_code=True"),
+        (
+            "site: {_target_: TARGET, fields}",
+            r"site\._target_: is code outside of gradsurg's sites",
+        ),
+        ("when: {_target_: TARGET, fields}", r"when\._target_: .* found recipe_code\.write"),
+        ("aggregator: {_target_: TARGET, fields}", r"aggregator\._target_: is code outside"),
+    ],
+)
+def test_code_that_a_recipe_names_is_neither_called_nor_imported_unasked(
+    part: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "open('imported', 'w')\ndef write(path):\n    open(path, 'w')\n"
+    (tmp_path / "recipe_code.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = part.replace("TARGET", "recipe_code.write").replace("fields", "path: called")
+    path = stored(tmp_path, f"# @package _global_\n{text}\n")
+    for overrides in ([], ["transform.x.typo=1"]):
+        with pytest.raises(ValueError, match=message):
+            gs.load(path, *overrides)
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "called").exists()
+
+
+def test_a_class_of_another_kind_is_not_called(tmp_path: Path) -> None:
+    text = (
+        "# @package _global_\ntransform: {x: {_target_: subprocess.Popen, args: [touch, FILE]}}\n"
+    )
+    path = stored(tmp_path, text.replace("FILE", str(tmp_path / "touched")))
+    with pytest.raises(ValueError, match="must be a Transform, found the class Popen"):
+        gs.load(path, own_code=True)
+    text = "# @package _global_\nwhen: {_target_: gradsurg.transforms.clip.Clip}\n"
+    with pytest.raises(ValueError, match="when._target_: is code outside of gradsurg's triggers"):
         gs.load(stored(tmp_path, text))
 
 
