@@ -29,7 +29,6 @@ LAYERS = 24
 STEPS = 5  # timed in a turn, one by one
 WARM = 2  # before them, not timed
 LEAST = 5  # steps whose mean stands for the minimum
-HELD: list[Any] = []
 
 
 def clamp(grad: Any) -> Any:  # Any: hooks are typed in many ways
@@ -83,18 +82,6 @@ def of_layers(hook: Callable[[nn.Module], Any]) -> Callable[[Arm], None]:
 
 def accumulated(param: Tensor) -> None:
     param.grad = clamp(param.grad)
-
-
-def accumulating(param: Tensor) -> Any:
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    HELD.append(node)  # else the hook vanishes
-    return node.register_prehook(lambda grads: (clamp(grads[0]),))
-
-
-def settled(param: Tensor) -> Any:
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    HELD.append(node)
-    return node.register_hook(lambda _, __: accumulated(param))
 
 
 def before_step(arm: Arm) -> None:
@@ -156,17 +143,9 @@ KINDS: dict[str, tuple[Callable[[Arm], None], Callable[[], Selector]]] = {
         of_weights(lambda param: param.register_hook(clamp)),
         lambda: gs.Parameters("*.weight"),
     ),
-    "parameters accumulating": (
-        of_weights(accumulating),
-        lambda: gs.Parameters("*.weight", stage="accumulating"),
-    ),
     "parameters accumulated": (
         of_weights(lambda param: param.register_post_accumulate_grad_hook(accumulated)),
         lambda: gs.Parameters("*.weight", stage="accumulated"),
-    ),
-    "parameters settled": (
-        of_weights(settled),
-        lambda: gs.Parameters("*.weight", stage="settled"),
     ),
     "parameters step": (before_step, lambda: gs.Parameters("*.weight", stage="step")),
     "outputs": (of_layers(on_output), lambda: gs.Outputs()),

@@ -30,7 +30,7 @@ FORWARD = ("forward", "captured")
 
 EVERY_STEP = Steps()
 
-WRITABLE = ("accumulated", "settled", "sent", "reduced", "backward_end", "step", *FORWARD)
+WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", *FORWARD)
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
 
 

@@ -147,9 +147,9 @@ class Intervention:
         """Whether acting on the gradient of each backward pass differs from acting on their sum."""
         properties = self.operator.properties
         match self.stage:
-            case "backward" | "accumulating" if self.acts_on_parameters:
+            case "backward" if self.acts_on_parameters:
                 return "linear" not in properties
-            case "accumulated" | "settled" | "sent" | "reduced" | "backward_end":
+            case "accumulated" | "sent" | "reduced" | "backward_end":
                 return not {"linear", "idempotent"} <= properties
             case _:
                 return False
@@ -157,7 +157,7 @@ class Intervention:
     @property
     def differs_from_average(self) -> bool:
         """Whether acting on the gradient of each process differs from acting on their average."""
-        early = self.stage in ("backward", "accumulating", "accumulated")
+        early = self.stage in ("backward", "accumulated")
         return early and "linear" not in self.operator.properties and self.acts_on_parameters
 
     def loss_scale_error(self) -> str:

@@ -17,9 +17,7 @@ from gradsurg.transforms.base import Need, Scope
 Stage = Literal[
     "use",  # the gradient of one use of a tensor
     "backward",  # the gradient of one backward pass
-    "accumulating",  # the same, only if it is about to be added to `.grad`
     "accumulated",  # the running sum in `.grad`
-    "settled",  # the same, after all other post-accumulate hooks
     "sent",  # the gradient that a process sends to be averaged over the processes
     "reduced",  # the running sums at the end of a backward pass, averaged over the processes
     "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
@@ -31,9 +29,7 @@ Stage = Literal[
 SCALED: tuple[Stage, ...] = (
     "use",
     "backward",
-    "accumulating",
     "accumulated",
-    "settled",
     "sent",
     "reduced",
     "backward_end",

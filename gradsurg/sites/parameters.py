@@ -8,7 +8,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
@@ -17,7 +16,6 @@ from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
 from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need, Scope
 
@@ -27,12 +25,10 @@ class Parameters(ParamSelector):
     """The gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
     Stages: `backward`, the gradient of one backward pass before it is added to `.grad` (the default
-    of tensor transforms); `accumulating`, the same after all tensor hooks and only in a backward
-    pass that adds to `.grad`, not in `autograd.grad`; `accumulated`, the running sum in `.grad`
-    after each backward pass; `settled`, the same after all post-accumulate hooks; `reduced`, all
-    `.grad`s at the end of a backward pass through the output of the model, averaged over the
-    processes if DistributedDataParallel does so; `step`, the unscaled and accumulated gradient that
-    the optimizer is about to use (the default of group transforms).
+    of tensor transforms); `accumulated`, the running sum in `.grad` after each backward pass;
+    `reduced`, all `.grad`s at the end of a backward pass through the output of the model, averaged
+    over the processes if DistributedDataParallel does so; `step`, the unscaled and accumulated
+    gradient that the optimizer is about to use (the default of group transforms).
 
     `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
     `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). A tied
@@ -40,14 +36,7 @@ class Parameters(ParamSelector):
     ledger.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = (
-        "backward",
-        "accumulating",
-        "accumulated",
-        "settled",
-        "reduced",
-        "step",
-    )
+    stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "reduced", "step")
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "reduced")
 
     @property
@@ -84,17 +73,6 @@ class Parameters(ParamSelector):
                 registry.register(register, stack)
             case "accumulated":
                 hook_accumulated(params, registry, stack)
-            case "accumulating":
-                for name, param in params.items():
-                    node = _accumulate_grad_node(name, param, registry)
-                    hook = _node_prehook(registry.hook_for(name, ref(param)))
-                    stack.callback(node.register_prehook(hook).remove)
-            case "settled":
-                refuse_averaged("Parameters, stage 'settled'", model, stack)
-                for name, param in params.items():
-                    node = _accumulate_grad_node(name, param, registry)
-                    hook = _node_posthook(registry.hook_for(name, ref(param)), ref(param))
-                    stack.callback(node.register_hook(hook).remove)
             case "reduced":
                 values = [ref(param) for param in params.values()]
                 _hook_reduced(model, params, registry.group_hook(list(params), values), stack)
@@ -129,48 +107,6 @@ def hook_accumulated(
     for name, param in params.items():
         hook = _on_grad_attribute(registry.hook_for(name, ref(param)))
         stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
-
-
-def _accumulate_grad_node(name: str, param: nn.Parameter, registry: HookRegistry) -> Node:
-    """Return the AccumulateGrad node of a parameter and keep it alive until detach.
-
-    Nothing else holds this node, and its hooks are lost with it.
-    """
-    node = get_gradient_edge(param).node
-    held = ref(param)
-
-    def check() -> str:
-        now = held()
-        if now is None or not now.requires_grad or get_gradient_edge(now).node is node:
-            return ""
-        return (
-            f"site '{name}' got another AccumulateGrad node while the block was open, as by "
-            "model.double(), and that is not hooked; convert first, or use stage='backward'"
-        )
-
-    registry.check_at_end(check)  # the closure holds the node
-    return node
-
-
-def _node_prehook(
-    hook: GradFn,
-) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...] | None]:
-    def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        result = hook(grads[0])
-        return None if result is None else (result,)
-
-    return prehook
-
-
-def _node_posthook(hook: GradFn, held: ref[nn.Parameter]) -> Callable[..., None]:
-    def posthook(grads: Sequence[Tensor], incoming: Sequence[Tensor | None]) -> None:
-        param = held()
-        if param is not None:
-            result = hook(param.grad)
-            if result is not None:
-                param.grad = result
-
-    return posthook
 
 
 def _on_grad_attribute(hook: GradFn) -> Callable[[Tensor], None]:

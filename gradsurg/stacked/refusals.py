@@ -28,7 +28,7 @@ TREATMENT = (
 )
 """Keys of an identity in which the replicas of one stack may differ."""
 
-STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
+STAGES = ("backward", "accumulated", "step")
 """Stages of `Parameters` that are exact on the slice of one replica."""
 
 NEEDS = {

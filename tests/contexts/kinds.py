@@ -26,9 +26,7 @@ class Kind:
 
 KINDS = {
     "Parameters backward": Kind(lambda: gs.Parameters("first.weight")),
-    "Parameters accumulating": Kind(lambda: gs.Parameters("first.weight", stage="accumulating")),
     "Parameters accumulated": Kind(lambda: gs.Parameters("first.weight", stage="accumulated")),
-    "Parameters settled": Kind(lambda: gs.Parameters("first.weight", stage="settled")),
     "Parameters reduced": Kind(lambda: gs.Parameters("first.weight", stage="reduced")),
     "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
     "Buckets sent": Kind(lambda: gs.Buckets("first.weight")),

@@ -13,7 +13,7 @@ from tests.nets import attached, sgd
 from tests.transforms.cases import build, names
 
 WORDS = torch.tensor([[1, 4, 1], [0, 4, 4]])
-STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
+STAGES = ("backward", "accumulated", "step")
 # torch 2.12 warns of invariants that are not checked also where `check_invariants` is given.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 RULE = "elementwise .* keep zero"

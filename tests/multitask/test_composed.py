@@ -216,9 +216,7 @@ def test_a_transform_sees_each_task_of_each_batch() -> None:
 # After it: what was made of them
 
 AFTER = {
-    "accumulating": gs.Parameters("trunk.*", stage="accumulating"),
     "accumulated": gs.Parameters("trunk.*", stage="accumulated"),
-    "settled": gs.Parameters("trunk.*", stage="settled"),
     "step": gs.Parameters("trunk.*", stage="step"),
     "Group": gs.Group("trunk.*"),
 }

@@ -30,31 +30,27 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 CLIP = gs.Clip(0.5)
-LATE = {"settled": gs.Parameters(stage="settled"), "backward_end": gs.Group()}
-late = pytest.mark.parametrize("at", LATE.values(), ids=LATE.keys())
 
 
 @pytest.mark.usefixtures("alone")
-@late
-def test_p26_stages_that_ddp_overwrites_are_refused(at: Selector) -> None:
+def test_p26_stages_that_ddp_overwrites_are_refused() -> None:
     model = DistributedDataParallel(small())
     optimizer = sgd(model)
     before = num_hooks(model, optimizer)
     with (
         pytest.raises(RuntimeError, match=r"over what was made of them.*Parameters\(stage='step'"),
-        attached(model, gs.Zero(), at, optimizer),
+        attached(model, gs.Zero(), gs.Group(), optimizer),
     ):
         pass
     assert num_hooks(model, optimizer) == before
 
 
 @pytest.mark.usefixtures("alone")
-@late
-def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model(at: Selector) -> None:
+def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model() -> None:
     model = small()
     outer = DistributedDataParallel(model)
     before = num_hooks(outer)
-    with attached(model, gs.Zero(), at):
+    with attached(model, gs.Zero(), gs.Group()):
         backward(model)  # by itself nothing is averaged
         assert not any(grad.any() for grad in gradients(model).values())
         with pytest.raises(RuntimeError, match="the model is in DistributedDataParallel"):
@@ -63,20 +59,16 @@ def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model(at: Sele
 
 
 @pytest.mark.usefixtures("alone")
-@late
-def test_p26_ddp_overwrites_the_refused_stages(
-    at: Selector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for where in ("parameters", "group"):
-        monkeypatch.setattr(f"gradsurg.sites.{where}.refuse_averaged", lambda *_: None)
-    with attached(model := DistributedDataParallel(small()), gs.Zero(), at) as live:
+def test_p26_ddp_overwrites_the_refused_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsurg.sites.group.refuse_averaged", lambda *_: None)
+    with attached(model := DistributedDataParallel(small()), gs.Zero(), gs.Group()) as live:
         backward(model)
     assert {entry.fired for entry in live.ledger} == {1}
     assert all(grad.any() for grad in gradients(model).values())
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("stage", ["backward", "accumulating", "accumulated", "step"])
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_p26_the_other_stages_reach_the_optimizer(stage) -> None:
     model = DistributedDataParallel(small())
     optimizer = sgd(model)

@@ -541,7 +541,7 @@ def _trace(model: nn.Module) -> dict[str, Any]:
         gs.Outputs() | gs.Parameters(),
         gs.Nodes("*"),
         gs.Weights(),
-        gs.Parameters(stage="settled"),
+        gs.Parameters(stage="accumulated"),
     ],
     ids=repr,
 )

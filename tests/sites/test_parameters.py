@@ -1,17 +1,14 @@
 """Parameters: which are selected, and the exact gradient at each stage."""
 
-import gc
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 
 
 class Tied(nn.Module):
@@ -282,10 +279,9 @@ def test_stage_step_needs_an_optimizer_that_has_the_parameters() -> None:
     assert not gradients(model)["first.weight"].any()
 
 
-# Order: tensor hooks, what enters the accumulation, the accumulation, post-accumulate hooks, what
-# leaves it, the optimizer's hooks.
+# Order: tensor hooks, the accumulation, post-accumulate hooks, the optimizer's hooks.
 
-STAGES = ("backward", "accumulating", "accumulated", "settled", "step")
+STAGES = ("backward", "accumulated", "step")
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -305,10 +301,10 @@ def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
 
         with gs.Surgery(*map(noted, order)).attach(model, optimizer):
             model(torch.tensor([1.0])).backward()
-            assert _grad(model.w) == [5.0]
+            assert _grad(model.w) == [3.0]
             optimizer.step()
         assert met == list(STAGES)
-        assert _grad(model.w) == [6.0]
+        assert _grad(model.w) == [4.0]
         assert num_hooks(model, optimizer) == 0
 
 
@@ -323,7 +319,7 @@ def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
         if stage == "step":
             optimizer.step()
     # 1 - 1, or 1 - 2.5 and that clipped, or the sum as it is.
-    expected = {"backward": 0.0, "accumulating": 0.0, "accumulated": -1.0, "settled": -1.0}
+    expected = {"backward": 0.0, "accumulated": -1.0}
     assert grad == [expected.get(stage, 0.5)]
 
 
@@ -343,61 +339,22 @@ def test_autograd_grad_sees_only_the_tensor_hooks(stage) -> None:
             live.remove("scale")
 
 
-@pytest.mark.parametrize("stage", ["backward", "accumulating"])
-def test_stages_before_accumulation_leave_the_accumulated_gradient_alone(stage) -> None:
+def test_stage_backward_leaves_the_accumulated_gradient_alone() -> None:
     model = Sums()
     model.w.grad = torch.tensor([100.0])
-    with attached(model, gs.Scale(3.0), gs.Parameters(stage=stage)):
+    with attached(model, gs.Scale(3.0)):
         model(torch.tensor([2.0])).backward()
     assert _grad(model.w) == [106.0]
 
 
 def test_backward_with_inputs_acts_only_on_those() -> None:
     model = small()
-    for stage in ("accumulating", "accumulated", "settled"):
-        model.zero_grad()
-        with attached(model, gs.Zero(), gs.Parameters("first.*", stage=stage)) as live:
-            model(torch.ones(2, 6)).sum().backward(inputs=[model.first.weight])
-            calls = {entry.site: entry.calls for entry in live.ledger}
-            assert calls == {"first.weight": 1, "first.bias": 0}
-            model(torch.ones(2, 6)).sum().backward()
-        assert not gradients(model)["first.weight"].any()
-
-
-def test_an_unreferenced_node_loses_its_hooks_so_gradsurg_holds_it() -> None:
-    called = []
-    model = Sums()
-    node = get_gradient_edge(model.w).node
-    node.register_prehook(lambda grads: called.append(1))
-    del node
-    gc.collect()
-    model(torch.tensor([1.0])).backward()
-    assert called == []
-    for stage in ("accumulating", "settled"):
-        model.zero_grad()
-        with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)) as live:
-            gc.collect()
-            for _ in range(3):
-                model.zero_grad()
-                model(torch.tensor([1.0])).backward()
-                assert _grad(model.w) == [10.0]
-            assert [entry.calls for entry in live.ledger] == [3]
-
-
-@pytest.mark.parametrize("stage", ["accumulating", "settled"])
-def test_a_held_node_is_released_after_the_block(stage) -> None:
-    model = Sums()
-    with attached(model, gs.Scale(10.0), gs.Parameters(stage=stage)):
-        model(torch.tensor([1.0])).backward()
-    node = get_gradient_edge(model.w).node
-    assert not node.metadata
-    model.zero_grad()
-    model(torch.tensor([1.0])).backward()
-    assert _grad(model.w) == [1.0]
-    held = ref(model.w)
-    del model, node
-    gc.collect()
-    assert held() is None
+    with attached(model, gs.Zero(), gs.Parameters("first.*", stage="accumulated")) as live:
+        model(torch.ones(2, 6)).sum().backward(inputs=[model.first.weight])
+        calls = {entry.site: entry.calls for entry in live.ledger}
+        assert calls == {"first.weight": 1, "first.bias": 0}
+        model(torch.ones(2, 6)).sum().backward()
+    assert not gradients(model)["first.weight"].any()
 
 
 # Hooks of others
@@ -418,9 +375,7 @@ def _double_sum(param: Tensor) -> None:
     [
         # Clipped to 1 by us, doubled by them: 2 if we are first, 1 if we are last.
         ("backward", None, 2.0),
-        ("accumulating", 1.0, 2.0),
         ("accumulated", 1.0, None),
-        ("settled", 1.0, 1.0),
         ("step", 1.0, 1.0),
     ],
 )
@@ -455,20 +410,3 @@ def test_a_foreign_hook_keeps_its_position(
         model.zero_grad()
         model(torch.tensor([3.0])).backward()
         assert _grad(model.w) == [6.0]
-
-
-# Which
-
-
-@pytest.mark.parametrize("stage", ["accumulating", "settled"])
-def test_a_replaced_accumulate_grad_node_is_reported(stage: str) -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="'first.weight' got another AccumulateGrad node"),
-        attached(model, gs.Scale(2.0), gs.Parameters("first.weight", stage=stage)),
-    ):
-        backward(model)
-        model.double()
-        model.zero_grad()
-        x, _ = batch()
-        model(x.double()).sum().backward()

@@ -526,7 +526,7 @@ def test_all_hooks_are_gone_after_the_block() -> None:
     model = small()
     optimizer = sgd(model)
     with attached(model, gs.Scale(1.0), None, optimizer, gs.Shape(above=0)) as live:
-        for at in (gs.Parameters(stage="settled"), gs.Outputs(), gs.Parameters(stage="step")):
+        for at in (gs.Parameters(stage="accumulated"), gs.Outputs(), gs.Parameters(stage="step")):
             live.add(gs.Intervention(gs.Scale(1.0), at, gs.Threshold(0.0, source="output:act")))
         train(model, optimizer, 2)
         live.set("scale_2", when=gs.Shape(above=0, source="input:last"))
@@ -685,12 +685,12 @@ def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -
     optimizer = sgd(model)
     surgery = gs.Surgery(
         _scale(1.0, at=gs.Threshold(0.0) & gs.Shape(above=0)),
-        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="settled")),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="reduced")),
         gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Threshold(0.0, source="output:act")),
         gs.Intervention(gs.Scale(1.0), gs.Parameters() | gs.Outputs("act")),
     )
     with surgery.attach(model, optimizer) as live:
-        live.add(gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="accumulating")))
+        live.add(gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="accumulated")))
         live.set("scale", when=gs.Threshold(0.0, source="input:last"))
         train(model, optimizer, 2)
         live.remove("scale_2")
