@@ -1,0 +1,630 @@
+"""Situations that every kind of site meets: functions of a row that assert the outcome.
+
+A row lists by situation what its kind does differently.
+"""
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as process
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.sites.every_module import TABLES
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
+from tests.contexts.kinds import Net
+from tests.nets import FEATURES, attached, batch, noisy, num_hooks, sgd, weights
+
+NODES = {"first": "Addmm", "act": "Relu", "last": "Mm", "shared": "Addmm"}
+DOUBLE = gs.Scale(2.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of site: its selector of a module, or of its weight, and the ids of its sites.
+
+    `value` and `group` tell whether transforms may need the value, or all gradients of a group.
+    """
+
+    at: Callable[[str], Selector]
+    site: str
+    value: bool = False
+    group: bool = False
+    differs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def of_modules(self) -> bool:
+        return ".weight" not in self.site
+
+    def sites(self, *names: str) -> set[str]:
+        return {self.site.format(name, node=NODES[name]) for name in names}
+
+    @property
+    def all_sites(self) -> set[str]:
+        return self.sites("first", "act", "last") if self.of_modules else self.sites(*WEIGHED)
+
+
+WEIGHED = ("first", "last")
+FORWARD = {
+    "a graph that outlives the block": "acts",
+    "a layer without gradients": "acts",
+    "checkpoint": "twice",
+}
+REACHED = {"a layer without gradients": "needs no gradient"}
+
+
+def _of(cls: str, **fields: Any) -> Callable[[str], Selector]:  # Any: fields have types
+    """Return the function from the name of a module to a selector of it, or of its weight."""
+    make = getattr(gs, cls)
+    if issubclass(make, gs.Parameters | gs.Group | gs.Weights | gs.Updates | gs.Buckets):
+        return lambda name: make(f"{name}.weight", **fields)
+    return lambda name: make(name, **fields)
+
+
+def _row(cls: str, site: str, *, value: bool = False, group: bool = False, **fields: Any) -> Row:
+    return Row(_of(cls, **fields), site, value, group)
+
+
+ROWS = {
+    "Parameters backward": _row("Parameters", "{}.weight", value=True, stage="backward"),
+    "Parameters accumulated": _row("Parameters", "{}.weight", value=True, stage="accumulated"),
+    "Parameters reduced": _row("Parameters", "{}.weight", value=True, group=True, stage="reduced"),
+    "Parameters step": _row("Parameters", "{}.weight", value=True, group=True, stage="step"),
+    "Group": _row("Group", "{}.weight", value=True, group=True),
+    "Buckets sent": _row("Buckets", "{}.weight", value=True),
+    "Buckets reduced": _row("Buckets", "{}.weight", value=True, stage="reduced"),
+    "Weights step": _row("Weights", "{}.weight", group=True),
+    "Weights forward": replace(
+        _row("Weights", "{}.weight", group=True, stage="forward"),
+        differs={"an interrupted forward": "edits"},
+    ),
+    "Updates": _row("Updates", "{}.weight", value=True, group=True),
+    "Captured": Row(
+        lambda name: gs.Captured(f"{name}.weight"),
+        "{}.weight",
+        value=True,
+        differs={"threads": "reported", "checkpoint": "refused by PyTorch"},
+    ),
+    "Uses": Row(lambda name: gs.Uses(f"{name}.weight"), "{}.weight/use[0]"),
+    "Outputs": replace(_row("Outputs", "{}#0", value=True), differs=REACHED),
+    "Inputs branch": replace(_row("Inputs", "{}#0.input", value=True), differs=REACHED),
+    "Inputs total": replace(
+        _row("Inputs", "{}#0.input", value=True, path="total"), differs=REACHED
+    ),
+    "Nodes": Row(
+        lambda name: gs.Nodes("re:Addmm|Mm|Relu", module=name),
+        "{}#0/{node}Backward[0]",
+        differs={"a layer without gradients": "no node"},
+    ),
+    "ModuleGradients pre": replace(_row("ModuleGradients", "{}#0"), differs=REACHED),
+    "ModuleGradients": replace(
+        _row("ModuleGradients", "{}#0.input", kind="full_backward"), differs=REACHED
+    ),
+    "EveryModule forward pre": replace(
+        _row("EveryModule", "{}#0.input", kind="forward_pre"), differs=FORWARD
+    ),
+    "EveryModule forward": replace(_row("EveryModule", "{}#0"), differs=FORWARD),
+    "EveryModule backward pre": replace(
+        _row("EveryModule", "{}#0", kind="full_backward_pre"), differs=REACHED
+    ),
+    "EveryModule backward": replace(
+        _row("EveryModule", "{}#0.input", kind="full_backward"), differs=REACHED
+    ),
+    "Activations": replace(_row("Activations", "{}#0"), differs=FORWARD),
+    "Activations input": replace(
+        _row("Activations", "{}#0.input", side="input", backward="straight"), differs=FORWARD
+    ),
+    "SavedTensors": replace(
+        _row("SavedTensors", "{}#0.0"),
+        differs={"a layer without gradients": "saves no such tensor"},
+    ),
+}
+
+
+class Shared(nn.Module):
+    """Calls a layer twice, and fails between the calls while it is told to."""
+
+    fails: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.shared(x).tanh()
+        if self.fails is not None:
+            raise self.fails
+        return self.last(self.shared(h))
+
+
+class Saved(nn.Module):
+    """A net, perhaps in a checkpoint."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.inner, self.reentrant = Net(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.inner(x)
+        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        assert isinstance(y, Tensor)
+        return y
+
+
+def _made(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def _x(step: int = 0) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+
+
+def _backward(row: Row, model: nn.Module, loss: Tensor) -> None:
+    if isinstance(row.at("*"), gs.Captured):
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad
+    else:
+        loss.backward()
+
+
+def _step(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    optimizer.zero_grad()
+    _backward(row, model, model(_x(step)).square().sum())
+    optimizer.step()
+
+
+def _same(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, weights(first), weights(second)))
+
+
+class Hooks(NamedTuple):
+    """All that an attachment may leave behind."""
+
+    of_model: int
+    of_process: int
+    modes: int
+    saved: object
+    flags: list[bool | None]
+    filters: int
+
+    @classmethod
+    def now(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Hooks":
+        return cls(
+            num_hooks(model, optimizer),
+            sum(len(vars(process)[table]) for table in TABLES),
+            len(autograd.function_modes()),
+            autograd.saved_tensor_hooks(),
+            [process._global_is_full_backward_hook]
+            + [module._is_full_backward_hook for module in model.modules()],
+            len(warnings.filters),
+        )
+
+
+@contextmanager
+def _hooks_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Hooks]:
+    before = Hooks.now(model, optimizer)
+    yield before
+    assert Hooks.now(model, optimizer) == before
+
+
+def _met(live: gs.Live) -> dict[str, int]:
+    """Return the number of calls at each site that has seen any."""
+    return {entry.site: entry.calls for entry in live.ledger if entry.calls}
+
+
+class _Acts(Stateless):
+    """Applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return self.function(grad)
+
+
+# The situations
+
+
+def no_op(row: Row) -> None:
+    """A surgery that changes nothing, or in shadow, leaves training bit-identical."""
+
+    def trained(transform: Transform | None, shadow: bool = False) -> nn.Module:
+        model = noisy()
+        optimizer = sgd(model)
+        torch.manual_seed(1)
+        with ExitStack() as stack:
+            if transform is not None:
+                on = attached(model, transform, row.at("*"), optimizer, shadow=shadow)
+                stack.enter_context(on)
+            for step in range(3):
+                optimizer.zero_grad()
+                y = model(batch(step)[0].view(-1, 2, FEATURES // 2))
+                _backward(row, model, y.square().mean())
+                optimizer.step()
+        return model
+
+    plain = trained(None)
+    assert _same(trained(gs.Identity()), plain)
+    assert _same(trained(DOUBLE, shadow=True), plain)
+    assert not _same(trained(DOUBLE), plain)
+
+
+def hooks(row: Row) -> None:
+    """Hooks are gone after the block, and after an exception in it or in the forward."""
+    model = _made(Shared)
+    optimizer = sgd(model)
+    with _hooks_gone(model, optimizer) as before:
+        with attached(model, gs.Identity(), row.at("shared"), optimizer):
+            _step(row, model, optimizer)
+            assert Hooks.now(model, optimizer) != before
+        for fails in (False, True):
+            with (
+                pytest.raises(OSError, match="gone"),
+                attached(model, gs.Identity(), row.at("shared"), optimizer),
+            ):
+                _step(row, model, optimizer)
+                model.fails = OSError("gone") if fails else None
+                _step(row, model, optimizer)
+                raise OSError("gone")
+            model.fails = None
+
+
+def error_in_the_transform(row: Row) -> None:
+    """An error of the transform, or a result of another shape, names the site."""
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ArithmeticError("wrong")
+
+    (site,) = row.sites("first")
+    for function, expected in ((fail, ArithmeticError), (lambda grad: grad[:1], TypeError)):
+        model = _made()
+        optimizer = sgd(model)
+        with (
+            _hooks_gone(model, optimizer),
+            pytest.raises(expected) as caught,
+            attached(model, _Acts(function), row.at("first"), optimizer),
+        ):
+            _step(row, model, optimizer)
+        assert f"site '{site}'" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+
+
+def kept_alive(row: Row) -> None:
+    """Neither tensors of a step nor the model are kept alive."""
+    model, held = _made(), list[ref[Any]]()
+    model.act.register_forward_hook(lambda *given: held.append(ref(given[2])))
+    optimizer = sgd(model)
+    transform = gs.ScaleBySign(of="value") if row.value else DOUBLE
+    with attached(model, transform, row.at("*"), optimizer) as live:
+        for is_read in (True, True, False):
+            x = _x()
+            y = model(x)
+            held += [ref(x), ref(y)]
+            if is_read:
+                _backward(row, model, y.sum())
+                optimizer.step()
+            del x, y
+            gc.collect()
+            assert [one() for one in held] == [None] * len(held)
+    held = [ref(model), *map(ref, model.parameters()), ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
+    assert live.ledger
+
+
+def outlives(row: Row) -> None:
+    """A backward pass after the block is that of PyTorch, unless values were changed in it."""
+    model = _made()
+    optimizer = sgd(model)
+    with attached(model, DOUBLE, row.at("*"), optimizer):
+        _step(row, model, optimizer)
+        optimizer.zero_grad()
+        loss = model(_x()).square().sum()
+    plain = copy.deepcopy(model)
+    _backward(row, model, loss)
+    optimizer.step()
+    _step(row, plain, sgd(plain))
+    assert _same(model, plain) == (row.differs.get("a graph that outlives the block") != "acts")
+
+
+def interrupted(row: Row) -> None:
+    """A forward pass that raises leaves no trace in the next one."""
+
+    def trained(*errors: type[BaseException]) -> tuple[nn.Module, set[str]]:
+        model = _made(Shared)
+        optimizer = sgd(model)
+        with attached(model, DOUBLE, row.at("shared"), optimizer) as live:
+            for error in errors:
+                model.fails = error("gone")
+                with pytest.raises(error):
+                    model(_x())
+            model.fails = None
+            for step in range(2):
+                _step(row, model, optimizer, step)
+        return model, {*_met(live)}
+
+    (model, met), (plain, expected) = trained(OSError, KeyboardInterrupt), trained()
+    assert met == expected
+    if row.differs.get("an interrupted forward") != "edits":
+        assert _same(model, plain)
+
+
+def evaluation(row: Row) -> None:
+    """An evaluation without gradients changes neither training nor the reasons in the ledger."""
+
+    def trained(evaluates: bool) -> tuple[nn.Module, set[str]]:
+        model = _made()
+        optimizer = sgd(model)
+        with attached(model, DOUBLE, row.at("*"), optimizer) as live:
+            for step in range(2):
+                for off in (torch.no_grad, torch.inference_mode) if evaluates else ():
+                    with off():
+                        model.eval()(_x().detach())
+                        model.train()
+                _step(row, model, optimizer, step)
+        assert "needs no gradient" not in live.ledger.table()
+        return model, {*_met(live)}
+
+    (model, met), (plain, expected) = trained(True), trained(False)
+    assert met == expected == row.all_sites
+    assert _same(model, plain)
+
+
+def order(row: Row) -> None:
+    """Interventions at one site act one after the other."""
+    signed, reverse = gs.ScaleBySign(positive=3.0, negative=1.0), gs.Scale(-1.0)
+
+    def trained(*transforms: Transform) -> nn.Module:
+        model = _made()
+        optimizer = sgd(model)
+        items = [gs.Intervention(transform, row.at("last")) for transform in transforms]
+        with gs.Surgery(*items).attach(model, optimizer):
+            _step(row, model, optimizer)
+        return model
+
+    chained = trained(gs.Chain(signed, reverse))
+    torch.testing.assert_close(weights(trained(signed, reverse)), weights(chained))
+    assert not _same(chained, trained(reverse, signed))
+
+
+def added(row: Row) -> None:
+    """An intervention can be added and removed between two steps."""
+    model, other = _made(), _made()
+    optimizer, of_other = sgd(model), sgd(other)
+    with attached(model, gs.Identity(), gs.Parameters(), optimizer) as live:
+        _step(row, model, optimizer)
+        label = live.add(gs.Intervention(DOUBLE, row.at("*")))
+        _step(row, model, optimizer)
+        live.remove(label)
+        _step(row, model, optimizer)
+    _step(row, other, of_other)
+    with attached(other, DOUBLE, row.at("*"), of_other):
+        _step(row, other, of_other)
+    _step(row, other, of_other)
+    assert _same(model, other)
+
+
+def effects(row: Row) -> None:
+    """The norms before and after a transform are measured at each site."""
+    model = _made()
+    optimizer = sgd(model)
+    with attached(model, DOUBLE, row.at("*"), optimizer) as live:
+        _step(row, model, optimizer)
+    rows = {str(one["site"]): one for one in live.effects.rows()}
+    assert {*rows} == row.all_sites
+    for one in rows.values():
+        assert one["norm_before"] > 0
+        assert one["norm_after"] == pytest.approx(2 * one["norm_before"], rel=1e-5)
+
+
+def combined(row: Row) -> None:
+    """Selectors of the kind combine as sets, and their sites are counted."""
+    model = _made()
+    optimizer = sgd(model)
+
+    def met(at: Selector) -> set[str]:
+        with attached(model, gs.Identity(), at, optimizer) as live:
+            _step(row, model, optimizer)
+        assert {*_met(live).values()} == {1}
+        return {*_met(live)}
+
+    at, sites = row.at, row.sites
+    everything = row.all_sites
+    with _hooks_gone(model, optimizer):
+        assert met(at("*")) == everything
+        assert met(at("first") | at("last")) == sites("first", "last")
+        assert met(at("*") & ~at("first")) == everything - sites("first")
+        assert met(at("*") & at("last")) == sites("last")
+        assert met(at("*").first(1)) == sites("first")
+        assert met(at("*").where(lambda place: "last" in place.name)) == sites("last")
+        assert met(at("*").expect(len(everything))) == everything
+        with pytest.raises(LookupError, match="sites were expected"):
+            met(at("*").expect(len(everything) + 1))
+
+
+def nothing_matches(row: Row) -> None:
+    """A name that nothing has is refused with the nearest one, and no hook remains."""
+    model = _made()
+    optimizer = sgd(model)
+    with _hooks_gone(model, optimizer):
+        if isinstance(row.at("*"), gs.EveryModule):  # a module outside the model may have it
+            with (
+                pytest.warns(gs.SurgeryWarning, match="none of its sites was met"),
+                attached(model, gs.Identity(), row.at("frist"), optimizer),
+            ):
+                _step(row, model, optimizer)
+            return
+        with pytest.raises(LookupError, match="Did you mean 'first"):
+            attached(model, gs.Identity(), row.at("frist"), optimizer)
+
+
+def without_gradients(row: Row) -> None:
+    """A frozen parameter is skipped, and refused alone; other sites there are reported."""
+    model, difference = _made(), row.differs.get("a layer without gradients", "frozen")
+    model.first.requires_grad_(False)
+    optimizer = sgd(model)
+
+    def train(at: Selector) -> gs.Live:
+        with attached(model, DOUBLE, at, optimizer) as live:
+            optimizer.zero_grad()
+            params = [param for param in model.parameters() if param.requires_grad]
+            loss = model(_x().detach()).square().sum()
+            if isinstance(at, gs.Captured):
+                torch.autograd.grad(loss, params)
+            else:
+                loss.backward()
+            optimizer.step()
+        return live
+
+    match difference:
+        case "frozen":
+            live = train(row.at("*"))
+            assert {*_met(live)} == row.sites("last")
+            assert "frozen" in {entry.skipped for entry in live.ledger}
+            with pytest.raises(LookupError, match="frozen"):
+                train(row.at("first"))
+        case "acts":
+            assert {*_met(train(row.at("first")))} == row.sites("first")
+        case "no node":
+            with pytest.raises(LookupError):
+                train(row.at("first"))
+        case _:
+            with pytest.warns(gs.SurgeryWarning, match=difference):
+                train(row.at("first"))
+
+
+def needs(row: Row) -> None:
+    """A transform that needs more than the kind gives is refused, as is a stage of another."""
+    for given, transform in ((row.value, gs.AGC()), (row.group, gs.ClipGlobalNorm())):
+        with nullcontext() if given else pytest.raises(ValueError, match="needs"):
+            gs.Intervention(transform, row.at("first"))
+    stage = "captured" if not isinstance(row.at("*"), gs.Captured) else "step"
+    with pytest.raises(ValueError, match=f"cannot have stage '{stage}'"):
+        gs.Intervention(gs.Zero(), replace(row.at("first"), stage=stage))
+
+
+def threads(row: Row) -> None:
+    """Forward passes in two threads at once have the sites and gradients of one after another."""
+
+    def trained(at_once: bool) -> tuple[dict[str, int], list[Tensor]]:
+        model, barrier, grads = _made(Shared), threading.Barrier(2), list[Tensor]()
+        optimizer = sgd(model)
+
+        def wait(*given: object) -> None:
+            if at_once:
+                barrier.wait(timeout=10)
+
+        def work() -> None:
+            x = _x()
+            model(x).square().sum().backward()
+            assert x.grad is not None
+            grads.append(x.grad)
+
+        model.shared.register_forward_hook(wait)
+        transform = DOUBLE if row.of_modules else gs.Identity()
+        with attached(model, transform, row.at("shared"), optimizer, effects_every=0) as live:
+            workers = [threading.Thread(target=work) for _ in range(2)]
+            for worker in workers:
+                worker.start() if at_once else worker.run()
+            for worker in workers if at_once else ():
+                worker.join()
+            optimizer.step()
+        return _met(live), grads
+
+    if row.differs.get("threads") == "reported":
+        with pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"):
+            trained(True)
+        return
+    (met, grads), (expected, serial) = trained(True), trained(False)
+    assert met == expected
+    assert met
+    torch.testing.assert_close(grads, serial)
+
+
+def checkpointed(row: Row) -> None:
+    """A checkpoint changes neither gradients nor sites; a value is changed again in it."""
+
+    def trained(reentrant: bool | None) -> tuple[dict[str, int], nn.Module]:
+        model = _made(lambda: Saved(reentrant))
+        optimizer = sgd(model)
+        with attached(model, DOUBLE, row.at("inner.first"), optimizer) as live:
+            for step in range(2):
+                _step(row, model, optimizer, step)
+        return _met(live), model
+
+    met, model = trained(None)
+    for reentrant in (False, True):
+        if reentrant and row.differs.get("checkpoint") == "refused by PyTorch":
+            with pytest.raises(RuntimeError):
+                trained(reentrant)
+            continue
+        again, other = trained(reentrant)
+        factor = 2 if row.differs.get("checkpoint") == "twice" else 1
+        assert again == {site: factor * calls for site, calls in met.items()}
+        torch.testing.assert_close(weights(other), weights(model))
+
+
+def calls(row: Row) -> None:
+    """Calls of a shared module are sites, `call` picks one, and outside the model it is call 0."""
+    if not row.of_modules:
+        return
+    site = row.site.format("shared", node=NODES["shared"])
+    both = {site, site.replace("#0", "#1")}
+
+    def met(act: Callable[[nn.Module, Tensor], Tensor], **fields: int) -> dict[str, int]:
+        model = _made(Shared)
+        at = replace(row.at("shared"), **fields) if fields else row.at("shared")
+        optimizer = sgd(model)
+        with _hooks_gone(model, optimizer), attached(model, DOUBLE, at, optimizer) as live:
+            for step in range(2):
+                act(model, _x(step)).square().sum().backward()
+        return _met(live)
+
+    assert met(lambda model, x: model(x)) == dict.fromkeys(both, 2)
+    assert met(lambda model, x: model.shared(x)) == {site: 2}
+    if hasattr(row.at("*"), "call"):
+        assert met(lambda model, x: model(x), call=0) == {site: 2}
+        assert met(lambda model, x: model(x), call=1) == dict.fromkeys(both - {site}, 2)
+        with pytest.raises(LookupError):
+            met(lambda model, x: model(x), call=7)
+
+
+SITUATIONS: dict[str, Callable[[Row], None]] = {
+    "no-op": no_op,
+    "hooks": hooks,
+    "an error in the transform": error_in_the_transform,
+    "kept alive": kept_alive,
+    "a graph that outlives the block": outlives,
+    "an interrupted forward": interrupted,
+    "evaluation": evaluation,
+    "order": order,
+    "added and removed": added,
+    "effects": effects,
+    "combined": combined,
+    "nothing matches": nothing_matches,
+    "a layer without gradients": without_gradients,
+    "needs": needs,
+    "threads": threads,
+    "checkpoint": checkpointed,
+    "calls": calls,
+}
