@@ -78,52 +78,6 @@ def test_parameter_selectors_combine_by_set_operations(at: Selector, expected: l
     assert sites(small(), at) == expected
 
 
-OUTPUTS = ["first#0", "act#0", "last#0"]
-
-
-@pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (M("first") | M("last"), ["first#0", "last#0"]),
-        (M() & ~M("act"), ["first#0", "last#0"]),
-        (M(types="Linear") & M("l*"), ["last#0"]),
-        (~M(types="Linear"), ["act#0"]),
-        (M().first(2), ["first#0", "act#0"]),
-        (~M().first(2), ["last#0"]),
-        (M("a*") | M().first(1), ["first#0", "act#0"]),
-        (M().expect(3), OUTPUTS),
-        (M().where(lambda place: isinstance(place.thing, nn.ReLU)), ["act#0"]),
-        (M().where(lambda place: place.call == 0), OUTPUTS),
-        (M(types="Linear").where(lambda place: place.name != "first"), ["last#0"]),
-    ],
-    ids=str,
-)
-def test_output_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
-    assert sorted(sites(small(), at)) == sorted(expected)
-
-
-def _nodes(name: str) -> str:
-    return f"{name}Backward[0]"
-
-
-@pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (N("Relu") | N("Addmm"), ["act#0/Relu", "first#0/Addmm", "last#0/Addmm"]),
-        (N("*") & ~N("T"), ["act#0/Relu", "first#0/Addmm", "last#0/Addmm"]),
-        (N("*") & N("*", module="first"), ["first#0/Addmm", "first#0/T"]),
-        (N("Addmm") & ~N("*", types="ReLU"), ["first#0/Addmm", "last#0/Addmm"]),
-        (N("Addmm").first(1), ["first#0/Addmm"]),
-        (N("matmul").expect(2), ["first#0/Addmm", "last#0/Addmm"]),
-        (N("*").where(lambda place: "Relu" in str(place.node)), ["act#0/Relu"]),
-    ],
-    ids=str,
-)
-def test_node_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
-    selected = [site.replace("Backward[0]", "") for site in sites(small(), at)]
-    assert sorted(selected) == sorted(expected)
-
-
 @pytest.mark.parametrize(
     ("at", "expected"),
     [

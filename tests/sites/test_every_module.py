@@ -1,7 +1,6 @@
 """EveryModule: the global module hooks, for the model and for what is outside it."""
 
 import gc
-import threading
 from typing import Any
 from weakref import ref
 
@@ -12,8 +11,7 @@ from torch.nn.modules import module as process
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.sites.every_module import TABLES
-from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+from tests.nets import attached, backward, batch, gradients, small
 from tests.sites.points import calls_of, grad_of, point
 
 FORWARD = ("forward_pre", "forward")
@@ -32,10 +30,6 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.twice(self.twice(x)).sum()
-
-
-def _global_hooks() -> int:
-    return sum(len(vars(process)[table]) for table in TABLES)
 
 
 def _tail(kind: str) -> str:
@@ -95,17 +89,6 @@ def test_calls_are_counted_within_the_model_and_are_0_outside() -> None:
     assert calls_of(live) == {"twice#0": 4, "twice#1": 2, "Double#0": 4}
 
 
-@pytest.mark.parametrize("kind", BACKWARD)
-def test_backward_calls_have_their_own_sites(kind: Any) -> None:
-    model, x = nn.Sequential(Shared()), point()
-    with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind)) as live:
-        for _ in range(2):
-            x.grad = None
-            model(x).backward()
-    assert grad_of(x) == [400.0]
-    assert calls_of(live) == {f"0.twice#{call}{_tail(kind)}": 2 for call in (0, 1)}
-
-
 @pytest.mark.parametrize("kind", FORWARD)
 def test_a_tensor_that_a_module_returns_unchanged_is_changed_once(kind: Any) -> None:
     model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), point()
@@ -151,22 +134,6 @@ def test_a_name_that_no_module_has_is_reported_on_detach() -> None:
     assert "what fits EveryModule(pattern='NLLLoss'" in plan
 
 
-@pytest.mark.parametrize("kind", BACKWARD)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_inside_both_kinds_of_checkpoint_pass_once(reentrant: bool, kind: Any) -> None:
-    class Saved(Shared):
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.twice, x, use_reentrant=reentrant)
-            assert isinstance(y, Tensor)
-            return y.pow(2).sum()
-
-    model, x = Saved(), point(3.0)
-    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)) as live:
-        model(x).backward()
-    assert grad_of(x) == [240.0]
-    assert calls_of(live) == {f"twice#0{_tail(kind)}": 1}
-
-
 @pytest.mark.parametrize("kind", FORWARD)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -196,39 +163,6 @@ def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
             assert grad_of(x) == [2400.0]
 
 
-def test_a_recomputation_that_could_give_another_value_is_refused() -> None:
-    class Saved(Shared):
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.twice, x, use_reentrant=False)
-            assert isinstance(y, Tensor)
-            return y.sum()
-
-    model = Saved()
-    with (
-        pytest.raises(RuntimeError, match="EveryModule: site 'twice#0' is recomputed by a chec"),
-        attached(model, gs.GrokfastEMA(), gs.EveryModule("twice")),
-    ):
-        model(point()).backward()
-
-
-def test_values_are_changed_in_an_evaluation_too() -> None:
-    model = nn.Sequential(Double())
-    with attached(model, gs.Scale(10.0), gs.EveryModule("0")), torch.no_grad():
-        assert model(torch.ones(1)).item() == 20.0
-
-
-def test_tensors_inside_nested_values_are_changed() -> None:
-    class Nested(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"a": x, "b": (x * 2, 3, torch.ones(1, dtype=torch.long))}
-
-    model = nn.Sequential(Nested())
-    with attached(model, gs.Scale(10.0), gs.EveryModule("0")) as live:
-        outputs = model(torch.ones(1))
-    assert (outputs["a"].item(), outputs["b"][0].item(), outputs["b"][1]) == (10.0, 20.0, 3)
-    assert calls_of(live) == {"0#0.a": 1, "0#0.b.0": 1}
-
-
 def test_an_output_that_the_backward_hooks_do_not_see_is_reported() -> None:
     class Answers(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -241,41 +175,6 @@ def test_an_output_that_the_backward_hooks_do_not_see_is_reported() -> None:
         attached(model, gs.Zero(), gs.EveryModule("0", kind="full_backward_pre")),
     ):
         model(point())["a"].sum().backward()
-
-
-@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
-    plain, model = small(), small()
-    train(plain, sgd(plain), 3)
-    optimizer = sgd(model)
-    with attached(model, gs.Identity(), gs.EveryModule(kind=kind), optimizer):
-        train(model, optimizer, 3)
-    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(model), strict=True))
-
-
-@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-def test_hooks_are_removed_after_the_block_and_after_an_exception(kind: Any) -> None:
-    model, before = small(), _global_hooks()
-    flag = process._global_is_full_backward_hook
-    with (
-        pytest.raises(OSError, match="gone"),
-        attached(model, gs.Scale(2.0), gs.EveryModule(kind=kind)),
-    ):
-        backward(model)
-        assert _global_hooks() > before
-        raise OSError("gone")
-    assert (_global_hooks(), num_hooks(model)) == (before, 0)
-    assert process._global_is_full_backward_hook is flag
-
-
-@pytest.mark.parametrize("kind", BACKWARD)
-def test_a_graph_that_outlives_the_block_is_not_transformed(kind: Any) -> None:
-    model, x = Shared(), point()
-    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind)):
-        model(point()).backward()
-        loss = model(x)
-    loss.backward()
-    assert grad_of(x) == [4.0]
 
 
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
@@ -316,28 +215,6 @@ def test_selectors_combine() -> None:
     assert sites(backward) == {"act#0.input": 1, "act#0": 1}
     with pytest.raises(ValueError, match="acts at one stage, and these are several"):
         sites(every("act", kind="forward") | every("act", kind="full_backward"))
-
-
-@pytest.mark.parametrize("kind", ["forward", "full_backward_pre"])
-def test_all_threads_are_seen(kind: Any) -> None:
-    model, barrier = Shared(), threading.Barrier(2)
-    results: list[Any] = []
-
-    def work() -> None:
-        x = point()
-        barrier.wait(timeout=10)
-        for _ in range(50):
-            x.grad = None
-            model(x).backward()
-            results.append(grad_of(x))
-
-    with attached(model, gs.Scale(10.0), gs.EveryModule("twice", kind=kind), effects_every=0):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == [[400.0]] * 100
 
 
 def test_functional_transforms_are_refused_for_gradients_and_not_for_values() -> None:

@@ -1,7 +1,6 @@
 """Tracer: the module call in which each autograd node was made."""
 
 from contextlib import ExitStack
-from copy import deepcopy
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, around, plain
 from gradsurg.sites.selection import names_of
-from tests.nets import FEATURES, attached, backward, gradients, num_hooks, small
+from tests.nets import attached, num_hooks, small
 
 
 class Functional(nn.Module):
@@ -210,19 +208,3 @@ def test_a_name_loses_its_overload_and_its_namespace() -> None:
     assert plain("SoftmaxBackwardDataBackward0") == "SoftmaxBackwardDataBackward"
     assert plain("SumBackwardAutogradNestedTensor0") == "SumBackward"
     assert plain("TBackward0_copy") == "TBackward"
-
-
-@pytest.mark.parametrize("at", [gs.Nodes("Relu"), gs.Uses("first"), gs.Uses("last.weight")])
-def test_a_copy_of_the_model_made_inside_the_block_is_left_alone(at: Selector) -> None:
-    model, plain = small(), small()
-    backward(plain)
-    with attached(model, gs.Zero(), at) as live:
-        copy = deepcopy(model)
-        backward(copy)
-        calls = [entry.calls for entry in live.ledger]
-        backward(model)
-        deepcopy(model.first)(torch.ones(2, FEATURES))
-    assert not any(calls)
-    assert all(entry.calls for entry in live.ledger)
-    for name, grad in gradients(plain).items():
-        assert torch.equal(grad, gradients(copy)[name])

@@ -1,20 +1,16 @@
 """Group: all `.grad`s of a group at once, when a backward has ended, and once."""
 
-import gc
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train, weights
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 from tests.sites.points import calls_of
 
 
@@ -68,16 +64,6 @@ def test_a_transform_of_one_tensor_acts_on_each_with_its_value() -> None:
     assert _grads(model)[:2] == [30.0, 8.0]
 
 
-def test_it_acts_on_the_running_sum_after_each_backward() -> None:
-    model = Weighted()
-    with attached(model, CLIP, gs.Group("a")):
-        model(3.0).backward()
-        assert _grads(model)[0] == pytest.approx(1.0)
-        model(-2.5).backward()
-    # 1 - 2.5, clipped.
-    assert _grads(model)[0] == pytest.approx(-1.0)
-
-
 def test_parameters_that_a_backward_does_not_reach_keep_their_old_gradient() -> None:
     model = Weighted()
     model.c.grad = torch.tensor([100.0])
@@ -91,31 +77,6 @@ def test_parameters_that_a_backward_does_not_reach_keep_their_old_gradient() -> 
     assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
 
 
-def test_gradient_accumulation_with_a_nonlinear_transform_is_warned_about() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.warns(gs.SurgeryWarning, match="had 2 gradients in one optimizer step"),
-        attached(model, CLIP, gs.Group(), optimizer),
-    ):
-        backward(model)
-        backward(model)
-        optimizer.step()
-
-
-def test_an_identity_is_bit_identical_to_no_surgery_and_makes_no_new_gradients() -> None:
-    plain, model = small(), small()
-    train(plain, sgd(plain), 5)
-    optimizer = sgd(model)
-    with attached(model, gs.Identity(), gs.Group(), optimizer):
-        train(model, optimizer, 5)
-        before = [p.grad for p in model.parameters()]
-        optimizer.zero_grad(set_to_none=False)
-        backward(model)
-        assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
-    assert all(map(torch.equal, weights(plain), weights(model)))
-
-
 def test_clipping_at_a_group_equals_clip_grad_norm() -> None:
     plain, model = small(), small()
     backward(plain)
@@ -127,54 +88,6 @@ def test_clipping_at_a_group_equals_clip_grad_norm() -> None:
 
 
 # PyTorch's own multi-grad hook: why it is not what is used here (P32)
-
-
-def test_p32_a_multi_grad_hook_never_fires_on_a_root() -> None:
-    root, calls = torch.ones(1, requires_grad=True), []
-    register_multi_grad_hook((root,), calls.append)
-    root.backward()
-    assert calls == []
-    model = nn.ParameterDict({"root": nn.Parameter(torch.ones(()))})
-    with attached(model, gs.Scale(10.0), gs.Group()):
-        model["root"].backward()
-    assert _grads(model) == [10.0]
-
-
-@pytest.mark.parametrize(
-    ("inside", "parts"), [((0,), [[1], [0]]), ((1,), [[0], [1]]), ((0, 1), [[1], [0]])]
-)
-def test_p32_a_multi_grad_hook_fires_with_parts_around_a_reentrant_checkpoint(
-    inside: tuple[int, ...], parts: list[list[int]]
-) -> None:
-    model = Checkpointed(reentrant=True, inside=inside, size=2)
-    biases = [layer.bias for layer in model.layers]
-    calls: list[list[int]] = []
-
-    def note(grads: Sequence[Tensor | None]) -> None:
-        calls.append([index for index, grad in enumerate(grads) if grad is not None])
-
-    hook = register_multi_grad_hook(biases, note)
-    model(_x()).backward()
-    hook.remove()
-    assert sorted(calls) == sorted(parts)
-    with attached(model, CLIP, gs.Group("*.bias")) as live:
-        model(_x()).backward()
-    assert set(calls_of(live).values()) == {1}
-
-
-def test_p32_a_multi_grad_hook_breaks_autograd_grad() -> None:
-    model = Weighted()
-    hook = register_multi_grad_hook(tuple(model.parameters()), lambda grads: None)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(model(3.0, 4.0, 5.0), (model.a, model.b))
-    hook.remove()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: a, b, c"),
-        attached(model, gs.Zero(), gs.Group()),
-    ):
-        a, b = torch.autograd.grad(model(3.0, 4.0, 5.0), (model.a, model.b))
-    assert (a.item(), b.item()) == (3.0, 4.0)
-    assert _grads(model) == [None] * 3
 
 
 # Backwards inside backwards
@@ -333,28 +246,6 @@ def test_a_last_backward_that_raises_is_reported_too() -> None:
             _failing(model).backward()
 
 
-def test_an_error_in_the_transform_names_its_group() -> None:
-    model = Weighted()
-
-    def breaks(grad: Tensor) -> Tensor:
-        raise OSError("gone")
-
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        surgery = gs.Surgery(gs.Intervention(breaks, gs.Group("a")))
-    with pytest.raises(OSError, match="gone") as caught, surgery.attach(model):
-        model(1.0).backward()
-    assert "while function acted at site 'a', step 0" in caught.value.__notes__
-    assert num_hooks(model) == 0
-
-
-def test_an_exception_in_the_block_leaves_no_hook() -> None:
-    model = small()
-    with pytest.raises(OSError, match="gone"), attached(model, CLIP, gs.Group()):
-        assert num_hooks(model) == 4
-        raise OSError("gone")
-    assert num_hooks(model) == 0
-
-
 def test_an_optimizer_that_steps_inside_the_backward_is_reported() -> None:
     model = Weighted()
 
@@ -394,26 +285,6 @@ def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gr
     for handle in handles:
         handle.remove()
     assert [param.item() for param in model.parameters()] == pytest.approx([-0.6, -0.8, 0.0])
-
-
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
-    with (
-        pytest.raises(ValueError, match=r"ClipGlobalNorm.*the gradient of '0\.weight' is sparse"),
-        attached(model, gs.ClipGlobalNorm(1.0), gs.Group()),
-    ):
-        pytest.fail("it was attached")
-
-
-def test_a_transform_that_depends_on_the_size_is_refused_with_a_loss_scale() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    model = small()
-    surgery = gs.Surgery(gs.Intervention(CLIP, gs.Group()))
-    with (
-        pytest.raises(ValueError, match="stage 'backward_end' sees gradients times the loss scale"),
-        surgery.attach(model, scaler=scaler),
-    ):
-        pass
 
 
 # Contexts
@@ -480,76 +351,3 @@ def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
             thread.join()
     assert _grads(model) == [2.0, 4.0, 6.0]
     assert calls_of(live) == {"a": 1, "b": 1, "c": 1}
-
-
-@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-@pytest.mark.parametrize("attach_first", [True, False])
-def test_a_group_acts_in_a_compiled_model(attach_first: bool) -> None:
-    plain, model = small(), small()
-    backward(plain)
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if not attach_first:
-        backward(compiled)
-        model.zero_grad()
-    with attached(model, gs.ClipGlobalNorm(0.1), gs.Group()):
-        backward(compiled)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, gradients(plain)[name])
-
-
-def test_functional_gradients_reach_no_group_and_the_ledger_says_so() -> None:
-    model = small()
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, params, torch.ones(1, 6)).sum()
-
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first.weight"),
-        attached(model, gs.Zero(), gs.Group()),
-    ):
-        grads = torch.func.grad(loss)(dict(model.named_parameters()))
-    assert grads["last.bias"].any()
-
-
-def test_a_frozen_parameter_is_not_in_the_group_and_the_ledger_says_so() -> None:
-    model = small()
-    model.first.requires_grad_(False)
-    with attached(model, CLIP, gs.Group()) as live:
-        backward(model)
-    assert _norm(model) <= 1.0
-    assert {entry.site: entry.skipped for entry in live.ledger}["first.weight"] == "frozen"
-
-
-def test_groups_combine_and_count() -> None:
-    model = Weighted()
-    at = (gs.Group("a") | gs.Group("b")).expect(2)
-    with attached(model, CLIP, at):
-        model(3.0, 4.0, 100.0).backward()
-    assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
-    with (
-        pytest.raises(LookupError, match="3 sites were expected, found 2"),
-        attached(model, CLIP, (gs.Group("a") | gs.Group("b")).expect(3)),
-    ):
-        pass
-    assert num_hooks(model) == 0
-
-
-def test_nothing_is_kept_alive_after_the_block() -> None:
-    def run(act: Callable[[nn.Module], None]) -> ref[Any]:
-        model = Checkpointed(reentrant=True)
-        with attached(model, CLIP, gs.Group()):
-            act(model)
-        return ref(next(model.parameters()))
-
-    held = [run(lambda model: model(_x()).backward())]
-    gc.collect()
-    assert held[0]() is None
-
-
-def test_a_graph_that_outlives_the_block_is_not_transformed() -> None:
-    model = Weighted()
-    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), gs.Group()):
-        loss = model(3.0, 4.0, 5.0)
-    loss.backward()
-    assert _grads(model) == [3.0, 4.0, 5.0]

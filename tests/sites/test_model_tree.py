@@ -167,20 +167,6 @@ def test_skipped_sites_have_a_reason_and_aliases_name_their_site() -> None:
     assert [mark.site for mark in spare.site_lines] == ["spares.0.weight", "spares.0.bias"]
 
 
-def test_long_names_are_shortened_by_the_name_of_the_caller() -> None:
-    deep = nn.Sequential()
-    deep.add_module("encoder_of_the_first_kind", nn.Sequential())
-    deep[0].add_module("self_attention_block", nn.Sequential(nn.Linear(6, 3)))
-    lines = str(tree(deep, X, gs.Outputs(types="Linear"))).splitlines()
-    assert [line[:54].rstrip() for line in lines[1:6]] == [
-        "  root#0                         Sequential  8x3",
-        "    encoder_of_the_first_kind#0  Sequential  8x3",
-        "      .self_attention_block#0    Sequential  8x3",
-        "        .0#0                     Linear      8x3",
-        "*         encoder_of_the_first_kind.self_attention_blo",
-    ]
-
-
 @pytest.mark.parametrize(
     ("model", "example"),
     [
@@ -316,27 +302,6 @@ def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_lea
     leaving = tree(small(), X, gs.Nodes("Relu", side="leave")).site_lines
     assert [str(mark.tensor) for mark in entering] == ["8x5"]
     assert [(mark.site, mark.tensor) for mark in leaving] == [("act#0/ReluBackward[0].0", None)]
-
-
-class Later(Selector):
-    """Knows its sites, and asks for their gates in a backward."""
-
-    stages = ("captured",)
-    known_before_forward = True
-    stage = None
-
-    def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism
-
-    def find(self, model: nn.Module, test: object = None) -> list[str]:
-        return ["first.weight"]
-
-    def hook(self, *given: object, **named: object) -> None:
-        pass
-
-
-def test_sites_hooked_only_in_a_backward_are_marked() -> None:
-    assert tree(small(), X, Later()).sites == ("first.weight",)
 
 
 def test_modules_outside_the_model_are_noted_without_an_error() -> None:

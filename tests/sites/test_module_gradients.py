@@ -1,22 +1,18 @@
 """ModuleGradients: PyTorch's full backward hooks, and their limits told instead of suffered."""
 
-import gc
 import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, batch, gradients, num_hooks, sgd, small, train, weights
+from tests.nets import attached, backward, batch, gradients, num_hooks, small
 from tests.sites.points import Double, Shared, calls_of, grad_of, point
 
 KINDS = ("full_backward_pre", "full_backward")
@@ -37,33 +33,6 @@ def test_the_pre_hook_gets_the_output_gradient_and_the_hook_the_input_gradient()
         assert calls_of(live) == {f"0#0{_tail(kind)}": 1}
     # The output has 1, clipped to 0.5; the input 2, clipped without the weight being told.
     assert grads == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("call", "expected"), [(None, 400.0), (0, 40.0), (1, 40.0)])
-def test_calls_of_a_shared_module_have_their_own_sites(
-    kind: Any, call: int | None, expected: float
-) -> None:
-    model, x = Shared(), point()
-    at = gs.ModuleGradients("twice", call=call, kind=kind)
-    with attached(model, gs.Scale(10.0), at) as live:
-        for _ in range(2):
-            x.grad = None
-            model(x).backward()
-    assert grad_of(x) == [expected]
-    calls = (0, 1) if call is None else (call,)
-    assert calls_of(live) == {f"twice#{number}{_tail(kind)}": 2 for number in calls}
-
-
-def test_call_clips_the_gradient_of_that_call_alone() -> None:
-    grads = []
-    for call in (0, 1):
-        model, x = Shared(), point()
-        at = gs.ModuleGradients("twice", call=call, kind="full_backward")
-        with attached(model, gs.Clip(1.5), at):
-            model(x).backward()
-        grads.append(grad_of(x))
-    assert grads == [[1.5], [1.5 * 2]]
 
 
 def test_two_forwards_before_their_backwards_keep_their_sites() -> None:
@@ -161,18 +130,6 @@ def test_inputs_that_the_hook_would_not_see_are_refused() -> None:
         model(point())
 
 
-def test_inputs_without_a_gradient_are_reported() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"first#0\.input \(needs no gradient\)"),
-        attached(model, gs.Zero(), gs.ModuleGradients("first", kind="full_backward")),
-    ):
-        backward(model)
-    with attached(model, gs.Zero(), gs.ModuleGradients(types="Linear", kind="full_backward")) as on:
-        backward(model)
-    assert calls_of(on) == {"first#0.input": 0, "last#0.input": 1}
-
-
 @pytest.mark.parametrize(
     "at",
     [
@@ -259,153 +216,6 @@ def test_other_errors_get_no_such_note() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_an_unused_input_gets_zeros_from_pytorch() -> None:
-    class Uses(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return a * 2
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.uses = Uses()
-
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return self.uses(a, b).sum()
-
-    model, a, b = Outer(), point(), point()
-    model(a, b).backward()
-    assert b.grad is None
-    with attached(model, gs.Identity(), gs.ModuleGradients("uses", kind="full_backward")):
-        model(a, b).backward()
-    assert grad_of(b) == [0.0]
-
-
-def test_autograd_grad_of_a_weight_bypasses_the_full_hook() -> None:
-    counts = []
-    for kind in KINDS:
-        model = small()
-        with attached(model, gs.Identity(), gs.ModuleGradients("first", kind=kind)) as live:
-            x = batch()[0].requires_grad_()
-            torch.autograd.grad(model(x).sum(), model.first.weight)
-            before = sum(calls_of(live).values())
-            model(x).sum().backward()
-            counts.append((before, sum(calls_of(live).values())))
-    assert counts == [(1, 2), (0, 1)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_both_kinds_of_checkpoint_a_gradient_passes_once(reentrant: bool, kind: Any) -> None:
-    class Saved(Shared):
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.twice, x, use_reentrant=reentrant)
-            assert isinstance(y, Tensor)
-            return y.pow(2).sum()
-
-    model, x = Saved(), point(3.0)
-    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
-        for _ in range(2):
-            x.grad = None
-            model(x).backward()
-            assert grad_of(x) == [240.0]
-    assert calls_of(live) == {f"twice#0{_tail(kind)}": 2}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_without_gradients_is_left_alone(kind: Any) -> None:
-    model, x = Shared(), point()
-    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)) as live:
-        with torch.no_grad():
-            model(x)
-        model(x).backward()
-    assert grad_of(x) == [400.0]
-    assert "needs no gradient" not in live.ledger.table()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_functional_transforms_are_refused(kind: Any) -> None:
-    model = Shared()
-    with (
-        pytest.raises(RuntimeError, match=r"module 'twice' is called inside torch\.func"),
-        attached(model, gs.Zero(), gs.ModuleGradients("twice", kind=kind)),
-    ):
-        torch.func.grad(model)(torch.ones(1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_identity_leaves_training_bit_identical(kind: Any) -> None:
-    plain, model = small(), small()
-    train(plain, sgd(plain), 3)
-    optimizer = sgd(model)
-    with attached(model, gs.Identity(), gs.ModuleGradients(kind=kind), optimizer):
-        train(model, optimizer, 3)
-    assert all(torch.equal(a, b) for a, b in zip(weights(plain), weights(model), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_are_removed_after_the_block_and_after_an_exception(kind: Any) -> None:
-    model, x = small(), batch()[0].requires_grad_()
-    with (
-        pytest.raises(OSError, match="gone"),
-        attached(model, gs.Zero(), gs.ModuleGradients(kind=kind)),
-    ):
-        model(x).sum().backward()
-        assert num_hooks(model)
-        raise OSError("gone")
-    assert num_hooks(model) == 0
-    assert {module._is_full_backward_hook for module in model.modules()} == {None}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_that_outlives_the_block_is_not_transformed(kind: Any) -> None:
-    model, x = Shared(), point()
-    with attached(model, gs.Scale(10.0), gs.ModuleGradients("twice", kind=kind)):
-        model(point()).backward()
-        loss = model(x)
-    loss.backward()
-    assert grad_of(x) == [4.0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_kept_alive(kind: Any) -> None:
-    alive: list[ref[Any]] = []
-    model = small()
-    held = ref(model)
-    with attached(model, gs.Scale(2.0), gs.ModuleGradients(kind=kind), effects_every=0):
-        for _ in range(2):
-            x = batch()[0].requires_grad_()
-            y = model(x)
-            alive += [ref(x), ref(y)]
-            y.sum().backward()
-            del x, y
-        x = batch()[0].requires_grad_()
-        y = model(x)
-        alive += [ref(x), ref(y)]
-        del x, y
-        gc.collect()
-        assert [held() for held in alive] == [None] * len(alive)
-    del model
-    gc.collect()
-    assert held() is None
-
-
-def test_an_exception_in_the_forward_does_not_mix_up_later_calls() -> None:
-    class Breaks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if broken:
-                raise OSError("gone")
-            return x * 2
-
-    model, x, broken = nn.Sequential(nn.Sequential(Double(), Breaks())), point(), True
-    with attached(model, gs.Scale(10.0), gs.ModuleGradients()) as live:
-        with pytest.raises(OSError, match="gone"):
-            model(x)
-        broken = False
-        model(x).sum().backward()
-    assert grad_of(x) == [4000.0]
-    assert calls_of(live) == {"0#0": 1, "0.0#0": 1, "0.1#0": 1}
-
-
 def test_an_aborted_inner_call_does_not_replace_the_outer_one() -> None:
     class Breaks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -429,47 +239,6 @@ def test_an_aborted_inner_call_does_not_replace_the_outer_one() -> None:
     assert calls_of(live) == {"0#0": 1}
 
 
-def test_selectors_combine() -> None:
-    def sites(at: Any) -> dict[str, int]:
-        model = small()
-        with attached(model, gs.Identity(), at) as live:
-            model(batch()[0].requires_grad_()).sum().backward()
-        return calls_of(live)
-
-    module = gs.ModuleGradients
-    assert sites(module("first") | module("last")) == {"first#0": 1, "last#0": 1}
-    assert sites(~module("re:first|last")) == {"act#0": 1}
-    assert sites(module().first(1)) == {"first#0": 1}
-    both = module("act") | module("act", kind="full_backward") | gs.Outputs("act")
-    assert sorted(sites(both)) == ["act#0", "act#0.input"]
-
-
-def test_threads_do_not_mix_up_their_calls() -> None:
-    model, barrier = Shared(), threading.Barrier(2)
-    results: list[list[Any]] = []
-
-    def wait(module: nn.Module, args: object) -> None:
-        barrier.wait(timeout=10)
-
-    def work() -> None:
-        x = point()
-        model(x).backward()
-        results.append(grad_of(x))
-
-    # Both threads have read the table of backward hooks before one of them takes its ticket.
-    handle = model.twice.register_forward_pre_hook(wait)
-    at = gs.ModuleGradients("twice", call=1)
-    with attached(model, gs.Scale(10.0), at, effects_every=0) as live:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    handle.remove()
-    assert results == [[40.0], [40.0]]
-    assert list(calls_of(live)) == ["twice#1"]
-
-
 def test_a_backward_in_a_third_thread_sees_the_calls_of_the_others() -> None:
     model, barrier, outputs = Double(), threading.Barrier(2), dict[int, Tensor]()
 
@@ -487,25 +256,3 @@ def test_a_backward_in_a_third_thread_sees_the_calls_of_the_others() -> None:
         for output in outputs.values():
             output.sum().backward()
     assert [entry.fired for entry in live.ledger] == [2]
-
-
-def test_module_gradients_act_on_scaled_losses_in_autocast() -> None:
-    model = small()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    before = weights(model)
-    with attached(model, gs.Zero(), gs.ModuleGradients("last")):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = functional.cross_entropy(model(batch()[0].requires_grad_()), batch()[1])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert not any(grad.any() for grad in gradients(model).values())
-    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
-
-
-def test_a_pattern_that_matches_nothing_lists_the_choices() -> None:
-    with (
-        pytest.raises(LookupError, match="ModuleGradients.pattern: nothing matches 'frist'"),
-        attached(small(), gs.Zero(), gs.ModuleGradients("frist")),
-    ):
-        pass

@@ -1,27 +1,11 @@
 """Parameters: which are selected, and the exact gradient at each stage."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.plugins.fields import FieldError
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
-
-
-class Tied(nn.Module):
-    """One weight under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(2, 2, bias=False)
-        self.decoder = nn.Linear(2, 2, bias=False)
-        self.decoder.weight = self.encoder.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
+from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
 
 class Sums(nn.Module):
@@ -64,86 +48,7 @@ def test_a_pattern_selects_and_other_parameters_are_unchanged(
     assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in others)
 
 
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_effects_at_a_site_are_those_of_its_parameter(stage) -> None:
-    model = small()
-    optimizer = sgd(model)
-    at = gs.Parameters(stage=stage)
-    with attached(model, gs.Identity(), at, optimizer) as live:
-        backward(model)
-        norms = {name: grad.norm().item() for name, grad in gradients(model).items()}
-        optimizer.step()
-    measured = {row["site"]: row["norm_before"] for row in live.effects.rows()}
-    assert measured == pytest.approx(norms, rel=1e-5)
-
-
-def test_a_frozen_parameter_is_in_the_ledger_as_frozen() -> None:
-    model = small()
-    model.first.requires_grad_(False)
-    with attached(model, gs.Zero()) as live:
-        backward(model)
-    skipped = {entry.site: entry.skipped for entry in live.ledger}
-    assert skipped == {
-        "first.weight": "frozen",
-        "first.bias": "frozen",
-        "last.weight": "",
-        "last.bias": "",
-    }
-
-
-@pytest.mark.parametrize("field", [{"pattern": ""}, {"pattern": "re:("}, {"stage": "never"}])
-def test_invalid_fields_are_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(FieldError, match=rf"Parameters\.{next(iter(field))}"):
-        gs.Parameters(**field)
-
-
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-@pytest.mark.parametrize("pattern", ["*", "decoder.*", "encoder.weight"])
-def test_a_tied_parameter_is_one_site_with_all_its_names(stage, pattern: str) -> None:
-    model = Tied()
-    optimizer = sgd(model, lr=0.0)
-    train_x = torch.ones(1, 2)
-    model(train_x).sum().backward()
-    plain = gradients(model)["encoder.weight"]
-    optimizer.zero_grad()
-    at = gs.Parameters(pattern, stage=stage)
-    with attached(model, gs.Scale(3.0), at, optimizer) as live:
-        model(train_x).sum().backward()
-        optimizer.step()
-    assert model.encoder.weight.grad is not None
-    torch.testing.assert_close(model.encoder.weight.grad, plain * 3)
-    (entry,) = live.ledger
-    assert (entry.site, entry.aliases) == ("encoder.weight", ["decoder.weight"])
-    assert (entry.calls, entry.fired) == (1, 1)
-
-
 # Two backward passes give +3 and -2: of the clamped ones the sum is 0, of the sum 1 the clamp 1.
-
-
-def test_stage_backward_acts_on_each_backward() -> None:
-    model = Sums()
-    with attached(model, gs.Clip(1.0)):
-        model(torch.tensor([3.0])).backward()
-        model(torch.tensor([-2.0])).backward()
-    assert _grad(model.w) == [0.0]
-
-
-def test_stage_accumulated_acts_on_the_running_sum() -> None:
-    model = Sums()
-    with attached(model, gs.Clip(1.0), gs.Parameters(stage="accumulated")):
-        model(torch.tensor([3.0])).backward()
-        assert _grad(model.w) == [1.0]
-        model(torch.tensor([-2.5])).backward()
-        # 1 - 2.5
-    assert _grad(model.w) == [-1.0]
-
-
-def test_stage_accumulated_scales_the_running_sum_again() -> None:
-    model = Sums()
-    with attached(model, gs.Scale(10.0), gs.Parameters(stage="accumulated")):
-        model(torch.tensor([2.0])).backward()
-        model(torch.tensor([2.0])).backward()
-    assert _grad(model.w) == [220.0]
 
 
 def test_stage_step_acts_once_on_the_sum() -> None:
@@ -158,21 +63,6 @@ def test_stage_step_acts_once_on_the_sum() -> None:
         optimizer.step()
     assert _grad(model.w) == [1.0]
     assert model.w.tolist() == [-1.0]
-
-
-def test_a_group_transform_sees_all_gradients_of_its_group_and_no_other() -> None:
-    # |(3, 4)| = 5 -> 1; the 100 is of another group.
-    model = nn.ModuleDict({"a": Sums(), "b": Sums(), "other": Sums()})
-    optimizer = sgd(model)
-    at = gs.Parameters("re:[ab].*")
-    with attached(model, gs.ClipGlobalNorm(1.0, eps=0.0), at, optimizer):
-        for name, x in (("a", 3.0), ("b", 4.0), ("other", 100.0)):
-            model[name](torch.tensor([x])).backward()
-        optimizer.step()
-    grads = gradients(model)
-    assert [grads[f"{name}.w"].item() for name in ("a", "b", "other")] == pytest.approx(
-        [0.6, 0.8, 100.0]
-    )
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated"])
@@ -202,14 +92,6 @@ def test_a_linear_transform_is_the_same_before_accumulation_and_not_warned_about
         model(torch.tensor([3.0])).backward()
         optimizer.step()
     assert _grad(model.w) == [50.0]
-
-
-def test_one_backward_a_step_is_not_warned_about() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Clip(0.1), gs.Parameters(), optimizer) as live:
-        train(model, optimizer, 3)
-    assert [entry.calls for entry in live.ledger] == [3] * 4
 
 
 # Optimizers
@@ -258,27 +140,6 @@ def test_lbfgs_trains_with_stage_backward() -> None:
     assert model.w.tolist() == [1.5]
 
 
-def test_stage_step_needs_the_optimizer() -> None:
-    with (
-        pytest.raises(ValueError, match=r"needs the optimizer: attach\(model, optimizer\)"),
-        attached(small(), gs.Zero(), gs.Parameters(stage="step")),
-    ):
-        pass
-
-
-def test_stage_step_needs_an_optimizer_that_has_the_parameters() -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
-    with (
-        pytest.raises(ValueError, match=r"the optimizer does not have last\.weight, last\.bias"),
-        attached(model, gs.Zero(), gs.Parameters(stage="step"), optimizer),
-    ):
-        pass
-    with attached(model, gs.Zero(), gs.Parameters("first.*", stage="step"), optimizer):
-        train(model, optimizer, 1)
-    assert not gradients(model)["first.weight"].any()
-
-
 # Order: tensor hooks, the accumulation, post-accumulate hooks, the optimizer's hooks.
 
 STAGES = ("backward", "accumulated", "step")
@@ -321,22 +182,6 @@ def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
     # 1 - 1, or 1 - 2.5 and that clipped, or the sum as it is.
     expected = {"backward": 0.0, "accumulated": -1.0}
     assert grad == [expected.get(stage, 0.5)]
-
-
-@each_stage
-def test_autograd_grad_sees_only_the_tensor_hooks(stage) -> None:
-    model = Sums()
-    at = gs.Parameters(stage=stage)
-    with attached(model, gs.Scale(10.0), at, sgd(model)) as live:
-        (grad,) = torch.autograd.grad(model(torch.tensor([2.0])), model.w)
-        (entry,) = live.ledger
-        assert grad.item() == (20.0 if stage == "backward" else 2.0)
-        assert entry.calls == (stage == "backward")
-        assert model.w.grad is None
-        model(torch.tensor([2.0])).backward()
-        live.tick()
-        if stage == "step":
-            live.remove("scale")
 
 
 def test_stage_backward_leaves_the_accumulated_gradient_alone() -> None:

@@ -17,7 +17,7 @@ from gradsurg.transforms.base import (
     value_of,
 )
 from gradsurg.transforms.cautious import Cautious
-from tests.nets import attached, backward, num_hooks, small, train, weights
+from tests.nets import attached, backward, small, train, weights
 from tests.sites.points import calls_of
 
 
@@ -108,17 +108,6 @@ def test_the_transform_gets_the_update_the_value_before_it_and_the_gradient() ->
     assert calls_of(live) == {"weight": 2}
 
 
-def test_effects_compare_the_updates() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = SGD(model.parameters(), lr=0.5)
-    with attached(model, gs.Scale(0.25), gs.Updates(), optimizer) as live:
-        (2 * model.weight).sum().backward()
-        optimizer.step()
-        (row,) = live.effects.fetch()
-    assert row["norm_before"] == pytest.approx(2**0.5)
-    assert row["norm_after"] == pytest.approx(2**0.5 / 4)
-
-
 def test_the_state_of_the_optimizer_is_untouched() -> None:
     model = small()
     optimizer = Adam(model.parameters(), lr=0.1)
@@ -199,18 +188,6 @@ def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ValueError, match="Updates cannot act on LBFGS"):
         attached(model, gs.Scale(2.0), gs.Updates(), lbfgs)
-
-
-def test_hooks_are_removed_and_the_optimizer_is_required() -> None:
-    model = small()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    before = num_hooks(model, optimizer)
-    with attached(model, gs.Scale(2.0), gs.Updates(), optimizer):
-        assert num_hooks(model, optimizer) == before + 2
-        train(model, optimizer, 1)
-    assert num_hooks(model, optimizer) == before
-    with pytest.raises(ValueError, match="stage 'step' needs the optimizer"):
-        attached(model, gs.Scale(2.0), gs.Updates())
 
 
 def test_a_transform_that_needs_the_gradient_of_an_update_is_refused_elsewhere() -> None:

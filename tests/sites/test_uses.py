@@ -1,13 +1,10 @@
 """Uses: the gradient of each use of a tensor, which no hook on the tensor itself ever sees."""
 
-import gc
 from collections.abc import Callable
-from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, func, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
@@ -73,11 +70,6 @@ def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> Non
     assert sorted(seen) == [2.0, 3.0, 5.0]
     assert summed == [10.0]
     assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
-
-
-@pytest.mark.parametrize(("use", "expected"), [(0, 28.0), (1, 37.0), (2, 55.0)])
-def test_use_picks_one_in_the_order_of_the_operations(use, expected) -> None:
-    assert _changed(Reused, gs.Uses("part", use=use)) == [expected]
 
 
 def test_selectors_of_uses_combine() -> None:
@@ -244,15 +236,6 @@ def test_several_tensors_of_one_call_have_paths() -> None:
     assert set(_calls(live)) == {"pair#0.a/use[0]", "pair#0.a/use[1]", "pair#0.b/use[0]"}
 
 
-def test_full_backward_hooks_do_not_hide_the_uses() -> None:
-    def make() -> nn.Module:
-        model = Reused()
-        model.part.register_full_backward_hook(lambda *_: None)
-        return model
-
-    assert _changed(make, gs.Uses("part", use=1)) == [37.0]
-
-
 def test_autograd_grad_returns_the_changed_gradient_whichever_inputs_are_asked_for() -> None:
     # 1c: a tensor hook is not in the value when the input is asked for as well; this is.
     values = []
@@ -409,22 +392,6 @@ def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
     assert num_hooks(model) == 0
 
 
-def test_a_missing_name_is_refused_when_attached() -> None:
-    with pytest.raises(LookupError, match="Uses.pattern: nothing matches 'fist'.*'first'"):
-        gs.Uses("fist").find(small())
-
-
-def test_a_frozen_parameter_is_skipped_and_refused_if_it_is_the_only_one() -> None:
-    model = small()
-    model.first.weight.requires_grad_(False)
-    with attached(model, gs.Identity(), gs.Uses("first.*")) as live:
-        backward(model)
-    assert _calls(live) == {"first.bias/use[0]": 1}
-    assert _skipped(live) == {"first.weight": "frozen"}
-    with pytest.raises(LookupError, match=r"all that 'first.weight' matches is frozen"):
-        gs.Uses("first.weight").find(model)
-
-
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
     with attached(model, gs.Identity(), gs.Uses("*")) as live:
@@ -440,47 +407,3 @@ def test_a_module_that_is_not_called_is_reported() -> None:
         attached(model, gs.Identity(), gs.Uses("*")),
     ):
         model(point()).backward()
-
-
-def test_a_transform_that_needs_a_value_or_a_group_is_refused() -> None:
-    for transform in (gs.AGC(), gs.ClipGlobalNorm()):
-        with pytest.raises(ValueError, match="Uses"):
-            gs.Intervention(transform, gs.Uses("part"))
-
-
-def test_nothing_changes_when_the_transform_changes_nothing() -> None:
-    hooked, plain = small(), small()
-    backward(hooked)
-    with attached(plain, gs.Identity(), gs.Uses("*")):
-        backward(plain)
-    assert gradients(hooked).keys() == gradients(plain).keys()
-    for name, grad in gradients(hooked).items():
-        assert torch.equal(grad, gradients(plain)[name])
-
-
-def test_hooks_on_a_graph_that_outlives_the_block_do_nothing() -> None:
-    model, x = Reused(), point()
-    with (
-        pytest.warns(SurgeryWarning, match="no gradient ever passed"),
-        attached(model, gs.Zero(), gs.Uses("part")),
-    ):
-        loss = model(x)
-    loss.backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [10.0]
-    assert num_hooks(model) == 0
-
-
-def test_no_tensor_and_no_model_is_kept_alive() -> None:
-    model = small()
-    with attached(model, gs.Identity(), gs.Uses("*")):
-        y = model(torch.randn(2, 6))
-        held = ref(y)
-        functional.cross_entropy(y, torch.tensor([0, 1])).backward()
-        del y
-        gc.collect()
-        assert held() is None
-    known = ref(model)
-    del model
-    gc.collect()
-    assert known() is None
