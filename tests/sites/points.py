@@ -1,10 +1,12 @@
 """Builders shared by the tests of sites: a leaf, its gradient, call counts, small modules."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 
@@ -22,6 +24,26 @@ def grad_of(x: Tensor) -> list[Any]:
 def calls_of(live: gs.Live) -> dict[str, int]:
     """Return the number of gradients that passed at each site."""
     return {entry.site: entry.calls for entry in live.ledger}
+
+
+def recomputed(function: Callable[..., Any], x: Tensor, reentrant: bool) -> Tensor:
+    """Call a function in a checkpoint."""
+    y = checkpoint(function, x, use_reentrant=reentrant)
+    assert isinstance(y, Tensor)
+    return y
+
+
+class Made(nn.Module):
+    """A module with these parts, whose forward is a function of it and of its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
 
 
 class Double(nn.Module):

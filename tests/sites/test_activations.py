@@ -9,14 +9,13 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from gradsurg.triggers.base import Trigger
 from tests.nets import attached
-from tests.sites.points import calls_of, grad_of, point
+from tests.sites.points import Made, calls_of, grad_of, point, recomputed
 
 
 class Round(Stateless):
@@ -98,15 +97,12 @@ def test_a_container_and_an_identity_do_not_change_a_value_again() -> None:
 
 
 def test_a_tensor_passed_to_a_second_call_is_changed_again() -> None:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Identity(), nn.Identity()
-
-        def forward(self, x: Tensor, left: bool) -> Tensor:
-            return self.left(x) if left else self.right(x)
-
-    model, x = Either(), torch.ones(1)
+    model = Made(
+        lambda self, x, left: self.left(x) if left else self.right(x),
+        left=nn.Identity(),
+        right=nn.Identity(),
+    )
+    x = torch.ones(1)
     with attached(model, gs.Identity(), gs.Activations()) as live:
         for left in (True, True, False):
             model(x, left)
@@ -116,15 +112,11 @@ def test_a_tensor_passed_to_a_second_call_is_changed_again() -> None:
 
 
 def test_an_input_passed_to_a_child_is_changed_once_and_one_passed_to_siblings_at_each() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Sequential(Times(3.0)), Times(5.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.left(x) + self.right(x)
-
-    model = Both()
+    model = Made(
+        lambda self, x: self.left(x) + self.right(x),
+        left=nn.Sequential(Times(3.0)),
+        right=Times(5.0),
+    )
     with attached(model, gs.Scale(10.0), gs.Activations(side="input")) as live:
         assert model(torch.ones(1)).item() == 80.0
     assert calls_of(live) == {"left#0.input": 1, "right#0.input": 1}
@@ -168,17 +160,13 @@ class Mix(nn.Module):
         return {"sum": x + other["h"] + mask, "count": count}
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = Mix()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.mix(x, {"h": x * 2}, mask=x * 4, count=torch.ones(1, dtype=torch.long))
-
-
 def test_nested_values_and_keyword_inputs_are_rebuilt_and_integers_left() -> None:
-    model = Mixed()
+    model = Made(
+        lambda self, x: self.mix(
+            x, {"h": x * 2}, mask=x * 4, count=torch.ones(1, dtype=torch.long)
+        ),
+        mix=Mix(),
+    )
     with attached(model, gs.Scale(10.0), gs.Activations("mix", side="input")) as live:
         y = model(torch.ones(1))
     assert (y["sum"].item(), y["count"].item()) == (70.0, 1)
@@ -200,9 +188,7 @@ class Saved(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(self._run, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y.sum()
+        return recomputed(self._run, x, self.reentrant).sum()
 
     def _run(self, x: Tensor) -> Tensor:
         return self.inner(x).pow(2)
@@ -360,8 +346,7 @@ def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
             self.inner = Times(2.0)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self._run, self.inner(x) if call else x, use_reentrant=reentrant)
-            assert isinstance(y, Tensor)
+            y = recomputed(self._run, self.inner(x) if call else x, reentrant)
             return (y if call else self.inner(y)).sum()
 
         def _run(self, x: Tensor) -> Tensor:

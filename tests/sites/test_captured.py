@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from tests.nets import attached, num_hooks, small
+from tests.sites.points import Made
 
 
 class Chain(nn.Module):
@@ -159,15 +160,7 @@ def test_a_nested_output_has_a_site_for_each_tensor() -> None:
 
 
 def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
-    class Prompt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.prompt = nn.Parameter(torch.ones(1))
-
-        def forward(self) -> Tensor:
-            return self.prompt
-
-    model = nn.Sequential(Prompt())
+    model = nn.Sequential(Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(1))))
     with attached(model, gs.Scale(10.0), gs.Captured("re:0.*")) as live:
         (prompt,) = [model[0]()]
         assert _list(torch.autograd.grad((prompt * 2).sum(), prompt)) == [[20.0]]
@@ -438,15 +431,8 @@ def test_inside_a_vmap_each_gradient_goes_through_the_transform() -> None:
 def test_with_a_checkpoint_that_is_not_reentrant_each_output_is_one_site() -> None:
     model = Twice()
 
-    class Saved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    saved, x = Saved(), torch.ones(1, requires_grad=True)
+    saved = Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=model)
+    x = torch.ones(1, requires_grad=True)
     with attached(saved, gs.Scale(10.0), gs.Captured("inner.twice")) as live:
         first, second = saved(x)
         grads = torch.autograd.grad((second**2).sum(), (first, second, x))

@@ -10,7 +10,6 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.config.build import build
@@ -20,6 +19,7 @@ from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+from tests.sites.points import Made, recomputed
 
 P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
 
@@ -289,9 +289,7 @@ class Recomputed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y.sum()
+        return recomputed(self.inner, x, self.reentrant).sum()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -324,15 +322,7 @@ def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
 
 
 def test_modules_that_were_not_called_do_not_count() -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    model = Skips()
+    model = Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
     with (
         pytest.raises(LookupError, match="2 sites were expected, found 1: used#0"),
         attached(model, gs.Zero(), M(types="Linear").expect(2)),

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as process
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from tests.nets import attached, backward, batch, gradients, small
-from tests.sites.points import calls_of, grad_of, point
+from tests.sites.points import Made, calls_of, grad_of, point, recomputed
 
 FORWARD = ("forward_pre", "forward")
 BACKWARD = ("full_backward_pre", "full_backward")
@@ -142,17 +141,11 @@ def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
 ) -> None:
     inner = Double()
 
-    class Saved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = None if outside else inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(lambda x: inner(x).pow(2), x, use_reentrant=reentrant)
-            assert isinstance(y, Tensor)
-            return y.sum()
-
-    model, x = Saved(), point(3.0)
+    model = Made(
+        lambda self, x: recomputed(lambda x: inner(x).pow(2), x, reentrant).sum(),
+        inner=None if outside else inner,
+    )
+    x = point(3.0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind), optimizer):
         for _ in range(2):
@@ -164,11 +157,7 @@ def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
 
 
 def test_an_output_that_the_backward_hooks_do_not_see_is_reported() -> None:
-    class Answers(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"a": x * 2}
-
-    model = nn.Sequential(Answers())
+    model = nn.Sequential(Made(lambda self, x: {"a": x * 2}))
     with (
         pytest.warns(gs.SurgeryWarning, match=r"0#0\.a \(a full backward hook does not see it\)"),
         pytest.warns(UserWarning, match="module output should be a Tensor"),

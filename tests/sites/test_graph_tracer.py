@@ -11,6 +11,7 @@ import gradsurg as gs
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, around, plain
 from gradsurg.sites.selection import names_of
 from tests.nets import attached, num_hooks, small
+from tests.sites.points import Made
 
 
 class Functional(nn.Module):
@@ -18,20 +19,11 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = _Inner()
+        self.inner = Made(lambda self, x: functional.relu(self.linear(x)), linear=nn.Linear(3, 4))
         self.out = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(functional.relu(self.inner(x) - 0.1)).sum()
-
-
-class _Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.linear(x))
 
 
 def _ids(graph: CallGraph) -> list[str]:
@@ -154,12 +146,8 @@ def test_nodes_before_the_first_selected_call_are_left_out() -> None:
 
 
 def test_all_overloads_of_a_wanted_name_are_included() -> None:
-    class Muls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
-
     taken: list[CallGraph] = []
-    model = Muls()
+    model = Made(lambda self, x: torch.ops.aten.mul.Scalar(x * x, 3.0).sum())
     with ExitStack() as stack:
         Tracer().follow(model, [model], taken.append, stack)
         model(torch.ones(1, requires_grad=True))

@@ -18,6 +18,7 @@ import gradsurg as gs
 from gradsurg.sites import tree
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, noisy, num_hooks, small, weights
+from tests.sites.points import Made
 
 X = torch.linspace(-1, 1, 48).view(8, 6)
 
@@ -261,11 +262,9 @@ def test_node_outputs_that_get_a_gradient_are_sites() -> None:
 
 
 def test_a_node_output_that_the_model_returns_gets_a_gradient() -> None:
-    class Middle(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.split(2, dim=1)[1]
-
-    seen = tree(Middle(), X.clone().requires_grad_(), gs.Nodes("Split"))
+    seen = tree(
+        Made(lambda self, x: x.split(2, dim=1)[1]), X.clone().requires_grad_(), gs.Nodes("Split")
+    )
     assert seen.sites == ("root#0/SplitBackward[0].1",)
 
 
@@ -281,15 +280,9 @@ def test_an_exception_that_the_model_catches_does_not_hide_later_calls() -> None
             except RuntimeError:
                 return self.right(x)
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tries, self.last = Tries(), nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.tries(x))
-
-    rows = tree(Outer(), X).rows
+    rows = tree(
+        Made(lambda self, x: self.last(self.tries(x)), tries=Tries(), last=nn.ReLU()), X
+    ).rows
     named = {row.name: row for row in rows}
     assert [named[name].depth for name in ("tries", "tries.wrong", "last")] == [1, 2, 1]
     assert named["tries"].outputs == named["tries.right"].outputs == named["last"].outputs
@@ -415,15 +408,11 @@ def test_a_model_that_returns_no_tensor_is_shown_without_its_nodes_and_with_a_no
 
 
 def test_a_reentrant_checkpoint_is_noted() -> None:
-    class Saves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = small()
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=True)
-
-    seen = tree(Saves(), X.clone().requires_grad_(), gs.Nodes("Relu"))
+    seen = tree(
+        Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),
+        X.clone().requires_grad_(),
+        gs.Nodes("Relu"),
+    )
     assert seen.notes == (
         "a reentrant checkpoint makes its nodes in the backward: not all are here",
     )

@@ -13,7 +13,7 @@ import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, batch, gradients, num_hooks, small
-from tests.sites.points import Double, Shared, calls_of, grad_of, point
+from tests.sites.points import Double, Made, Shared, calls_of, grad_of, point
 
 KINDS = ("full_backward_pre", "full_backward")
 
@@ -114,15 +114,7 @@ def test_an_output_that_the_hook_would_not_see_is_refused(answer: Any, described
 
 
 def test_inputs_that_the_hook_would_not_see_are_refused() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(input=x)
-
-    model = Keyword()
+    model = Made(lambda self, x: self.inner(input=x), inner=nn.Linear(1, 1))
     with (
         pytest.raises(RuntimeError, match=r"'inner#0\.input'.*or given by keyword\. Use Inputs\."),
         attached(model, gs.Zero(), gs.ModuleGradients("inner", kind="full_backward")),
@@ -184,17 +176,12 @@ def test_a_module_can_have_a_deprecated_hook_again_after_the_block() -> None:
     model.last.register_backward_hook(lambda module, entering, leaving: None)
 
 
-class Behind(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act = nn.Linear(1, 1), nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.first(x)).sum()
-
-
 def test_an_in_place_write_after_the_module_is_pytorchs_error_with_advice() -> None:
-    model = Behind()
+    model = Made(
+        lambda self, x: self.act(self.first(x)).sum(),
+        first=nn.Linear(1, 1),
+        act=nn.ReLU(inplace=True),
+    )
     with (
         pytest.raises(RuntimeError, match="BackwardHookFunction.* modified inplace") as caught,
         attached(model, gs.Zero(), gs.ModuleGradients("first")),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
@@ -15,7 +14,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.nodes import FAMILIES, fits_node
 from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, noisy, num_hooks, small
-from tests.sites.points import calls_of, grad_of, point
+from tests.sites.points import Made, calls_of, grad_of, point, recomputed
 
 
 class Product(nn.Module):
@@ -25,32 +24,9 @@ class Product(nn.Module):
         return a * b
 
 
-class Cubes(nn.Module):
-    """Calls one module twice and makes nodes of its own: 5 * ((2 x)^2)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = Twice()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.twice(self.twice(x)) * 5).sum()
-
-
 class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
-
-
-class Cube(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * x * x).sum()
-
-
-class Pair(nn.Module):
-    """Three nodes of one kind in one call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 2 * 3 * 5).sum()
 
 
 # What is seen and what comes out
@@ -158,7 +134,7 @@ def test_nodes_are_found_by_name_glob_regex_and_family(pattern: str, sites: set[
 @pytest.mark.parametrize("occurrence", [0, 1, 2])
 def test_occurrence_picks_one_of_several_nodes_in_a_call(occurrence: int) -> None:
     # Gradients that enter: 15 at the first, 5 at the second, 1 at the third; clipped to 0.5.
-    model, x = Pair(), point()
+    model, x = Made(lambda self, x: (x * 2 * 3 * 5).sum()), point()
     with attached(model, gs.Clip(0.5), gs.Nodes("Mul", occurrence=occurrence)) as live:
         model(x).backward()
     assert grad_of(x) == [[1.0], [3.0], [15.0]][occurrence]
@@ -223,11 +199,7 @@ def test_a_missing_node_is_refused_at_the_first_forward(at: gs.Nodes, message: s
 
 
 def test_a_later_forward_may_make_other_nodes() -> None:
-    class Way(nn.Module):
-        def forward(self, x: Tensor, relu: bool) -> Tensor:
-            return (functional.relu(x) if relu else x * 2).sum()
-
-    model, x = Way(), point()
+    model, x = Made(lambda self, x, relu: (functional.relu(x) if relu else x * 2).sum()), point()
     with attached(model, gs.Zero(), gs.Nodes("Relu")):
         model(x, True).backward()
         model(x, False).backward()
@@ -244,17 +216,11 @@ def test_an_edge_needs_the_leaving_side() -> None:
 
 def test_a_recomputation_that_stops_early_does_not_confuse_the_next_forward() -> None:
     # The recomputation stops at the last tensor that backward needs, inside the modules.
-    class Saved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Sequential(Twice(), nn.Tanh()), nn.ReLU(), Twice())
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.body, x, use_reentrant=False)
-            assert isinstance(y, Tensor)
-            return y.sum()
-
-    model = Saved()
+    model = Made(
+        lambda self, x: recomputed(self.body, x, False).sum(),
+        body=nn.Sequential(nn.Sequential(Twice(), nn.Tanh()), nn.ReLU(), Twice()),
+    )
     with attached(model, gs.Identity(), gs.Nodes("*")) as live:
         model(point()).backward()
         first = calls_of(live)
@@ -270,11 +236,10 @@ def test_a_backward_inside_a_forward_does_not_end_the_call() -> None:
     class Force(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.energy = Cube()
+            self.energy = Made(lambda self, x: (x * x * x).sum())
 
         def forward(self, x: Tensor) -> Tensor:
-            energy = checkpoint(self.energy, x, use_reentrant=False)
-            assert isinstance(energy, Tensor)
+            energy = recomputed(self.energy, x, False)
             (force,) = torch.autograd.grad(energy, x, create_graph=True)
             return functional.relu(force).sum()
 
@@ -291,7 +256,11 @@ class Twin(nn.Module):
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.body = _Body()
+        self.body = Made(
+            lambda self, x: self.act(self.act(self.linear(x))) * 2,
+            linear=nn.Linear(3, 3),
+            act=nn.Tanh(),
+        )
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,19 +271,7 @@ class Twin(nn.Module):
     def run(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
             return self.body(x)
-        y = checkpoint(self.body, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y
-
-
-class _Body(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.act = nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.act(self.linear(x))) * 2
+        return recomputed(self.body, x, self.reentrant)
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
@@ -357,9 +314,7 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if not self.saving:
                 return self.act(self.inner(self.act(x)))
-            y = checkpoint(self.inner, self.act(x), use_reentrant=True)
-            assert isinstance(y, Tensor)
-            return self.act(y)
+            return self.act(recomputed(self.inner, self.act(x), True))
 
     results = []
     for saving in (False, True):
@@ -375,8 +330,7 @@ def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
     model = small()
     x = torch.ones(1, 6, requires_grad=True)
     with attached(model, gs.Zero(), gs.Nodes("Relu")) as live:
-        y = checkpoint(model, x, use_reentrant=True)
-        assert isinstance(y, Tensor)
+        y = recomputed(model, x, True)
         y.sum().backward()
     assert calls_of(live) == {"act#0/ReluBackward[0]": 1}
     assert not gradients(model)["first.weight"].any()
@@ -462,11 +416,8 @@ def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
 
 def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
     # y = x^2: dy/dx = 2 x, times 10 at the Pow; the second derivative passes it again.
-    class Square(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x**2
 
-    model, x = Square(), point(3.0)
+    model, x = Made(lambda self, x: x**2), point(3.0)
     with attached(model, gs.Scale(10.0), gs.Nodes("*")) as live:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.sum().backward()
@@ -500,11 +451,8 @@ def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:
 
 
 def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> None:
-    class Deep(nn.Module):
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            return self(x * 2, depth - 1) * 3 if depth else x * 5
-
-    model, x = Deep(), point()
+    model = Made(lambda self, x, depth=2: self(x * 2, depth - 1) * 3 if depth else x * 5)
+    x = point()
     with attached(model, gs.Identity(), gs.Nodes("Mul")) as live:
         model(x).sum().backward()
     assert set(calls_of(live)) == {
@@ -528,20 +476,13 @@ def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
     thread = threading.Thread(target=work, args=(autograd.next_sequence_number() + 1,))
     thread.start()
     thread.join()
-    model = Cubes()
+    model = Made(lambda self, x: (self.twice(self.twice(x)) * 5).sum(), twice=Twice())
     with attached(model, gs.Identity(), gs.Nodes("Mul", module="twice")) as live:
         model(given[0]).backward()
     assert set(calls_of(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}
 
 
 # Names
-
-
-class Muls(nn.Module):
-    """Two nodes of one name and two overloads: by a tensor, then by a number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.aten.mul.Scalar(x * x, 3.0).sum()
 
 
 @pytest.mark.parametrize(
@@ -557,7 +498,7 @@ class Muls(nn.Module):
     ],
 )
 def test_a_name_fits_every_overload_and_a_numbered_one_only_its_own(pattern, endings) -> None:
-    model, x = Muls(), point()
+    model, x = Made(lambda self, x: torch.ops.aten.mul.Scalar(x * x, 3.0).sum()), point()
     with attached(model, gs.Identity(), gs.Nodes(pattern)) as live:
         model(x).backward()
     assert {site.removeprefix("root#0/MulBackward") for site in calls_of(live)} == endings

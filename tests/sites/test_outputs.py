@@ -3,12 +3,11 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from tests.contexts.table import README
 from tests.nets import attached, gradients, num_hooks, sgd, small
-from tests.sites.points import Double, Shared, calls_of, grad_of, point
+from tests.sites.points import Double, Made, Shared, calls_of, grad_of, point, recomputed
 
 
 def test_the_site_gets_the_gradient_of_the_module_output() -> None:
@@ -93,13 +92,6 @@ class Bypassed(nn.Module):
         return (h + 3 * self.inner(h)).sum()
 
 
-class Both(nn.Module):
-    """Returns its inputs, one in a list and one by keyword."""
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> list[Tensor | None]:
-        return [x, y]
-
-
 @pytest.mark.parametrize(
     "inner",
     [
@@ -124,7 +116,7 @@ def test_the_output_of_a_module_that_returns_its_input_is_its_own_branch(inner: 
 
 def test_inputs_returned_inside_a_list_are_their_own_branches() -> None:
     x = point()
-    model = nn.Sequential(Both())
+    model = nn.Sequential(Made(lambda self, x, y=None: [x, y]))
     with attached(model, gs.Scale(10.0), gs.Outputs("0")):
         first, second = model[0](x, y=x)
         (first + second + x).sum().backward()
@@ -141,21 +133,10 @@ def test_a_returned_input_that_is_written_to_is_refused() -> None:
         model(point())
 
 
-class Prompt(nn.Module):
-    """Returns its parameter itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = nn.Parameter(torch.ones(2))
-
-    def forward(self) -> Tensor:
-        return self.prompt
-
-
 class Prompted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.soft = Prompt()
+        self.soft = Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(2)))
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.soft() * x).sum()
@@ -204,13 +185,8 @@ def test_an_in_place_activation_has_a_site_of_its_own() -> None:
     assert [entry.aliases for entry in live.ledger] == [[], []]
 
 
-class Negate(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.neg_()
-
-
 def test_the_value_is_the_output_before_a_later_in_place_change() -> None:
-    model, x = nn.Sequential(Double(), Negate()), point(1.0, -1.0)
+    model, x = nn.Sequential(Double(), Made(lambda self, x: x.neg_())), point(1.0, -1.0)
     transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
     with attached(model, transform, gs.Outputs("0")):
         model(x).sum().backward()
@@ -237,8 +213,7 @@ def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> Non
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(2):
-                y = checkpoint(self.doubled, x, use_reentrant=True)
-                assert isinstance(y, Tensor)
+                y = recomputed(self.doubled, x, True)
                 x = y * y
             return x.sum()
 

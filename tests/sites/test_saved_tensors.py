@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
@@ -22,7 +21,7 @@ from tests.nets import (
     gradients,
     small,
 )
-from tests.sites.points import grad_of
+from tests.sites.points import Made, grad_of, recomputed
 
 
 class Square(nn.Module):
@@ -37,9 +36,7 @@ class Saved(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y
+        return recomputed(self.inner, x, self.reentrant)
 
 
 def _x(*values: float) -> Tensor:
@@ -76,15 +73,8 @@ def test_a_quantised_activation_changes_only_the_gradient_of_the_next_weight() -
 
 
 def test_a_saved_tensor_belongs_to_the_innermost_module() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Square()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).exp() * 1.0
-
-    model, x = nn.Sequential(Outer()), _x(1.0)
+    model = nn.Sequential(Made(lambda self, x: self.inner(x).exp() * 1.0, inner=Square()))
+    x = _x(1.0)
     with attached(model, gs.Scale(10.0), gs.SavedTensors()) as live:
         model(x).sum().backward()
     # d exp(x^2) / dx: exp is saved by the outer one, times 10, x twice by the inner one, times 10.
@@ -185,11 +175,7 @@ def test_under_autocast_the_cast_of_a_trainable_weight_is_a_parameter(of: Any, n
 def test_a_saved_tensor_changed_in_place_is_refused_as_by_pytorch(
     at: gs.SavedTensors, site: str
 ) -> None:
-    class Exp(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp()
-
-    model = nn.Sequential(Exp())
+    model = nn.Sequential(Made(lambda self, x: x.exp()))
     with (
         pytest.raises(RuntimeError, match=f"modified by an inplace .*at site '{site}'"),
         attached(model, gs.Scale(2.0), at),
@@ -466,11 +452,7 @@ def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None
 
 
 def test_tensors_saved_by_a_node_are_transformed() -> None:
-    class Tripled(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return Function.apply(x)
-
-    model, x = nn.Sequential(Tripled()), _x(1.0)
+    model, x = nn.Sequential(Made(lambda self, x: Function.apply(x))), _x(1.0)
     with attached(model, gs.Scale(10.0), gs.SavedTensors(node="Function")):
         model(x).sum().backward()
     # x + 2x + 1, with 10 times the two that are floating.

@@ -5,14 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, func, nn
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
-from tests.sites.points import point
+from tests.sites.points import Made, point, recomputed
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
@@ -138,15 +137,9 @@ def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
 
 
 def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
-    class Thrice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.linear(self.linear(x))).sum()
-
-    model = Thrice()
+    model = Made(
+        lambda self, x: self.linear(self.linear(self.linear(x))).sum(), linear=nn.Linear(3, 3)
+    )
     with attached(model, gs.Identity(), gs.Uses("linear*")) as live:
         model(torch.ones(2, 3)).backward()
     params = {f"linear.{name}/use[{use}]" for name in ("weight", "bias") for use in range(3)}
@@ -217,14 +210,10 @@ def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
 
 
 def test_several_tensors_of_one_call_have_paths() -> None:
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"a": x * 1, "b": x * 2}
-
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.pair = Pair()
+            self.pair = Made(lambda self, x: {"a": x * 1, "b": x * 2})
 
         def forward(self, x: Tensor) -> Tensor:
             out = self.pair(x)
@@ -250,15 +239,10 @@ def test_autograd_grad_returns_the_changed_gradient_whichever_inputs_are_asked_f
 
 
 def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.linear(x)).float().sum()
-
-    model = Twice()
+    model = Made(
+        lambda self, x: self.linear(self.linear(x)).float().sum(),
+        linear=nn.Linear(3, 3, bias=False),
+    )
     at = gs.Uses("linear.weight")
     with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 3)).backward()
@@ -267,28 +251,21 @@ def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
-    class Body(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Reused()
-            self.linear = nn.Linear(1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.part(x)[None])
-
     class Saved(nn.Module):
         def __init__(self, saving: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.body = Body()
+            self.body = Made(
+                lambda self, x: self.linear(self.part(x)[None]),
+                part=Reused(),
+                linear=nn.Linear(1, 1),
+            )
             self.saving = saving
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.saving:
                 return self.body(x).sum()
-            y = checkpoint(self.body, x, use_reentrant=reentrant)
-            assert isinstance(y, Tensor)
-            return y.sum()
+            return recomputed(self.body, x, reentrant).sum()
 
     results = []
     for saving in (False, True):
