@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as process
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
@@ -26,9 +25,13 @@ from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 from tests.contexts.kinds import Net
 from tests.nets import FEATURES, attached, batch, noisy, num_hooks, sgd, weights
+from tests.sites.points import recomputed
 
-NODES = {"first": "Addmm", "act": "Relu", "last": "Mm", "shared": "Addmm"}
 DOUBLE = gs.Scale(2.0)
+WEIGHED = ("first", "last")
+MADE = {"first": "Addmm", "act": "Relu", "last": "Mm", "shared": "Addmm"}
+SAVED = {"first": "mat1", "act": "result", "last": "self", "shared": "mat1"}
+"""The node that each layer makes, and PyTorch's name of the activation that it saves."""
 
 
 @dataclass(frozen=True)
@@ -40,114 +43,106 @@ class Row:
 
     at: Callable[[str], Selector]
     site: str
-    value: bool = False
-    group: bool = False
-    differs: Mapping[str, str] = field(default_factory=dict)
+    value: bool
+    group: bool
+    differs: Mapping[str, str]
 
     @property
     def of_modules(self) -> bool:
         return ".weight" not in self.site
 
     def sites(self, *names: str) -> set[str]:
-        return {self.site.format(name, node=NODES[name]) for name in names}
+        return {self.site.format(name, node=MADE[name], saved=SAVED[name]) for name in names}
 
     @property
     def all_sites(self) -> set[str]:
         return self.sites("first", "act", "last") if self.of_modules else self.sites(*WEIGHED)
 
 
-WEIGHED = ("first", "last")
-FORWARD = {
+def _row(
+    cls: str,
+    site: str,
+    gives: str = "",
+    differs: Mapping[str, str] | None = None,
+    **fields: Any,  # Any: fields have types
+) -> Row:
+    make, end = getattr(gs, cls), ".weight" if site.startswith("{}.weight") else ""
+
+    def at(name: str) -> Selector:
+        if make is gs.Nodes:
+            return gs.Nodes("re:Addmm|Mm|Relu", module=name)
+        return make(f"{name}{end}", **fields)
+
+    return Row(at, site, "value" in gives, "group" in gives, differs or {})
+
+
+WEIGHT, OUTPUT, INPUT, NODE = "{}.weight", "{}#0", "{}#0.input", "{}#0/{node}Backward[0]"
+BOTH = "value, group"
+# What a row does differently, by situation.
+FLOWS = {
     "a graph that outlives the block": "acts",
     "a layer without gradients": "acts",
     "checkpoint": "twice",
 }
-REACHED = {"a layer without gradients": "needs no gradient"}
-
-
-def _of(cls: str, **fields: Any) -> Callable[[str], Selector]:  # Any: fields have types
-    """Return the function from the name of a module to a selector of it, or of its weight."""
-    make = getattr(gs, cls)
-    if issubclass(make, gs.Parameters | gs.Group | gs.Weights | gs.Updates | gs.Buckets):
-        return lambda name: make(f"{name}.weight", **fields)
-    return lambda name: make(name, **fields)
-
-
-def _row(cls: str, site: str, *, value: bool = False, group: bool = False, **fields: Any) -> Row:
-    return Row(_of(cls, **fields), site, value, group)
-
+NEEDS = {"a layer without gradients": "needs no gradient"}
+NO_NODE = {"a layer without gradients": "no node"}
+UNSAVED = {"a layer without gradients": "saves no such tensor"}
+REFUSED = NO_NODE | {"checkpoint": "refuses the hooks of others", "order": "takes one alone"}
+OWN_THREAD = {"threads": "reported", "checkpoint": "refused by PyTorch"}
+EDITS = {"an interrupted forward": "edits"}
 
 ROWS = {
-    "Parameters backward": _row("Parameters", "{}.weight", value=True, stage="backward"),
-    "Parameters accumulated": _row("Parameters", "{}.weight", value=True, stage="accumulated"),
-    "Parameters reduced": _row("Parameters", "{}.weight", value=True, group=True, stage="reduced"),
-    "Parameters step": _row("Parameters", "{}.weight", value=True, group=True, stage="step"),
-    "Group": _row("Group", "{}.weight", value=True, group=True),
-    "Buckets sent": _row("Buckets", "{}.weight", value=True),
-    "Buckets reduced": _row("Buckets", "{}.weight", value=True, stage="reduced"),
-    "Weights step": _row("Weights", "{}.weight", group=True),
-    "Weights forward": replace(
-        _row("Weights", "{}.weight", group=True, stage="forward"),
-        differs={"an interrupted forward": "edits"},
-    ),
-    "Updates": _row("Updates", "{}.weight", value=True, group=True),
-    "Captured": Row(
-        lambda name: gs.Captured(f"{name}.weight"),
-        "{}.weight",
-        value=True,
-        differs={"threads": "reported", "checkpoint": "refused by PyTorch"},
-    ),
-    "Uses": Row(lambda name: gs.Uses(f"{name}.weight"), "{}.weight/use[0]"),
-    "Outputs": replace(_row("Outputs", "{}#0", value=True), differs=REACHED),
-    "Inputs branch": replace(_row("Inputs", "{}#0.input", value=True), differs=REACHED),
-    "Inputs total": replace(
-        _row("Inputs", "{}#0.input", value=True, path="total"), differs=REACHED
-    ),
-    "Nodes": Row(
-        lambda name: gs.Nodes("re:Addmm|Mm|Relu", module=name),
-        "{}#0/{node}Backward[0]",
-        differs={"a layer without gradients": "no node"},
-    ),
-    "ModuleGradients pre": replace(_row("ModuleGradients", "{}#0"), differs=REACHED),
-    "ModuleGradients": replace(
-        _row("ModuleGradients", "{}#0.input", kind="full_backward"), differs=REACHED
-    ),
-    "EveryModule forward pre": replace(
-        _row("EveryModule", "{}#0.input", kind="forward_pre"), differs=FORWARD
-    ),
-    "EveryModule forward": replace(_row("EveryModule", "{}#0"), differs=FORWARD),
-    "EveryModule backward pre": replace(
-        _row("EveryModule", "{}#0", kind="full_backward_pre"), differs=REACHED
-    ),
-    "EveryModule backward": replace(
-        _row("EveryModule", "{}#0.input", kind="full_backward"), differs=REACHED
-    ),
-    "Activations": replace(_row("Activations", "{}#0"), differs=FORWARD),
-    "Activations input": replace(
-        _row("Activations", "{}#0.input", side="input", backward="straight"), differs=FORWARD
-    ),
-    "SavedTensors": replace(
-        _row("SavedTensors", "{}#0.0"),
-        differs={"a layer without gradients": "saves no such tensor"},
+    "Parameters backward": _row("Parameters", WEIGHT, "value", stage="backward"),
+    "Parameters accumulated": _row("Parameters", WEIGHT, "value", stage="accumulated"),
+    "Parameters reduced": _row("Parameters", WEIGHT, BOTH, stage="reduced"),
+    "Parameters step": _row("Parameters", WEIGHT, BOTH, stage="step"),
+    "Group": _row("Group", WEIGHT, BOTH),
+    "Buckets sent": _row("Buckets", WEIGHT, "value"),
+    "Buckets reduced": _row("Buckets", WEIGHT, "value", stage="reduced"),
+    "Weights step": _row("Weights", WEIGHT, "group"),
+    "Weights forward": _row("Weights", WEIGHT, "group", EDITS, stage="forward"),
+    "Updates": _row("Updates", WEIGHT, BOTH),
+    "Captured": _row("Captured", WEIGHT, "value", OWN_THREAD),
+    "Uses": _row("Uses", "{}.weight/use[0]"),
+    "Outputs": _row("Outputs", OUTPUT, "value", NEEDS),
+    "Inputs branch": _row("Inputs", INPUT, "value", NEEDS),
+    "Inputs total": _row("Inputs", INPUT, "value", NEEDS, path="total"),
+    "Nodes": _row("Nodes", NODE, "", NO_NODE),
+    "ModuleGradients pre": _row("ModuleGradients", OUTPUT, "", NEEDS),
+    "ModuleGradients": _row("ModuleGradients", INPUT, "", NEEDS, kind="full_backward"),
+    "EveryModule forward pre": _row("EveryModule", INPUT, "", FLOWS, kind="forward_pre"),
+    "EveryModule forward": _row("EveryModule", OUTPUT, "", FLOWS),
+    "EveryModule backward pre": _row("EveryModule", OUTPUT, "", NEEDS, kind="full_backward_pre"),
+    "EveryModule backward": _row("EveryModule", INPUT, "", NEEDS, kind="full_backward"),
+    "Activations": _row("Activations", OUTPUT, "", FLOWS),
+    "Activations input": _row("Activations", INPUT, "", FLOWS, side="input", backward="straight"),
+    "SavedTensors": _row("SavedTensors", "{}#0.0", "", UNSAVED),
+    "SavedTensors node": _row(
+        "SavedTensors", NODE + ".{saved}", "", REFUSED, node="re:Addmm|Mm|Relu"
     ),
 }
 
 
-class Shared(nn.Module):
-    """Calls a layer twice, and fails between the calls while it is told to."""
+class Fragile(nn.Module):
+    error: BaseException | None = None
 
-    fails: BaseException | None = None
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x.tanh()
+
+
+class Shared(nn.Module):
+    """Calls a layer twice; what is between the calls may raise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Linear(4, 4)
+        self.between = Fragile()
         self.last = nn.Linear(4, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.shared(x).tanh()
-        if self.fails is not None:
-            raise self.fails
-        return self.last(self.shared(h))
+        return self.last(self.shared(self.between(self.shared(x))))
 
 
 class Saved(nn.Module):
@@ -160,9 +155,7 @@ class Saved(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
             return self.inner(x)
-        y = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        assert isinstance(y, Tensor)
-        return y
+        return recomputed(self.inner, x, self.reentrant)
 
 
 def _made(make: Callable[[], nn.Module] = Net) -> nn.Module:
@@ -283,10 +276,10 @@ def hooks(row: Row) -> None:
                 attached(model, gs.Identity(), row.at("shared"), optimizer),
             ):
                 _step(row, model, optimizer)
-                model.fails = OSError("gone") if fails else None
+                model.between.error = OSError("gone") if fails else None
                 _step(row, model, optimizer)
                 raise OSError("gone")
-            model.fails = None
+            model.between.error = None
 
 
 def error_in_the_transform(row: Row) -> None:
@@ -310,7 +303,7 @@ def error_in_the_transform(row: Row) -> None:
 
 def kept_alive(row: Row) -> None:
     """Neither tensors of a step nor the model are kept alive."""
-    model, held = _made(), list[ref[Any]]()
+    model, held = _made(), list[ref[Any]]()  # Any: tensors, modules
     model.act.register_forward_hook(lambda *given: held.append(ref(given[2])))
     optimizer = sgd(model)
     transform = gs.ScaleBySign(of="value") if row.value else DOUBLE
@@ -355,10 +348,10 @@ def interrupted(row: Row) -> None:
         optimizer = sgd(model)
         with attached(model, DOUBLE, row.at("shared"), optimizer) as live:
             for error in errors:
-                model.fails = error("gone")
+                model.between.error = error("gone")
                 with pytest.raises(error):
                     model(_x())
-            model.fails = None
+            model.between.error = None
             for step in range(2):
                 _step(row, model, optimizer, step)
         return model, {*_met(live)}
@@ -402,6 +395,10 @@ def order(row: Row) -> None:
             _step(row, model, optimizer)
         return model
 
+    if row.differs.get("order") == "takes one alone":
+        with pytest.raises(RuntimeError, match="one pair alone"):
+            trained(signed, reverse)
+        return
     chained = trained(gs.Chain(signed, reverse))
     torch.testing.assert_close(weights(trained(signed, reverse)), weights(chained))
     assert not _same(chained, trained(reverse, signed))
@@ -573,13 +570,14 @@ def checkpointed(row: Row) -> None:
         return _met(live), model
 
     met, model = trained(None)
+    difference = row.differs.get("checkpoint")
     for reentrant in (False, True):
-        if reentrant and row.differs.get("checkpoint") == "refused by PyTorch":
+        if difference == ("refused by PyTorch" if reentrant else "refuses the hooks of others"):
             with pytest.raises(RuntimeError):
                 trained(reentrant)
             continue
         again, other = trained(reentrant)
-        factor = 2 if row.differs.get("checkpoint") == "twice" else 1
+        factor = 2 if difference == "twice" else 1
         assert again == {site: factor * calls for site, calls in met.items()}
         torch.testing.assert_close(weights(other), weights(model))
 
@@ -588,7 +586,7 @@ def calls(row: Row) -> None:
     """Calls of a shared module are sites, `call` picks one, and outside the model it is call 0."""
     if not row.of_modules:
         return
-    site = row.site.format("shared", node=NODES["shared"])
+    (site,) = row.sites("shared")
     both = {site, site.replace("#0", "#1")}
 
     def met(act: Callable[[nn.Module, Tensor], Tensor], **fields: int) -> dict[str, int]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import gradsurg as gs
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import find, names
 from tests.contexts.situations import ROWS, SITUATIONS
 
@@ -21,6 +23,35 @@ def _frozen_heap() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_kind_of_site_in_a_situation(kind: str, situation: str) -> None:
     SITUATIONS[situation](ROWS[kind])
+
+
+MODULES = {"call": -1, "depth": (2, 1), "index": "first", "types": "re:("}
+PARAMETERS = {"ndim": -1, "size": 1.5, "depth": True, "types": ""}
+INVALID: dict[str, dict[str, object]] = {
+    "Activations": MODULES | {"side": "both", "backward": "twice"},
+    "Buckets": PARAMETERS | {"reduce": "sum"},
+    "Captured": MODULES | {"ndim": -1},
+    "EveryModule": {"kind": "backward", "types": ""},
+    "Group": PARAMETERS,
+    "Inputs": MODULES | {"path": "both"},
+    "ModuleGradients": MODULES | {"kind": "backward"},
+    "Nodes": {"module": "re:[", "side": "both", "edge": 1, "occurrence": -1},
+    "Outputs": MODULES,
+    "Parameters": PARAMETERS,
+    "SavedTensors": MODULES | {"node": "re:(", "of": "weights"},
+    "Updates": PARAMETERS,
+    "Uses": {"use": -1},
+    "Weights": PARAMETERS,
+}
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_fields_are_refused_by_name(kind: str) -> None:
+    make = getattr(gs, kind)
+    common = [("pattern", ""), ("pattern", "re:("), ("stage", "never")]
+    for field, wrong in [*common, *INVALID[kind].items()]:
+        with pytest.raises(FieldError, match=rf"^{kind}\.{field}: "):
+            make(**{"pattern": "*", field: wrong})
 
 
 def test_every_kind_is_in_the_table() -> None:
