@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Transform
+from tests.nets import attached
+
+TEN = gs.Scale(10.0)
 
 
 def point(*values: float) -> Tensor:
@@ -24,6 +29,21 @@ def grad_of(x: Tensor) -> list[Any]:
 def calls_of(live: gs.Live) -> dict[str, int]:
     """Return the number of gradients that passed at each site."""
     return {entry.site: entry.calls for entry in live.ledger}
+
+
+def passed(
+    model: nn.Module, transform: Transform, at: Selector, x: Tensor | None = None
+) -> tuple[list[Any], dict[str, int]]:
+    """Return the gradient of the input of a model, 1 by default, and the calls of each site."""
+    x = point() if x is None else x
+    with attached(model, transform, at) as live:
+        model(x).sum().backward()
+    return grad_of(x), calls_of(live)
+
+
+def names_of_sites(live: gs.Live) -> list[list[str]]:
+    """Return each site with its other names."""
+    return [[entry.site, *entry.aliases] for entry in live.ledger]
 
 
 def recomputed(function: Callable[..., Any], x: Tensor, reentrant: bool) -> Tensor:

@@ -5,9 +5,21 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.sites.call_tracker import tensors_in
 from tests.contexts.table import README
 from tests.nets import attached, gradients, num_hooks, sgd, small
-from tests.sites.points import Double, Made, Shared, calls_of, grad_of, point, recomputed
+from tests.sites.points import (
+    TEN,
+    Double,
+    Made,
+    Shared,
+    calls_of,
+    grad_of,
+    names_of_sites,
+    passed,
+    point,
+    recomputed,
+)
 
 
 def test_the_site_gets_the_gradient_of_the_module_output() -> None:
@@ -51,45 +63,36 @@ def test_a_call_that_never_happens_is_an_error_after_the_first_forward() -> None
         model(point()).backward()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, (h, c) = self.lstm(x)
-        return output.sum() + h.sum() + c.sum()
-
-
-def test_every_tensor_of_a_nested_output_is_a_site() -> None:
-    model = Recurrent()
-    with attached(model, gs.Zero(), gs.Outputs("lstm")) as live:
-        model(torch.ones(2, 1, 3)).backward()
-    assert calls_of(live) == {"lstm#0.0": 1, "lstm#0.1.0": 1, "lstm#0.1.1": 1}
-    assert not any(grad.any() for grad in gradients(model).values())
-
-
-def test_modules_that_return_the_same_tensor_are_one_site_with_all_names() -> None:
-    model = nn.Sequential(nn.Sequential(Double()))
-    x = point()
-    with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [20.0]
-    (entry,) = live.ledger
-    assert (entry.site, entry.aliases) == ("0.0#0", ["0#0"])
-    assert "0.0#0 = 0#0" in live.ledger.table()
-
-
-class Bypassed(nn.Module):
-    """Uses `h` twice: in front of and behind a module that returns its input."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first, self.inner = Double(), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return (h + 3 * self.inner(h)).sum()
+@pytest.mark.parametrize(
+    ("model", "at", "sites"),
+    [
+        # Each tensor of a nested output, and a tensor that several modules return once.
+        (nn.Sequential(nn.LSTM(3, 4)), gs.Outputs("0"), [["0#0.0"], ["0#0.1.0"], ["0#0.1.1"]]),
+        (nn.Sequential(nn.Sequential(nn.Linear(3, 3))), gs.Outputs(), [["0.0#0", "0#0"]]),
+        # A list of modules is no site; a module that works in place is, even if it changes nothing.
+        (
+            Made(
+                lambda self, x: self.layers[1](self.layers[0](x)),
+                layers=nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]),
+            ),
+            gs.Outputs(),
+            [["layers.0#0"], ["layers.1#0"]],
+        ),
+        (
+            nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5, inplace=True).eval()),
+            gs.Outputs(),
+            [["0#0"], ["1#0"]],
+        ),
+    ],
+)
+def test_the_tensors_that_modules_return_are_sites(
+    model: nn.Module, at: gs.Outputs, sites: list[list[str]]
+) -> None:
+    model.zero_grad()
+    with attached(model, gs.Zero(), at) as live:
+        sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+    assert names_of_sites(live) == sites
+    assert not gradients(model)[next(iter(gradients(model)))].any()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +107,13 @@ class Bypassed(nn.Module):
     ids=lambda inner: type(inner).__name__,
 )
 def test_the_output_of_a_module_that_returns_its_input_is_its_own_branch(inner: nn.Module) -> None:
+    def forward(self: Made, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return (h + 3 * self.inner(h)).sum()
+
     x = torch.ones(1, 1, requires_grad=True)
-    model = Bypassed(inner)
-    with attached(model, gs.Scale(10.0), gs.Outputs("inner")) as live:
+    model = Made(forward, first=Double(), inner=inner)
+    with attached(model, TEN, gs.Outputs("inner")) as live:
         for _ in range(3):
             x.grad = None
             model(x).backward()
@@ -133,17 +140,14 @@ def test_a_returned_input_that_is_written_to_is_refused() -> None:
         model(point())
 
 
-class Prompted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.soft = Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(2)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.soft() * x).sum()
+def _prompted() -> Made:
+    """A model with a module that returns its parameter."""
+    soft = Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(2)))
+    return Made(lambda self, x: (self.soft() * x).sum(), soft=soft)
 
 
 def test_a_parameter_returned_by_a_module_is_hooked_once_and_released() -> None:
-    model = Prompted()
+    model = _prompted()
     with attached(model, gs.Scale(10.0), gs.Outputs("soft")) as live:
         for _ in range(3):
             model.zero_grad()
@@ -154,7 +158,7 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_and_released() -> None:
 
 
 def test_the_value_of_a_returned_parameter_is_its_current_one() -> None:
-    model = Prompted()
+    model = _prompted()
     optimizer = sgd(model, lr=1.0)
     transform = gs.ScaleBySign(positive=3.0, negative=0.0, of="value")
     with attached(model, transform, gs.Outputs("soft"), optimizer):
@@ -169,86 +173,26 @@ def test_the_value_of_a_returned_parameter_is_its_current_one() -> None:
 def test_an_in_place_activation_has_a_site_of_its_own() -> None:
     # 2 comes to the ReLU, 1 if clipped; both times 10 behind it, times 10 before it, times 2.
     model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
-    plain, after, both = point(3.0, -3.0), point(3.0, -3.0), point(3.0, -3.0)
-    model(plain).sum().backward()
-    assert grad_of(plain) == [4.0, 0.0]
+    assert passed(model, gs.Clip(1.0), gs.Outputs("1"), point(3.0, -3.0))[0] == [2.0, 0.0]
     with attached(model, gs.Clip(1.0), gs.Outputs("1")):
-        model(after).sum().backward()
-    assert grad_of(after) == [2.0, 0.0]
-    with (
-        attached(model, gs.Clip(1.0), gs.Outputs("1")),
-        attached(model, gs.Scale(10.0), gs.Outputs("[01]")) as live,
-    ):
-        model(both).sum().backward()
-    assert grad_of(both) == [200.0, 0.0]
-    assert calls_of(live) == {"0#0": 1, "1#0": 1}
-    assert [entry.aliases for entry in live.ledger] == [[], []]
+        both = passed(model, TEN, gs.Outputs("[01]"), point(3.0, -3.0))
+    assert both == ([200.0, 0.0], {"0#0": 1, "1#0": 1})
 
 
 def test_the_value_is_the_output_before_a_later_in_place_change() -> None:
-    model, x = nn.Sequential(Double(), Made(lambda self, x: x.neg_())), point(1.0, -1.0)
+    model = nn.Sequential(Double(), Made(lambda self, x: x.neg_()))
     transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
-    with attached(model, transform, gs.Outputs("0")):
-        model(x).sum().backward()
-    assert grad_of(x) == [-20.0, 0.0]
-
-
-def test_an_in_place_module_that_changes_nothing_has_a_site_of_its_own() -> None:
-    model = nn.Sequential(Double(), nn.Dropout(0.5, inplace=True).eval())
-    x = point()
-    with attached(model, gs.Scale(10.0), gs.Outputs()) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [200.0]
-    assert [(entry.site, entry.aliases) for entry in live.ledger] == [
-        ("0#0", []),
-        ("1#0", []),
-    ]
+    assert passed(model, transform, gs.Outputs("0"), point(1.0, -1.0))[0] == [-20.0, 0.0]
 
 
 def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.doubled = Double()
+    def forward(self: Made, x: Tensor) -> Tensor:
+        return recomputed(self.doubled, recomputed(self.doubled, x, True) ** 2, True) ** 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                y = recomputed(self.doubled, x, True)
-                x = y * y
-            return x.sum()
-
-    # f(x) = (2 (2 x)^2)^2 = 64 x^4.
-    seen: list[float] = []
-
-    def note(grad: Tensor) -> Tensor:
-        seen.append(grad.item())
-        return grad
-
-    model, x = Twice(), torch.tensor([1.0], requires_grad=True)
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        surgery = gs.Surgery(gs.Intervention(note, gs.Outputs("doubled", call=0)))
-    with surgery.attach(model):
-        model(x).backward()
-    # d/dy of (2 y^2)^2 = 16 y^3 at y = 2.
-    assert seen == [128.0]
-    assert grad_of(x) == [256.0]
-
-
-def test_a_module_list_is_not_a_site() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = Listed()
-    with attached(model, gs.Scale(2.0), gs.Outputs()) as live:
-        model(torch.ones(1, 2)).sum().backward()
-    assert [entry.site for entry in live.ledger] == ["layers.0#0", "layers.1#0"]
+    # f(x) = (2 (2 x)^2)^2 = 64 x^4; d/dy of (2 y^2)^2 = 16 y^3 = 128 at y = 2, clipped to 100.
+    model = Made(forward, doubled=Double())
+    grad, _ = passed(model, gs.Clip(100.0), gs.Outputs("doubled", call=0))
+    assert grad == [200.0]
 
 
 def test_a_type_that_matches_no_module_is_refused_with_the_choices() -> None:
@@ -257,19 +201,10 @@ def test_a_type_that_matches_no_module_is_refused_with_the_choices() -> None:
 
 
 def test_a_name_that_is_not_the_first_of_a_module_is_told() -> None:
-    class TwoNames(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(2, 2))
-            self.linear = self.inner[0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
-
-    model = TwoNames()
-    surgery = gs.Surgery(gs.Intervention(gs.Zero(), gs.Outputs("linear") | gs.Outputs("inner")))
+    inner = nn.Sequential(nn.Linear(2, 2))
+    model = Made(lambda self, x: self.inner(x), inner=inner, linear=inner[0])
     with (
         pytest.warns(gs.SurgeryWarning, match=r"linear#0 \(another name of inner\.0, which"),
-        surgery.attach(model),
+        attached(model, gs.Zero(), gs.Outputs("linear") | gs.Outputs("inner")),
     ):
         model(torch.ones(1, 2)).sum().backward()

@@ -11,7 +11,7 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
-from tests.sites.points import Made, point, recomputed
+from tests.sites.points import TEN, Double, Made, grad_of, names_of_sites, passed, point, recomputed
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
@@ -22,35 +22,68 @@ def _skipped(live: gs.Live) -> dict[str, str]:
     return {entry.site: entry.skipped for entry in live.ledger if entry.skipped}
 
 
-def _changed(make: Callable[[], nn.Module], at: Selector, factor: float = 10.0) -> list[float]:
-    """What the gradient of the input is once the uses are scaled."""
-    model, x = make(), point()
-    with attached(model, gs.Scale(factor), at):
-        model(x).backward()
-    assert x.grad is not None
-    return x.grad.tolist()
+def _using(function: Callable[[Tensor], Tensor]) -> Made:
+    """A model that makes something of what its part has returned."""
+
+    def forward(self: Made, x: Tensor) -> Tensor:
+        self.kept = self.part(x)
+        return function(self.kept)
+
+    return Made(forward, part=Made(lambda self, x: x * 1))
 
 
-class Once(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1
+def _reused() -> Made:
+    return _using(lambda y: (y * 2 + y * 3 + y * 5).sum())
 
 
-class Reused(nn.Module):
-    """x 2 + x 3 + x 5 of what a module has returned."""
+def _viewed(y: Tensor) -> Tensor:
+    view = y.view(1, 1)
+    return (view * 2 + view * 3).sum() + (y * 5).sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Once()
-        self.kept: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.kept = self.part(x)
-        return (y * 2 + y * 3 + y * 5).sum()
+def _changed_in_place(y: Tensor) -> Tensor:
+    z = y * 2
+    y.mul_(3)
+    return (z + y * 5 + y * 7).sum()
+
+
+PART = gs.Uses("part")
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "grad"),
+    [
+        (_reused(), gs.Uses("part", use=0), 28.0),
+        (_reused(), gs.Uses("part", use=0) | gs.Uses("part", use=2), 73.0),
+        (_reused(), PART & ~gs.Uses("part", use=1), 73.0),
+        (_reused(), PART.first(2), 55.0),
+        (_reused(), PART.where(lambda place: place.occurrence == 1), 37.0),
+        (_reused(), PART.expect(3), 100.0),
+        # An operation that takes a tensor twice is two uses, a view is one.
+        (_using(lambda y: torch.mul(y, y).sum()), gs.Uses("part", use=1), 11.0),
+        (_using(_viewed), gs.Uses("part", use=0), 55.0),
+        (_using(_viewed), gs.Uses("part", use=1), 55.0),
+        # A change in place is the last use of a tensor: what follows uses another one.
+        (_using(_changed_in_place), gs.Uses("part", use=0), 56.0),
+        (_using(_changed_in_place), gs.Uses("part", use=1), 362.0),
+    ],
+)
+def test_uses_are_chosen_in_the_order_of_the_operations(
+    model: Made, at: Selector, grad: float
+) -> None:
+    assert passed(model, TEN, at)[0] == [grad]
+
+
+@pytest.mark.parametrize("function", [_viewed, _changed_in_place])
+def test_there_are_as_many_sites_as_uses(function: Callable[[Tensor], Tensor]) -> None:
+    sites = {"part#0/use[0]": 1, "part#0/use[1]": 1}
+    assert passed(_using(function), gs.Identity(), PART)[1] == sites
+    with pytest.raises(LookupError, match="3 sites were expected, found 2"):
+        passed(_using(function), gs.Identity(), PART.expect(3))
 
 
 def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> None:
-    model, seen, summed = Reused(), [], []
+    model, seen, summed = _reused(), [], []
 
     def look(grad: Tensor) -> Tensor:
         seen.append(grad.item())
@@ -69,17 +102,6 @@ def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> Non
     assert sorted(seen) == [2.0, 3.0, 5.0]
     assert summed == [10.0]
     assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
-
-
-def test_selectors_of_uses_combine() -> None:
-    both = gs.Uses("part", use=0) | gs.Uses("part", use=2)
-    assert _changed(Reused, both) == [73.0]
-    assert _changed(Reused, gs.Uses("part") & ~gs.Uses("part", use=1)) == [73.0]
-    assert _changed(Reused, gs.Uses("part").first(2)) == [55.0]
-    assert _changed(Reused, gs.Uses("part").where(lambda place: place.occurrence == 1)) == [37.0]
-    assert _changed(Reused, gs.Uses("part").expect(3)) == [100.0]
-    with pytest.raises(LookupError, match="4 sites were expected, found 3"):
-        _changed(Reused, gs.Uses("part").expect(4))
 
 
 def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() -> None:
@@ -103,25 +125,19 @@ def test_a_use_equals_a_hook_on_an_alias_for_that_use() -> None:
     torch.testing.assert_close(gradients(plain), gradients(hooked), rtol=0, atol=0)
 
 
-class Tied(nn.Module):
+def _tied() -> Made:
     """One weight, read by an embedding and by the output, as in language models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens)).square().sum()
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = embed.weight
+    return Made(lambda self, x: self.head(self.embed(x)).square().sum(), embed=embed, head=head)
 
 
 def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
-    plain, parts = Tied(), []
+    plain, parts = _tied(), []
     plain(torch.tensor([0, 1])).backward()
     for use in range(2):
-        model = Tied()
+        model = _tied()
         with attached(model, gs.Zero(), gs.Uses("head.weight", use=use)) as live:
             model(torch.tensor([0, 1])).backward()
         assert model.embed.weight.grad is not None
@@ -146,96 +162,29 @@ def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
     assert set(_calls(live)) == {*params, "linear#0/use[0]", "linear#1/use[0]", "linear#2/use[0]"}
 
 
-def test_an_operation_that_takes_a_tensor_twice_is_two_uses() -> None:
-    class Square(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Once()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.part(x) * 3
-            return (self.part(y) ** 1 * 0 + torch.mul(*[self.part(x)] * 2)).sum()
-
-    assert _changed(Square, gs.Uses("re:part", use=1)) == [11.0]
-
-
-def test_a_view_is_one_use() -> None:
-    class Viewed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Once()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.part(x)
-            view = y.view(1, 1)
-            return (view * 2 + view * 3).sum() + (y * 5).sum()
-
-    assert _changed(Viewed, gs.Uses("part", use=0)) == [55.0]
-    assert _changed(Viewed, gs.Uses("part", use=1)) == [55.0]
-    model = Viewed()
-    with attached(model, gs.Identity(), gs.Uses("part")) as live:
-        model(point()).backward()
-    assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
-
-
-def test_an_in_place_change_is_the_last_use_of_a_tensor() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Once()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.part(x)
-            z = y * 2
-            y.mul_(3)
-            return (z + y * 5 + y * 7).sum()
-
-    model = InPlace()
-    with attached(model, gs.Identity(), gs.Uses("part")) as live:
-        model(point()).backward()
-    assert set(_calls(live)) == {"part#0/use[0]", "part#0/use[1]"}
-    assert _changed(InPlace, gs.Uses("part", use=0)) == [56.0]
-    assert _changed(InPlace, gs.Uses("part", use=1)) == [362.0]
-
-
 def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
-    model = nn.Sequential(nn.Sequential(Once(), nn.Identity()), Once())
-    x = point()
-    with attached(model, gs.Scale(10.0), gs.Uses("0*")) as live:
+    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity()), Double()), point()
+    with attached(model, TEN, gs.Uses("0*")) as live:
         model(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [10.0]
-    (entry,) = live.ledger
-    assert [entry.site, *entry.aliases] == [f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]
+    assert grad_of(x) == [40.0]
+    assert names_of_sites(live) == [[f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]]
 
 
 def test_several_tensors_of_one_call_have_paths() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pair = Made(lambda self, x: {"a": x * 1, "b": x * 2})
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.pair(x)
-            return (out["a"] * out["b"] + out["a"]).sum()
-
-    model = Outer()
-    with attached(model, gs.Identity(), gs.Uses("pair")) as live:
-        model(point()).backward()
-    assert set(_calls(live)) == {"pair#0.a/use[0]", "pair#0.a/use[1]", "pair#0.b/use[0]"}
+    pair = Made(lambda self, x: {"a": x * 1, "b": x * 2})
+    model = nn.Sequential(pair, Made(lambda self, out: out["a"] * out["b"] + out["a"]))
+    _, sites = passed(model, gs.Identity(), gs.Uses("0"))
+    assert set(sites) == {"0#0.a/use[0]", "0#0.a/use[1]", "0#0.b/use[0]"}
 
 
 def test_autograd_grad_returns_the_changed_gradient_whichever_inputs_are_asked_for() -> None:
     # 1c: a tensor hook is not in the value when the input is asked for as well; this is.
-    values = []
     for also in (False, True):
-        model, x = Reused(), point()
-        with attached(model, gs.Scale(10.0), gs.Uses("part", use=1)):
+        model, x = _reused(), point()
+        with attached(model, TEN, gs.Uses("part", use=1)):
             loss = model(x)
-            assert model.kept is not None
-            asked = (model.kept, x) if also else (model.kept,)
-            values.append([grad.item() for grad in torch.autograd.grad(loss, asked)])
-    assert values == [[37.0], [37.0, 37.0]]
+            grads = torch.autograd.grad(loss, (model.kept, x) if also else (model.kept,))
+        assert {grad.item() for grad in grads} == {37.0}
 
 
 def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
@@ -251,43 +200,31 @@ def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
-    class Saved(nn.Module):
-        def __init__(self, saving: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body = Made(
-                lambda self, x: self.linear(self.part(x)[None]),
-                part=Reused(),
-                linear=nn.Linear(1, 1),
-            )
-            self.saving = saving
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.saving:
-                return self.body(x).sum()
-            return recomputed(self.body, x, reentrant).sum()
-
-    results = []
-    for saving in (False, True):
-        model, x = Saved(saving), point()
+    def run(saves: bool) -> tuple[dict[str, int], list[float], Tensor]:
+        torch.manual_seed(0)
+        body = Made(
+            lambda self, x: self.linear(self.part(x)[None]), part=_reused(), linear=nn.Linear(1, 1)
+        )
+        model, x = (
+            (
+                Made(lambda self, x: recomputed(self.body, x, reentrant), body=body)
+                if saves
+                else Made(lambda self, x: self.body(x), body=body)
+            ),
+            point(),
+        )
         with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
-            model(x).backward()
-        assert x.grad is not None
-        results.append((_calls(live), x.grad.tolist(), gradients(model)["body.linear.weight"]))
-    assert results[0] == results[1]
-    assert len(results[0][0]) == 4
+            model(x).sum().backward()
+        return _calls(live), grad_of(x), gradients(model)["body.linear.weight"]
+
+    assert run(True) == run(False)
+    assert len(run(True)[0]) == 4
 
 
-class Squared(nn.Module):
+def _squared() -> Made:
     """One weight, used twice: the gradient of the second use is that of `y * w` by `w`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        return (y * self.weight).sum()
+    weight = nn.Parameter(torch.tensor([2.0]))
+    return Made(lambda self, x: ((x * self.weight) * self.weight).sum(), weight=weight)
 
 
 def _by_grad(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -315,7 +252,7 @@ def _by_fast_weights(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> 
 
 @pytest.mark.parametrize("way", [_by_grad, _by_vmap, _by_leaves, _by_fast_weights])
 def test_a_tensor_in_place_of_a_parameter_in_a_functional_call_has_its_name(way) -> None:
-    model, x = Squared(), torch.tensor([3.0, 5.0])
+    model, x = _squared(), torch.tensor([3.0, 5.0])
     params = {"weight": model.weight.detach()}
     assert way(model, params, x).tolist() == [32.0]  # 2 * (3 + 5) by each of two uses
     with attached(model, gs.Scale(10.0), gs.Uses("weight", use=1)) as live:
@@ -337,13 +274,11 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
 
 
 def test_calling_submodules_without_the_model_works() -> None:
-    model = nn.ModuleDict({"part": Reused()})
-    x = point()
-    with attached(model, gs.Scale(10.0), gs.Uses("part.part", use=2)) as live:
+    model, x = nn.ModuleDict({"part": _reused()}), point()
+    with attached(model, TEN, gs.Uses("part.part", use=2)) as live:
         for _ in range(2):
             model["part"](x).backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [110.0]
+    assert grad_of(x) == [110.0]
     assert _calls(live) == {"part.part#0/use[2]": 2}
 
 
@@ -352,7 +287,7 @@ def test_calling_submodules_without_the_model_works() -> None:
 
 def test_a_missing_use_is_refused_with_the_choices() -> None:
     with pytest.raises(LookupError) as caught:
-        _changed(Reused, gs.Uses("part", use=3))
+        passed(_reused(), TEN, gs.Uses("part", use=3))
     assert str(caught.value) == (
         "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
         "One in the loss is not found. Nor is one in what is compiled."
@@ -377,8 +312,8 @@ def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
 
 
 def test_a_module_that_is_not_called_is_reported() -> None:
-    model = Reused()
-    model.spare = Once()
+    model = _reused()
+    model.spare = Double()
     with (
         pytest.warns(SurgeryWarning, match="no gradient ever passed at: spare$"),
         attached(model, gs.Identity(), gs.Uses("*")),
