@@ -117,7 +117,7 @@ def _names(command: str) -> list[str]:
 
             return papers(ROOT) if ROOT else []
         case "fetch":
-            from gradsurg.tasks.fetch.sources import DATA_SETS
+            from gradsurg.tasks.fetch.__main__ import DATA_SETS
 
             return [*DATA_SETS]
     return []

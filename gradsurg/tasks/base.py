@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
+from math import ceil
 from operator import add
 from pathlib import Path
 from statistics import fmean
@@ -129,13 +130,14 @@ class Data:
         if self.order is not None:
             raise ValueError("this task orders its training examples, none can be set aside")
         targets, count = self.train_targets, len(self.train_inputs)
-        classes = targets.ndim == 1 and not targets.is_floating_point()
-        train, aside = split(targets.numpy(), share, VALIDATION_SEED, stratify=classes)
-        if min(len(train), len(aside)) < LEAST_VALIDATION:
+        num_aside = ceil(share * count)
+        if min(num_aside, count - num_aside) < LEAST_VALIDATION:
             raise ValueError(
                 f"needs {LEAST_VALIDATION} examples or more on each side, and {share:g} of "
-                f"{count} training examples are {len(aside)}"
+                f"{count} training examples are {num_aside}"
             )
+        classes = targets.ndim == 1 and not targets.is_floating_point()
+        train, aside = split(targets.numpy(), share, VALIDATION_SEED, stratify=classes)
         rows, others = (torch.from_numpy(indices).sort().values for indices in (train, aside))
         return replace(
             self,

@@ -1,8 +1,6 @@
 """Digits: scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in ten classes."""
 
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -15,8 +13,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Classification, Data
 from gradsurg.tasks.data.arrays import split
 
-NUM_CLASSES = 10
-NUM_DIGITS, NUM_PIXELS = 1797, 64
+NUM_CLASSES, NUM_PIXELS = 10, 64
 
 
 @validated
@@ -64,17 +61,8 @@ def _arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels (N, 64) from 0 to 16 and labels, equal to `sklearn.datasets.load_digits`.
+    """Return pixels (N, 64) from 0 to 16, and labels."""
+    from sklearn import datasets  # its import takes a second
 
-    Reads scikit-learn's file without importing it, which takes a second. Raises FileNotFoundError
-    if the file is not there.
-    """
-    spec = find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError("the digits come with scikit-learn, which is not installed")
-    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    table = np.loadtxt(file, delimiter=",")
-    if table.shape != (NUM_DIGITS, NUM_PIXELS + 1):
-        shape = f"{NUM_DIGITS} x {NUM_PIXELS + 1}"
-        raise ValueError(f"{file}: must have {shape} numbers, found {table.shape}")
-    return table[:, :-1], table[:, -1].astype(np.int64)
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    return np.asarray(pixels), np.asarray(labels)

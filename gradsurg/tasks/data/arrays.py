@@ -1,7 +1,6 @@
 """Draw examples from a seed, and split and standardize tables."""
 
 from collections.abc import Callable
-from math import ceil
 from typing import Annotated
 
 import numpy as np
@@ -36,40 +35,17 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training rows and of the test rows.
 
-    Equal, row for row, to scikit-learn's `train_test_split`, whose import takes a second.
+    Raises ValueError if scikit-learn cannot divide the rows, or the classes with `stratify`.
     """
-    generator = np.random.RandomState(seed)
-    count = len(targets)
-    num_test = ceil(test_fraction * count)
-    if not stratify:
-        order = generator.permutation(count)
-        return order[num_test:], order[:num_test]
-    _, classes, counts = np.unique(targets, return_inverse=True, return_counts=True)
-    members = np.split(np.argsort(classes, kind="stable"), np.cumsum(counts)[:-1])
-    num_train_of = _shares(counts, count - num_test, generator)
-    num_test_of = _shares(counts - num_train_of, num_test, generator)
-    train, test = [], []
-    for rows, first, second in zip(members, num_train_of, num_test_of, strict=True):
-        shuffled = rows[generator.permutation(len(rows))]
-        train.extend(shuffled[:first])
-        test.extend(shuffled[first : first + second])
-    return generator.permutation(train), generator.permutation(test)
+    from sklearn.model_selection import train_test_split  # its import takes a second
 
-
-def _shares(counts: np.ndarray, total: int, generator: np.random.RandomState) -> np.ndarray:
-    """Divide `total` rows among classes in proportion to `counts`, by largest remainder."""
-    exact = counts / counts.sum() * total
-    shares = np.floor(exact)
-    remainders = exact - shares
-    missing = int(total - shares.sum())
-    for remainder in np.unique(remainders)[::-1]:
-        if not missing:
-            break
-        (classes,) = np.where(remainders == remainder)
-        number = min(len(classes), missing)
-        shares[generator.choice(classes, size=number, replace=False)] += 1
-        missing -= number
-    return shares.astype(int)
+    train, test = train_test_split(
+        np.arange(len(targets)),
+        test_size=test_fraction,
+        random_state=seed,
+        stratify=targets if stratify else None,
+    )
+    return train, test
 
 
 def standardize(values: np.ndarray, train: np.ndarray) -> Tensor:

