@@ -1,37 +1,29 @@
 """The files of a report: page, figures, Parquet and the tables for a paper."""
 
 import json
-import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from platform import node
 from statistics import fmean
-from tempfile import mkdtemp
-from time import time
+from tempfile import TemporaryDirectory
 
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.plugins.messages import printable
-from gradsurg.plugins.pipes import address_space
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table
 from gradsurg.report.compare import ABOUT_SHARES
-from gradsurg.report.html import DRAWING_SPACE, page
+from gradsurg.report.html import page
 from gradsurg.report.paper import latex
 from gradsurg.report.study import StudyReport
 from gradsurg.report.tables import runs_table, with_arms
 
-_log = logging.getLogger("gradsurg")
-
 PAGE = "index.html"
-DRAFT, DRAFT_SECONDS = ".draft-", 86_400  # a report takes less than a day
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
 
 
@@ -41,21 +33,14 @@ def write_report(
     """Write all files of a report atomically, each by a rename; return the page's path.
 
     What an earlier report has written and this one does not is removed; other files stay. Raises
-    OSError, with the folder's name, if it cannot be written. Without the address space that drawing
-    needs, the figures are left out with a warning.
+    OSError, with the folder's name, if it cannot be written.
     """
-    if figures and (limit := address_space()) < DRAWING_SPACE:
-        _log.warning(
-            "the figures are left out: they need %g GB of address space, ulimit -v allows %.2g GB",
-            DRAWING_SPACE / 1e9,
-            limit / 1e9,
-        )
-        figures = False
     if out.is_symlink() and out.parent.resolve() == report.folder.resolve():
         raise OSError(f"{out} is a link; name its target with --out to write there")
     out.mkdir(parents=True, exist_ok=True)
-    _remove_drafts(out)
-    with _draft(out) as draft:
+    # on the same disk, as files are renamed into place
+    with TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+        draft = Path(folder)
         _write_parquet(runs_table(report.arms), draft / "runs.parquet")
         _write_parquet(with_arms(report.arms, report.effects), draft / "effects.parquet")
         if len(report.conflict_rows):
@@ -110,13 +95,10 @@ def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
 
 def written(out: Path) -> set[str]:
     """Return the names of the files that earlier reports wrote to `out`."""
-    if out.is_symlink() or (out / WRITTEN).is_symlink():
+    file = out / WRITTEN
+    if out.is_symlink() or file.is_symlink() or not file.is_file():
         return set()
-    try:
-        content = json.loads((out / WRITTEN).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # there is none, or writing tells the fault
-        return set()
-    names = [name for name in content if isinstance(name, str)] if isinstance(content, list) else []
+    names = map(str, json.loads(file.read_text(encoding="utf-8")))
     # whatever the file says, nothing outside of the folder is touched
     return {name for name in names if name not in ("", "..") and name == Path(name).name}
 
@@ -152,35 +134,6 @@ def study_info(report: StudyReport, out: Path) -> StudyInfo:
     ]
     figures = [(path.stem, path) for path in figures_in(out) if path.is_file()]
     return StudyInfo(report.folder.name, out, rows, figures)
-
-
-@contextmanager
-def _draft(out: Path) -> Iterator[Path]:
-    """A folder on the same disk, gone afterwards; its name has the process that writes it."""
-    draft = Path(mkdtemp(prefix=f"{DRAFT}{node()}-{os.getpid()}-", dir=out))
-    try:
-        yield draft
-    finally:
-        shutil.rmtree(draft)
-
-
-def _remove_drafts(out: Path) -> None:
-    """Remove drafts of killed processes of this machine, and old drafts of other machines."""
-    for draft in out.glob(f"{DRAFT}*"):
-        host, _, process = draft.name.removeprefix(DRAFT).rpartition("-")[0].rpartition("-")
-        age = time() - draft.lstat().st_mtime
-        if age > DRAFT_SECONDS or (host == node() and not _is_alive(process)):
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_alive(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True
 
 
 def markdown(report: StudyReport) -> str:

@@ -13,7 +13,6 @@ from statistics import median
 from string import Template
 from types import MappingProxyType
 
-from gradsurg.plugins.pipes import address_space
 from gradsurg.report import elements
 from gradsurg.report.answer import SHARED, alone_rows, outcome_table, short_verdict
 from gradsurg.report.charts import (
@@ -46,8 +45,6 @@ from gradsurg.report.wording import count, is_share, title, unbroken, value
 from gradsurg.training.run_directory import CONFIG as CONFIG_FILE
 
 PARTS = Path(__file__).parent / "page"
-DRAWING_SPACE = 80e9
-"""Bytes of address space with which V8, which reserves 64 GiB, can draw and bundle."""
 EMPTY: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -125,17 +122,12 @@ def _library() -> str:
     """Vega, Vega-Lite and vega-embed as one script.
 
     Bundling takes seconds, so the script is stored in the folder of the byte code, if that can be
-    written. Raises OSError if `ulimit -v` is too low to bundle it.
+    written.
     """
     version = version_of("vl-convert-python")
     file = Path(__file__).parent / "__pycache__" / f"vega-{version}.js"
     with suppress(OSError):
         return file.read_text(encoding="utf-8")
-    if (limit := address_space()) < DRAWING_SPACE:
-        raise OSError(
-            f"the first page after an installation needs {DRAWING_SPACE / 1e9:g} GB of address "
-            f"space, ulimit -v allows {limit / 1e9:.2g} GB"
-        )
     import vl_convert
 
     script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")

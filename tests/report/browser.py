@@ -40,11 +40,16 @@ def browser(width: int, height: int) -> Iterator[Any]:  # Any: selenium is impor
         driver.execute_cdp_cmd("Network.enable", {})
         offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resized(driver, width, height)
         yield driver
     finally:
         driver.quit()
+
+
+def resized(driver: Any, width: int, height: int = 900) -> None:  # Any: as above
+    """Give the window another size."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def prefer(driver: Any, scheme: str) -> None:  # Any: as above

@@ -11,7 +11,7 @@ import pytest
 from gradsurg.report.__main__ import main
 from gradsurg.training.run_directory import FACTS, RunDirectory
 from tests.report import studies
-from tests.report.browser import browser, missing, prefer, screenshot
+from tests.report.browser import browser, missing, prefer, resized, screenshot
 
 KEPT = Path(__file__).parents[2] / "report"  # what CI keeps
 AXE = "axe_core_python"
@@ -39,6 +39,7 @@ pytestmark = [
 ]
 
 NONE = "\u2013"  # for a missing number
+SCHEMES = ("light", "dark")
 Driver = Any  # selenium is imported where it is
 
 
@@ -62,12 +63,14 @@ def window() -> Iterator[Driver]:
 @pytest.fixture
 def opened(window: Driver, page: Path) -> Iterator[Driver]:
     """The page, fresh; at the end nothing may have gone wrong in it."""
+    resized(window, 1280)
     prefer(window, "light")
     window.get(page.as_uri())
     window.execute_script("sessionStorage.clear()")
     window.get(page.as_uri())
     drawn(window)
     yield window
+    window.execute_script("sessionStorage.clear()")
     assert [entry["message"] for entry in window.get_log("browser")] == []
 
 
@@ -88,6 +91,7 @@ def one(driver: Driver, css: str) -> Any:
     return found
 
 
+@pytest.mark.full
 def test_the_network_is_off(window: Driver) -> None:
     from selenium.common.exceptions import WebDriverException
 
@@ -96,6 +100,7 @@ def test_the_network_is_off(window: Driver) -> None:
     window.get_log("browser")  # the refusal is in it
 
 
+@pytest.mark.full
 def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path: Path) -> None:
     broken = tmp_path / "index.html"
     broken.write_text(
@@ -164,23 +169,40 @@ def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Dr
     assert rows[0].split()[1:] == ["0.1", "0.1", "0.1", "3"]
 
 
-def test_the_log_scale_and_own_scales_are_chosen_by_the_keyboard(opened: Driver) -> None:
+@pytest.mark.full
+def test_metric_scales_and_map_are_chosen_by_the_keyboard(opened: Driver) -> None:
+    before, chart = shown(opened, "#outcome tbody tr"), one(opened, "#outcome .chart").text
+    one(opened, '#outcome input[value="test/accuracy"]').send_keys("\ue014")  # arrow right
     drawn(opened)
+    after = shown(opened, "#outcome tbody tr")
+    assert one(opened, "#outcome .chart").text != chart
+    assert before[0] != after[0]
+    assert "0.5 0.5" in after[0]
 
     def labels() -> str:
         drawn(opened)
         return all_of(opened, '[data-chart^="curve|"]')[0].text
 
-    before = labels()
+    linear = labels()
     one(opened, "#scale").send_keys(" ")
-    after = labels()
-    assert before != after
+    by_log = labels()
+    assert linear != by_log
     opened.refresh()
     assert one(opened, "#scale").is_selected()  # a choice outlives a reload
-    assert labels() == after
+    assert labels() == by_log
     one(opened, "#limits").send_keys(" ")
     assert one(opened, "#limits").is_selected()
+    slider, seen = one(opened, "#map"), []
+    norms = one(opened, '[data-chart^="norms|"]').get_attribute("aria-label")
+    for _ in range(3):
+        name = one(opened, "#map-name").text
+        assert slider.get_attribute("aria-valuetext") == name
+        seen.append(name)
+        slider.send_keys("\ue014")  # arrow right
+    assert len(set(seen)) == 3
     drawn(opened)
+    assert one(opened, '[data-chart^="norms|"]').get_attribute("aria-label") != norms
+    assert all("n = " in name for name in seen)
 
 
 def opened_study(driver: Driver, study: Path) -> None:
@@ -189,6 +211,7 @@ def opened_study(driver: Driver, study: Path) -> None:
     drawn(driver)
 
 
+@pytest.mark.full
 def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> None:
     opened_study(window, studies.chain(tmp_path / "chain"))
     assert shown(window, "#shares h3") == ["clip+noise: test accuracy"]
@@ -206,6 +229,7 @@ def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> 
     assert window.get_log("browser") == []
 
 
+@pytest.mark.full
 def test_tasks_have_their_trade_off_and_trajectories(window: Driver, tmp_path: Path) -> None:
     opened_study(window, studies.toy(tmp_path / "toy"))
     assert len(all_of(window, "#fronts table tbody tr")) == 4
@@ -221,6 +245,7 @@ def test_tasks_have_their_trade_off_and_trajectories(window: Driver, tmp_path: P
     assert window.get_log("browser") == []
 
 
+@pytest.mark.full
 def test_one_logged_point_is_a_dot_and_a_huge_interval_is_cut(
     window: Driver, tmp_path: Path
 ) -> None:
@@ -241,8 +266,11 @@ def test_one_logged_point_is_a_dot_and_a_huge_interval_is_cut(
     assert window.get_log("browser") == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [1200, 1280])
-def test_tables_of_arms_with_long_names_fit_the_window(tmp_path: Path, width: int) -> None:
+def test_tables_of_arms_with_long_names_fit_the_window(
+    window: Driver, tmp_path: Path, width: int
+) -> None:
     study = tmp_path / "first"
     for model in ("mlp", "convnet"):
         more = {"model": {"name": model}}
@@ -250,12 +278,13 @@ def test_tables_of_arms_with_long_names_fit_the_window(tmp_path: Path, width: in
         for label in ("clip", "norm_rescale"):
             for seed, control in enumerate(controls):
                 studies.whole(study, label, seed, 0.8 + seed / 10, control, **more)
-    with browser(width, 900) as driver:
-        opened_study(driver, study)
-        wide = "return [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth)"
-        assert max(driver.execute_script(wide)) <= width - 40
+    resized(window, width)
+    opened_study(window, study)
+    wide = "return [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth)"
+    assert max(window.execute_script(wide)) <= width - 40
 
 
+@pytest.mark.full
 def test_a_study_without_controls_shows_what_stands_alone(window: Driver, tmp_path: Path) -> None:
     for label in ("clip+noise", "noise"):
         studies.whole(tmp_path / "alone", label, 0, 0.8)
@@ -268,17 +297,7 @@ def test_a_study_without_controls_shows_what_stands_alone(window: Driver, tmp_pa
     assert window.get_log("browser") == []
 
 
-def test_the_metric_of_the_forest_plot_is_chosen(opened: Driver) -> None:
-    before, chart = shown(opened, "#outcome tbody tr"), one(opened, "#outcome .chart").text
-    one(opened, '#outcome input[value="test/accuracy"]').send_keys("\ue014")  # arrow right
-    drawn(opened)
-    after = shown(opened, "#outcome tbody tr")
-    assert one(opened, "#outcome .chart").text != chart
-    assert before[0] != after[0]
-    assert "0.5 0.5" in after[0]
-    assert len(before) == len(after)
-
-
+@pytest.mark.full
 def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Driver) -> None:
     button = one(opened, "#runs th:nth-child(6) button")
     for order in ("ascending", "descending"):
@@ -315,20 +334,7 @@ def test_a_config_is_linked_and_shown_in_a_dialog(opened: Driver, page: Path) ->
     assert all_of(opened, "dialog[open]") == []
 
 
-def test_the_slider_moves_by_keys_and_changes_map_and_histogram(opened: Driver) -> None:
-    slider, seen = one(opened, "#map"), []
-    norms = one(opened, '[data-chart^="norms|"]').get_attribute("aria-label")
-    for _ in range(3):
-        name = one(opened, "#map-name").text
-        assert slider.get_attribute("aria-valuetext") == name
-        seen.append(name)
-        slider.send_keys("\ue014")  # arrow right
-    assert len(set(seen)) == 3
-    drawn(opened)
-    assert one(opened, '[data-chart^="norms|"]').get_attribute("aria-label") != norms
-    assert all("n = " in name for name in seen)
-
-
+@pytest.mark.full
 def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait
@@ -353,47 +359,48 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     assert background() == light  # what was chosen is kept
 
 
-@pytest.mark.parametrize("study", [studies.chain, studies.toy], ids=["chain", "toy"])
+IN_THE_GATE = (studies.mixed, 390, "light")
+
+
+def clashing(folder: Path) -> Path:
+    """Eight tasks in conflict."""
+    return studies.clashing(folder, 8)
+
+
 @pytest.mark.parametrize(
-    ("width", "scheme"), [pytest.param(1280, "dark", marks=pytest.mark.full), (390, "light")]
+    ("study", "width", "scheme"),
+    [
+        pytest.param(
+            study, width, scheme, marks=[pytest.mark.full] * ((study, width, scheme) != IN_THE_GATE)
+        )
+        for study, width, scheme in (
+            *((studies.mixed, width, scheme) for width in (1280, 390) for scheme in SCHEMES),
+            *((study, 390, "light") for study in (studies.chain, studies.toy, clashing)),
+            *((study, 1280, "dark") for study in (studies.chain, studies.toy, clashing)),
+        )
+    ],
 )
-def test_what_some_studies_have_has_no_serious_fault_of_access(
-    tmp_path: Path, study: Callable[[Path], Path], width: int, scheme: str
+def test_there_is_no_serious_fault_of_access(
+    window: Driver, tmp_path: Path, study: Callable[[Path], Path], width: int, scheme: str
 ) -> None:
     import axe_core_python
 
+    resized(window, width)
+    prefer(window, scheme)
+    opened_study(window, study(tmp_path / "study"))
+    screenshot(window, KEPT / f"{study.__name__}-{width}-{scheme}.png")
+    assert window.execute_script("return document.documentElement.scrollWidth") <= width
     script = Path(axe_core_python.__path__[0]) / "axe.min.js"
-    with browser(width, 900) as driver:
-        prefer(driver, scheme)
-        opened_study(driver, study(tmp_path / "study"))
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-        driver.execute_script(script.read_text(encoding="utf-8"))
-        found = driver.execute_async_script(RUN_AXE)
-        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+    window.execute_script(script.read_text(encoding="utf-8"))
+    found = window.execute_async_script(RUN_AXE)
+    assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+    # the check sees a fault where there is one
+    pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
+    window.execute_script(pale)
+    assert "color-contrast" in str(window.execute_async_script(RUN_AXE))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_there_is_no_serious_fault_of_access(page: Path, width: int, scheme: str) -> None:
-    import axe_core_python
-
-    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
-    with browser(width, 900) as driver:
-        prefer(driver, scheme)
-        driver.get(page.as_uri())
-        drawn(driver)
-        screenshot(driver, KEPT / f"page-{width}-{scheme}.png")
-        wide = driver.execute_script("return document.documentElement.scrollWidth")
-        assert wide <= width
-        driver.execute_script(script.read_text(encoding="utf-8"))
-        found = driver.execute_async_script(RUN_AXE)
-        assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
-        # the check sees a fault where there is one
-        pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
-        driver.execute_script(pale)
-        assert "color-contrast" in str(driver.execute_async_script(RUN_AXE))
-
-
+@pytest.mark.full
 def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     window: Driver, tmp_path: Path
 ) -> None:
@@ -422,50 +429,47 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     assert window.execute_script("return window.here") is True
 
 
-def slide(driver: Driver, place: int) -> None:
-    driver.execute_script(
-        "const s = document.getElementById('conflict'); s.value = arguments[0];"
-        "s.dispatchEvent(new Event('input'))",
-        place,
-    )
-
-
-def test_conflicts_have_their_table_map_lines_and_others(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_conflicts_have_their_table_map_lines_and_others(window: Driver, tmp_path: Path) -> None:
     study = studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda"))
-    with browser(1280, 900) as driver:
-        opened_study(driver, study)
-        assert all_of(driver, "#effects") == []
-        rows = texts(driver, "#conflicts [aria-label='Conflict of each arm'] tbody tr")
-        assert [row.split()[0] for row in rows] == ["mgda", "pcgrad", "control"]
-        assert rows[2].endswith("task0 25.0%")
-        assert rows[1].endswith("none")
-        assert one(driver, "#conflict-name").text == "mgda, n = 2 runs, 4 measured steps each"
-        assert len(marks(driver, "conflict|", "rect")) == 3 * 4
-        assert len(marks(driver, "weight|", "line")) == len(marks(driver, "decrease|", "line")) == 3
-        others = "#conflicts [aria-label='Updates of the other aggregators'] tbody tr"
-        assert texts(driver, others) == ["mean 1 0.25 0.25 0.25", "mgda 0.75 0.25 0.25 0.25"]
-        one(driver, "#conflict").send_keys("\ue014\ue014")  # arrow right, twice
-        assert one(driver, "#conflict-name").text.startswith("control, n = 2")
-        assert shown(driver, others) == []  # the control's sum of losses asks no aggregator
-        rows = numbers_of(driver, "#conflicts .panels figure:last-child")
-        assert rows[3].startswith("task0 30 \u22120.25")
-        tasks = texts(driver, "#conflicts [aria-label='Tasks'] tbody tr")
-        assert [row.split()[0] for row in tasks] == ["task0", "task1", "task2"]
-        assert tasks[0].endswith("25.00%")
-        assert driver.get_log("browser") == []
+    opened_study(window, study)
+    assert all_of(window, "#effects") == []
+    rows = texts(window, "#conflicts [aria-label='Conflict of each arm'] tbody tr")
+    assert [row.split()[0] for row in rows] == ["mgda", "pcgrad", "control"]
+    assert rows[2].endswith("task0 25.0%")
+    assert rows[1].endswith("none")
+    assert one(window, "#conflict-name").text == "mgda, n = 2 runs, 4 measured steps each"
+    assert len(marks(window, "conflict|", "rect")) == 3 * 4
+    assert len(marks(window, "weight|", "line")) == len(marks(window, "decrease|", "line")) == 3
+    others = "#conflicts [aria-label='Updates of the other aggregators'] tbody tr"
+    assert texts(window, others) == ["mean 1 0.25 0.25 0.25", "mgda 0.75 0.25 0.25 0.25"]
+    one(window, "#conflict").send_keys("\ue014\ue014")  # arrow right, twice
+    assert one(window, "#conflict-name").text.startswith("control, n = 2")
+    assert shown(window, others) == []  # the control's sum of losses asks no aggregator
+    rows = numbers_of(window, "#conflicts .panels figure:last-child")
+    assert rows[3].startswith("task0 30 \u22120.25")
+    tasks = texts(window, "#conflicts [aria-label='Tasks'] tbody tr")
+    assert [row.split()[0] for row in tasks] == ["task0", "task1", "task2"]
+    assert tasks[0].endswith("25.00%")
+    assert window.get_log("browser") == []
 
 
-def test_effects_are_left_out_where_nothing_but_an_aggregator_acted(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_effects_are_left_out_where_nothing_but_an_aggregator_acted(
+    window: Driver, tmp_path: Path
+) -> None:
     study = studies.clashing(tmp_path / "first")
     for folder in study.glob("none-*"):
         RunDirectory(folder).append_effects([studies.effect("none", "trunk", 10)])
-    with browser(1280, 900) as driver:
-        opened_study(driver, study)
-        assert one(driver, "#conflicts").is_displayed()
-        assert all_of(driver, "#effects") == []
+    opened_study(window, study)
+    assert one(window, "#conflicts").is_displayed()
+    assert all_of(window, "#effects") == []
 
 
-def test_a_map_without_numbers_is_a_sentence_and_a_curve_of_one_point_a_dot(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_a_map_without_numbers_is_a_sentence_and_a_curve_of_one_point_a_dot(
+    window: Driver, tmp_path: Path
+) -> None:
     study = tmp_path / "first"
     for label in ("clip", "zero"):
         place = studies.plan(study, label, 0)
@@ -473,42 +477,15 @@ def test_a_map_without_numbers_is_a_sentence_and_a_curve_of_one_point_a_dot(tmp_
         (place.path / "effects.jsonl").unlink()
         place.append_effects([studies.effect(label, "w", 10, cosine=None, norm_before=math.nan)])
         studies.end(place, label, 0.5)
-    with browser(1280, 900) as driver:
-        opened_study(driver, study)
-        assert len(marks(driver, "curves|", "symbol")) >= 2
-        assert "There is no finite number: " in one(driver, "#effects").text
-        assert not one(driver, "#effects [data-chart^='effect|']").is_displayed()
+    opened_study(window, study)
+    assert len(marks(window, "curves|", "symbol")) >= 2
+    assert "There is no finite number: " in one(window, "#effects").text
+    assert not one(window, "#effects [data-chart^='effect|']").is_displayed()
 
 
-def test_a_page_without_several_tasks_has_no_such_section(tmp_path: Path) -> None:
-    with browser(1280, 900) as driver:
-        opened_study(driver, studies.chain(tmp_path / "chain"))
-        assert all_of(driver, "#conflicts") == []
-        assert one(driver, "#effects").is_displayed()
-        assert "Conflict" not in one(driver, "#contents").text
-
-
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        pytest.param(1280, "light", marks=pytest.mark.full),
-        pytest.param(390, "light", marks=pytest.mark.full),
-        (1280, "dark"),
-    ],
-)
-def test_conflicts_have_no_serious_fault_of_access(tmp_path: Path, width: int, scheme: str) -> None:
-    import axe_core_python
-
-    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
-    with browser(width, 900) as driver:
-        prefer(driver, scheme)
-        opened_study(driver, studies.clashing(tmp_path / "first", 8))
-        screenshot(driver, KEPT / f"conflicts-{width}-{scheme}.png")
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-        assert len(marks(driver, "conflict|", "rect")) == 28 * 4
-        driver.execute_script(script.read_text(encoding="utf-8"))
-        for place in range(2):
-            slide(driver, place)
-            drawn(driver)
-            found = driver.execute_async_script(RUN_AXE)
-            assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+@pytest.mark.full
+def test_a_page_without_several_tasks_has_no_such_section(window: Driver, tmp_path: Path) -> None:
+    opened_study(window, studies.chain(tmp_path / "chain"))
+    assert all_of(window, "#conflicts") == []
+    assert one(window, "#effects").is_displayed()
+    assert "Conflict" not in one(window, "#contents").text

@@ -151,15 +151,6 @@ def test_tables_for_papers_have_a_row_for_each_arm_and_metric(report: Path) -> N
     assert len(re.findall(r"(?<!\\)%", tex)) == 1  # the comment at the top
 
 
-def test_the_summary_is_printed_with_what_did_not_finish(study: Path, capsys) -> None:
-    assert main([str(study), "--out", str(study.parent / "elsewhere")]) == 0
-    printed = capsys.readouterr().out
-    for words in ("13 runs: 8 finished", "0/2", "unclear", "not started"):
-        assert words in printed
-    assert "<b>no</b> room" in printed
-    assert (study.parent / "elsewhere" / "index.html").is_file()
-
-
 @pytest.mark.parametrize("words", [[], ["--watch"]])
 def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, words) -> None:
     assert main([str(tmp_path / "nowhere"), *words]) == 2
@@ -222,13 +213,3 @@ def test_watching_follows_a_study_until_it_is_interrupted(tmp_path: Path) -> Non
     assert process.returncode == 0
     assert data_of(page)["refresh"] is None
     assert set(runs_of(page).values()) == {"finished"}
-
-
-def test_figures_are_left_out_where_drawing_them_would_abort(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("gradsurg.report.export.address_space", lambda: 2e9)
-    assert main([str(study), "--out", str(tmp_path / "there")]) == 0
-    assert "the figures are left out: they need 80 GB of address space" in caplog.text
-    assert (tmp_path / "there" / "index.html").is_file()
-    assert not list((tmp_path / "there").glob("*.png"))

@@ -13,7 +13,6 @@ from rich.console import Console
 from gradsurg.report.answer import alone_rows, cautions, duration, paragraph, short_verdict
 from gradsurg.report.compare import (
     Outcome,
-    about_tests,
     compare,
     costs,
     divergences,
@@ -27,7 +26,7 @@ from gradsurg.report.load import group, read_study
 from gradsurg.report.series import curves, effect_maps, load_effects, load_metrics, norms
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs, _print, overview, report
-from gradsurg.report.wording import FEW, amount, amounts, disagreement
+from gradsurg.report.wording import FEW, disagreement
 from gradsurg.stats import bca_interval, paired_difference, verdict
 from tests.report import studies
 
@@ -59,14 +58,6 @@ def test_runs_that_did_not_finish_are_counted_and_not_averaged(tmp_path: Path) -
     assert zero.difference.mean == pytest.approx(-0.195)
     assert noise.difference is None
     assert noise.states == {"failed": 1, "interrupted": 1, "planned": 1}
-
-
-def test_a_seed_whose_control_diverged_is_told_apart(tmp_path: Path) -> None:
-    control = studies.plan(tmp_path, "none", 0)
-    studies.end(control, "none", 0.1, "diverged")
-    studies.whole(tmp_path, "clip", 0, 0.9, control.path.name)
-    outcome = of(compare(group(read_study(tmp_path))), "clip")
-    assert (outcome.difference, outcome.states) == (None, {"control diverged": 1})
 
 
 def test_a_links_share_is_the_chain_minus_the_chain_without_it(tmp_path: Path) -> None:
@@ -239,26 +230,6 @@ def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -
     assert why in page
 
 
-def test_of_several_arms_the_one_with_a_heavy_seed_is_named(tmp_path: Path) -> None:
-    for seed in range(8):
-        control = studies.whole(tmp_path, "none", seed, 0.5)
-        studies.whole(tmp_path, "clip", seed, 0.4 - seed / 100 - 1e5 * (seed == 3), control)
-        studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1000, control)
-    outcomes = compare(arms := group(read_study(tmp_path)))
-    said = paragraph(outcomes, arms)
-    why = "lip: the interval of the mean includes 0, because one seed outweighs all others (-"
-    assert said.count("because") == 1
-    assert f"c{why}" in said
-    assert f"C{why}" in short_verdict(outcomes, arms)
-    clip, zero = (of(outcomes, name).difference for name in ("clip", "zero"))
-    for one in (clip, zero):
-        assert one is not None
-        assert one.median_interval is not None
-        middle = amount("test/accuracy", one.median)
-        ends = amounts("test/accuracy", *one.median_interval)
-        assert f"(8 of 8 seeds; median {middle}, 95 % interval {ends}; mean" in said
-
-
 @pytest.mark.parametrize(
     ("differences", "words"),
     [
@@ -346,15 +317,6 @@ def test_the_other_metrics_are_corrected_together(tmp_path: Path) -> None:
     assert found["test/loss"].reading == "higher (hint)"
 
 
-def test_the_seeds_that_several_arms_need_are_told(tmp_path: Path) -> None:
-    for seed in range(6):
-        control = studies.whole(tmp_path, "none", seed, 0.5)
-        for label in ("clip", "sign", "zero"):
-            studies.whole(tmp_path, label, seed, 0.4 - seed / 100, control)
-    text = " ".join(study_report(tmp_path, logs=False).cautions)
-    assert "With 3 arms the q of an arm can reach 0.05 from 7 seeds per arm on." in text
-
-
 def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:
     control = studies.whole(tmp_path, "none", 0, 0.9)
     for label, accuracy in (("clip", 0.5), ("sign", 0.95)):
@@ -406,21 +368,6 @@ def test_a_reading_of_few_seeds_is_a_hint_and_of_many_arms_needs_q(tmp_path: Pat
     assert "No clear difference" not in said
 
 
-def test_the_answer_to_several_arms_names_the_other_clear_metrics_with_their_q(
-    tmp_path: Path,
-) -> None:
-    for seed in range(8):
-        control = ""
-        for label, more in (("none", 0.0), ("zero", 0.1), ("sign", 0.2), ("clip", 0.0)):
-            place = studies.plan(tmp_path, label, seed, control or None)
-            studies.end(place, label, 0.5, **{"test/loss": 0.5 + seed / 100 + more})
-            control = control or place.path.name
-    arms = group(read_study(tmp_path))
-    said = paragraph(compare(arms), arms)
-    ends = r"Test loss is higher with sign \(q 0\.0\d+\) and zero \(q 0\.0\d+\)\.$"
-    assert re.search(ends, said), said
-
-
 def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_path: Path) -> None:
     for seed in range(41):
         control = studies.whole(tmp_path, "none", seed, 0.5)
@@ -450,20 +397,6 @@ def test_seeds_that_all_gave_the_same_numbers_count_as_one(tmp_path: Path) -> No
     assert FEW not in report.cautions
     said = "The same numbers from the 6 seeds of clip: nothing in these runs is drawn at random"
     assert any(line.startswith(said) for line in report.cautions)
-
-
-def test_one_seed_is_no_repeat(tmp_path: Path) -> None:
-    studies.whole(tmp_path, "clip", 0, 0.4, studies.whole(tmp_path, "none", 0, 0.5))
-    assert of(compare(group(read_study(tmp_path))), "clip").repeats == 0
-
-
-def test_what_p_and_q_are_of_is_said(tmp_path: Path) -> None:
-    report = study_report(studies.chain(tmp_path), logs=False)
-    assert report.about_tests.startswith("p is that of the exact sign-flip test. A reading")
-    assert "q is the sign-flip p after Benjamini and Hochberg's" in report.about_tests
-    assert "exact or, with more than 40 seeds: of 99,900" in about_tests({3, 41})
-    studies.whole(tmp_path / "one", "clip", 0, 0.8)
-    assert study_report(tmp_path / "one", logs=False).about_tests == ""
 
 
 def test_arms_without_a_control_stand_alone_with_their_spread(tmp_path: Path) -> None:
@@ -556,15 +489,6 @@ def test_an_arm_whose_control_is_the_treatment_itself_is_in_no_correction(tmp_pa
     assert any(line.startswith("2 arms are compared at once") for line in report.cautions)
     offer = "A constant scale of the gradients cancels in the updates of Adam: control=update_"
     assert any(line.startswith(offer) for line in report.cautions)
-
-
-def test_where_every_control_diverged_the_answer_does_not_wait_for_more(tmp_path: Path) -> None:
-    control = studies.plan(tmp_path, "none", 0)
-    studies.end(control, "none", 0.1, "diverged")
-    studies.whole(tmp_path, "clip", 0, 0.9, control.path.name)
-    text = study_report(tmp_path).answer
-    assert text.endswith("No seed finished in both arms, so there is no difference to report.")
-    assert "Means and medians" not in text
 
 
 @pytest.mark.parametrize("width", [80, 100])

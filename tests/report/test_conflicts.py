@@ -13,19 +13,17 @@ from gradsurg.report.conflicts import (
     MAX_PAIRS,
     MAX_TASKS,
     NUM_INTERVALS,
-    ROUNDING,
     ConflictMeans,
     conflict_means,
     conflict_text,
     lost_most,
-    others_line,
 )
 from gradsurg.report.export import study_info, write_report
 from gradsurg.report.figures import figures
 from gradsurg.report.html import page
 from gradsurg.report.load import stamp
 from gradsurg.report.study import study_report
-from gradsurg.report.text import Runs, conflict_tables, overview, report
+from gradsurg.report.text import Runs, overview, report
 from gradsurg.report.training_sections import other_aggregators
 from gradsurg.training.frames import read_conflicts
 from gradsurg.training.run_directory import CONFLICTS, RunDirectory
@@ -93,33 +91,11 @@ def test_others_have_their_cosines_the_nearest_first_also_where_a_run_has_not_as
     assert found["mgda*"][1].tolist() == [0.25, 0.25]
 
 
-def test_another_that_has_no_answer_at_some_steps_has_a_star(tmp_path: Path) -> None:
-    other = {"weights": [0.5, 0.5], "cosine": 0.5}
-    rows = [conflict("pcgrad", 0), conflict("pcgrad", 1, others={"mgda": other})]
-    means = means_of(written(tmp_path, *rows))
-    assert list(means.others) == ["mean*", "mgda"]
-    said = others_line("pcgrad", means)
-    assert "1 mean*; 0.625 mgda." in said
-    assert said.endswith("*: at some of these steps alone.")
-    plain = others_line("pcgrad", means_of(written(tmp_path / "all", conflict("pcgrad", 0))))
-    assert "*" not in plain
-
-
 def test_an_aggregator_without_weights_has_none(tmp_path: Path) -> None:
     place = written(tmp_path, conflict("grad_drop", 0, weights=[], weight_entropy=float("nan")))
     assert len(means_of(place).weights) == 0
     (row,) = [line for line in conflict_text([("a", [place])]).splitlines() if "task1" in line][1:]
     assert row.split() == ["task1", "1", "-", "1.5", "0.0%"]
-
-
-def test_the_limit_below_which_a_task_has_lost_is_told_wherever_its_losses_are(
-    tmp_path: Path,
-) -> None:
-    folder = studies.clashing(tmp_path / "first")
-    study = study_report(folder)
-    for text in (report(pairs_in(folder)), overview(study), page(study)):
-        said = " ".join(text.split())
-        assert f"the cosine of its gradient and the update is below -{ROUNDING:g}" in said
 
 
 def pairs_in(folder: Path) -> list[Runs]:
@@ -186,34 +162,12 @@ def test_a_task_that_loses_in_a_group_that_is_not_shown_is_told(tmp_path: Path) 
     assert lost["mgda at c"] == "task0 100.0%"
 
 
-def test_where_tasks_lose_as_often_the_group_that_is_shown_is_told(tmp_path: Path) -> None:
-    lost = [-1.0, 2.0]
-    groups = {"a": 0.5, "b": 0.1}
-    rows = [conflict("mgda", 0, own, group=name, decrease=lost) for name, own in groups.items()]
-    text = conflict_text([("mgda", [written(tmp_path, *rows)])])
-    assert text.startswith("How the tasks conflict at b,")
-    assert "of all groups" not in text
-
-
 def test_steps_at_which_a_gradient_was_not_finite_are_told_apart(tmp_path: Path) -> None:
     rows = [conflict("mgda", step) for step in range(3)]
     rows[1] |= {"norms": [None, 1.0], "cosines": [[None, None], [None, 1.0]]}
     text = conflict_text([("mgda", [written(tmp_path, *rows)])])
     said = "1 run, 3 measured steps, of which 1 had a gradient that is not finite, and no number:"
     assert said in " ".join(text.split())
-
-
-def test_conflicts_at_the_representation_are_not_called_those_of_the_parameters(
-    tmp_path: Path,
-) -> None:
-    own = written(tmp_path / "own", conflict("pcgrad", 0, group="representation"))
-    control = written(tmp_path / "control", conflict("control", 0))
-    said = conflict_text([("pcgrad", [own]), ("control", [control])])
-    heads = said.split("\n\n")[1].splitlines()[0].split("  ")
-    assert [head.strip() for head in heads if head] == [
-        "pcgrad at representation",
-        "control at shared",
-    ]
 
 
 def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) -> None:
@@ -240,16 +194,6 @@ def test_runs_of_different_length_are_not_said_to_have_measured_as_many_steps(
         for run, count in enumerate(steps)
     ]
     assert said in conflict_text([("mgda", runs)])
-
-
-def test_of_tasks_that_have_lost_as_often_the_first_is_told(tmp_path: Path) -> None:
-    study = studies.clashing(tmp_path / "first", 3)
-    for place in study.glob(f"*/{CONFLICTS}"):
-        place.unlink()
-        written(place.parent, conflict("pcgrad", 0, count=3, decrease=[0.5, -0.5, -0.5]))
-    table = overview(study_report(study)).partition("conflict between tasks")[2]
-    assert table.count("task1 100.0%") == 2
-    assert "task2" not in table.partition("Means over")[0]
 
 
 def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:
@@ -289,26 +233,6 @@ def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
     assert "control=norm_matched compares directions alone" in said
 
 
-def test_a_long_name_is_folded_before_the_table_is_cut_in_two(tmp_path: Path) -> None:
-    study = studies.clashing(tmp_path / "first", 3)
-    place = studies.plan(
-        study, "mgda", 0, aggregator={"name": "mgda"}, shared={"granularity": "module"}
-    )
-    rows = [conflict("mgda", step, count=3, group="trunk." + "deep" * 12) for step in (0, 10)]
-    place.append_conflicts(rows)
-    studies.end(place, "mgda", 0.9)
-    found = study_report(study)
-    (table,) = conflict_tables(found, 100)
-    assert len(table.columns) == 9
-    text = overview(found)
-    assert max(map(len, text.splitlines())) <= 100
-    named = text.partition("conflict between tasks")[2].partition("Means over")[0]
-    (head,) = [line for line in named.splitlines() if line.startswith("arm ")]
-    cells = [line[: head.index(" n ")].strip() for line in named.splitlines()]
-    assert "deep" * 12 in "".join(cells)
-    assert "\u2026" not in text
-
-
 def test_others_that_are_equal_in_all_that_is_shown_are_one_row(tmp_path: Path) -> None:
     same = {"weights": [0.25, 0.25], "cosine": 0.99999}
     others = {
@@ -328,14 +252,6 @@ def test_others_that_are_equal_in_all_that_is_shown_are_one_row(tmp_path: Path) 
         "task0": [0.25, 1, 0.25],
         "task1": [0.25, 1, 0.25],
     }
-
-
-def test_a_narrow_terminal_gets_two_tables_and_nothing_is_cut(tmp_path: Path) -> None:
-    found = study_report(studies.clashing(tmp_path / "first", 3))
-    whole, narrow = conflict_tables(found, 100), conflict_tables(found, 60)
-    assert [len(table.columns) for table in whole] == [9]
-    assert [len(table.columns) for table in narrow] == [6, 4]
-    assert [table.row_count for table in narrow] == [2, 2]
 
 
 def test_series_cut_the_steps_into_intervals_and_show_the_same_pairs_for_all(
@@ -413,16 +329,6 @@ def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get
         assert len(set(tasks.labels["task"])) == MAX_TASKS
     without = {figure.name for figure in figures(study_report(studies.mixed(tmp_path / "x")))}
     assert not without & {"conflicts", "conflict-weights", "conflict-decrease"}
-
-
-def test_an_arm_without_weights_has_no_panel_of_them(tmp_path: Path) -> None:
-    folder = tmp_path / "first"
-    studies.plan(folder, "none", 0).append_conflicts([conflict("grad_drop", 0, weights=[])])
-    found = study_report(folder)
-    names = {figure.name for figure in figures(found)}
-    assert "conflicts" in names
-    assert "conflict-weights" not in names
-    assert "grad_drop has no weights" not in page(found)  # it is the control here
 
 
 @pytest.mark.slow

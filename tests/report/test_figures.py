@@ -128,14 +128,6 @@ def test_every_colour_of_a_line_has_one_for_the_dark_theme() -> None:
     assert len(set(DARK.values())) == len(DARK)
 
 
-def test_a_name_in_another_script_warns_nobody(tmp_path: Path, recwarn) -> None:
-    report = pairs(tmp_path, 10)
-    arm = report.outcomes[0].arm
-    object.__setattr__(arm, "name", "剪裁")
-    write_figures(report, tmp_path)
-    assert [str(one.message) for one in recwarn] == []
-
-
 def arms_of(folder: Path) -> StudyReport:
     """Three doses of clip with each of two optimizers, and a control for each optimizer."""
     for name in ("SGD", "Adam"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from matplotlib.collections import LineCollection
 
-from gradsurg.report.export import write_report
+from gradsurg.report.html import page
 from gradsurg.report.pictures import draw_trajectories, write_trajectories
 from gradsurg.report.series import MAX_PLACES, Landscape, Trajectory
 from gradsurg.report.study import study_report
@@ -79,38 +79,13 @@ def test_the_figure_has_a_panel_for_each_loss_the_mean_and_each_arm(tmp_path: Pa
         assert panel.lines[0].get_xydata().tolist() == studies.GROUND["pareto"]
 
 
-def test_a_way_of_two_places_has_no_line_between_them(tmp_path: Path):
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    place.write_landscape({**studies.GROUND, "start": [0, 0]})
-    studies.end(place, "clip", 0.5, **{"test/x1": 1.0, "test/x2": -1.0})
-    panel = draw_trajectories(ground(tmp_path / "toy")).axes[-1]
-    assert not [one for one in panel.collections if isinstance(one, LineCollection)]
-    assert [line.get_marker() for line in panel.lines][1:] == ["o", "*"]
-
-
 def test_the_page_shows_the_figure_and_links_its_files(tmp_path: Path):
-    study = studies.toy(tmp_path / "toy")
-    text = write_report(study_report(study), study / "report").read_text(encoding="utf-8")
+    report = study_report(studies.toy(tmp_path / "toy"))
+    pictures = {path.stem: path.read_bytes() for path in write_trajectories(report, tmp_path)}
+    text = page(report, pictures=pictures)
     assert '<section aria-labelledby="h-trajectories" id="trajectories">' in text
     assert 'src="data:image/png;base64,' in text
     for name in ("trajectories.png", "trajectories.svg"):
         assert f'href="{name}"' in text
-        assert (study / "report" / name).is_file()
-
-
-def test_a_study_without_a_landscape_has_no_such_section(tmp_path: Path):
-    study = studies.mixed(tmp_path / "first")
-    text = write_report(study_report(study), study / "report").read_text(encoding="utf-8")
-    assert 'id="trajectories"' not in text
-    assert "data:image/png" not in text
-    assert not list((study / "report").glob("trajectories*"))
-
-
-def test_a_flat_landscape_can_be_drawn(tmp_path: Path, recwarn):
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    flat = {name: [[1.0] * 3] * 2 for name in ("1", "2")}
-    place.write_landscape({**studies.GROUND, "start": [0, 0], "values": flat, "pareto": []})
-    assert write_trajectories(study_report(tmp_path / "toy"), tmp_path) == [
-        tmp_path / "trajectories.png"
-    ]
-    assert [str(one.message) for one in recwarn] == []
+        assert (tmp_path / name).is_file()
+    assert 'id="trajectories"' not in page(report)

@@ -74,14 +74,6 @@ def test_a_choice_at_the_edge_says_to_widen_the_grid(tmp_path: Path) -> None:
     assert smallest.remarks == ["lr=0.01 is the smallest of the grid: widen it"]
 
 
-def test_two_values_or_names_have_no_edge(tmp_path: Path) -> None:
-    names = {"key": "lr", "values": ["a", "b", "c"], "by_log": False}
-    few = {"key": "lr", "values": [0.01, 0.1], "by_log": False}
-    for axis in (names, few):
-        (one,) = tunings(tmp_path, content([0.8, 0.5, 0.6], 0, axes=[axis]))
-        assert one.remarks == []
-
-
 def test_ties_and_divergence_are_told(tmp_path: Path) -> None:
     tie, lost = tunings(tmp_path, content([0.8, 0.8, None], 0), content([0.8, None, None], 1))
     assert "as good on validation accuracy: 0.1" in tie.sentence
@@ -131,13 +123,6 @@ def test_with_two_keys_a_chart_shows_the_points_beside_the_chosen_one(tmp_path: 
         [0.01, 0.1, 1.0],
         ["[8]", "[16]"],
     ]
-
-
-def test_scores_far_worse_than_the_others_do_not_squash_the_chart(tmp_path: Path) -> None:
-    far = content([0.3, 0.2, 1e6], 1, metric="validation/loss", lower=True)
-    (panel,) = tuning_panels(tunings(tmp_path, far))
-    assert float(str(panel.limits["low"])) < 0.2
-    assert 0.3 < float(str(panel.limits["high"])) < 2
 
 
 def test_rings_and_arrows_stay_inside_the_axis(tmp_path: Path) -> None:
