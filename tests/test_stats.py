@@ -18,7 +18,6 @@ from scipy.stats import (
     binomtest,
     bootstrap,
     false_discovery_control,
-    permutation_test,
     spearmanr,
     ttest_rel,
 )
@@ -63,10 +62,6 @@ def test_paired_difference_agrees_with_scipy(n, confidence):
     assert found.p_value == sign_flip_p_value(found.differences)
 
 
-def test_the_difference_is_treated_minus_control():
-    assert paired_difference([1.0, 1.1], [2.0, 2.2]).mean < 0
-
-
 def test_one_pair_has_a_mean_and_no_interval():
     found = paired_difference([3.0], [1.0])
     assert (found.mean, found.median, found.n, found.higher, found.lower) == (2.0, 2.0, 1, 1, 0)
@@ -95,11 +90,6 @@ def test_differences_that_rounding_alone_sets_apart_are_equal():
     assert same.differences == (0.0, 0.0)
     assert verdict(same) == "identical"
     assert paired_difference([1e-9, 2e-9], [0.0, 0.0]).higher == 2
-
-
-def test_median_and_seeds_of_each_sign():
-    found = paired_difference([1.0, 2.0, 9.0, -3.0, 0.0], [0.0] * 5)
-    assert (found.median, found.higher, found.lower, found.n) == (1.0, 3, 1, 5)
 
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 20])
@@ -184,11 +174,6 @@ def test_sums_that_differ_by_rounding_alone_count_as_ties():
     assert sign_flip_p_value([0.3, -0.1, -0.2]) == 1
 
 
-def test_fewer_than_six_seeds_cannot_reach_five_percent():
-    assert sign_flip_p_value([1.0] * 5) == 0.0625
-    assert sign_flip_p_value([1.0] * 6) == 0.03125
-
-
 def test_the_sign_flip_test_of_forty_differences_is_exact() -> None:
     assert sign_flip_p_value([1.0] * 40) == 2 / 2**40
     # of five ones and odd ones out that weigh as much as nothing, half the signings at each
@@ -213,13 +198,6 @@ def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> 
     # four standard errors of a share of 99,900
     assert abs(sign_flip_p_value(values) - exact) < 4 * (exact * (1 - exact) / 99_900) ** 0.5
     assert sign_flip_p_value(values) != exact
-
-
-def test_sign_flip_p_value_agrees_with_scipys_permutation_test() -> None:
-    generator = random.Random(3)
-    values = [generator.gauss(0.4, 1) for _ in range(12)]
-    found = permutation_test((values,), numpy.mean, permutation_type="samples", n_resamples=4096)
-    assert sign_flip_p_value(values) == pytest.approx(found.pvalue)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=14), st.randoms())
@@ -249,19 +227,6 @@ def test_bca_interval_agrees_with_scipy() -> None:
     assert bca_interval(values) == pytest.approx((expected.low, expected.high), rel=1e-9)
     assert bca_interval(values, seed=1) != bca_interval(values)
     assert bca_interval(values) == bca_interval(values)
-
-
-def test_bca_interval_is_asymmetric_for_skewed_data() -> None:
-    values = [2.0**place for place in range(-10, 10)]
-    mean = sum(values) / len(values)
-    low, high = bca_interval(values)
-    assert high - mean > 1.1 * (mean - low)
-
-
-def test_a_higher_confidence_gives_a_wider_bca_interval() -> None:
-    values = [float(place**2) for place in range(20)]
-    (a, d), (b, c) = bca_interval(values, 0.99), bca_interval(values, 0.8)
-    assert a < b < c < d
 
 
 @settings(max_examples=20)
@@ -302,15 +267,6 @@ def test_q_values_computed_by_hand() -> None:
     assert benjamini_hochberg([0.9, 0.8]) == [0.9, 0.9]
     assert benjamini_hochberg([0.2, 0.2]) == [0.2, 0.2]
     assert benjamini_hochberg([]) == []
-
-
-def test_q_values_reject_the_hypotheses_that_the_paper_rejects() -> None:
-    """Benjamini and Hochberg (1995), section 3.2: fifteen p-values, four rejected at 0.05."""
-    paper = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344]
-    paper += [0.0459, 0.3240, 0.4262, 0.5719, 0.6528, 0.7590, 1.0000]
-    assert [q <= 0.05 for q in benjamini_hochberg(paper) if q is not None] == [True] * 4 + [
-        False
-    ] * 11
 
 
 def test_missing_p_values_have_no_q_value_and_are_not_counted() -> None:

@@ -1,13 +1,10 @@
-"""Nearly dependent gradients, and exact results for them: a table of the errors of aggregators.
-
-python -m tests.aggregators.families [--draws 1000] [--exact 30] [--seed 0]
+"""Nearly dependent gradients, exact results for them, and the errors of aggregators.
 
 Each family has 3 to 20 rows of 5 to 200 entries in float32 or float64, dependent up to a relative
 noise of 1e-12 to 1e-4. Lengths, errors and changes are relative to the largest norm that the
 update of the method can have.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorContext, combine_by_gramian
-from gradsurg.effects.tables import aligned
 from tests.aggregators.cases import made
 
 Array = NDArray[np.float64]
@@ -287,7 +283,6 @@ EXACT: dict[str, Callable[[Array], Array]] = {
     "upgrad": _exactly(_exact_upgrad),
     "cagrad": _exactly(lambda p: p.averse(CAGRAD_C)),
 }
-METHODS = ("upgrad", "dual_proj", "cagrad", "mgda", "nash_mtl")
 
 
 def cases(name: str, family: str, draws: int, exact: int, seed: int) -> Iterator[Case]:
@@ -297,45 +292,3 @@ def cases(name: str, family: str, draws: int, exact: int, seed: int) -> Iterator
     for number in range(exact if name in EXACT else 0):
         rows = draw(family, seed + number, MAX_EXACT_TASKS)[0]
         yield measure(name, rows, number, exact=True)
-
-
-def table(draws: int, exact: int, seed: int, names: tuple[str, ...] = METHODS) -> str:
-    head = ["method", "family", "too long", "longest", "raised", "fell back", "changed", "most"]
-    head += ["conflict", "wrong", "error", "as good"]
-    lines = [head]
-    for name in names:
-        for family in FAMILIES:
-            found = list(cases(name, family, draws, exact, seed))
-            lengths, changes, conflicts, errors = (
-                np.array([getattr(case, field) for case in found if not case.raised])
-                for field in ("length", "changed", "conflict", "error")
-            )
-            errors = errors[~np.isnan(errors)]
-            lines.append(
-                [
-                    name,
-                    family,
-                    f"{(lengths > 1 + 1e-3).sum()}",
-                    f"{lengths.max():.4g}",
-                    f"{sum(case.raised for case in found)}",
-                    f"{sum(case.fell_back for case in found)}",
-                    f"{(changes > 1e-4).sum()}",
-                    f"{changes.max():.1e}",
-                    f"{conflicts.max():.0e}",
-                    f"{(errors > 1e-3).sum()}" if len(errors) else "",
-                    f"{errors.max():.1e}" if len(errors) else "",
-                    f"{sum(case.nearly for case in found)}",
-                ]
-            )
-    return aligned(lines, left=2)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--exact", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=METHODS)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(table(given.draws, given.exact, given.seed, tuple(given.only)))

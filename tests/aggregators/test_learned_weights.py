@@ -9,17 +9,10 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
-from gradsurg.aggregators.crmogm import CRMOGM
-from gradsurg.aggregators.dwa import DWA
-from gradsurg.aggregators.excess_mtl import ExcessMTL
-from gradsurg.aggregators.famo import FAMO
 from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
-from gradsurg.aggregators.sdmgrad import SDMGrad
-from gradsurg.aggregators.stch import STCH
-from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
 from tests.aggregators import inputs
 
-LEARNT = (FAMO(), GradNorm(), UncertaintyWeighting(), DWA(period=1))
+LEARNT = (gs.FAMO(), GradNorm(), gs.UncertaintyWeighting(), gs.DWA(period=1))
 every_one = pytest.mark.parametrize("aggregator", LEARNT, ids=lambda one: type(one).__name__)
 
 
@@ -58,7 +51,7 @@ def test_famo_equals_autograd_with_torchs_adam() -> None:
             optimizer.step()
         weights = logits.detach().softmax(0) / losses
         expected.append(weights / weights.sum())
-    torch.testing.assert_close(weights_of(FAMO(), 30)[0], torch.stack(expected))
+    torch.testing.assert_close(weights_of(gs.FAMO(), 30)[0], torch.stack(expected))
 
 
 def test_grad_norm_equals_autograd_with_torchs_adam() -> None:
@@ -105,12 +98,12 @@ def test_uncertainty_weighting_equals_autograd_with_torchs_sgd() -> None:
             optimizer.zero_grad()
             (factor * (-logs).exp() * some_losses(step) + slope * logs).sum().backward()
             optimizer.step()
-        found, _ = weights_of(UncertaintyWeighting(lr=0.1, likelihood=likelihood), 30)
+        found, _ = weights_of(gs.UncertaintyWeighting(lr=0.1, likelihood=likelihood), 30)
         torch.testing.assert_close(found, torch.stack(expected))
 
 
 def test_dwa_compares_the_mean_losses_of_the_last_two_periods() -> None:
-    found, _ = weights_of(DWA(temperature=0.5, period=4), 23)
+    found, _ = weights_of(gs.DWA(temperature=0.5, period=4), 23)
     losses = torch.stack([some_losses(step) for step in range(23)])
     expected = []
     for step in range(23):
@@ -122,7 +115,7 @@ def test_dwa_compares_the_mean_losses_of_the_last_two_periods() -> None:
 
 
 def test_crmogm_averages_the_weights_of_another_aggregator() -> None:
-    ours, inner = CRMOGM(SDMGrad(), alpha=0.75), SDMGrad()
+    ours, inner = gs.CRMOGM(gs.SDMGrad(), alpha=0.75), gs.SDMGrad()
     state, of_inner, average = ours.init(3), inner.init(3), torch.zeros(3, dtype=torch.float64)
     for step in range(10):
         matrix = torch.from_numpy(inputs.rows(3, 3, 5.0, seed=step))
@@ -138,13 +131,13 @@ def test_crmogm_averages_the_weights_of_another_aggregator() -> None:
 
 
 def test_crmogm_needs_an_aggregator_with_a_gramian() -> None:
-    of_losses: Any = FAMO()
+    of_losses: Any = gs.FAMO()
     with pytest.raises((TypeError, ValueError), match="of: "):
-        CRMOGM(of_losses)
+        gs.CRMOGM(of_losses)
 
 
 def test_the_weights_of_stch_are_the_gradient_of_a_smooth_maximum() -> None:
-    aggregator = STCH(mu=0.1, preference=(0.2, 0.5, 0.3), ideal=(0.1, -1.0, 0.0))
+    aggregator = gs.STCH(mu=0.1, preference=(0.2, 0.5, 0.3), ideal=(0.1, -1.0, 0.0))
     shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     for step in range(5):
         losses = (some_losses(step) - 1).requires_grad_()
@@ -152,12 +145,6 @@ def test_the_weights_of_stch_are_the_gradient_of_a_smooth_maximum() -> None:
         (0.1 * (shares * above / 0.1).logsumexp(0)).backward()
         found, _ = aggregator.weigh(3, {}, AggregatorContext(losses=losses))
         torch.testing.assert_close(found, losses.grad)
-
-
-def test_a_small_mu_of_stch_follows_the_worst_task_alone() -> None:
-    context = AggregatorContext(losses=torch.tensor([1e30, 2.0, -5.0]))
-    weights, _ = STCH(mu=1e-9).weigh(3, {}, context)
-    torch.testing.assert_close(weights, torch.tensor([1 / 3, 0.0, 0.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -169,22 +156,12 @@ def test_a_small_mu_of_stch_follows_the_worst_task_alone() -> None:
 )
 def test_stch_needs_a_number_for_each_task(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        STCH(**fields)(some_rows(0), AggregatorContext(losses=some_losses(0)))
+        gs.STCH(**fields)(some_rows(0), AggregatorContext(losses=some_losses(0)))
 
 
 def test_a_preference_without_a_task_is_refused() -> None:
     with pytest.raises(ValueError, match="preference: must have a share above 0, found"):
-        STCH(preference=(0.0, 0.0))
-
-
-def test_uncertainty_weighting_converges_to_half_the_inverse_of_the_losses() -> None:
-    aggregator = UncertaintyWeighting(lr=0.5)
-    state = aggregator.init(2)
-    losses = torch.tensor([4.0, 0.25], dtype=torch.float64)
-    for _ in range(200):
-        _, state = aggregator.weigh(2, state, AggregatorContext(losses=losses))
-    weights, _ = aggregator.weigh(2, state, AggregatorContext(losses=losses))
-    torch.testing.assert_close(weights, 1 / (2 * losses))
+        gs.STCH(preference=(0.0, 0.0))
 
 
 @every_one
@@ -209,8 +186,8 @@ def test_a_norm_that_is_not_finite_keeps_the_state_of_grad_norm() -> None:
 
 
 def test_the_weights_of_famo_are_finite_for_extreme_logits() -> None:
-    state = FAMO().init(2) | {"logits": torch.tensor([0.0, 2000.0], dtype=torch.float64)}
-    weights, _ = FAMO().weigh(2, state, AggregatorContext(losses=torch.tensor([1.0, 2.0])))
+    state = gs.FAMO().init(2) | {"logits": torch.tensor([0.0, 2000.0], dtype=torch.float64)}
+    weights, _ = gs.FAMO().weigh(2, state, AggregatorContext(losses=torch.tensor([1.0, 2.0])))
     assert weights.tolist() == [0.0, 1.0]
 
 
@@ -228,7 +205,7 @@ def test_extreme_losses_and_norms_emit_no_warning(aggregator: Aggregator) -> Non
 
 
 def test_uncertainty_weighting_overflows_to_infinity() -> None:
-    aggregator = UncertaintyWeighting(lr=2000.0)
+    aggregator = gs.UncertaintyWeighting(lr=2000.0)
     context = AggregatorContext(losses=torch.tensor([0.0, 1.0], dtype=torch.float64))
     _, state = aggregator.weigh(2, aggregator.init(2), context)
     weights, _ = aggregator.weigh(2, state, context)
@@ -240,16 +217,6 @@ def test_a_negative_loss_is_refused(aggregator: Aggregator) -> None:
     losses = torch.tensor([1.0, -0.5, 1.0])
     with pytest.raises(ValueError, match=f"^{type(aggregator).__name__} .* >= 0, found -0.5$"):
         aggregator(some_rows(0), AggregatorContext(losses=losses))
-
-
-@every_one
-def test_a_loss_of_zero_is_allowed(aggregator: Aggregator) -> None:
-    state = aggregator.init(3)
-    context = AggregatorContext(losses=torch.zeros(3, dtype=torch.float64))
-    for _ in range(3):
-        result, state = aggregator.merge(some_rows(0), state, context)
-        assert result.isfinite().all()
-    assert all(tensor.isfinite().all() for tensor in state.values())
 
 
 @every_one
@@ -270,22 +237,11 @@ def test_a_context_without_a_loss_for_each_task_is_refused(aggregator: Aggregato
         aggregator(some_rows(0), AggregatorContext(losses=some_losses(0, 2)))
 
 
-@every_one
-def test_a_copied_state_continues_identically(aggregator: Aggregator) -> None:
-    _, state = weights_of(aggregator, 5)
-    copied = {key: tensor.clone() for key, tensor in state.items()}
-    context = AggregatorContext(losses=some_losses(9))
-    one, _ = aggregator.merge(some_rows(1), state, context)
-    other, _ = aggregator.merge(some_rows(1), copied, context)
-    assert torch.equal(one, other)
-    assert not torch.equal(one, aggregator(some_rows(1), context))
-
-
 def test_excess_mtl_equals_a_loop_over_tasks_and_entries() -> None:
     rows = [inputs_of(step) for step in range(12)]
     weights, first = [1.0] * 3, [0.0] * 3
     sums = [[0.0] * 5 for _ in range(3)]
-    aggregator, state = ExcessMTL(lr=2.0), ExcessMTL().init(3)
+    aggregator, state = gs.ExcessMTL(lr=2.0), gs.ExcessMTL().init(3)
     for step, grads in enumerate(rows):
         for task, grad in enumerate(grads.tolist()):
             excess = 0.0
@@ -310,7 +266,7 @@ def inputs_of(step: int) -> Tensor:
 
 
 def test_excess_mtl_keeps_its_state_for_a_nan_and_refuses_other_sizes() -> None:
-    aggregator, state = ExcessMTL(), ExcessMTL().init(3)
+    aggregator, state = gs.ExcessMTL(), gs.ExcessMTL().init(3)
     for step in range(3):
         _, state = aggregator.merge(inputs_of(step), state, AggregatorContext())
     broken = inputs_of(3)
@@ -325,22 +281,3 @@ def test_excess_mtl_keeps_its_state_for_a_nan_and_refuses_other_sizes() -> None:
     first = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
     _, state = aggregator.merge(first, aggregator.init(2), AggregatorContext())
     assert aggregator.merge(first + 1, state, AggregatorContext())[0].isfinite().all()
-
-
-def test_excess_mtl_weights_the_losses_of_a_training_loop() -> None:
-    torch.manual_seed(0)
-    trunk, heads = torch.nn.Linear(4, 3), torch.nn.ModuleList(torch.nn.Linear(3, 1) for _ in "ab")
-    model = torch.nn.ModuleDict({"trunk": trunk, "heads": heads})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shared = gs.SharedParameters("trunk.*")
-    surgery = gs.Surgery(gs.Intervention(ExcessMTL(lr=0.5), at=shared))
-    with surgery.attach(model, optimizer) as live:
-        for step in range(4):
-            features = trunk(torch.ones(2, 4) * (step + 1)).tanh()
-            losses = [head(features).square().mean() for head in heads]
-            optimizer.zero_grad()
-            live.backward(losses)
-            optimizer.step()
-    (state,) = (s for key, s in surgery._states.items() if "squares" in s)
-    assert state["squares"].shape == (2, 15)
-    assert len(set(state["logits"].tolist())) == 2

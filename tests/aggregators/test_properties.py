@@ -22,6 +22,7 @@ def test_every_declared_property_holds_and_the_documented_row_is_what_the_checks
     assert row(name) in written(README), "python -m tests.aggregators.table writes it anew"
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", ROWS_OF_OTHERS, ids=lambda row: f"{row.name}-{dict(row.fields)}")
 def test_every_declared_property_holds_with_other_fields(case: Row) -> None:

@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.aggregators.base import AggregatorContext, LossWeighting
-from gradsurg.aggregators.cagrad import CAGrad
-from gradsurg.aggregators.crmogm import CRMOGM
-from gradsurg.aggregators.dwa import DWA
-from gradsurg.aggregators.imtlg import IMTLG
-from gradsurg.aggregators.sdmgrad import SDMGrad
-from gradsurg.aggregators.stch import STCH
-from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting
 from tests.aggregators.cases import made
 
 pytest.importorskip("torchjd", reason="TorchJD is in the extra 'test'")
@@ -41,12 +35,12 @@ def test_stch() -> None:
         )
         for step in range(5):
             losses = losses_at(step)
-            found, _ = weigh(STCH(mu, preference=shares, ideal=ideal), {}, losses)
+            found, _ = weigh(gs.STCH(mu, preference=shares, ideal=ideal), {}, losses)
             torch.testing.assert_close(found, slopes(theirs, losses), rtol=1e-9, atol=1e-12)
 
 
 def test_dwa() -> None:
-    ours, theirs = DWA(period=3), scalarization.DWA()
+    ours, theirs = gs.DWA(period=3), scalarization.DWA()
     state = ours.init(4)
     for step in range(20):
         losses = losses_at(step)
@@ -57,7 +51,7 @@ def test_dwa() -> None:
 
 
 def test_imtl_l() -> None:
-    ours, theirs = UncertaintyWeighting(lr=0.1, likelihood="laplace"), scalarization.IMTLL(4)
+    ours, theirs = gs.UncertaintyWeighting(lr=0.1, likelihood="laplace"), scalarization.IMTLL(4)
     theirs = theirs.double()
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     state = ours.init(4)
@@ -78,9 +72,12 @@ def gramian_at(step: int, count: int) -> Tensor:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9])
 def test_crmogm(alpha: float) -> None:
-    pairs = [(IMTLG(), aggregation.IMTLGWeighting()), (CAGrad(0.0), aggregation.MeanWeighting())]
+    pairs = [
+        (gs.IMTLG(), aggregation.IMTLGWeighting()),
+        (gs.CAGrad(0.0), aggregation.MeanWeighting()),
+    ]
     for inner, their_inner in pairs:
-        ours, theirs = CRMOGM(inner, alpha), aggregation.CRMOGMWeighting(their_inner, alpha)
+        ours, theirs = gs.CRMOGM(inner, alpha), aggregation.CRMOGMWeighting(their_inner, alpha)
         state = ours.init(4)
         for step in range(10):
             gramian = gramian_at(step, 4)
@@ -93,16 +90,16 @@ def test_sdmgrad_and_modo(count: int) -> None:
     preference = tuple(range(1, count + 1))
     vector = torch.tensor(preference, dtype=torch.float64)
     pairs = [
-        (SDMGrad(), aggregation.SDMGradWeighting()),
+        (gs.SDMGrad(), aggregation.SDMGradWeighting()),
         (
-            SDMGrad(0.7, preference=preference, lr=0.5, momentum=0.9, num_steps=7),
+            gs.SDMGrad(0.7, preference=preference, lr=0.5, momentum=0.9, num_steps=7),
             aggregation.SDMGradWeighting(0.5, 0.9, 7, 0.7, vector),
         ),
         (made("modo"), aggregation.MoDoWeighting(0.1, 0.0)),
         (made("modo", rho=0.3), aggregation.MoDoWeighting(0.1, 0.3)),
     ]
     for ours, theirs in pairs:
-        assert isinstance(ours, SDMGrad)
+        assert isinstance(ours, gs.SDMGrad)
         # They add 1e-8 to the square of the mean norm.
         size = 1e8 if ours.normalize else 1.0
         state = ours.init(count)

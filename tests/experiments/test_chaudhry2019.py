@@ -239,7 +239,7 @@ def an_agem_run(root: str) -> Run:
     return Run(**{**run.__dict__, "label": "agem", "surgery": surgery})
 
 
-@pytest.mark.parametrize("at", [2, 5, 8, 11])
+@pytest.mark.parametrize("at", [5, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_in_a_task_ends_as_if_it_never_had(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -277,6 +277,7 @@ def test_the_command_trains_task_by_task_and_tells_forgetting(root: str, here: H
     assert "would have lost" in ended.out
 
 
+@pytest.mark.slow
 def test_without_a_memory_a_task_is_learned_from_its_own_loss_alone(
     root: str, here: Here, tmp_path: Path
 ) -> None:
@@ -292,6 +293,7 @@ def test_without_a_memory_a_task_is_learned_from_its_own_loss_alone(
     assert {key: agem[key] for key in keys} == {key: plain[key] for key in keys}
 
 
+@pytest.mark.slow
 def test_a_batch_is_of_one_task_and_so_is_an_epoch(root: str, here: Here) -> None:
     ended = here(*words(root, batch_size=41))
     assert (ended.code, ended.err) == (2, "batch_size: must be <= 40 examples, found 41\n")

@@ -70,7 +70,7 @@ values |= {"conflict/mean/shared/conflict_rate": 1.0, "others/mean/shared/pcgrad
 """
 
 
-@pytest.mark.parametrize("panels", ["few", "all"])
+@pytest.mark.parametrize("panels", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_three_numbers_of_a_site_have_a_panel_and_all_are_logged(tmp_path, panels):
     code = f"""{SITE}
 logger = Wandb(mode="offline", panels={panels!r})
@@ -104,6 +104,7 @@ logger.finish("finished", {{}})
     assert [line[:3] for line in table["data"]] == [["clip", f"layer{k}", 20] for k in range(6)]
 
 
+@pytest.mark.slow
 def test_a_study_logged_again_replaces_that_of_the_same_logger_only(tmp_path):
     done = run_wandb(
         tmp_path,
@@ -125,6 +126,7 @@ for project, number in (("one", 1), ("two", 2), ("one", 3)):
     assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
 
 
+@pytest.mark.slow
 def test_a_study_that_wandb_has_is_not_sent_again_and_a_half_sent_one_is(tmp_path):
     done = run_wandb(
         tmp_path,
@@ -158,6 +160,7 @@ for number, killed in ((1, False), (1, False), (2, True), (2, False), (2, False)
     assert json.loads(path.read_text(encoding="utf-8"))["data"] == [["clip", 2]]
 
 
+@pytest.mark.slow
 def test_training_survives_a_killed_wandb_core_and_the_next_run_is_logged(tmp_path):
     done = run_wandb(
         tmp_path,
@@ -217,11 +220,9 @@ print(logger.notes()[-1])
     ("mode", "field", "made", "notes"),
     [
         (None, "auto", "offline", 2),
-        ("offline", "auto", "offline", 2),
-        ("disabled", "auto", None, 0),
-        ("online", "auto", "offline", 3),
-        (None, "online", "offline", 3),
-        (None, "disabled", None, 0),
+        pytest.param("disabled", "auto", None, 0, marks=pytest.mark.slow),
+        pytest.param("online", "auto", "offline", 3, marks=pytest.mark.slow),
+        pytest.param(None, "online", "offline", 3, marks=pytest.mark.slow),
     ],
 )
 def test_wandb_without_an_account_never_prompts_and_follows_the_settings(
@@ -248,6 +249,7 @@ print(json.dumps(logger.notes()))
     assert folders == ([] if made is None else [made] * 2)
 
 
+@pytest.mark.slow
 def test_wandb_with_an_account_is_online_and_offline_where_it_cannot_connect(tmp_path):
     done = run_wandb(
         tmp_path,

@@ -46,11 +46,14 @@ def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
     "words",
     [
         ("transform=clip", "until='test/accuracy >= 2'", "update_effect_every=5"),
-        ("transform=clip", "task=diabetes", "site=relu_nodes"),
-        ("transform=clip", "task=digits", "site=outputs"),
-        ("task=saliency", "model=convnet", "when.start=${steps}", "transform=gradient_reversal"),
-        ("aggregator=pcgrad", "task=overlay", "model=multi_head"),
-        ("aggregator=pcgrad", "task=overlay", "model=multi_head", "control=none"),
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                ("transform=clip", "task=diabetes", "site=relu_nodes"),
+                ("task=saliency", "model=convnet", "when.start=${steps}", "transform=clip"),
+                ("aggregator=pcgrad", "task=overlay", "model=multi_head", "control=none"),
+            )
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")

@@ -164,13 +164,6 @@ def test_a_broken_zip_is_an_error(tmp_path):
         MNIST(root=root, verify=False).load()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"no zip"])
-def test_a_broken_npz_is_an_error(tmp_path, content):
-    (tmp_path / "mnist.npz").write_bytes(content)
-    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
-        MNIST(root=str(tmp_path), verify=False).load()
-
-
 def test_an_npz_that_is_an_array_or_damaged_inside_is_an_error(tmp_path):
     path = tmp_path / "mnist.npz"
     with path.open("wb") as file:
@@ -192,13 +185,6 @@ def test_an_npz_of_objects_is_not_unpickled(tmp_path):
     with pytest.raises(FieldError, match="mnist.npz cannot be read"):
         MNIST(root=str(tmp_path), verify=False).load()
     assert not Trap.sprung
-
-
-def test_an_npz_of_floats_is_refused(tmp_path):
-    arrays = {key: array / 255 for key, array in named().items()}
-    np.savez(tmp_path / "mnist.npz", **arrays)
-    with pytest.raises(FieldError, match="mnist.npz holds other numbers than bytes"):
-        MNIST(root=str(tmp_path), verify=False).load()
 
 
 def test_so_many_examples_are_chosen_by_the_seed(tmp_path):
@@ -336,20 +322,6 @@ def test_other_files_have_another_content_and_are_read_anew(tmp_path, kind, zipp
     write(tmp_path, zipped, t10k_labels_idx1_ubyte=idx(TEST_LABELS[::-1].copy()))
     assert task.content != before
     assert task.load().test_targets.tolist() == labels[::-1]
-
-
-def test_verified_files_are_known_and_not_hashed_again(tmp_path):
-    for kind in (MNIST, FashionMNIST, CIFAR10):
-        assert kind(root=str(tmp_path)).content == ""
-
-
-def test_the_content_of_a_batch_counts(tmp_path):
-    for name in cifar10.HASHES:
-        (tmp_path / name).write_bytes(name.encode())
-    task = CIFAR10(root=str(tmp_path), verify=False)
-    before = task.content
-    (tmp_path / "test_batch").write_bytes(b"another one")
-    assert task.content != before
 
 
 def test_an_edited_text_is_read_anew(tmp_path):

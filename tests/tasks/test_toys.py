@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gradsurg.tasks.quadratics_toy import NUM_EXAMPLES, QuadraticsToy, Toy
 
-STARTS = [(-8.5, 7.5), (0, 0), (9, 9), (-7.5, -0.5), (9, -1), (-8.5, -5)]
 Slow = Callable[[float, float], Sequence[float]]
 
 
@@ -196,18 +195,3 @@ def test_the_outline_of_the_quadratics_is_the_same_whatever_their_scales():
     for point in QuadraticsToy().pareto()[0]:
         others = QuadraticsToy(scales=(5.0, 1.0, 0.01)).pareto()[0]
         assert min(np.hypot(*np.subtract(point, other)) for other in others) < 1e-9
-
-
-def test_weights_of_the_quadratics_give_the_point_where_that_sum_is_least():
-    toy = QuadraticsToy()
-    weights = torch.tensor([[0.2, 0.5, 0.3]], dtype=torch.float64)
-    (point,) = toy.stationary(weights)
-    total = weights @ torch.tensor(grads(toy, point), dtype=torch.float64)
-    assert total.tolist() == [pytest.approx([0, 0], abs=1e-9)]
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_every_published_start_lies_in_the_window(start):
-    toy = CAGradToy(start=start)
-    for coordinate, (low, high) in zip(toy.place, toy.window, strict=True):
-        assert low < coordinate < high

@@ -14,10 +14,6 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
-from gradsurg.transforms.chain import Chain
-from gradsurg.transforms.error_feedback import ErrorFeedback
-from gradsurg.transforms.norm_matched import NormMatched
-from gradsurg.transforms.scheduled import Scheduled
 
 LAYERS = gs.Nodes("Addmm", "[24]", side="leave", edge=1)
 
@@ -109,8 +105,12 @@ class Seen(Stateless):
         return grad
 
 
-@pytest.mark.parametrize("wrap", [lambda own: own, Chain, Scheduled, ErrorFeedback, NormMatched])
-def test_a_transform_at_a_nodes_input_gets_the_gradients_of_its_outputs(wrap: type[Chain]) -> None:
+@pytest.mark.parametrize(
+    "wrap", [lambda own: own, gs.Chain, gs.Scheduled, gs.ErrorFeedback, gs.NormMatched]
+)
+def test_a_transform_at_a_nodes_input_gets_the_gradients_of_its_outputs(
+    wrap: type[gs.Chain],
+) -> None:
     seen, model, entered = Seen(), net(), list[Tensor]()
     with gs.Surgery(gs.Intervention(wrap(seen), at=LAYERS)).attach(model):
         inputs, targets = batch()
@@ -134,9 +134,9 @@ def test_a_transform_without_that_need_does_not_get_them() -> None:
 @pytest.mark.parametrize(
     "at", [gs.Parameters(), gs.Outputs("*"), gs.Nodes("Addmm"), LAYERS | gs.Nodes("Tanh")], ids=repr
 )
-@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+@pytest.mark.parametrize("wrap", [lambda own: own, gs.Scheduled, gs.Chain])
 def test_feedback_weights_are_refused_at_sites_without_a_nodes_output_gradient(
-    at: gs.Parameters, wrap: type[Chain]
+    at: gs.Parameters, wrap: type[gs.Chain]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(f"autograd node, and {at!r} has none")):
         gs.Intervention(wrap(gs.FeedbackWeights()), at=at)
@@ -179,9 +179,9 @@ def square(at: Selector, transform: Transform, bias: bool = True) -> dict[str, i
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+@pytest.mark.parametrize("wrap", [lambda own: own, gs.Scheduled, gs.Chain])
 def test_feedback_weights_are_refused_elsewhere_than_at_a_products_input(
-    at: Selector, wrap: type[Chain]
+    at: Selector, wrap: type[gs.Chain]
 ) -> None:
     with pytest.raises(
         ValueError, match="gradient of the input of a matrix product, and .* has other"
@@ -229,9 +229,9 @@ def test_feedback_weights_refuse_gradients_of_different_batch_sizes() -> None:
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+@pytest.mark.parametrize("wrap", [lambda own: own, gs.Scheduled, gs.Chain])
 def test_direct_feedback_is_refused_at_gradients_without_a_batch_axis(
-    at: Selector, wrap: type[Chain]
+    at: Selector, wrap: type[gs.Chain]
 ) -> None:
     with pytest.raises(
         ValueError,
@@ -341,9 +341,9 @@ def test_the_output_error_of_a_failed_backward_is_dropped_in_the_next_forward() 
 @pytest.mark.parametrize(
     "at", [gs.Parameters(stage="step"), gs.Activations("*"), gs.Group()], ids=repr
 )
-@pytest.mark.parametrize("wrap", [lambda own: own, Scheduled, Chain])
+@pytest.mark.parametrize("wrap", [lambda own: own, gs.Scheduled, gs.Chain])
 def test_direct_feedback_is_refused_at_stages_outside_of_the_backward(
-    at: gs.Parameters, wrap: type[Chain]
+    at: gs.Parameters, wrap: type[gs.Chain]
 ) -> None:
     with pytest.raises(ValueError, match="needs the gradient of the model's output"):
         gs.Intervention(wrap(gs.DirectFeedback()), at=at)

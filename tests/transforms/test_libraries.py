@@ -9,20 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.transforms.adaptive_clip import AdaptiveClip
-from gradsurg.transforms.add_decayed import AddDecayed
 from gradsurg.transforms.base import Transform, TransformContext, init_all, update_all
-from gradsurg.transforms.clip_norm import ClipNorm
-from gradsurg.transforms.deconvolve import Deconvolve
-from gradsurg.transforms.grokfast_ma import GrokfastMA
-from gradsurg.transforms.momentum import Momentum
-from gradsurg.transforms.orthogonalize import Orthogonalize
-from gradsurg.transforms.perpendicular import Perpendicular
-from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm
-from gradsurg.transforms.spike_clip import SpikeClip
-from gradsurg.transforms.surrogate_gradient import SurrogateGradient
-from gradsurg.transforms.trust_ratio import TrustRatio
-from gradsurg.transforms.update_clip import UpdateClip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -70,7 +57,7 @@ def test_surrogate_gradients_are_those_of_snntorch(
     value, grad = (random(1000) * 0.3).requires_grad_(), random(1000, seed=1)
     getattr(surrogate, maker)(**{argument: slope})(value).backward(grad)
     assert value.grad is not None
-    result = act(SurrogateGradient(window, slope), grad, value)
+    result = act(gs.SurrogateGradient(window, slope), grad, value)
     torch.testing.assert_close(result, value.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -84,7 +71,7 @@ def test_adaptive_clip_is_zclip(rule: str, mode: str, max_norm: float | None) ->
     params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
     model = nn.ParameterList(params)
     sequence = spiky(30)
-    results = steps(AdaptiveClip(rule, 2.0, decay=0.9, warmup=5, max_norm=max_norm), sequence)
+    results = steps(gs.AdaptiveClip(rule, 2.0, decay=0.9, warmup=5, max_norm=max_norm), sequence)
     clipped = 0
     for grads, result in zip(sequence, results, strict=True):
         for param, grad in zip(params, grads, strict=True):
@@ -105,7 +92,7 @@ def test_adaptive_clip_is_adagc() -> None:
         params, lr=0, betas=(0.0, 0.0), beta=0.9, lambda_rel=1.05, warmup_steps=5, lambda_abs=2.0
     )
     sequence = spiky(30)
-    transform = AdaptiveClip("ratio", 1.05, decay=0.9, warmup=4, max_norm=2.0, of="each")
+    transform = gs.AdaptiveClip("ratio", 1.05, decay=0.9, warmup=4, max_norm=2.0, of="each")
     for grads, result in zip(sequence, steps(transform, sequence), strict=True):
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
@@ -128,7 +115,7 @@ def test_deconvolve_at_relu_nodes_is_captums_deconvolution() -> None:
     targets = torch.tensor([0, 1, 2, 0, 1])
     expected = attr.Deconvolution(model).attribute(inputs, target=targets)
     site = gs.Nodes("Relu", side="leave")
-    with gs.Surgery(gs.Intervention(Deconvolve(), at=site)).attach(model):
+    with gs.Surgery(gs.Intervention(gs.Deconvolve(), at=site)).attach(model):
         outputs = model(inputs).gather(1, targets[:, None]).sum()
         (result,) = torch.autograd.grad(outputs, inputs)
     assert torch.equal(result, expected)
@@ -137,10 +124,10 @@ def test_deconvolve_at_relu_nodes_is_captums_deconvolution() -> None:
 @pytest.mark.parametrize(
     ("transform", "name", "fields"),
     [
-        (Momentum(0.9), "trace", {}),
-        (Momentum(0.9, nesterov=True), "trace", {"nesterov": True}),
-        (Momentum(0.9, average=True), "ema", {"debias": False}),
-        (Momentum(0.9, average=True, debias=True), "ema", {}),
+        (gs.Momentum(0.9), "trace", {}),
+        (gs.Momentum(0.9, nesterov=True), "trace", {"nesterov": True}),
+        (gs.Momentum(0.9, average=True), "ema", {"debias": False}),
+        (gs.Momentum(0.9, average=True, debias=True), "ema", {}),
     ],
     ids=str,
 )
@@ -162,7 +149,7 @@ def test_orthogonalize_is_optaxs_newton_schulz() -> None:
             jax_array(grad), jax_array(torch.tensor([3.4445, -4.775, 2.0315])), 5
         )
         expected = torch.tensor(np.array(theirs))
-        result = act(Orthogonalize(scale="none"), grad)
+        result = act(gs.Orthogonalize(scale="none"), grad)
         torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -178,14 +165,14 @@ def test_a_rescaled_perpendicular_gradient_is_orthograd() -> None:
         param.grad = grad.clone()
     library.OrthoGrad(torch.optim.SGD(params, lr=0.0)).step()
     for param, grad in zip(params, grads, strict=True):
-        torch.testing.assert_close(act(Perpendicular(rescale=True), grad, param), param.grad)
+        torch.testing.assert_close(act(gs.Perpendicular(rescale=True), grad, param), param.grad)
 
 
 def test_grokfast_ma_is_that_of_pytorch_optimizer() -> None:
     library = pytest.importorskip("pytorch_optimizer.optimizer.grokfast")
     model, past = nn.Linear(3, 4, bias=False), None
     sequence = [[random(4, 3, seed=seed)] for seed in range(9)]
-    results = steps(GrokfastMA(4, 2.0), sequence)
+    results = steps(gs.GrokfastMA(4, 2.0), sequence)
     for (grad,), (result,) in zip(sequence, results, strict=True):
         model.weight.grad = grad.clone()
         past = library.gradfilter_ma(model, past, window_size=4, lamb=2.0)
@@ -202,7 +189,7 @@ def test_adamw_with_update_clip_is_stable_adamw() -> None:
         (plain, torch.optim.AdamW(plain.parameters(), **fields)),
         (theirs, library.StableAdamW(theirs.parameters(), **fields)),
     ]
-    surgery = gs.Surgery(gs.Intervention(UpdateClip(0.95), gs.Updates()))
+    surgery = gs.Surgery(gs.Intervention(gs.UpdateClip(0.95), gs.Updates()))
     with surgery.attach(ours, optimizer):
         for step in range(12):
             for model, loop in loops:
@@ -223,7 +210,7 @@ def test_spike_clip_is_spam() -> None:
     )
     sequence = spiky(30)
     # Their fifth gradient is the first to be clipped.
-    results = steps(SpikeClip(4.0, decay=0.9, warmup=4), sequence)
+    results = steps(gs.SpikeClip(4.0, decay=0.9, warmup=4), sequence)
     clipped = 0
     for grads, result in zip(sequence, results, strict=True):
         for param, grad in zip(params, grads, strict=True):
@@ -238,12 +225,12 @@ def test_spike_clip_is_spam() -> None:
 @pytest.mark.parametrize(
     ("transform", "name", "fields"),
     [
-        (TrustRatio(0.01), "scale_by_trust_ratio", {"trust_coefficient": 0.01}),
-        (TrustRatio(1.0, eps=0.1), "scale_by_trust_ratio", {"eps": 0.1}),
-        (AddDecayed(0.1), "add_decayed_weights", {"weight_decay": 0.1}),
-        (ClipNorm(0.5, mean=True), "clip_by_block_rms", {"threshold": 0.5}),
-        (RescaleGlobalNorm(eps=1e-6), "normalize_by_update_norm", {}),
-        (RescaleGlobalNorm(3.0), "normalize_by_update_norm", {"scale_factor": 3.0, "eps": 0.0}),
+        (gs.TrustRatio(0.01), "scale_by_trust_ratio", {"trust_coefficient": 0.01}),
+        (gs.TrustRatio(1.0, eps=0.1), "scale_by_trust_ratio", {"eps": 0.1}),
+        (gs.AddDecayed(0.1), "add_decayed_weights", {"weight_decay": 0.1}),
+        (gs.ClipNorm(0.5, mean=True), "clip_by_block_rms", {"threshold": 0.5}),
+        (gs.RescaleGlobalNorm(eps=1e-6), "normalize_by_update_norm", {}),
+        (gs.RescaleGlobalNorm(3.0), "normalize_by_update_norm", {"scale_factor": 3.0, "eps": 0.0}),
     ],
     ids=str,
 )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.transforms.add_noise import AddNoise
 from gradsurg.transforms.base import (
     Function,
     Transform,
@@ -17,21 +17,6 @@ from gradsurg.transforms.base import (
     init_all,
     update_all,
 )
-from gradsurg.transforms.chain import Chain
-from gradsurg.transforms.clip import Clip
-from gradsurg.transforms.clip_global_norm import ClipGlobalNorm
-from gradsurg.transforms.error_feedback import ErrorFeedback
-from gradsurg.transforms.gradient_reversal import GradientReversal
-from gradsurg.transforms.grokfast_ema import GrokfastEMA
-from gradsurg.transforms.identity import Identity
-from gradsurg.transforms.mask import Mask
-from gradsurg.transforms.norm_matched import NormMatched
-from gradsurg.transforms.placebo import Placebo
-from gradsurg.transforms.scale import Scale
-from gradsurg.transforms.scale_by_sign import ScaleBySign
-from gradsurg.transforms.scheduled import Scheduled
-from gradsurg.transforms.sign import Sign
-from gradsurg.transforms.zero import Zero
 from tests.transforms.cases import INF, NAN
 
 GRADS = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
@@ -44,44 +29,44 @@ def act(transform: Transform, grad: Tensor, step: int = 0) -> Tensor:
 
 def test_a_chain_runs_its_links_in_order() -> None:
     grad = torch.tensor([5.0])
-    assert act(Chain(Clip(1.0), Scale(2.0)), grad).item() == 2.0
-    assert act(Chain(Scale(2.0), Clip(1.0)), grad).item() == 1.0
+    assert act(gs.Chain(gs.Clip(1.0), gs.Scale(2.0)), grad).item() == 2.0
+    assert act(gs.Chain(gs.Scale(2.0), gs.Clip(1.0)), grad).item() == 1.0
 
 
 def test_a_chain_of_chains_is_one_chain() -> None:
-    flat = Chain(Clip(1.0), Scale(2.0), Zero())
-    nested = Chain(Clip(1.0), Chain(Chain(Scale(2.0)), Zero()))
+    flat = gs.Chain(gs.Clip(1.0), gs.Scale(2.0), gs.Zero())
+    nested = gs.Chain(gs.Clip(1.0), gs.Chain(gs.Chain(gs.Scale(2.0)), gs.Zero()))
     assert nested == flat
     assert hash(nested) == hash(flat)
-    assert nested.links == (Clip(1.0), Scale(2.0), Zero())
+    assert nested.links == (gs.Clip(1.0), gs.Scale(2.0), gs.Zero())
     assert repr(flat) == "Chain(Clip(value=1.0), Scale(factor=2.0), Zero())"
-    assert Chain(links=[Clip(1.0), Scale(2.0), Zero()]) == flat
-    assert Chain(Zero(), Clip(1.0)) != Chain(Clip(1.0), Zero())
+    assert gs.Chain(links=[gs.Clip(1.0), gs.Scale(2.0), gs.Zero()]) == flat
+    assert gs.Chain(gs.Zero(), gs.Clip(1.0)) != gs.Chain(gs.Clip(1.0), gs.Zero())
 
 
 def test_an_empty_chain_is_the_identity() -> None:
     grad = torch.tensor([NAN, 1.0])
-    assert act(Chain(), grad) is grad
-    assert Chain().properties == Identity().properties
+    assert act(gs.Chain(), grad) is grad
+    assert gs.Chain().properties == gs.Identity().properties
 
 
 def test_a_chain_is_immutable() -> None:
-    chain: Any = Chain(Zero())
+    chain: Any = gs.Chain(gs.Zero())
     with pytest.raises(AttributeError, match="cannot be changed"):
         chain.links = ()
 
 
 def test_a_chain_refuses_objects_that_are_not_transforms() -> None:
-    wrong: list[Any] = [Zero(), 3]
-    forgotten: Any = Zero
+    wrong: list[Any] = [gs.Zero(), 3]
+    forgotten: Any = gs.Zero
     with pytest.raises(TypeError, match=r"Chain\.links\.1: must be a transform, found 3"):
-        Chain(*wrong)
+        gs.Chain(*wrong)
     with pytest.raises(TypeError, match=r"did you mean Zero\(\)\?"):
-        Chain(forgotten)
+        gs.Chain(forgotten)
 
 
 def test_a_chain_with_a_plain_function_has_no_properties() -> None:
-    chain = Chain(Scale(2.0), torch.neg)
+    chain = gs.Chain(gs.Scale(2.0), torch.neg)
     assert isinstance(chain.links[1], Function)
     assert chain.properties == frozenset()
     assert act(chain, torch.tensor([1.0])).item() == -2.0
@@ -89,18 +74,18 @@ def test_a_chain_with_a_plain_function_has_no_properties() -> None:
 
 def test_equal_links_draw_different_noise() -> None:
     grad = torch.zeros(1000)
-    one = act(Chain(AddNoise(sigma=1.0)), grad)
-    two = act(Chain(AddNoise(sigma=1.0), AddNoise(sigma=1.0)), grad)
+    one = act(gs.Chain(gs.AddNoise(sigma=1.0)), grad)
+    two = act(gs.Chain(gs.AddNoise(sigma=1.0), gs.AddNoise(sigma=1.0)), grad)
     # Of independent draws the variances add up; of equal ones the sum would have four times it.
     assert 1.7 < (two.var() / one.var()).item() < 2.3
 
 
 def test_each_link_of_a_chain_has_its_own_state() -> None:
-    chain = Chain(GrokfastEMA(0.5, 1.0), Scale(10.0), GrokfastEMA(0.5, 1.0))
+    chain = gs.Chain(gs.GrokfastEMA(0.5, 1.0), gs.Scale(10.0), gs.GrokfastEMA(0.5, 1.0))
     grads = [torch.tensor([1.0]), torch.tensor([3.0])]
     state = chain.init(grads[0])
     assert sorted(state) == ["0.0.mean", "0.0.started", "2.0.mean", "2.0.started"]
-    first, second = GrokfastEMA(0.5, 1.0), GrokfastEMA(0.5, 1.0)
+    first, second = gs.GrokfastEMA(0.5, 1.0), gs.GrokfastEMA(0.5, 1.0)
     states = [first.init(grads[0]), second.init(grads[0])]
     for grad in grads:
         result, state = chain.update(grad, state, TransformContext())
@@ -110,8 +95,8 @@ def test_each_link_of_a_chain_has_its_own_state() -> None:
 
 
 def test_a_chain_has_group_scope_if_a_link_has() -> None:
-    assert Chain(Clip(1.0), Zero()).scope == "tensor"
-    chain = Chain(Scale(2.0), ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA())
+    assert gs.Chain(gs.Clip(1.0), gs.Zero()).scope == "tensor"
+    chain = gs.Chain(gs.Scale(2.0), gs.ClipGlobalNorm(1.0, eps=0.0), gs.GrokfastEMA())
     assert chain.scope == "group"
     results, state = update_all(chain, GRADS, init_all(chain, GRADS), CONTEXTS)
     # |(6, 8)| = 10, so [0.6, 0] and [0.8]; three times that at the first step of GrokfastEMA.
@@ -120,20 +105,20 @@ def test_a_chain_has_group_scope_if_a_link_has() -> None:
     assert {key for key in state if key.endswith("mean")} == {"2.0.mean", "2.1.mean"}
 
 
-@pytest.mark.parametrize("wrap", [Chain, Scheduled, NormMatched, ErrorFeedback])
+@pytest.mark.parametrize("wrap", [gs.Chain, gs.Scheduled, gs.NormMatched, gs.ErrorFeedback])
 def test_a_wrapper_has_the_needs_and_scope_of_the_wrapped_transform(
     wrap: Callable[[Any], Transform],
 ) -> None:
-    assert wrap(ScaleBySign(of="value")).needs == {"value"}
-    assert not wrap(Zero()).needs
-    assert wrap(ClipGlobalNorm()).scope == "group"
-    assert wrap(Zero()).scope == "tensor"
+    assert wrap(gs.ScaleBySign(of="value")).needs == {"value"}
+    assert not wrap(gs.Zero()).needs
+    assert wrap(gs.ClipGlobalNorm()).scope == "group"
+    assert wrap(gs.Zero()).scope == "tensor"
     assert wrap(torch.neg).properties <= {"sign_preserving"}
 
 
 def test_a_chain_of_two_links_does_not_declare_idempotence() -> None:
-    assert "idempotent" in Chain(Sign()).properties
-    assert "idempotent" not in Chain(Sign(), Clip(0.5)).properties
+    assert "idempotent" in gs.Chain(gs.Sign()).properties
+    assert "idempotent" not in gs.Chain(gs.Sign(), gs.Clip(0.5)).properties
 
 
 @pytest.mark.parametrize(
@@ -142,21 +127,21 @@ def test_a_chain_of_two_links_does_not_declare_idempotence() -> None:
 )
 def test_a_schedule_follows_its_curve_between_two_constants(curve: str, middle: float) -> None:
     fields: dict[str, Any] = {"begin": 10, "steps": 8, "start": 1.0, "stop": 3.0, "curve": curve}
-    scheduled = Scheduled(Zero(), **fields)
+    scheduled = gs.Scheduled(gs.Zero(), **fields)
     assert [scheduled.strength(step) for step in (0, 10, 18, 1000)] == [1.0, 1.0, 3.0, 3.0]
     assert math.isclose(scheduled.strength(12), 1 + 2 * middle, rel_tol=1e-6)
 
 
 def test_a_schedule_is_exact_at_both_ends() -> None:
     grad = torch.tensor([0.1, 1e-30, INF, NAN])
-    scheduled = Scheduled(Scale(3e38), steps=10)
+    scheduled = gs.Scheduled(gs.Scale(3e38), steps=10)
     assert act(scheduled, grad, step=0) is grad
     full = act(scheduled, grad, step=10)
-    assert torch.equal(full[:3], act(Scale(3e38), grad)[:3])
+    assert torch.equal(full[:3], act(gs.Scale(3e38), grad)[:3])
 
 
 def test_a_schedule_advances_the_state_while_its_strength_is_zero() -> None:
-    scheduled = Scheduled(GrokfastEMA(0.5, 1.0), begin=1, steps=1)
+    scheduled = gs.Scheduled(gs.GrokfastEMA(0.5, 1.0), begin=1, steps=1)
     state = scheduled.init(torch.zeros(1))
     _, state = scheduled.update(torch.tensor([2.0]), state, TransformContext(step=0))
     result, _ = scheduled.update(torch.tensor([4.0]), state, TransformContext(step=2))
@@ -164,7 +149,9 @@ def test_a_schedule_advances_the_state_while_its_strength_is_zero() -> None:
 
 
 def test_a_scheduled_gradient_reversal_has_the_papers_lambda() -> None:
-    scheduled = Scheduled(GradientReversal(), start=0.5, stop=1.0, curve="saturating", steps=100)
+    scheduled = gs.Scheduled(
+        gs.GradientReversal(), start=0.5, stop=1.0, curve="saturating", steps=100
+    )
     for step in (0, 1, 30, 99):
         strength = 2 / (1 + math.exp(-10 * step / 100)) - 1
         result = act(scheduled, torch.tensor([1.0]), step=step).item()
@@ -172,14 +159,14 @@ def test_a_scheduled_gradient_reversal_has_the_papers_lambda() -> None:
 
 
 def test_a_schedule_of_a_group_transform() -> None:
-    scheduled = Scheduled(ClipGlobalNorm(1.0, eps=0.0), start=0.5, stop=0.5)
+    scheduled = gs.Scheduled(gs.ClipGlobalNorm(1.0, eps=0.0), start=0.5, stop=0.5)
     results, _ = update_all(scheduled, GRADS, init_all(scheduled, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
 
 
 def test_error_feedback_adds_the_error_to_the_next_gradient() -> None:
-    feedback = ErrorFeedback(Mask(0.5))
+    feedback = gs.ErrorFeedback(gs.Mask(0.5))
     state = feedback.init(torch.zeros(2))
     first, state = feedback.update(torch.tensor([4.0, 3.0]), state, TransformContext(step=0))
     second, state = feedback.update(torch.tensor([1.0, 1.0]), state, TransformContext(step=1))
@@ -189,7 +176,7 @@ def test_error_feedback_adds_the_error_to_the_next_gradient() -> None:
 
 
 def test_error_feedback_includes_the_rounding_error() -> None:
-    feedback, grad = ErrorFeedback(Scale(1.0)), torch.ones(1, dtype=torch.bfloat16)
+    feedback, grad = gs.ErrorFeedback(gs.Scale(1.0)), torch.ones(1, dtype=torch.bfloat16)
     state = feedback.init(grad)
     state["error.0"] = torch.tensor([0.001])  # there is no 1.001 in bfloat16
     result, state = feedback.update(grad, state, TransformContext())
@@ -199,7 +186,7 @@ def test_error_feedback_includes_the_rounding_error() -> None:
 
 
 def test_error_feedback_of_a_group_keeps_one_error_a_tensor_and_the_inner_state() -> None:
-    feedback = ErrorFeedback(Chain(ClipGlobalNorm(1.0, eps=0.0), GrokfastEMA()))
+    feedback = gs.ErrorFeedback(gs.Chain(gs.ClipGlobalNorm(1.0, eps=0.0), gs.GrokfastEMA()))
     results, state = update_all(feedback, GRADS, init_all(feedback, GRADS), CONTEXTS)
     for index, (grad, result) in enumerate(zip(GRADS, results, strict=True)):
         torch.testing.assert_close(state[f"error.{index}"], grad - result)
@@ -208,43 +195,49 @@ def test_error_feedback_of_a_group_keeps_one_error_a_tensor_and_the_inner_state(
 
 def test_a_wrapper_refuses_objects_that_are_not_transforms() -> None:
     number: Any = 3
-    forgotten: Any = Zero
+    forgotten: Any = gs.Zero
     with pytest.raises(FieldError, match=r"^Scheduled\.of: must be a Transform, found 3$"):
-        Scheduled(number)
+        gs.Scheduled(number)
     with pytest.raises(FieldError, match=r"^NormMatched\.of: must be a Transform, found"):
-        NormMatched(forgotten)
+        gs.NormMatched(forgotten)
 
 
 def test_norm_matched_has_the_transforms_norm_and_the_gradients_direction() -> None:
     grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    for other in (Clip(0.3), Sign(), Chain(Scale(5.0), ScaleBySign())):
-        result = act(NormMatched(other), grad)
+    for other in (gs.Clip(0.3), gs.Sign(), gs.Chain(gs.Scale(5.0), gs.ScaleBySign())):
+        result = act(gs.NormMatched(other), grad)
         torch.testing.assert_close(result.norm(), act(other, grad).norm())
         torch.testing.assert_close(result / result.norm(), grad / grad.norm())
 
 
 def test_norm_matched_of_zero_is_zero() -> None:
     grad = torch.zeros(3)
-    assert torch.equal(act(NormMatched(AddNoise(sigma=1.0)), grad), grad)
-    assert torch.equal(act(NormMatched(Zero()), torch.ones(3)), grad)
+    assert torch.equal(act(gs.NormMatched(gs.AddNoise(sigma=1.0)), grad), grad)
+    assert torch.equal(act(gs.NormMatched(gs.Zero()), torch.ones(3)), grad)
 
 
 def test_norm_matched_of_a_group_matches_each_tensor() -> None:
-    matched = NormMatched(ClipGlobalNorm(1.0, eps=0.0))
+    matched = gs.NormMatched(gs.ClipGlobalNorm(1.0, eps=0.0))
     results, _ = update_all(matched, GRADS, init_all(matched, GRADS), CONTEXTS)
     torch.testing.assert_close(results[0], torch.tensor([0.6, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[0.8]]))
 
 
 @pytest.mark.parametrize(
-    "other", [Sign(), ScaleBySign(), AddNoise(sigma=1.0), Chain(Scale(5.0), ScaleBySign(-1.0, 0.5))]
+    "other",
+    [
+        gs.Sign(),
+        gs.ScaleBySign(),
+        gs.AddNoise(sigma=1.0),
+        gs.Chain(gs.Scale(5.0), gs.ScaleBySign(-1.0, 0.5)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_placebo_has_the_transforms_norm_and_cosine_and_another_direction(
     other: Transform, dtype: torch.dtype
 ) -> None:
     grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(0), dtype=dtype)
-    target, placebo = act(other, grad), act(Placebo(other), grad)
+    target, placebo = act(other, grad), act(gs.Placebo(other), grad)
     cosine = torch.nn.CosineSimilarity(dim=0)
     torch.testing.assert_close(placebo.norm(), target.norm())
     angle = cosine(grad.flatten(), target.flatten())
@@ -257,14 +250,14 @@ def test_a_placebo_has_the_transforms_norm_and_cosine_and_another_direction(
 
 def test_the_placebo_of_a_transform_that_changes_nothing_is_the_gradient_bit_for_bit() -> None:
     grad = torch.tensor([0.1, -0.0, 1e-30, -3.0, 1e30])
-    assert same_bits(act(Placebo(Scale(1.0)), grad), grad)
-    assert same_bits(act(Placebo(Clip(1e31)), grad), grad)
+    assert same_bits(act(gs.Placebo(gs.Scale(1.0)), grad), grad)
+    assert same_bits(act(gs.Placebo(gs.Clip(1e31)), grad), grad)
 
 
 def test_a_placebo_draws_anew_at_each_step_site_and_call_and_never_from_the_global_generator() -> (
     None
 ):
-    grad, placebo = torch.arange(-5.0, 5.0), Placebo(ScaleBySign())
+    grad, placebo = torch.arange(-5.0, 5.0), gs.Placebo(gs.ScaleBySign())
     contexts = [
         TransformContext("a", 1),
         TransformContext("a", 2),
@@ -282,9 +275,11 @@ def test_a_placebo_draws_anew_at_each_step_site_and_call_and_never_from_the_glob
 
 def test_a_placebo_of_zero_has_the_transforms_norm_and_one_of_one_entry_is_the_transform() -> None:
     zeros = torch.zeros(5)
-    noisy = act(AddNoise(sigma=1.0), zeros)
-    torch.testing.assert_close(act(Placebo(AddNoise(sigma=1.0)), zeros).norm(), noisy.norm())
-    torch.testing.assert_close(act(Placebo(Scale(-2.0)), torch.tensor([3.0])), torch.tensor([-6.0]))
+    noisy = act(gs.AddNoise(sigma=1.0), zeros)
+    torch.testing.assert_close(act(gs.Placebo(gs.AddNoise(sigma=1.0)), zeros).norm(), noisy.norm())
+    torch.testing.assert_close(
+        act(gs.Placebo(gs.Scale(-2.0)), torch.tensor([3.0])), torch.tensor([-6.0])
+    )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
