@@ -1,7 +1,10 @@
 """The W&B logger: offline runs read back have all that was logged."""
 
 import json
+from base64 import b64decode
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from gradsurg.loggers.wandb import Wandb, _glob_argument, _location
 from gradsurg.plugins import registry
 from gradsurg.plugins.fields import FieldError
-from tests.loggers.offline import inspect, of_type, rows, run_wandb
+from tests.loggers.offline import info, inspect, of_type, rows, run_wandb
 
 
 def test_wandb_run_read_back_has_what_was_logged(tmp_path):
@@ -61,6 +64,9 @@ print(json.dumps(logger.notes()))
     ]
 
 
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABAQAAAAA3bvkkAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+"""A picture of one pixel."""
+
 SITE = """
 site = {"norm_before": 2.0, "norm_after": 1.0, "cosine": 0.9, "changed": 0.5, "flipped": 0.1,
         "zeroed": 0.0, "distance": 0.6, "nonfinite": 0, "seen": 10, "calls": 10}
@@ -106,6 +112,7 @@ logger.finish("finished", {{}})
 
 @pytest.mark.slow
 def test_a_study_logged_again_replaces_that_of_the_same_logger_only(tmp_path):
+    (tmp_path / "one.png").write_bytes(b64decode(DOT))
     done = run_wandb(
         tmp_path,
         """
@@ -113,7 +120,8 @@ from gradsurg.loggers.base import StudyInfo
 
 for project, number in (("one", 1), ("two", 2), ("one", 3)):
     logger = Wandb(mode="offline", project=project)
-    logger.study(StudyInfo("study", Path("runs/report"), [{"arm": "clip", "n": number}]))
+    figures = [("outcome", Path("one.png"))]
+    logger.study(StudyInfo("study", Path("runs/report"), [{"arm": "clip", "n": number}], figures))
 """,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -122,6 +130,9 @@ for project, number in (("one", 1), ("two", 2), ("one", 3)):
     for path in paths:
         (begun,) = of_type(inspect(tmp_path, path), "run")
         (table,) = path.rglob("*.table.json")
+        (picture,) = path.rglob("*.png")
+        assert picture.read_bytes() == b64decode(DOT)
+        assert (begun["run_group"], begun["job_type"]) == ("study", "report")
         kept[begun["project"]] = json.loads(table.read_text(encoding="utf-8"))["data"]
     assert kept == {"one": [["clip", 3]], "two": [["clip", 2]]}
 
@@ -302,15 +313,64 @@ def test_the_upload_command_is_quoted_for_a_shell():
 class Sent:
     """A stand-in for a W&B run that records its calls."""
 
-    def __init__(self) -> None:
+    url = project_url = "https://wandb.test/run"
+
+    def __init__(self, resumed: bool = False) -> None:
         self.rows: list[dict[str, float]] = []
-        self.summary: dict[str, object] = {}
+        self.resumed = resumed
+        self.summary: dict[str, object] = {"global_step": 20} if resumed else {}
+        self.settings = SimpleNamespace(sync_dir="there")
+
+    def define_metric(self, name: str, **_: object) -> None:
+        self.axis = name
 
     def log(self, row: dict[str, float]) -> None:
         self.rows.append(row)
 
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
+
+
+@pytest.mark.parametrize(
+    ("before", "resumed", "mode", "run_id", "steps"),
+    [
+        ("run", True, "online", "abcd", [30, 40]),  # W&B has the rows up to 20
+        ("run", False, "online", None, [10, 20, 30, 40]),
+        ("offline-run", True, "offline", None, [10, 20, 30, 40]),
+        ("offline-run", True, "online", "abcd", [30, 40]),
+    ],
+)
+def test_a_resumed_run_continues_the_same_wandb_run_online_and_replaces_one_offline(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    resumed: bool,
+    mode: str,
+    run_id: str | None,
+    steps: list[int],
+) -> None:
+    import wandb
+
+    made: list[tuple[dict[str, Any], Sent]] = []
+
+    def init(**options: object) -> Sent:
+        made.append((options, Sent(resumed=options["resume"] == "allow")))
+        return made[-1][1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(Wandb, "_resolved_mode", lambda _: mode)
+    folder = tmp_path / "wandb" / f"{before}-20250101_000000-abcd"
+    folder.mkdir(parents=True)
+    logger = Wandb(panels="all", project="clipping", entity="somebody")
+    logger.start(replace(info(tmp_path), resumed=resumed))
+    for step in (10, 20, 30, 40):
+        logger.log(step, {"train/loss": 0.5})
+    logger.finish("failed", {})
+    ((options, run),) = made
+    assert (options["id"], options["mode"], options["entity"]) == (run_id, mode, "somebody")
+    assert [row["global_step"] for row in run.rows] == steps
+    assert (run.exit_code, run.summary["state"]) == (1, "failed")
+    assert folder.is_dir() == (before == "run")
 
 
 def test_rows_are_sent_to_wandb_in_batches_and_all_before_the_end(

@@ -1,7 +1,5 @@
 """Models: shapes, names, defaults that match their yaml, and refusals."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -19,7 +17,6 @@ from gradsurg.models.vit import ViT
 from gradsurg.plugins.fields import FieldError
 from tests import papers
 
-CONF = Path(__file__).parents[2] / "conf" / "model"
 NAMES = papers.names("model")
 TOLD = {  # what is required by name
     "boxed_point": {"start": (1.0,) * 10},
