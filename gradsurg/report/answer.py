@@ -303,12 +303,6 @@ def cautions(
                 f"plain one alone; control={kind} given again tells the other."
             )
     sentences += about_controls(outcomes)
-    untold = sum(not run.has_facts for run in runs)
-    if untold:
-        sentences.append(
-            f"{count(untold, 'directory', 'directories')} without a run.json: paired with "
-            "controls by their configs."
-        )
     return sentences
 
 

@@ -48,7 +48,6 @@ STATES = (
 TUNING = "tuning"
 """The folder of a study with its tuning runs and the choices of its arms."""
 OWN_FILES = (FACTS, CONFIG, SUMMARY, METRICS, ERROR)
-BESIDE_CONTROL = ("transform", "site", "when", "order", "control", "aggregator", "sources")
 
 
 class NotAStudy(ValueError):
@@ -74,7 +73,6 @@ class LoadedRun:
     summary: Summary | None = None
     control: str | None = None
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
-    has_facts: bool = True
     metric: str = ""  # of the verdict, if one was given
     command: tuple[str, ...] = ()  # the words of the command line that planned it
     made_with: Mapping[str, object] = field(default_factory=dict)
@@ -121,18 +119,13 @@ def read_study(folder: Path, only: Collection[str] | None = None) -> list[Loaded
         studies = [path.name for path in sorted(folder.iterdir()) if _run_directories(path)]
         hint = f"; studies in it: {listed(studies)}" if studies else ""
         raise NotAStudy(f"{folder} has no runs in it{hint}")
-    runs = _with_controls(runs)
     known = {run.name for run in runs}
     for run in list(runs):
         if run.control and run.control not in known:
             known.add(run.control)
             reason = f"{run.name} names it as its control, but it is not there"
             path = folder / run.control
-            runs.append(
-                LoadedRun(
-                    path, "missing", reason, "control", "none", run.seed, run.steps, has_facts=True
-                )
-            )
+            runs.append(LoadedRun(path, "missing", reason, "control", "none", run.seed, run.steps))
     return runs
 
 
@@ -188,7 +181,6 @@ def _read(path: Path) -> LoadedRun:
         summary=summary or None,
         control=facts.get("control"),
         controls=facts.get("controls") or {},
-        has_facts=bool(facts),
         metric=(facts.get("measured") or {}).get("metric") or "",
         command=tuple(map(str, facts.get("command") or ())),
         made_with=facts.get("made_with") or {},
@@ -219,27 +211,7 @@ def _from_name(name: str) -> tuple[str, int]:
     """Label and seed of `<label>-seed<k>-<hash8>`, as far as a name is one."""
     label, _, rest = name.rpartition("-seed")
     seed = rest.partition("-")[0]
-    return (label, int(seed)) if seed.isdecimal() and len(seed) < 20 else (name, -1)
-
-
-def _with_controls(runs: list[LoadedRun]) -> list[LoadedRun]:
-    """Runs without run.json get the control that their configs single out, a plain one first."""
-    plain = sorted((run for run in runs if run.arm == "control"), key=lambda run: run.label)
-    plain.sort(key=lambda run: run.label != "none")
-    controls: dict[str, str] = {}
-    for run in plain:
-        controls.setdefault(_control_key(run), run.name)
-    return [
-        run
-        if run.has_facts or run.arm == "control"
-        else replace(run, control=controls.get(_control_key(run)))
-        for run in runs
-    ]
-
-
-def _control_key(run: LoadedRun) -> str:
-    kept = {key: item for key, item in (run.config or {}).items() if key not in BESIDE_CONTROL}
-    return canonical([run.seed, kept])
+    return (label, int(seed)) if seed.isdecimal() else (name, -1)
 
 
 Stamp = dict[str, object]

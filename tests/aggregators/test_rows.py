@@ -1,5 +1,6 @@
 """What float32 has no room for, or too few digits, is calculated in float64."""
 
+from itertools import product
 from typing import NoReturn
 
 import pytest
@@ -39,11 +40,10 @@ def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @aggregators()
-@pytest.mark.parametrize("scale", SCALES)
 def test_gradients_of_any_scale_are_combined_with_float64_precision(
-    aggregator: Aggregator, scale: float
+    aggregator: Aggregator,
 ) -> None:
-    for count in (2, 4):
+    for scale, count in product(SCALES, (2, 4)):
         if type(aggregator).__name__ == "Krum" and count == 2:
             continue
         for dtype, digits in ((torch.float32, 3e-7), (torch.bfloat16, 1e-2)):

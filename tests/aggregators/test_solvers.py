@@ -1,7 +1,8 @@
 """Each solver gives the one exact solution: certified, or found by a slower and different way."""
 
+from collections.abc import Iterator
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -13,13 +14,12 @@ from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
 
-CASES = [
-    (count, rank, ratio, seed)
-    for count in COUNTS
-    for rank in ranks(count)
-    for ratio in RATIOS
-    for seed in range(2)
-]
+every_count = pytest.mark.parametrize("count", COUNTS)
+
+
+def options(count: int) -> Iterator[tuple[int, float, int]]:
+    """Ranks of that many rows, ratios of their norms, and seeds."""
+    return product(ranks(count), RATIOS, range(2))
 
 
 def parts(matrix: Array) -> tuple[Array, Array, Array]:
@@ -28,89 +28,87 @@ def parts(matrix: Array) -> tuple[Array, Array, Array]:
     return solvers.cosines_of(matrix @ matrix.T, norms), norms, matrix / norms[:, None]
 
 
-def cases(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(name, CASES, ids=lambda case: "-".join(map(str, case)))
-
-
-@cases("case")
+@every_count
 def test_the_shortest_is_no_longer_than_its_projection_on_any_row(
-    case: tuple[int, int, float, int],
+    count: int,
 ) -> None:
     """d is the shortest of the hull if and only if g_i · d >= |d|² for all i."""
-    count, rank, ratio, seed = case
-    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
-    cosines, norms, _ = parts(matrix)
-    x = solvers.min_norm_in_hull(cosines, norms) / norms
-    assert x.min() >= 0
-    assert x.sum() == pytest.approx(1)
-    d = x @ matrix
-    length = np.linalg.norm(d)
-    if length > 1e-6 * norms.min():
-        assert (matrix @ d).min() >= length**2 * (1 - 1e-6)
-    else:  # 0 is in the hull, to the digits that G has
-        assert length <= 1e-7 * norms.min()
+    for rank, ratio, seed in options(count):
+        matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+        cosines, norms, _ = parts(matrix)
+        x = solvers.min_norm_in_hull(cosines, norms) / norms
+        assert x.min() >= 0
+        assert x.sum() == pytest.approx(1)
+        d = x @ matrix
+        length = np.linalg.norm(d)
+        if length > 1e-6 * norms.min():
+            assert (matrix @ d).min() >= length**2 * (1 - 1e-6)
+        else:  # 0 is in the hull, to the digits that G has
+            assert length <= 1e-7 * norms.min()
 
 
-@cases("case")
+@every_count
 def test_a_projection_onto_the_dual_cone_satisfies_the_optimality_conditions(
-    case: tuple[int, int, float, int],
+    count: int,
 ) -> None:
     """U d >= 0, d - target = Σ y_i u_i with y >= 0, and y_i > 0 only where u_i · d = 0."""
-    count, rank, ratio, seed = case
-    cosines, norms, unit = parts(rows(count, rank, ratio, seed, lean=seed % 2 / 2))
-    targets = np.concatenate([np.eye(count), norms[None] / norms.max()])
-    v = solvers.project_onto_dual_cone(cosines, targets)
-    y, inner = v - targets, v @ unit @ unit.T
-    assert y.min() >= 0
-    assert inner.min() >= -1e-9
-    # `inner` is rounded as the largest y_i is: in the hundreds where rows nearly oppose each other
-    assert np.abs(y * inner).max() <= 1e-9 * max(1, y.max())
+    for rank, ratio, seed in options(count):
+        cosines, norms, unit = parts(rows(count, rank, ratio, seed, lean=seed % 2 / 2))
+        targets = np.concatenate([np.eye(count), norms[None] / norms.max()])
+        v = solvers.project_onto_dual_cone(cosines, targets)
+        y, inner = v - targets, v @ unit @ unit.T
+        assert y.min() >= 0
+        assert inner.min() >= -1e-9
+        # `inner` is rounded as the largest y_i is: in the hundreds where rows nearly oppose
+        assert np.abs(y * inner).max() <= 1e-9 * max(1, y.max())
 
 
-@cases("case")
+@every_count
 @pytest.mark.parametrize("c", [0.3, 0.9, 1.5])
-def test_cagrads_direction_has_no_duality_gap(case: tuple[int, int, float, int], c: float) -> None:
+def test_cagrads_direction_has_no_duality_gap(count: int, c: float) -> None:
     """min_i g_i · d is at most g_x · g_0 + c |g_0| |g_x| for every x of the simplex: equal here."""
-    count, rank, ratio, seed = case
-    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
-    cosines, norms, unit = parts(matrix)
-    center = matrix.mean(0)
-    radius = c * np.linalg.norm(center)
-    v = cagrad._conflict_averse(cosines, norms, norms / count, c, still=False)
-    d = v @ unit
-    if radius < 1e-9 * norms.max():  # the gradients cancel
-        assert np.linalg.norm(d) < 1e-7 * norms.max()
-        return
-    assert np.linalg.norm(d - center) <= radius * (1 + 1e-9)
-    x = (v - norms / count) / norms
-    assert x.min() >= 0
-    hull = x @ matrix / max(x.sum(), 1e-300)
-    bound = hull @ center + radius * np.linalg.norm(hull)
-    if np.linalg.norm(d - center) < radius * (1 - 1e-6):  # nothing helps all: this harms none
-        assert np.abs((unit @ d).min()) <= 1e-9 * np.linalg.norm(center)
-        assert np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
-    else:
-        assert bound - (matrix @ d).min() <= 1e-7 * (abs(bound) + np.linalg.norm(hull) * radius)
+    for rank, ratio, seed in options(count):
+        matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+        cosines, norms, unit = parts(matrix)
+        center = matrix.mean(0)
+        radius = c * np.linalg.norm(center)
+        v = cagrad._conflict_averse(cosines, norms, norms / count, c, still=False)
+        d = v @ unit
+        if radius < 1e-9 * norms.max():  # the gradients cancel
+            assert np.linalg.norm(d) < 1e-7 * norms.max()
+            continue
+        assert np.linalg.norm(d - center) <= radius * (1 + 1e-9)
+        x = (v - norms / count) / norms
+        assert x.min() >= 0
+        hull = x @ matrix / max(x.sum(), 1e-300)
+        bound = hull @ center + radius * np.linalg.norm(hull)
+        if np.linalg.norm(d - center) < radius * (1 - 1e-6):  # nothing helps all: this harms none
+            assert np.abs((unit @ d).min()) <= 1e-9 * np.linalg.norm(center)
+            assert (
+                np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
+            )
+        else:
+            assert bound - (matrix @ d).min() <= 1e-7 * (abs(bound) + np.linalg.norm(hull) * radius)
 
 
-@cases("case")
+@every_count
 @pytest.mark.parametrize("power", [1e-6, 0.02, 0.3, 1.0, 3.0, 50.0, 1e6])
-def test_bargaining_weights_solve_their_equation(
-    case: tuple[int, int, float, int], power: float
-) -> None:
-    count, rank, ratio, seed = case
-    matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
-    cosines, norms, unit = parts(matrix)
-    v = solvers.bargain(cosines, norms, power)
-    if v.any():
-        assert v.min() > 0
-        # G w = w^-power, each line over its norm; w^-power may be more than a float holds.
-        wanted = np.exp(power * np.log(norms / v) - np.log(norms))
-        rounding = 1e-12 * np.abs(cosines) @ v
-        met = np.abs(unit @ (v @ unit) - wanted) <= 1e-6 * wanted + rounding
-        assert (met | (v < 1e-25 * v.max())).all()  # or it weighs nothing
-    else:  # no direction helps every row
-        assert np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
+def test_bargaining_weights_solve_their_equation(count: int, power: float) -> None:
+    for rank, ratio, seed in options(count):
+        matrix = rows(count, rank, ratio, seed, lean=seed % 2 / 2)
+        cosines, norms, unit = parts(matrix)
+        v = solvers.bargain(cosines, norms, power)
+        if v.any():
+            assert v.min() > 0
+            # G w = w^-power, each line over its norm; w^-power may be more than a float holds.
+            wanted = np.exp(power * np.log(norms / v) - np.log(norms))
+            rounding = 1e-12 * np.abs(cosines) @ v
+            met = np.abs(unit @ (v @ unit) - wanted) <= 1e-6 * wanted + rounding
+            assert (met | (v < 1e-25 * v.max())).all()  # or it weighs nothing
+        else:  # no direction helps every row
+            assert (
+                np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
+            )
 
 
 def pairs() -> list[tuple[float, float, float]]:
@@ -164,19 +162,16 @@ CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
 
 
 @pytest.mark.parametrize("name", CLOSED)
-@pytest.mark.parametrize("pair", pairs(), ids=str)
-def test_the_general_solver_equals_the_closed_form_of_two(
-    name: str, pair: tuple[float, float, float]
-) -> None:
+def test_the_general_solver_equals_the_closed_form_of_two(name: str) -> None:
     closed, general = CLOSED[name]
-    cosine, norm, other = pair
-    cosines = np.array([[1.0, cosine], [cosine, 1.0]])
-    unit = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
-    one = np.array(closed(cosine, norm, other)) @ unit
-    two = general(cosines, np.array([norm, other])) @ unit
-    # The shortest is measured by the smaller gradient, the others by the larger.
-    scale = min(norm, other) if name == "min_norm_in_hull" else max(norm, other)
-    assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargain" else 1.0)
+    for cosine, norm, other in pairs():
+        cosines = np.array([[1.0, cosine], [cosine, 1.0]])
+        unit = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
+        one = np.array(closed(cosine, norm, other)) @ unit
+        two = general(cosines, np.array([norm, other])) @ unit
+        # The shortest is measured by the smaller gradient, the others by the larger.
+        scale = min(norm, other) if name == "min_norm_in_hull" else max(norm, other)
+        assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargain" else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gradsurg.report.load import LoadedRun, NotAStudy, group, read_study, stamp
-from gradsurg.training.run_directory import FACTS, LOCK, METRICS, SUMMARY
+from gradsurg.training.run_directory import LOCK
 from tests.report import studies
 
 
@@ -46,34 +46,6 @@ def test_a_run_that_a_process_holds_is_running(tmp_path: Path) -> None:
         assert run.state == "running"
         assert stamp(tmp_path) != before
     assert read_study(tmp_path)[0].state == "planned"
-
-
-@pytest.mark.parametrize("name", [SUMMARY, FACTS, METRICS])
-def test_a_broken_file_is_told_and_the_other_runs_are_read(tmp_path: Path, name: str) -> None:
-    whole = studies.whole(tmp_path, "none", 0, 0.9)
-    broken = studies.whole(tmp_path, "clip", 0, 0.8, whole)
-    (tmp_path / broken / name).write_text("{half\n", encoding="utf-8")
-    states = {run.name: run for run in read_study(tmp_path)}
-    assert states[whole].state == "finished"
-    assert states[broken].state == "unreadable"
-    assert states[broken].reason.startswith(f"{name} is not JSON: ")
-    assert (states[broken].label, states[broken].seed) == ("clip", 0)
-
-
-def test_runs_without_run_json_are_paired_by_their_configs(tmp_path: Path) -> None:
-    for model in ("mlp", "convnet"):
-        for label in ("none", "clip"):
-            name = studies.whole(tmp_path, label, 3, 0.9, model={"name": model})
-            (tmp_path / name / FACTS).unlink()
-    found = {run.name: run for run in read_study(tmp_path)}
-    treated = [run for run in found.values() if run.label == "clip"]
-    assert len(treated) == 2
-    for run in treated:
-        assert run.control is not None
-        assert not run.has_facts
-        beside = found[run.control].config
-        assert beside is not None
-        assert beside["model"] == (run.config or {})["model"]
 
 
 @pytest.mark.parametrize("there", ["nothing", "empty", "file", "studies"])

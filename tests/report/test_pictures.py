@@ -56,7 +56,7 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path):
     assert (way.x1[0], way.x1[-1]) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("text", ['{"x1": [1]}', "[]", "{", '{"start": [null]}'])
+@pytest.mark.parametrize("text", ["[]", "{"])
 def test_a_broken_landscape_is_told_and_the_rest_is_reported(tmp_path: Path, text: str):
     study = studies.toy(tmp_path / "toy")
     run = sorted(study.glob("clip-*"))[0]

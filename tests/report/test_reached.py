@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from gradsurg.report.charts import rows_of
 from gradsurg.report.html import page
 from gradsurg.report.outcome_charts import reached_panel
@@ -78,15 +76,6 @@ def test_where_no_seed_got_there_in_both_arms_all_count(tmp_path: Path) -> None:
         assert "exact sign test p 0.0312. Outcomes" in text
 
 
-def test_a_seed_without_a_control_is_left_out(tmp_path: Path) -> None:
-    controls = [ended(tmp_path, "none", seed, 20, None) for seed in range(2)]
-    for seed, control in enumerate([*controls, None]):
-        ended(tmp_path, "clip", seed, 10, control and control.name)
-    said = study_report(tmp_path).answer
-    assert "in 2 of 2 seeds, later in 0;" in said
-    assert "Left out: 1 seed without a control." in said
-
-
 def test_several_arms_have_a_q(tmp_path: Path) -> None:
     arms = {"clip": [10, 12], "sign": [30, 38], "none": [20, 24]}
     page, printed = told(tmp_path, arms)
@@ -104,13 +93,3 @@ def test_the_figure_has_the_share_of_seeds_over_the_steps(tmp_path: Path) -> Non
     assert rows[4:] == [("control (n = 4)", *point) for point in [(0, 0), (20, 0.25), (40, 0.25)]]
     assert panel.title == f"Seeds that reached {AIM}"
     assert "Steps to the target" in page(study_report(tmp_path))
-
-
-@pytest.mark.parametrize("steps", [[10, 20], [None, None]])
-def test_without_a_control_nothing_is_compared(tmp_path: Path, steps: list[int | None]) -> None:
-    for seed, step in enumerate(steps):
-        ended(tmp_path, "clip", seed, step, None)
-    said = study_report(tmp_path).answer
-    assert "seeds reached" in said
-    assert "got there" not in said
-    assert "gets there" not in said
