@@ -1,7 +1,7 @@
 """Permuted MNIST with a memory: the examples of each step, losses, and forgetting."""
 
 from itertools import islice
-from math import isnan, log
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,6 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import FieldError
-from gradsurg.reproduce.studies import plan_runs
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
@@ -23,7 +21,6 @@ from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import execute
-from tests.builds import built
 from tests.conftest import Here
 from tests.image_files import idx
 from tests.runs import Torn, a_run, assert_same
@@ -34,9 +31,6 @@ COUNT, TEST = 60, 20  # images that there are
 GENERATOR = np.random.default_rng(1)
 IMAGES = GENERATOR.integers(0, 256, (COUNT + TEST, 28, 28), dtype=np.uint8)
 LABELS = np.arange(COUNT + TEST, dtype=np.uint8) % 10
-
-
-WORDS = ("transform=none", "steps=8", "batch_size=10", "eval_every=4", "log_every=4", "seeds=1")
 
 
 @pytest.fixture
@@ -179,13 +173,6 @@ def test_metrics_match_a_calculation_by_hand(root: str) -> None:
     assert metrics["accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3)
 
 
-def test_chance_is_that_of_the_labels_with_and_without_a_memory(root: str) -> None:
-    task, data = a_task(root), a_task(root).load()
-    chance = task.chance(data.test_targets)
-    assert (chance.loss, chance.value) == (pytest.approx(log(10)), pytest.approx(0.1))
-    assert task.chance(data.train_targets).loss > 1.9 * log(10)
-
-
 def a_row(step: int, *accuracies: float | None) -> dict[str, object]:
     values = {f"test/accuracy_{task}": value for task, value in enumerate(accuracies)}
     return {"step": step, **{key: value for key, value in values.items() if value is not None}}
@@ -219,13 +206,6 @@ def test_forgetting_is_the_best_since_a_tasks_end_less_the_end(
 ) -> None:
     found = a_task(root).trajectory_metrics(rows, epoch=4)
     assert found == ({} if expected is None else {"forgetting": pytest.approx(expected)})
-
-
-@pytest.mark.parametrize(("field", "most"), [("num_train", COUNT), ("num_test", TEST)])
-def test_more_images_than_there_are_are_refused(root: str, field: str, most: int) -> None:
-    with pytest.raises(FieldError) as caught:
-        a_task(root, **{field: most + 1}).load()
-    assert caught.value.faults == [(field, f"must be <= {most} examples, found {most + 1}")]
 
 
 SHORT = Schedule(
@@ -302,14 +282,6 @@ def test_a_batch_is_of_one_task_and_so_is_an_epoch(root: str, here: Here) -> Non
     assert ended.code == 2
     assert "never fires in 8 steps with batches of 10 and epochs of 4 steps" in ended.err
     assert here(*words(root, "transform=clip", "when=epochs", "when.start=1")).code == 0
-
-
-def test_forgetting_is_among_the_planned_numbers(root: str) -> None:
-    few = ("num_tasks=2", "num_train=40", "num_test=null", "per_class=2", "verify=false")
-    fields = (f"task.{word}" for word in (f"root={root}", *few))
-    (run,) = plan_runs(built("task=permuted_mnist", *fields, *WORDS)).values()
-    assert {"test/forgetting", "train/loss_memory"} <= {*run.ends}
-    assert "test/forgetting" not in run.rows
 
 
 def test_an_order_that_ends_before_its_epoch_is_refused() -> None:

@@ -82,24 +82,6 @@ def test_most_of_the_ten_nearest_others_vote() -> None:
     assert metrics["knn_accuracy"] == pytest.approx(21 / 22)
 
 
-def test_an_image_has_no_vote_for_itself() -> None:
-    outputs = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2]]).repeat(1, 4)
-    # The two others of the first are of the other kind, the votes for each other one are a tie.
-    assert TwoViews(size=2).metrics(outputs, torch.tensor([0, 1, 1]))["knn_accuracy"] == 0
-
-
-def test_outputs_of_another_size_are_refused() -> None:
-    text = r"outputs must have the shape \[3, 256\], found \[3, 10\]"
-    with pytest.raises(ValueError, match=text):
-        TwoViews().loss(torch.zeros(3, 10), torch.zeros(3))
-
-
-def test_digits_have_no_files() -> None:
-    with pytest.raises(FieldError) as caught:
-        TwoViews(num_train=5)
-    assert caught.value.faults == [("num_train", "must be null with data=digits, found 5")]
-
-
 @pytest.mark.parametrize(
     ("shape", "num_outputs", "fault"),
     [

@@ -8,7 +8,6 @@ from gradsurg.experiments.karimireddy2019.task import AbsoluteToy, RareSlope, Wi
 from torch import Tensor
 
 from gradsurg.plugins.fields import FieldError
-from gradsurg.training.loop import Batches
 
 
 def slope(task: AbsoluteToy | RareSlope, at: list[float], target: float = 1.0) -> list[float]:
@@ -37,19 +36,6 @@ def test_a_rare_slope_is_that_of_its_example_and_f_is_a_quarter_of_x() -> None:
     outputs = torch.full_like(targets, -0.6)
     assert task.metrics(outputs, targets) == pytest.approx({"loss": -0.15, "x": -0.6})
     assert task.loss(outputs, targets).item() == pytest.approx(-0.15)
-
-
-def test_each_epoch_has_all_rare_slopes_in_an_order_of_its_own() -> None:
-    data = RareSlope(num_quarter=8).load()
-    batches = Batches(data.train_inputs, data.train_targets, 1, seed=0).start(0)
-    epochs = [[next(batches)[1].item() for _ in range(32)] for _ in range(2)]
-    assert [epoch.count(4.0) for epoch in epochs] == [8, 8]
-    assert epochs[0] != epochs[1]
-
-
-def test_a_rare_slope_starts_at_start() -> None:
-    assert RareSlope().load().start == (0.0,)
-    assert RareSlope(start=0.5).load().start == (0.5,)
 
 
 def test_the_examples_of_wilson_are_those_of_a_slow_second_version() -> None:
@@ -119,25 +105,6 @@ def test_at_a_tie_the_slope_of_the_absolute_toy_is_1_up(at, expected) -> None:
     assert slope(AbsoluteToy(), at) == expected
 
 
-def test_a_step_by_signs_leaves_the_sum_of_the_coordinates_unchanged() -> None:
-    point = [1.0, 1.0]
-    for _ in range(5):
-        point = [
-            x - 0.25 * np.sign(own)
-            for x, own in zip(point, slope(AbsoluteToy(), point), strict=True)
-        ]
-        assert sum(point) == 2.0
-
-
-def test_the_landscape_of_the_absolute_toy_has_its_start_and_the_least_place() -> None:
-    told = AbsoluteToy(start=(0.5, -1.0)).landscape()
-    assert (told["start"], told["pareto"]) == ([0.5, -1.0], [[0.0, 0.0]])
-    for row, column in ((0, 0), (7, 80), (50, 50)):
-        x1, x2 = told["x1"][column], told["x2"][row]
-        expected = 0.5 * abs(x1 + x2) + abs(x1 - x2)
-        assert told["values"]["f"][row][column] == pytest.approx(expected, abs=1e-4)
-
-
 def test_the_outputs_of_a_boxed_point_are_its_coordinates_for_every_input() -> None:
     model = BoxedPoint((3,), 2, start=(0.5, -0.25))
     outputs = model(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
@@ -161,18 +128,6 @@ def test_a_forward_puts_a_point_back_to_the_nearest_place_in_its_box(reach: floa
     assert point.tolist() == [reach, -reach, 0.25]
     model(torch.ones(1, 1)).sum().backward()
     assert grad_of(model) == [1.0, 1.0, 1.0]  # at the edge too
-
-
-def test_a_boxed_point_goes_as_projected_gradient_descent_does() -> None:
-    model, x = BoxedPoint((1,), 1, start=(0.0,)), 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    for target in (4.0, 4.0, -1.0, -1.0, -1.0, 4.0, -1.0):
-        optimizer.zero_grad()
-        outputs = model(torch.ones(1, 1))
-        assert outputs.item() == pytest.approx(x)
-        RareSlope().loss(outputs, torch.tensor([[target]])).backward()
-        optimizer.step()
-        x = min(max(x - 0.25 * target, -1.0), 1.0)
 
 
 @pytest.mark.parametrize(

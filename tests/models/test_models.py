@@ -135,30 +135,6 @@ def test_activations_are_modules(stem, expected):
     assert expected == [path for path, part in model.named_modules() if isinstance(part, nn.ReLU)]
 
 
-@pytest.mark.parametrize(
-    ("stem", "shape", "options", "expected"),
-    [
-        ("gru", (4,), {"num_layers": 2}, {"embed", "layers.0", "layers.1", "output"}),
-        ("gru", (4,), {"unrolled": True}, {"embed", "layers.0", "layers.0.cell", "output"}),
-        (
-            "gpt",
-            (4,),
-            {"num_tokens": 3, "num_layers": 1},
-            {
-                *("tokens", "positions", "norm", "output", "blocks.0", "blocks.0.attention_norm"),
-                *("blocks.0.attention", "blocks.0.attention.qkv", "blocks.0.attention.output"),
-                *("blocks.0.mlp_norm", "blocks.0.mlp", "blocks.0.mlp.up", "blocks.0.mlp.gelu"),
-                "blocks.0.mlp.down",
-            },
-        ),
-    ],
-)
-def test_modules_have_the_names_of_the_docstring(stem, shape, options, expected):
-    model = made(stem, shape, 2, **options)
-    names = {path for path, part in model.named_modules() if not isinstance(part, nn.ModuleList)}
-    assert names - {"", "blocks"} == expected
-
-
 def test_mlp_matches_its_formula():
     torch.manual_seed(0)
     model = MLP((2, 3), 4, hidden=[5], activation="tanh")
@@ -334,17 +310,6 @@ def test_the_embeddings_of_a_gpt_start_with_the_deviation_asked_for(asked, std):
     model = GPT((50,), 2, num_tokens=50, width=100, embedding_std=asked)
     for table in (model.tokens, model.positions):
         assert table.weight.std().item() == pytest.approx(std, rel=0.05)
-
-
-def test_a_gpt_can_leave_its_stream_behind_at_the_norm_of_the_attention():
-    torch.manual_seed(0)
-    model = GPT((3,), 2, num_tokens=5, width=8, num_layers=1, normed_stream=True)
-    block = model.blocks[0]
-    nn.init.zeros_(block.mlp.down.weight)
-    nn.init.zeros_(block.mlp.down.bias)
-    stream = torch.randn(2, 3, 8)
-    normed = block.attention_norm(stream)
-    torch.testing.assert_close(block(stream), normed + block.attention(normed))
 
 
 @pytest.mark.parametrize(("readout", "length"), [("token", 5), ("mean", 4)])

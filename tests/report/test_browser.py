@@ -1,6 +1,5 @@
 """The page in a real browser, from disk, without a network."""
 
-import math
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradsurg.report.__main__ import main
-from gradsurg.training.run_directory import FACTS, RunDirectory
+from gradsurg.training.run_directory import FACTS
 from tests.report import studies
 from tests.report.browser import browser, missing, prefer, resized, screenshot
 
@@ -246,58 +245,6 @@ def test_tasks_have_their_trade_off_and_trajectories(window: Driver, tmp_path: P
 
 
 @pytest.mark.full
-def test_one_logged_point_is_a_dot_and_a_huge_interval_is_cut(
-    window: Driver, tmp_path: Path
-) -> None:
-    study, control = tmp_path / "first", {}
-    # the seeds of sign differ: equal ones would count as one
-    arms = {"none": (0.5, 0.5, 0.5), "clip": (0.5, 0.5, 0.7), "sign": (0.6, 0.6 + 1e-9, 0.6)}
-    for label, accuracies in arms.items():
-        for seed, accuracy in enumerate(accuracies):
-            place = studies.plan(study, label, seed, control.get(seed))
-            studies.log(place, label, steps=10)
-            studies.end(place, label, accuracy)
-            control.setdefault(seed, place.path.name)
-    opened_study(window, study)
-    one(window, '#outcome input[value="test/accuracy"]').click()
-    assert len(marks(window, "curve|", "symbol")) == 2 * 2
-    # an arm each, and the two ends at which the interval of clip goes on
-    assert len(marks(window, "outcome|", "symbol")) == 2 + 2
-    assert window.get_log("browser") == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("width", [1200, 1280])
-def test_tables_of_arms_with_long_names_fit_the_window(
-    window: Driver, tmp_path: Path, width: int
-) -> None:
-    study = tmp_path / "first"
-    for model in ("mlp", "convnet"):
-        more = {"model": {"name": model}}
-        controls = [studies.whole(study, "none", seed, 0.9, **more) for seed in range(2)]
-        for label in ("clip", "norm_rescale"):
-            for seed, control in enumerate(controls):
-                studies.whole(study, label, seed, 0.8 + seed / 10, control, **more)
-    resized(window, width)
-    opened_study(window, study)
-    wide = "return [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth)"
-    assert max(window.execute_script(wide)) <= width - 40
-
-
-@pytest.mark.full
-def test_a_study_without_controls_shows_what_stands_alone(window: Driver, tmp_path: Path) -> None:
-    for label in ("clip+noise", "noise"):
-        studies.whole(tmp_path / "alone", label, 0, 0.8)
-    opened_study(window, tmp_path / "alone")
-    assert texts(window, "#alone tbody tr") == ["clip+noise 1 80.00% 0.5", "noise 1 80.00% 0.5"]
-    assert all_of(window, "#outcome") == []
-    assert "control" not in one(window, "#curves .key").text
-    one(window, '#shares input[value="train/loss"]').find_element("xpath", "..").click()
-    assert shown(window, "#shares h3") == ["clip+noise: train loss"]
-    assert window.get_log("browser") == []
-
-
-@pytest.mark.full
 def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Driver) -> None:
     button = one(opened, "#runs th:nth-child(6) button")
     for order in ("ascending", "descending"):
@@ -452,40 +399,3 @@ def test_conflicts_have_their_table_map_lines_and_others(window: Driver, tmp_pat
     assert [row.split()[0] for row in tasks] == ["task0", "task1", "task2"]
     assert tasks[0].endswith("25.00%")
     assert window.get_log("browser") == []
-
-
-@pytest.mark.full
-def test_effects_are_left_out_where_nothing_but_an_aggregator_acted(
-    window: Driver, tmp_path: Path
-) -> None:
-    study = studies.clashing(tmp_path / "first")
-    for folder in study.glob("none-*"):
-        RunDirectory(folder).append_effects([studies.effect("none", "trunk", 10)])
-    opened_study(window, study)
-    assert one(window, "#conflicts").is_displayed()
-    assert all_of(window, "#effects") == []
-
-
-@pytest.mark.full
-def test_a_map_without_numbers_is_a_sentence_and_a_curve_of_one_point_a_dot(
-    window: Driver, tmp_path: Path
-) -> None:
-    study = tmp_path / "first"
-    for label in ("clip", "zero"):
-        place = studies.plan(study, label, 0)
-        studies.log(place, label, steps=10)
-        (place.path / "effects.jsonl").unlink()
-        place.append_effects([studies.effect(label, "w", 10, cosine=None, norm_before=math.nan)])
-        studies.end(place, label, 0.5)
-    opened_study(window, study)
-    assert len(marks(window, "curves|", "symbol")) >= 2
-    assert "There is no finite number: " in one(window, "#effects").text
-    assert not one(window, "#effects [data-chart^='effect|']").is_displayed()
-
-
-@pytest.mark.full
-def test_a_page_without_several_tasks_has_no_such_section(window: Driver, tmp_path: Path) -> None:
-    opened_study(window, studies.chain(tmp_path / "chain"))
-    assert all_of(window, "#conflicts") == []
-    assert one(window, "#effects").is_displayed()
-    assert "Conflict" not in one(window, "#contents").text

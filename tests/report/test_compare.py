@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradsurg.report.answer import alone_rows, cautions, duration, paragraph, short_verdict
+from gradsurg.report.answer import cautions, duration, paragraph
 from gradsurg.report.compare import (
     Outcome,
     compare,
@@ -209,27 +209,6 @@ def test_divergence_is_an_outcome_with_an_exact_test(tmp_path: Path) -> None:
     )
 
 
-def test_one_heavy_seed_does_not_hide_a_direction_of_all_seeds(tmp_path: Path) -> None:
-    for seed in range(8):
-        control = studies.whole(tmp_path, "none", seed, 0.5 + 1e5 * (seed == 3))
-        studies.whole(tmp_path, "clip", seed, 0.4 - seed / 100, control)
-    outcomes = compare(arms := group(read_study(tmp_path)))
-    clip = of(outcomes, "clip")
-    assert clip.difference is not None
-    assert clip.difference.low is not None
-    assert clip.difference.low < 0 < (clip.difference.high or 0)
-    assert (clip.reading, clip.p_value) == ("lower", 2 / 2**8)
-    said = paragraph(outcomes, arms)
-    assert (
-        "is lower than in the control arm in 8 of 8 seeds: median -14.50 pp (95 % interval " in said
-    )
-    why = "The interval of the mean includes 0, because one seed outweighs all others (-"
-    assert why in said
-    page = short_verdict(outcomes, arms)
-    assert "is lower with clip (8 of 8 seeds; median -14.50 pp, 95 % interval -" in page
-    assert why in page
-
-
 @pytest.mark.parametrize(
     ("differences", "words"),
     [
@@ -317,20 +296,6 @@ def test_the_other_metrics_are_corrected_together(tmp_path: Path) -> None:
     assert found["test/loss"].reading == "higher (hint)"
 
 
-def test_of_arms_with_one_seed_no_verdict_is_told(tmp_path: Path) -> None:
-    control = studies.whole(tmp_path, "none", 0, 0.9)
-    for label, accuracy in (("clip", 0.5), ("sign", 0.95)):
-        studies.whole(tmp_path, label, 0, accuracy, control)
-    arms = group(read_study(tmp_path))
-    said = paragraph(compare(arms), arms)
-    told = (
-        "one seed each and so no interval: test accuracy -40.00 pp with clip and +5.00 pp with "
-        "sign."
-    )
-    assert said.startswith(f"Compared with their control arms, seed by seed: {told}")
-    assert "No clear difference" not in said
-
-
 def test_q_is_of_the_sign_flip_p_of_all_arms_in_one_metric(tmp_path: Path) -> None:
     for seed in range(6):
         control = studies.whole(tmp_path, "none", seed, 0.5)
@@ -399,17 +364,6 @@ def test_seeds_that_all_gave_the_same_numbers_count_as_one(tmp_path: Path) -> No
     assert any(line.startswith(said) for line in report.cautions)
 
 
-def test_arms_without_a_control_stand_alone_with_their_spread(tmp_path: Path) -> None:
-    for seed, accuracy in enumerate((0.7, 0.8)):
-        studies.whole(tmp_path, "clip", seed, accuracy)
-    report = study_report(tmp_path, logs=False)
-    assert report.answer.startswith("There is no control to compare with: 2 of 2 runs finished")
-    assert alone_rows(report.alone, ["test/accuracy"]) == [
-        ["clip", "2", "75.00% (70.00% to 80.00%)"]
-    ]
-    assert study_report(studies.mixed(tmp_path / "first"), logs=False).alone == []
-
-
 def test_time_and_hardware_are_told_with_the_runs_they_are_of(tmp_path: Path) -> None:
     for seed, place in enumerate(("a, 1 thread", "a, 1 thread", "b, 2 threads")):
         more = {"time/train_s": 50.0, "hardware": place, "skipped_steps": seed}
@@ -422,19 +376,6 @@ def test_time_and_hardware_are_told_with_the_runs_they_are_of(tmp_path: Path) ->
     ]
     assert any("2 runs skipped 3 steps" in text for text in report.cautions)
     assert [duration(s) for s in (0.123, 59, 7500)] == ["0.12 s", "59 s", "2 h 5 min"]
-
-
-def test_a_study_names_its_stacked_runs_and_their_first_step(tmp_path: Path) -> None:
-    steps = ("bit-identical", "bit-identical", "differs by 1.0e-07", None)
-    for seed, step in enumerate(steps):
-        more = {} if step is None else {"runner": {"name": "stacked", "first_step": step}}
-        studies.end(studies.plan(tmp_path, "none", seed), "none", 0.5, **more)
-    assert dict(study_report(tmp_path, logs=False).experiment)["runner"] == (
-        "2 runs stacked; first step, beside a sequential one: bit-identical; "
-        "1 run stacked; first step, beside a sequential one: differs by 1.0e-07; 1 run one by one"
-    )
-    studies.whole(tmp_path / "plain", "none", 0, 0.5)
-    assert "runner" not in dict(study_report(tmp_path / "plain", logs=False).experiment)
 
 
 def test_test_metrics_have_curves_and_the_number_of_samples_has_none(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from gradsurg.report.conflicts import (
     ConflictMeans,
     conflict_means,
     conflict_text,
-    lost_most,
 )
 from gradsurg.report.export import study_info, write_report
 from gradsurg.report.figures import figures
@@ -139,42 +138,6 @@ def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     assert text.startswith("How the tasks conflict at b, of 2 groups the one with the")
     assert text.split("\n\n")[1].splitlines()[0].split() == ["mgda", "control", "at", "shared"]
     assert "  -0.5  " in text
-
-
-def test_a_task_that_loses_in_a_group_that_is_not_shown_is_told(tmp_path: Path) -> None:
-    groups = {"a": {}, "b": {"cosine": -0.5}, "c": {"decrease": [-1.0, 2.0]}}
-    rows = [conflict("mgda", 0, group=name, **own) for name, own in groups.items()]
-    text = conflict_text([("mgda", [written(tmp_path / "job", *rows)])])
-    assert "Would have lost most often, of all groups: task0 100.0% at c." in text
-    assert "a plain step of these parameters alone lowers the loss" in text
-    study = studies.clashing(tmp_path / "first", 3, ("pcgrad",))
-    place = studies.plan(study, "mgda", 0, aggregator={"name": "mgda"})
-    place.append_conflicts([{**row, "tasks": ["task0", "task1"]} for row in rows])
-    studies.end(place, "mgda", 0.9)
-    said = overview(study_report(study))
-    (row,) = [line for line in said.splitlines() if line.startswith("mgda at b ")]
-    assert row.endswith("task0 100.0% at c")
-    assert any(line.startswith("control at shared ") for line in said.splitlines())
-    assert "Of several groups the one with the sharpest conflict is shown" in " ".join(said.split())
-    series = study_report(study).conflicts
-    lost = {one.name: lost_most(one, series) for one in series}
-    assert lost["mgda at b"] == "task0 100.0% at c"
-    assert lost["mgda at c"] == "task0 100.0%"
-
-
-def test_steps_at_which_a_gradient_was_not_finite_are_told_apart(tmp_path: Path) -> None:
-    rows = [conflict("mgda", step) for step in range(3)]
-    rows[1] |= {"norms": [None, 1.0], "cosines": [[None, None], [None, 1.0]]}
-    text = conflict_text([("mgda", [written(tmp_path, *rows)])])
-    said = "1 run, 3 measured steps, of which 1 had a gradient that is not finite, and no number:"
-    assert said in " ".join(text.split())
-
-
-def test_of_tasks_that_change_those_are_told_that_were_met_most(tmp_path: Path) -> None:
-    rows = [conflict("mgda", step, count=2 if step else 3) for step in range(3)]
-    text = conflict_text([("mgda", [written(tmp_path, *rows[1:], rows[0])])])
-    assert "2 measured steps" in text
-    assert "task2" not in text
 
 
 @pytest.mark.parametrize(

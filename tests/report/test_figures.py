@@ -1,7 +1,6 @@
 """The charts of a study: their data, their limits, and the files they are written to."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gradsurg.report.outcome_charts import (
     outcome_panel,
 )
 from gradsurg.report.study import StudyReport, study_report
-from gradsurg.report.training_charts import curve_data, curve_limits, last_step, overlay_panel
+from gradsurg.report.training_charts import curve_data, curve_limits, overlay_panel
 from tests.report import studies
 
 
@@ -85,16 +84,6 @@ def test_one_arm_that_explodes_does_not_flatten_the_others(tmp_path: Path) -> No
     assert 0.1 <= high < 1
     low, high = curve_limits(report.curves, by_log=True)
     assert 0 < low < 1 / 40 < 0.1 < high < 10
-
-
-def test_the_same_chart_is_specified_once_for_all_arms(tmp_path: Path) -> None:
-    found = list(figures(study_report(studies.mixed(tmp_path / "first"))))
-    assert [figure.name for figure in found] == ["outcome", "curves", "effects", "norms", "cost"]
-    for figure in found:
-        if figure.name in ("curves", "norms"):
-            assert len({id(panel.view) for panel in figure.panels}) == 1
-            assert len(figure.panels) == 3
-        assert all(panel.summary for panel in figure.panels)
 
 
 def test_no_number_of_a_view_is_left_open_in_a_file(tmp_path: Path) -> None:
@@ -177,15 +166,6 @@ def test_eight_arms_and_their_controls_look_different(tmp_path: Path) -> None:
     assert isinstance(dashes, list)
     looks = {(colour, *dash) for colour, dash in zip(colours, dashes, strict=True)}
     assert len(looks) == len(colours) == 8
-
-
-def test_a_panel_ends_where_the_control_ends_if_the_treated_runs_diverged_before(
-    tmp_path: Path,
-) -> None:
-    report = pairs(tmp_path, 40)
-    (one,) = curve_data(report, "train/loss")
-    short = replace(one, curve=replace(one.curve, steps=one.curve.steps[:1]))
-    assert last_step([short]) == 40
 
 
 def test_a_curve_that_leaves_the_axis_is_marked_once_and_not_drawn_along_its_edge(

@@ -72,18 +72,6 @@ def test_a_run_that_diverged_or_lacks_a_task_is_left_out(tmp_path: Path):
     assert front.marks[0].seeds == [0]
 
 
-def test_of_accuracies_the_higher_is_better(tmp_path: Path):
-    study = tmp_path / "study"
-    for label, first, second in (("a", 0.9, 0.8), ("none", 0.8, 0.8)):
-        place = studies.plan(study, label, 0, task={"name": "pair"})
-        accuracies = {"test/accuracy_first": first, "test/accuracy_second": second}
-        studies.end(place, label, 0.5, **studies.several(1.0, 1.0), **accuracies)
-    loss, accuracy = study_report(study).fronts
-    assert beaten(loss) == {"a": [], "control": []}
-    assert not accuracy.lower_is_better
-    assert beaten(accuracy) == {"a": [], "control": ["a"]}
-
-
 def test_one_loss_one_arm_or_two_problems_are_no_trade_off(tmp_path: Path):
     assert fronts(tmp_path / "one", a=[(1.0,)], none=[(2.0,)]) == []
     assert fronts(tmp_path / "arm", a=[(1.0, 2.0)]) == []
@@ -158,12 +146,3 @@ def test_the_page_has_the_table_of_the_arms(tmp_path: Path):
     (body,) = re.findall("<tbody>(.*?)</tbody>", section, re.S)
     rows = [re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row) for row in body.split("</tr>")[:-1]]
     assert rows == [["a", "1", "1", "1", "1", "none"], ["control", "2", "1", "3", "2", "a"]]
-
-
-def test_a_task_given_by_its_path_names_the_figure(tmp_path: Path):
-    for label in ("a", "none"):
-        place = studies.plan(tmp_path, label, 0, task={"_target_": "mine.Pair"})
-        studies.end(place, label, 0.5, **studies.several(1.0, 2.0))
-    report = study_report(tmp_path)
-    titles = [figure.title for figure in figures(report) if figure.name == "pareto"]
-    assert titles == ["mine.Pair, test loss of each task"]

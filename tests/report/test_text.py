@@ -177,16 +177,6 @@ def test_a_diverged_run_is_counted_apart_with_its_pair(write) -> None:
     assert row_of(text, "test accuracy")[:5] == ["80.00%", "90.00%", "0/2", "-10.00", "pp"]
 
 
-def test_if_all_have_diverged_there_is_nothing_to_compare(write) -> None:
-    runs = pairs(write, [0.8, 0.8], [0.9, 0.7], state="diverged")
-    write(summary("none", 0, None, state="diverged"))
-    said = " ".join(report(runs).split())
-    assert said.startswith("2 of 2 seeds diverged with clip, 1 of 2 in the control arm (exact ")
-    assert "(exact McNemar p 1). No seed finished in both arms, so there is no difference" in said
-    assert "clip: 2 seeds 2 of 2 runs diverged control: 2 seeds 1 of 2 runs diverged " in said
-    assert "test accuracy: 70.00%" in said  # the control's other run
-
-
 def test_step_times_are_medians_and_ratios_seed_by_seed(write) -> None:
     treated = [
         write(summary("clip", seed, 0.9, **{"time/step_ms": time}))
@@ -242,16 +232,6 @@ def test_no_pairs_give_the_outcome_alone(write) -> None:
     assert_readable(text)
 
 
-def test_a_seed_whose_treated_run_has_failed_does_not_mix_its_control_into_the_effects(
-    write,
-) -> None:
-    runs = pairs(write, [0.8], [0.9])
-    runs.append(Runs(None, write(summary("none", 1, 0.9), effect("plain.weight"))))
-    text = report(runs)
-    assert "means over 1 run at one step in 10" in text
-    assert "plain.weight" not in text
-
-
 def test_a_plain_run_prints_its_gradients_without_a_norm_after(write) -> None:
     rows = [
         effect(site, transform="none", norm_after=norm, norm_before=norm, changed=0.0, cosine=1.0)
@@ -281,28 +261,6 @@ def test_the_table_has_the_means_over_runs_and_no_column_of_zeros(write) -> None
     assert row_of(text, "a.weight") == ["2", "1", "0.9000", "30.0%", "100"]
     for column in ("zeroed", "sign flips", "non-finite", "transform"):
         assert column not in text
-
-
-def test_links_of_a_chain_are_told_apart(write) -> None:
-    rows = [
-        effect(site, transform=transform)
-        for site in ("a.weight", "b.weight")
-        for transform in ("clip", "noise")
-    ]
-    text = report([Runs(write(summary("clip+noise", 0, 0.9), *rows), None)])
-    table = [line.split()[:2] for line in text.split("\n\n")[2].splitlines()[2:]]
-    assert table == [
-        ["clip", "a.weight"],
-        ["clip", "b.weight"],
-        ["noise", "a.weight"],
-        ["noise", "b.weight"],
-    ]
-
-
-def test_it_says_so_if_no_effect_was_measured(write, tmp_path) -> None:
-    path = write(summary("clip", 0, 0.9))
-    (path / "effects.jsonl").write_text("", encoding="utf-8")
-    assert "No effect was measured: effects_every=0" in report([Runs(path, None)])
 
 
 def acting(write, control: str, cosine: float) -> str:
@@ -348,18 +306,6 @@ def test_a_control_that_is_the_treatment_itself_gives_no_verdict(write, control:
     assert "hint" not in text
     assert "compare with control=plain" in text
     assert "turned no gradient" not in acting(write, control, 0.9999)
-
-
-def test_a_report_of_five_seeds_is_readable_at_100_columns(write, tmp_path) -> None:
-    note = "clip changed nothing. Quantiles of |g|: 50% 0.0015, 90% 0.0074, 99% 0.026, 100% 0.11; "
-    note += (
-        "norms from 0.011 to 0.32. A bound of 0.0074 on entries, or of 0.05 on norms, would bite."
-    )
-    runs = pairs(write, [0.8, 0.81, 0.82, 0.83, 0.84], [0.9] * 5, notes=[note])
-    text = report(runs).replace(str(tmp_path), "runs")
-    assert_readable(text)
-    assert text.endswith("/study")
-    assert " ".join(note.split()) in " ".join(text.split())
 
 
 def test_the_report_and_what_it_computes_with_name_no_torch() -> None:

@@ -14,7 +14,6 @@ from gradsurg.report.tuning import (
     tuning_panels,
     tuning_rows,
     tuning_text,
-    unequal,
 )
 
 AXIS: dict[str, Any] = {"key": "lr", "values": [0.01, 0.1, 1.0], "by_log": True}
@@ -79,13 +78,6 @@ def test_ties_and_divergence_are_told(tmp_path: Path) -> None:
     assert "as good on validation accuracy: 0.1" in tie.sentence
     assert "1 diverged)" in tie.sentence
     assert "1 of 2 seeds diverged with it" in lost.remarks
-
-
-def test_arms_with_unequal_grids_are_told(tmp_path: Path) -> None:
-    short = content([0.5, 0.8, 0.6], 1, label="none", role="control")
-    short["rows"] = [row for row in rows([0.5, 0.8, 0.6]) if row["place"] == 1]
-    (line,) = unequal(tunings(tmp_path, content([0.5, 0.8, 0.6], 1), short))
-    assert line.startswith("clip chose among 3 values and control among 1: more tries are")
 
 
 def test_a_chart_has_every_seed_and_marks_the_chosen_value(tmp_path: Path) -> None:

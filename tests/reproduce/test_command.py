@@ -505,13 +505,6 @@ def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_a
     assert drawn.read_bytes() != fewer.read_bytes()
 
 
-def test_there_is_no_figure_of_maps_without_numbers_or_pictures(root: Path) -> None:
-    run = examined("clip", 0, root, 0.9)
-    assert draw(Drawing("maps", "tested"), [run], root) is None
-    (run.path / "examined.json").unlink()
-    assert draw(Drawing("maps", "examined"), [run], root) is None
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -592,15 +585,6 @@ def test_measurements_are_recorded_and_appear_in_the_tables(
     expect(root, {**MINI, "conditions": "on a toy"})
     listed = spaced(reproduce("--list").out)
     assert "mini holds under conditions 3 Clipping helps. on a toy" in listed
-
-
-def test_a_study_without_a_band_is_in_the_table_of_arms(root: Path, reproduce: Reproduce) -> None:
-    (root / "conf" / "experiment" / "more.yaml").touch()
-    bands = [{**MINI["bands"][0], "study": "simple_transforms"}]
-    expect(root, {**MINI, "quick": ["simple_transforms", "more"], "bands": bands})
-    assert reproduce("mini", "--write").code == 0
-    text = (root / "experiments" / "mini" / "README.md").read_text(encoding="utf-8")
-    assert text.count("| more | control | 0 | test/loss | 2 | 2 |") == 1
 
 
 def test_the_cost_of_the_full_form_is_estimated_from_measured_steps(

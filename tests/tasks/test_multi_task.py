@@ -15,7 +15,6 @@ from gradsurg.tasks.diabetes import Diabetes
 from gradsurg.tasks.diabetes_multi import DiabetesMulti
 from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.tasks.digits import Digits
-from gradsurg.tasks.friedman import Friedman, response
 from gradsurg.tasks.friedman_multi import FriedmanMulti, circuit
 from tests import papers
 
@@ -25,10 +24,6 @@ SEVERAL = [
     if issubclass(papers.find("task", name), MultiTask) and "mnist" not in name
 ]
 SPLIT = [name for name in SEVERAL if not name.endswith(("_toy", "workers"))]
-
-
-def test_there_are_tasks_of_several_losses():
-    assert {"overlay", "digit_attributes", "friedman_multi", "cagrad_toy"} <= {*SEVERAL}
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -177,22 +172,6 @@ def test_the_circuit_is_scikit_learns():
         inputs, targets = make(20, random_state=0)
         found = circuit((inputs - low) / (high - low))[place]
         np.testing.assert_allclose(found, targets, rtol=1e-9)
-
-
-def test_friedman_without_noise_asks_for_the_responses_in_units_of_their_deviations():
-    data = FriedmanMulti(noise=0, num_train=500, num_test=10).load()
-    uniform = data.train_inputs.double().numpy() * 12**-0.5 + 0.5
-    for column, expected in enumerate((response(uniform), *circuit(uniform))):
-        scaled = (expected - expected.mean()) / expected.std()
-        np.testing.assert_allclose(data.train_targets[:, column], scaled, atol=2e-4)
-    assert torch.equal(data.train_inputs, Friedman(num_train=500).load().train_inputs)
-
-
-def test_friedman_has_the_noise_it_was_given_in_each_target():
-    clean, noisy = (FriedmanMulti(noise=noise, num_train=20_000).load() for noise in (0, 0.5))
-    for column in range(3):
-        both = torch.stack([clean.train_targets[:, column], noisy.train_targets[:, column]])
-        assert both.corrcoef()[0, 1] == pytest.approx(1 / sqrt(1.25), abs=0.01)
 
 
 @pytest.mark.parametrize(

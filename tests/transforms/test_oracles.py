@@ -48,11 +48,6 @@ def test_agc_agrees_with_the_papers_loop_over_units(shape: tuple[int, ...]) -> N
     torch.testing.assert_close(act(gs.AGC(0.01), grad, value), expected)
 
 
-def test_agc_without_a_value_names_what_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"AGC needs the tensor .* 'a\.weight' has none"):
-        act(gs.AGC(), random(3))
-
-
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clip_global_norm_agrees_with_clip_grad_norm(p: float, max_norm: float) -> None:
@@ -90,10 +85,6 @@ def test_clip_global_norm_measures_bfloat16_in_float32() -> None:
     assert (result != exact).float().mean() < 0.01
 
 
-def test_clip_global_norm_of_zeros_is_zero() -> None:
-    assert torch.equal(group(gs.ClipGlobalNorm(1.0, eps=0.0), [torch.zeros(3)])[0], torch.zeros(3))
-
-
 def test_clip_agrees_with_clip_grad_value() -> None:
     param = torch.nn.Parameter(torch.zeros(50))
     param.grad = random(50)
@@ -112,21 +103,6 @@ def test_norm_rescale_reaches_the_norm_at_every_scale(scale: float, p: float) ->
         torch.testing.assert_close(result[row], expected.float())
 
 
-def test_clip_norm_changes_only_units_above_the_bound() -> None:
-    grad = torch.stack([random(4) / 100, random(4, seed=1) * 100])
-    result = act(gs.ClipNorm(1.0, per="unit"), grad)
-    assert torch.equal(result[0], grad[0])
-    torch.testing.assert_close(result[1], grad[1] / euclid(grad[1].tolist()))
-
-
-def test_centralize_subtracts_the_mean_of_each_filter() -> None:
-    grad = random(4, 3, 2, 2)
-    result = act(gs.Centralize(), grad)
-    for i in range(4):
-        mean = sum(grad[i].flatten().tolist()) / 12
-        torch.testing.assert_close(result[i], grad[i] - mean)
-
-
 def test_grokfast_ema_agrees_with_the_papers_recursion() -> None:
     transform = gs.GrokfastEMA(0.9, 2.0)
     grads = [random(3, seed=seed) for seed in range(5)]
@@ -138,15 +114,6 @@ def test_grokfast_ema_agrees_with_the_papers_recursion() -> None:
             m = [0.9 * old + 0.1 * new for old, new in zip(m, grad.tolist(), strict=True)]
         expected = [g + 2.0 * old for g, old in zip(grad.tolist(), m, strict=True)]
         torch.testing.assert_close(result, torch.tensor(expected))
-
-
-def test_grokfast_ema_of_a_constant_is_three_times_the_constant() -> None:
-    transform = gs.GrokfastEMA()
-    grad = torch.ones(2)
-    state = transform.init(grad)
-    for step in range(4):
-        result, state = transform.update(grad, state, TransformContext(step=step))
-        torch.testing.assert_close(result, torch.full((2,), 3.0))
 
 
 @pytest.mark.parametrize("amount", [0.01, 0.3, 0.5, 1.0])
@@ -166,19 +133,6 @@ def test_mask_keeps_exactly_k_of_equal_entries_in_each_group(per: str) -> None:
     assert result.count_nonzero() == 24
     if per == "a b c -> b":
         assert result.count_nonzero(dim=(0, 2)).tolist() == [4] * 6
-
-
-def test_mask_by_a_pattern_keeps_entries_in_place() -> None:
-    grad = random(4, 6, 2)
-    result = act(Mask(0.5, per="a b c -> b"), grad)
-    assert torch.equal(result[result != 0], grad[result != 0])
-
-
-def test_random_mask_keeps_the_configured_fraction() -> None:
-    grad = torch.ones(100_000)
-    kept = act(Mask(0.3, by="random"), grad)
-    assert abs(kept.mean().item() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / 1e5)
-    torch.testing.assert_close(act(Mask(0.3, by="random", rescale=True), grad), kept / 0.3)
 
 
 def test_random_k_mask_keeps_exactly_k_entries_of_each_row_other_ones_at_each_step() -> None:
@@ -203,22 +157,12 @@ def test_noise_has_the_variance_of_the_paper(step: int, dtype: torch.dtype) -> N
     assert abs(noise.mean().item()) < 5 * expected / math.sqrt(200_000)
 
 
-def test_noise_of_fixed_sigma_does_not_decay() -> None:
-    noise = act(gs.AddNoise(sigma=2.0), torch.zeros(200_000), step=1000)
-    assert abs(noise.std().item() / 2 - 1) < 0.01
-
-
 def test_scaled_sign_has_the_mean_magnitude_of_each_unit() -> None:
     grad = random(3, 4)
     result = act(gs.Sign("mean", per="unit"), grad)
     for row in range(3):
         size = sum(abs(x) for x in grad[row].tolist()) / 4
         torch.testing.assert_close(result[row], grad[row].sign() * size)
-
-
-def test_scale_by_sign_with_defaults_is_a_relu_of_the_gradient() -> None:
-    grad = random(5, 5)
-    assert torch.equal(act(gs.ScaleBySign(), grad), grad.relu())
 
 
 def test_scale_by_sign_does_not_change_a_group_with_a_nan() -> None:
@@ -370,13 +314,6 @@ def test_orthogonalize_moves_each_singular_value_by_the_polynomial(shape: tuple[
     assert values.min() > 0.6
     expected = torch.from_numpy(left @ np.diag(values) @ right).reshape(shape)
     torch.testing.assert_close(act(gs.Orthogonalize(scale="none"), grad), expected)
-
-
-def test_orthogonalize_converges_to_the_polar_factor() -> None:
-    grad = random(6, 4).double()
-    left, _, right = torch.linalg.svd(grad, full_matrices=False)
-    transform = gs.Orthogonalize(40, scale="none", coefficients=(15 / 8, -10 / 8, 3 / 8))
-    torch.testing.assert_close(act(transform, grad), left @ right)
 
 
 @pytest.mark.parametrize("scale", ["spectral", "rms"])
@@ -546,14 +483,6 @@ def test_a_graft_has_the_state_of_both_its_transforms() -> None:
         d, directions = gs.Momentum(0.9).update(grad, directions, TransformContext())
         m, sizes = gs.GrokfastEMA().update(grad, sizes, TransformContext())
         torch.testing.assert_close(result, d / d.norm() * m.norm())
-
-
-def test_a_group_is_rescaled_to_one_norm() -> None:
-    grads = [random(4, 3), random(5, seed=1).bfloat16(), torch.zeros(0), random(seed=2)]
-    results = group(gs.RescaleGlobalNorm(2.0), grads)
-    total = math.sqrt(sum(float(result.double().square().sum()) for result in results))
-    assert total == pytest.approx(2.0, rel=1e-3)
-    assert [result.dtype for result in results] == [grad.dtype for grad in grads]
 
 
 def test_a_softplus_window_and_a_straight_through_give_the_gradient_of_the_softplus_network() -> (
