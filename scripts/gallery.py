@@ -116,8 +116,7 @@ scripts/gallery.py` writes this page; `python -m gradsurg.run --list transform` 
 RECIPES = (
     "A recipe is a transform or an aggregator with its sites and its trigger, as a yaml file. "
     "`gs.load('sgm')` makes the surgery, `gs.load('sgm', 'transform.scale.factor=0.2')` changes a "
-    "key, `surgery.to_yaml()` writes the file of any surgery with at most one transform (or chain) "
-    "and one aggregator, and `python -m gradsurg.run experiment=sgm` trains with it."
+    "key, and `python -m gradsurg.run experiment=sgm` trains with it."
 )
 SECTIONS = (
     (

@@ -14,10 +14,11 @@ import yaml
 from gradsurg.config.errors import ConfigError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names
-from gradsurg.surgery.recipe import KEYS
 from gradsurg.surgery.surgery import Surgery
 
 FOLDER = "experiment"
+KEYS = ("transform", "site", "when", "aggregator", "shared", "seed")
+"""The keys of a recipe; all others of a config are about training."""
 
 FOLDERS = {
     "transform": "transforms",

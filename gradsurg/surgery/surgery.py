@@ -23,7 +23,6 @@ from gradsurg.sites.selection import inner_model, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.surgery.live import Live
-from gradsurg.surgery.recipe import recipe
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.probability import Probability
@@ -265,18 +264,6 @@ class Surgery:
         if example_input is None:
             return "\n".join(parts) or "no intervention"
         return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
-
-    def to_yaml(self) -> str:
-        """Return a recipe: a yaml text from which `gradsurg.load` makes an equal surgery.
-
-        The command line trains with the same file, `experiment=`. It has no state. Raises
-        ValueError, with the key, for a part without a yaml form: a lambda, a local class, or
-        several interventions with transforms.
-        """
-        try:
-            return recipe(self.interventions, self.seed)
-        except ValueError as error:
-            raise ValueError(f"to_yaml: {error}") from None
 
     def state_dict(self) -> dict[str, object]:
         """Return step, epoch, switches and the state of transforms, aggregators and triggers.
