@@ -189,24 +189,6 @@ def test_what_is_written_to_a_measured_gradient_does_not_change_its_numbers() ->
     assert_row(row, pairs)
 
 
-def test_an_empty_gradient_before_a_large_one_does_not_take_its_place() -> None:
-    effects, (empty, large) = slots("empty", "large")
-    effects.add(empty, *PAIRS["empty"])
-    effects.add(large, *PAIRS["larger than a chunk"])
-    rows = effects.fetch()
-    assert_row(rows[0], [PAIRS["empty"]])
-    assert_row(rows[1], [PAIRS["larger than a chunk"]])
-
-
-def test_several_gradients_of_a_site_are_averaged() -> None:
-    effects, (slot,) = slots("w")
-    pairs = [(random(11, seed=seed), random(11, seed=seed).clamp(-seed, seed)) for seed in (0, 1)]
-    for pair in pairs:
-        effects.add(slot, *pair)
-    (row,) = effects.fetch()
-    assert_row(row, pairs)
-
-
 def test_more_gradients_than_sums_are_kept_are_measured_all(monkeypatch) -> None:
     monkeypatch.setattr(effects_module, "MAX_PAIRS", 3)
     effects, (slot,) = slots("w")
@@ -314,18 +296,6 @@ def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transfo
         assert_row(rows[name], [(grad, after)])
 
 
-def test_clipping_by_hand_after_the_backward_does_not_change_the_numbers() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Identity(), None, optimizer) as live:
-        backward(model)
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-        optimizer.step()
-        rows = {str(row["site"]): row for row in live.effects.rows()}
-    for name, grad in plain_gradients().items():
-        assert_row(rows[name], [(grad, grad)])
-
-
 def test_a_second_backward_into_the_same_gradients_does_not_change_the_numbers_of_the_first() -> (
     None
 ):
@@ -379,16 +349,6 @@ def last_gradients() -> list[Tensor]:
     return list(gradients(model).values())
 
 
-def test_what_was_pending_when_a_backward_failed_is_measured() -> None:
-    model = small()
-    with attached(model, gs.Scale(2.0), gs.Parameters("last.*")) as live:
-        failing_backward(model)
-        rows = {str(row["site"]): row for row in live.effects.rows()}
-    weight, bias = last_gradients()
-    assert_row(rows["last.weight"], [(weight, 2 * weight)])
-    assert_row(rows["last.bias"], [(bias, 2 * bias)])
-
-
 def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it() -> None:
     model = small()
     with attached(model, gs.Identity(), gs.Parameters("last.*")) as live:
@@ -399,16 +359,6 @@ def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it(
     weight, _ = last_gradients()
     plain = plain_gradients()["last.weight"]
     assert_row(rows["last.weight"], [(weight, weight), (plain, plain)])
-
-
-def test_without_an_optimizer_every_backward_is_measured() -> None:
-    model = small()
-    with attached(model, gs.Clip(0.02)) as live:
-        for step in range(3):
-            backward(model, step)
-    rows = {str(row["site"]): row for row in live.effects.rows()}
-    grads = [plain_gradients(step)["first.weight"] for step in range(3)]
-    assert_row(rows["first.weight"], [(grad, grad.clamp(-0.02, 0.02)) for grad in grads])
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
@@ -519,19 +469,3 @@ def test_the_table_says_so_if_nothing_was_measured() -> None:
     assert repr(live.effects) == (
         "Effects at 4 sites: table() is a text, rows() are the numbers"  # no internals
     )
-
-
-def test_what_passes_inside_vmap_is_not_measured_and_raises_nothing() -> None:
-    model = small()
-    params = {name: param.detach() for name, param in model.named_parameters()}
-
-    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, params, (x,)).sum()
-
-    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    x = torch.ones(3, 1, 6)
-    plain = grads(params, x)["first.weight"]
-    with attached(model, gs.Scale(2.0), gs.Outputs("first")) as live:
-        treated = grads(params, x)["first.weight"]
-    assert torch.equal(treated, 2 * plain)
-    assert [row["sampled"] for row in live.effects.rows()] in ([], [0])

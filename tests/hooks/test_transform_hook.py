@@ -368,17 +368,6 @@ def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_shor
     assert grads[0] != grads[1]
 
 
-def test_the_value_is_the_parameter_whose_gradient_it_is() -> None:
-    # |w| = 5, bound 0.1 * 5 = 0.5; |g| = 2.
-    model = nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[3.0, 4.0]]))
-    with attached(model, gs.AGC(0.1)):
-        (model.weight * torch.tensor([[0.0, 2.0]])).sum().backward()
-    assert model.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.0, 0.5]]))
-
-
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_the_value_is_there_at_every_stage(stage) -> None:
     model = nn.Linear(2, 1, bias=False)

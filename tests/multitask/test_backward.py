@@ -1,6 +1,5 @@
 """One update of several losses: the same numbers as by hand."""
 
-import copy
 import warnings
 from collections.abc import Mapping
 
@@ -234,15 +233,6 @@ def test_a_parameter_unfrozen_later_can_have_one_aggregator_only() -> None:
         live.backward(losses_of(model))
 
 
-def test_heads_get_the_gradient_of_their_own_task() -> None:
-    model = Net()
-    found, _ = joint(model, losses_of(model), at_shared(Uneven()))
-    grads = each(model, losses_of(model))
-    for task in "abc":
-        name = f"heads.{task}.weight"
-        assert torch.equal(found[name], grads[task][name])
-
-
 def test_two_aggregators_act_on_their_own_selections() -> None:
     model = Net()
     first = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
@@ -251,13 +241,6 @@ def test_two_aggregators_act_on_their_own_selections() -> None:
     assert surgery.labels == (("uneven",), ("trimmed_mean",))
     groups = [(Uneven(), TRUNK[:2]), (gs.TrimmedMean(0.3), TRUNK[2:])]
     close(found, oracle(model, losses_of(model), groups))
-
-
-def test_shared_parameters_that_are_not_selected_get_the_sum() -> None:
-    model = Net()
-    selected = gs.Intervention(Uneven(), at=gs.SharedParameters("trunk.0.*"))
-    found, _ = joint(model, losses_of(model), selected)
-    close(found, oracle(model, losses_of(model), [(Uneven(), TRUNK[:2])]))
 
 
 def test_a_parameter_has_one_aggregator() -> None:
@@ -513,15 +496,6 @@ def test_tasks_may_change_from_step_to_step() -> None:
             assert model.heads["a"].weight.grad is None
 
 
-@pytest.mark.parametrize("tasks", ["ab", "acb"])
-def test_an_aggregator_with_a_state_refuses_other_tasks(tasks: str) -> None:
-    model = Net()
-    with gs.Surgery(at_shared(Running())).attach(model) as live:
-        live.backward(losses_of(model))
-        with pytest.raises(ValueError, match="state at 'shared' is of a, b, c, found a"):
-            live.backward({task: losses_of(model)[task] for task in tasks})
-
-
 # Several dtypes and shapes of memory
 
 
@@ -624,14 +598,6 @@ def test_sparse_gradients_are_left_out_of_the_conflicts_of_weighted_losses() -> 
     with pytest.warns(gs.SurgeryWarning, match="gradients of table.weight are not dense"):
         found, _ = joint(model, losses_of(model), at_shared(gs.Sum()))
     assert torch.equal(found["trunk.0.weight"], expected)
-
-
-def test_a_copy_of_an_attached_model_has_no_hooks() -> None:
-    model = Net()
-    with gs.Surgery(at_shared(Uneven())).attach(model) as live:
-        live.backward(losses_of(model))
-        copied = copy.deepcopy(model)
-    assert same(plain(copied, losses_of(copied)), plain(model, losses_of(model)))
 
 
 def test_every_aggregator_equals_its_result_by_hand() -> None:

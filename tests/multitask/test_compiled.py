@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from tests.multitask.nets import WIDTH, Net, Uneven, at_shared, close, grads_of, scaled
+from tests.multitask.nets import WIDTH, Net, Uneven, at_shared, close, grads_of
 
 TARGETS = {"a": 0.5, "b": -1.0, "c": 2.0}
 
@@ -74,10 +74,6 @@ def test_batches_of_several_sizes_train_the_same_measured_or_not(
     measured, count = train(2, dynamic, at_shared(aggregator))
     assert (none, count) == (0, 2)
     assert all(torch.equal(own, other) for own, other in zip(plain, measured, strict=True))
-
-
-def test_a_transform_of_one_task_sees_batches_of_several_sizes() -> None:
-    train(0, None, scaled(2.0, gs.Parameters("*"), "b"))
 
 
 def before(model: nn.Module) -> nn.Module:

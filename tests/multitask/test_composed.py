@@ -114,14 +114,6 @@ def test_a_transform_of_one_task_works_with_a_loss_weighting() -> None:
     close({name: found[name] for name in expected}, expected)
 
 
-def test_a_trigger_can_exclude_one_task() -> None:
-    model = Net()
-    item = gs.Intervention(gs.Scale(0.0), at=gs.Parameters("trunk.*"), when=~gs.ForTask("b"))
-    found = trained(model, item)
-    grads = each(model, losses_of(model))
-    close({n: found[n] for n in TRUNK}, {n: grads["b"][n] for n in TRUNK})
-
-
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
     model = Net()
     rule = r"scale: ForTask\(task='d'\): there is no loss 'd'"
@@ -232,13 +224,6 @@ def test_after_the_aggregator_a_transform_sees_the_combined_gradient_once(name: 
     expected = {key: 3 * own if key in TRUNK else own for key, own in plain.items()}
     assert same(found, expected)
     assert [(task, call) for task, _, call in SEEN] == [("", 0)] * len(TRUNK)
-
-
-def test_transforms_of_weights_act_after_the_step() -> None:
-    model = Net()
-    item = gs.Intervention(gs.Zero(), at=gs.Weights("trunk.0.weight"))
-    trained(model, item, at_shared(Uneven()))
-    assert not model.trunk[0].weight.any()
 
 
 def test_a_transform_at_a_leaf_does_not_act_on_the_combined_gradient() -> None:

@@ -226,14 +226,6 @@ def test_the_newest_conflicts_are_kept_until_fetched_and_the_means_are_of_all() 
     assert "1.5" in said.splitlines()[3].split()  # the mean norm
 
 
-def test_steps_with_a_nonfinite_gradient_are_counted() -> None:
-    conflicts = Conflicts()
-    for bad in (0.0, torch.nan, torch.inf):
-        rows = torch.tensor([[1.0, 0.0], [bad, 1.0]], dtype=torch.float64)
-        conflicts.add(made(rows, None, rows[0]))
-    assert "3 measured steps, 2 of them with a gradient that is not finite: " in conflicts.table()
-
-
 def test_the_conflict_rate_is_over_the_pairs_with_a_cosine() -> None:
     rows = torch.tensor([[1.0, 0.0], [-1.0, 1.0], [torch.nan, 0.0]], dtype=torch.float64)
     assert repr(found(rows, None, rows[0], "abc").conflict_rate) == "1.0"

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.multitask.features import EdgeGradients, are_disjoint
-from gradsurg.plugins.fields import validated
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -217,20 +216,6 @@ def test_the_cut_found_in_the_graph_equals_one_by_hand(name: str, aggregator: st
     close(found, oracle(model, AGGREGATORS[aggregator]))
 
 
-def test_summing_the_rows_gives_the_plain_gradient() -> None:
-    @validated
-    class Adds(Uneven):
-        def weights(self, gramian: Tensor) -> Tensor:
-            return torch.ones(len(gramian)).double()
-
-    for make in MODELS.values():
-        model = make()
-        found, _ = joint(model, model(inputs()), feature(Adds()))
-        model.zero_grad()
-        sum(model(inputs()).values()).backward()
-        close(found, grads_of(model))
-
-
 @pytest.mark.parametrize(("name", "features"), [("one", "trunk"), ("one", "trunk.1")])
 def test_the_cut_at_a_named_module_equals_one_by_hand(name: str, features: str) -> None:
     model = MODELS[name]()
@@ -250,15 +235,6 @@ def joint_of(model: nn.Module, *items: gs.Intervention) -> tuple[Grads, gs.Live]
     with gs.Surgery(*items).attach(model) as live:
         live.backward(model(inputs()))
     return grads_of(model), live
-
-
-def test_a_forward_without_a_backward_does_not_belong_to_it() -> None:
-    model = one()
-    with gs.Surgery(feature(Uneven(), "trunk")).attach(model) as live:
-        model(inputs(1))
-        live.backward(model(inputs()))
-    found = grads_of(model)
-    close(found, oracle(model, Uneven()))
 
 
 def test_forwards_without_a_backward_keep_no_graph() -> None:
@@ -426,29 +402,6 @@ def spectral() -> Split:
     return Split(below, above, **layers)
 
 
-class Pair(nn.Module):
-    """Two numbers as one complex one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.Parameter(torch.ones(2))
-
-    def forward(self) -> Tensor:
-        return torch.view_as_complex(self.pair)
-
-
-def test_a_complex_representation_is_two_numbers_an_entry() -> None:
-    model = Pair()
-    with gs.Surgery(feature(gs.MGDA())).attach(model) as live:
-        z = model()
-        live.backward([2 * z.real + 3 * z.imag, 3 * z.imag - z.real])
-    # The gradients are (2, 3) and (-1, 3), and the shortest between them is (0, 3).
-    assert model.pair.grad is not None
-    assert model.pair.grad.tolist() == pytest.approx([0.0, 3.0], abs=1e-6)
-    (conflict,) = live.conflicts.fetch()
-    assert conflict.norms == pytest.approx([13**0.5, 10**0.5])
-
-
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_complex_and_real_representations_are_combined_together(aggregator: str) -> None:
     model = spectral()
@@ -598,16 +551,6 @@ def test_at_the_cut_a_transform_of_one_task_sees_its_gradient(picked: str) -> No
     assert (entry.all_calls, entry.all_fired) == (3, len(picked))
 
 
-def test_nested_representations_are_both_seen_once() -> None:
-    model = scales()
-    at = gs.Nodes("Tanh")
-    found, live = joint_of(model, gs.Intervention(gs.Scale(3.0), at=at), feature(Uneven()))
-    expected = oracle(model, Uneven())
-    calls = [entry.all_calls for entry in live.ledger if entry.intervention == "scale"]
-    assert calls == [1, 1]
-    close({"high": found["high.weight"]}, {"high": 3.0 * expected["high.weight"]})
-
-
 def test_above_the_cut_a_transform_sees_the_gradient_of_its_task() -> None:
     model = one()
     items = [
@@ -672,13 +615,6 @@ def test_conflicts_are_those_at_the_representation() -> None:
     losses = model.above(model, [h])
     norms = [torch.autograd.grad(loss, h)[0].norm().item() for loss in losses.values()]
     assert conflict.norms == pytest.approx(norms)
-
-
-def test_the_group_of_its_conflicts_is_named_representation() -> None:
-    model = Net()
-    with gs.Surgery(feature(Uneven())).attach(model) as live:
-        live.backward(losses_of(model))
-        (conflict,) = live.conflicts.fetch()
     assert conflict.group == "representation"
 
 

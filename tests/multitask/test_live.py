@@ -168,23 +168,6 @@ def test_the_state_is_of_the_earlier_steps() -> None:
     assert second.weights == pytest.approx((1 / (1 + 0.5 * norms[0] + norms[1])).tolist())
 
 
-def test_its_state_travels_with_the_model() -> None:
-    model = Net()
-    surgery = gs.Surgery(at_shared(Running()))
-    with surgery.attach(model, in_state_dict=True) as live:
-        live.backward(losses_of(model))
-        kept = model.state_dict()
-    other, resumed = Net(), gs.Surgery(at_shared(Running()))
-    with resumed.attach(other, in_state_dict=True) as live:
-        other.load_state_dict(kept)
-        live.backward(losses_of(other))
-    norms = resumed.state_dict()["states"]["running/shared"]["norms"]  # pyright: ignore
-    with surgery.attach(model) as live:
-        live.backward(losses_of(model))
-    expected = surgery.state_dict()["states"]["running/shared"]["norms"]  # pyright: ignore
-    assert torch.equal(norms, expected)
-
-
 @pytest.mark.parametrize("tasks", ["b, a, c", "a, b, d"])
 @pytest.mark.parametrize("how", ["attached again", "loaded", "loaded while attached", "with model"])
 @pytest.mark.parametrize("aggregator", [Running(), gs.FAMO(), gs.UncertaintyWeighting()], ids=repr)
@@ -209,9 +192,3 @@ def test_the_state_belongs_to_tasks_by_name(aggregator: Aggregator, how: str, ta
         with pytest.raises(ValueError, match=f"at 'shared' is of a, b, c, found {tasks}: an"):
             live.backward(some(tasks))
         live.backward(some("a, b, c"))
-
-
-def test_the_state_of_another_aggregator_is_refused() -> None:
-    surgery, other = gs.Surgery(at_shared(Running())), gs.Surgery(at_shared(Uneven()))
-    with pytest.raises(ValueError, match="the surgery is"):
-        other.load_state_dict(surgery.state_dict())

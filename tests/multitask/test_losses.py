@@ -10,13 +10,9 @@ from tests.multitask.nets import (
     Net,
     Uneven,
     at_shared,
-    close,
-    each,
     grads_of,
     inputs,
-    joint,
     losses_of,
-    same,
     still,
 )
 
@@ -103,23 +99,6 @@ def test_zero_opposite_and_equal_gradients_have_numbers(engine: str) -> None:
     assert conflict.cosines[0] == [0.0] * 4
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_nonfinite_gradient_warns_with_its_task(number: float) -> None:
-    model = Net()
-    losses = losses_of(model)
-    losses["b"] = losses["b"] * number
-    with pytest.warns(gs.SurgeryWarning, match="the gradient of b is not finite at step 0"):
-        joint(model, losses, at_shared(Uneven()))
-
-
-def test_one_task_is_given_to_the_aggregator_alone() -> None:
-    model = Net()
-    loss = {"a": losses_of(model)["a"]}
-    with pytest.warns(gs.SurgeryWarning, match="had one loss each time"):
-        found, _ = joint(model, loss, at_shared(gs.TrimmedMean(0.3)))
-    close(found, each(model, {"a": losses_of(model)["a"]})["a"])
-
-
 def test_a_step_with_pending_gradients_warns() -> None:
     model = Net()
     optimizer = still(model)
@@ -131,12 +110,6 @@ def test_a_step_with_pending_gradients_warns() -> None:
     said = [str(one.message) for one in told]
     assert any("made a step before the last live.backward" in one for one in said)
     assert any("no live.backward ended a step" in one for one in said)
-
-
-def test_the_values_view_of_a_mapping_is_accepted() -> None:
-    model = Net()
-    found, _ = joint(model, losses_of(model).values(), at_shared(Uneven()))
-    assert same(found, joint(model, [*losses_of(model).values()], at_shared(Uneven()))[0])
 
 
 @pytest.mark.parametrize("calls", [9, 10])

@@ -198,15 +198,6 @@ def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> No
     assert next(value for key, value in logged.items() if key.endswith("/fallbacks")) == 3
 
 
-def test_numbers_of_a_row_written_before_there_were_fallbacks() -> None:
-    model = Net()
-    with gs.Surgery(at_shared(gs.UPGrad())).attach(model, effects_every=1) as live:
-        live.backward(losses_of(model))
-        row = live.conflicts.fetch()[0].row()
-    del row["fallbacks"]
-    assert not any(key.endswith("/fallbacks") for key in numbers([row]))
-
-
 def test_measured_norms_are_those_of_the_update() -> None:
     """Products of huge weights with the Gramian are rounding."""
     model = Pulled()

@@ -96,25 +96,6 @@ def test_batches_of_one_update_share_one_draw() -> None:
             assert same(one, update)
 
 
-def test_a_clock_that_is_moved_by_hand_counts_as_an_optimizer() -> None:
-    by_optimizer, by_hand = [], []
-    for found, told in ((by_optimizer, True), (by_hand, False)):
-        model = Net()
-        optimizer = still(model)
-        with gs.Surgery(at_shared(gs.GradDrop())).attach(
-            model, optimizer if told else None
-        ) as live:
-            for _ in range(3):
-                optimizer.zero_grad()
-                live.backward(losses_of(model))
-                found.append(grads_of(model))
-                optimizer.step()
-                if not told:
-                    live.tick()
-    for own, other in zip(by_optimizer, by_hand, strict=True):
-        assert same(own, other)
-
-
 def test_with_an_optimizer_a_step_that_is_skipped_is_drawn_again() -> None:
     # As it is after a checkpoint: what was drawn in a step that was never made leaves no trace.
     model = Net()

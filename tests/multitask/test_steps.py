@@ -67,19 +67,6 @@ def test_loss_weights_last_for_one_step(
     assert found[0] != found[1] != found[2]
 
 
-def test_a_step_before_the_last_batch_warns_and_tasks_may_change_after_it() -> None:
-    model = Net()
-    optimizer = still(model)
-    with (
-        pytest.warns(gs.SurgeryWarning, match="made a step before the last live"),
-        gs.Surgery(at_shared(gs.Mean())).attach(model, optimizer) as live,
-    ):
-        live.backward(losses_of(model), aggregate=False)
-        optimizer.step()
-        losses = losses_of(model)
-        live.backward({"a": losses["a"], "b": losses["b"]})
-
-
 def test_after_an_error_the_tasks_of_a_step_may_change() -> None:
     model = Net()
     optimizer = still(model)
@@ -320,30 +307,6 @@ def test_measuring_does_not_change_random_draws() -> None:
             live.backward(losses_of(model))
         found.append(grads_of(model))
     close(*found, rtol=0.0)
-
-
-def test_a_warning_can_point_at_code_without_a_module() -> None:
-    model = Net()
-    losses = losses_of(model)
-    losses["b"] = losses["b"] * float("nan")
-    with (
-        gs.Surgery(at_shared(Uneven())).attach(model) as live,
-        pytest.warns(gs.SurgeryWarning, match="not finite"),
-    ):
-        exec("live.backward(losses)", {"live": live, "losses": losses})
-
-
-def test_the_order_of_tasks_is_part_of_the_state() -> None:
-    model = Net(("b", "a"))
-    optimizer = still(model)
-    with gs.Surgery(at_shared(gs.GradVac())).attach(model, optimizer) as live:
-        live.backward(losses_of(model))
-        optimizer.step()
-        states = live.session.states
-        states["grad_vac/shared/tasks"] = dict(sorted(states["grad_vac/shared/tasks"].items()))
-        live.backward(losses_of(model))
-        with pytest.raises(ValueError, match="is of b, a, found a, b"):
-            live.backward(dict(sorted(losses_of(model).items())))
 
 
 def test_a_custom_label_does_not_hide_an_aggregator_from_the_alternatives() -> None:

@@ -47,17 +47,6 @@ def test_p26_hooks_on_parameters_act_before_ddp_reduces_and_step_after(process_g
         assert order == [f"reduced {stage == 'backward'}"]
 
 
-def test_p27_a_parameter_whose_hooks_never_fire_is_reported() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: first.weight"),
-        attached(model, gs.Zero(), gs.Parameters("first.weight")),
-    ):
-        # What computes is another tensor, as a sharded parameter's whole is.
-        whole = {"first.weight": model.first.weight.detach().clone().requires_grad_()}
-        torch.func.functional_call(model, whole, (torch.ones(1, 6),)).sum().backward()
-
-
 @pytest.mark.parametrize("how", ["assign", "setattr", "overwrite"])
 def test_p28_a_replaced_parameter_is_reported(how: str) -> None:
     model = small()
@@ -176,42 +165,6 @@ def test_p32_a_group_acts_once_a_backward_with_a_reentrant_checkpoint() -> None:
     assert {entry.calls for entry in live.ledger} == {1}
     norm = torch.stack([grad.norm() for grad in gradients(model).values()]).norm()
     assert norm.item() == pytest.approx(1e-3, rel=1e-2)
-
-
-def test_p33_a_transform_is_differentiated_in_a_double_backward() -> None:
-    def second(hook: object) -> float:
-        x = leaf(2.0)
-        y = x * x * x
-        y.register_hook(hook) if callable(hook) else gs.hook(y, hook)
-        (first,) = torch.autograd.grad(4 * (y * y).sum(), x, create_graph=True)
-        return torch.autograd.grad(first.sum(), x)[0].item()
-
-    right = second(lambda grad: 0.5 * grad)
-    assert second(lambda grad: 0.5 * grad.detach()) != right
-    assert second(gs.Scale(0.5)) == right
-
-
-def test_p34_a_result_of_wrong_shape_or_dtype_is_refused_with_the_sites_name() -> None:
-    for function, described in (
-        (lambda grad: grad.sum(), "found [] torch.float32"),
-        (lambda grad: grad.double(), "torch.float64"),
-        (lambda grad: 3.0, "found float"),
-    ):
-        x = leaf(1.0, 2.0)
-        with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-            gs.hook(x, function)
-        with pytest.raises(TypeError, match="must return a tensor like the gradient") as caught:
-            x.sum().backward()
-        assert described in str(caught.value)
-        assert "site 'tensor" in str(caught.value)
-
-
-def test_p35_a_site_without_gradients_is_reported() -> None:
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: last#0"),
-        attached(model := small(), gs.Scale(2.0), gs.Outputs("last")),
-    ):
-        model(torch.ones(1, 6)).detach().sum()
 
 
 def test_p36_a_forward_under_no_grad_raises_nothing_and_is_reported() -> None:

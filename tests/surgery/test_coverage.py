@@ -86,14 +86,6 @@ def test_those_that_would_not_have_been_selected_or_are_met_are_not_told(at: Sel
     assert "came" not in warnings_of(at, grow)
 
 
-def frozen(model: nn.Sequential) -> None:
-    model.append(nn.Linear(3, 3).requires_grad_(False))
-
-
-def test_a_frozen_parameter_that_came_is_not_told() -> None:
-    assert "came" not in warnings_of(gs.Parameters(), frozen)
-
-
 @pytest.mark.parametrize(
     ("at", "is_told"),
     [
@@ -145,13 +137,6 @@ def test_where_nothing_came_nothing_is_told(change: Change) -> None:
     assert "came" not in warnings_of(gs.Outputs("*"), change)
 
 
-def test_a_module_that_is_compiled_in_its_place_is_still_known() -> None:
-    def compiled(model: nn.Sequential) -> None:
-        model.last = torch.compile(model.last, backend="eager")
-
-    assert "came" not in warnings_of(gs.Nodes("Relu"), compiled)
-
-
 def test_an_intervention_added_after_the_change_knows_what_came() -> None:
     model = small()
     with warnings.catch_warnings(record=True) as caught:
@@ -195,16 +180,6 @@ def test_a_clock_that_stands_says_where_the_block_began() -> None:
         backward(model)
     text = " ".join(str(warning.message) for warning in w)
     assert "no optimizer step was counted since this block began, at step 5;" in text
-
-
-def test_the_first_block_says_nothing_of_where_it_began() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning) as caught,
-        attached(model, gs.Identity(), when=gs.Steps(start=5)),
-    ):
-        backward(model)
-    assert "began" not in " ".join(str(warning.message) for warning in caught)
 
 
 def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

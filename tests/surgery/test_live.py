@@ -332,19 +332,6 @@ def test_noise_goes_on_where_it_was() -> None:
     assert len(set(draws(False))) == 2
 
 
-def test_an_equal_change_changes_nothing() -> None:
-    plain, model = small(), small()
-    optimizer, other = sgd(model), sgd(plain)
-    with attached(plain, gs.Clip(0.05), None, other):
-        train(plain, other, 4)
-    with attached(model, gs.Clip(0.05), None, optimizer) as live:
-        train(model, optimizer, 2)
-        live.set("clip", value=0.05)
-        train(model, optimizer, 2, start=2)
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param, expected)
-
-
 def test_a_group_can_be_set_too() -> None:
     model = small()
     optimizer = sgd(model, lr=0.0)
@@ -435,16 +422,6 @@ def test_what_was_added_and_removed_before_a_backward_is_not_complained_about() 
         live.remove(live.add(_scale(1.0)))
         _passed(model)
     assert min(entry.calls for entry in live.ledger) > 0
-
-
-def test_what_was_added_and_never_met_is_told() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="zero: attached, but no gradient ever passed"),
-        attached(model, gs.Scale(2.0)) as live,
-    ):
-        backward(model)
-        live.add(gs.Intervention(gs.Zero()))
 
 
 # Hooks
@@ -637,17 +614,6 @@ def _raised(call: Callable[[], object]) -> Exception:
     except (ValueError, TypeError, LookupError) as error:
         return error
     raise AssertionError("nothing was raised")
-
-
-def test_on_a_scaler_what_depends_on_size_cannot_be_added() -> None:
-    model = small()
-    optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu")
-    surgery = gs.Surgery(_scale(1.0))
-    with surgery.attach(model, optimizer, scaler=scaler) as live:
-        with pytest.raises(ValueError, match="sees gradients times the loss scale"):
-            live.add(gs.Intervention(gs.Clip(1.0)))
-        backward(model)
 
 
 @pytest.mark.parametrize(

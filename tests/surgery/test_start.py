@@ -66,15 +66,6 @@ def test_start_acts_until_close() -> None:
         assert step(model, optimizer) == -2.0
 
 
-def test_attach_without_a_block_acts_too() -> None:
-    model = Weight()
-    optimizer = sgd(model, lr=1.0)
-    live = at_step(gs.Scale(2.0)).attach(model, optimizer)
-    assert step(model, optimizer) == -2.0
-    live.close()
-    assert step(model, optimizer) == -1.0
-
-
 def test_close_warns_of_what_never_acted_and_an_error_in_the_block_does_not() -> None:
     model = small()
     surgery = gs.Surgery(gs.Intervention(gs.Zero()))
@@ -144,9 +135,15 @@ def test_a_wrong_argument_is_named(model: Any, fields: dict[str, Any], text: str
         gs.Surgery(gs.Intervention(gs.Zero())).start(model, **fields)
 
 
-def test_a_list_of_interventions_is_told_the_star() -> None:
-    wrong: Any = [gs.Intervention(gs.Zero())]
-    with pytest.raises(TypeError, match=r"found a list: did you mean Surgery\(\*interventions\)"):
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([gs.Intervention(gs.Zero())], r"found a list: did you mean Surgery\(\*interventions\)"),
+        (gs.Zero(), "found Zero"),
+    ],
+)
+def test_a_surgery_takes_nothing_but_interventions(wrong: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         gs.Surgery(wrong)
 
 
@@ -296,30 +293,28 @@ def test_what_nobody_holds_is_detached() -> None:
     assert num_hooks(model, optimizer) == 0
 
 
-def test_at_exit_an_open_surgery_warns() -> None:
+def test_at_exit_open_surgeries_warn_and_an_attach_without_a_block_names_its_line() -> None:
     code = """
 import gradsurg as gs, torch
 model = torch.nn.Linear(2, 1)
-surgery = gs.Surgery(gs.Intervention(gs.Zero()))
+surgery, other = gs.Surgery(gs.Intervention(gs.Zero())), gs.Surgery(gs.Intervention(gs.Clip()))
 live = surgery.start(model)
+never_entered = other.attach(model)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "zero: attached, but no gradient ever passed at: weight, bias" in ended.stderr
-
-
-@pytest.mark.parametrize("end", ["del live, surgery; gc.collect()", ""])
-def test_an_attach_that_was_never_entered_nor_closed_warns_of_itself(end: str) -> None:
-    code = f"""
-import gc, gradsurg as gs, torch
-model = torch.nn.Linear(2, 1)
-surgery = gs.Surgery(gs.Intervention(gs.Zero()))
-live = surgery.attach(model)
-model(torch.ones(1, 2)).sum().backward()
-{end}
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "surgery.attach in <string>, line 5, was used without `with`" in ended.stderr
+    assert "surgery.attach in <string>, line 6, was used without `with`" in ended.stderr
     assert "live = surgery.start(...)" in ended.stderr
+
+
+def test_an_attach_that_was_never_entered_nor_closed_warns_when_it_is_dropped() -> None:
+    model = small()
+    live = gs.Surgery(gs.Intervention(gs.Scale(1.0))).attach(model)
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.warns(gs.SurgeryWarning, match=r"test_start.py, line \d+, was used without"):
+        del live
+        gc.collect()
+    assert num_hooks(model) == 0
 
 
 def test_an_attach_that_was_entered_or_closed_does_not_warn_of_itself() -> None:

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import warnings
-from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -115,20 +114,6 @@ def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
         assert not torch.equal(gradients(model)["first.weight"], gradients(plain)["first.weight"])
 
 
-def test_training_is_bit_identical_with_and_without_it() -> None:
-    def run(in_state_dict: bool) -> list[Tensor]:
-        model, surgery = small(), _surgery()
-        optimizer = sgd(model)
-        with surgery.attach(model, optimizer, in_state_dict=in_state_dict):
-            for step in range(3):
-                train(model, optimizer, 1, start=step)
-                model.state_dict()
-            backward(model)
-        return weights(model)
-
-    assert all(map(torch.equal, run(True), run(False)))
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
     model, surgery = small(), _surgery()
@@ -172,20 +157,6 @@ def test_a_state_that_was_loaded_before_the_surgery_was_attached_is_told() -> No
     live.abort()
 
 
-def test_into_a_plain_model_it_is_pytorchs_own_error() -> None:
-    saved, _ = _saved()
-    model = small(seed=1)
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "_gradsurg"'):
-        model.load_state_dict(saved)
-    assert model.load_state_dict(saved, strict=False).unexpected_keys == [STATE_KEY]
-    # And into one whose surgery does not travel.
-    with (
-        pytest.raises(RuntimeError, match="Unexpected key"),
-        _surgery().attach(model),
-    ):
-        model.load_state_dict(saved)
-
-
 def test_the_state_of_another_surgery_is_refused_with_both_and_nothing_is_loaded() -> None:
     saved, _ = _saved()
     model, surgery = small(seed=1), _surgery(beta=0.75)
@@ -202,27 +173,6 @@ def test_the_state_of_another_surgery_is_refused_with_both_and_nothing_is_loaded
 
 def _state_hooks(model: nn.Module) -> int:
     return len(model._state_dict_hooks) + len(model._load_state_dict_pre_hooks)
-
-
-def test_other_keys_that_do_not_fit_are_still_told_by_pytorch() -> None:
-    saved, _ = _saved()
-    saved["more"] = torch.ones(1)
-    del saved["first.bias"]
-    model = small()
-    with _surgery().attach(model, in_state_dict=True):
-        with pytest.raises(RuntimeError) as caught:
-            model.load_state_dict(saved)
-        backward(model)
-    assert 'Missing key(s) in state_dict: "first.bias"' in str(caught.value)
-    assert 'Unexpected key(s) in state_dict: "more".' in str(caught.value)
-
-
-def test_a_part_of_the_model_has_no_key() -> None:
-    model = small()
-    with _surgery().attach(model, in_state_dict=True):
-        assert list(model.first.state_dict()) == ["weight", "bias"]
-        model.first.load_state_dict(small(seed=1).first.state_dict())
-        backward(model)
 
 
 def test_inside_another_module_the_key_has_its_prefix() -> None:
@@ -243,15 +193,6 @@ def test_inside_another_module_the_key_has_its_prefix() -> None:
         backward(outer["model"])
 
 
-def test_into_a_destination_of_the_users_with_a_prefix() -> None:
-    model = small()
-    with _surgery().attach(model, in_state_dict=True):
-        destination: OrderedDict[str, Any] = OrderedDict()
-        model.state_dict(destination=destination, prefix="a.b.")
-        assert list(destination)[-1] == f"a.b.{STATE_KEY}"
-        backward(model)
-
-
 def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
     model = small()
     compiled = torch.compile(model, backend="eager")
@@ -264,18 +205,6 @@ def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
         compiled.load_state_dict(saved)
         assert live.step == 0
         backward(model)
-
-
-def test_with_assign_the_state_comes_back_and_the_new_parameters_are_told() -> None:
-    saved, state = _saved()
-    model, surgery = small(), _surgery()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="parameters were replaced"),
-        surgery.attach(model, in_state_dict=True),
-    ):
-        backward(model)
-        model.load_state_dict(saved, assign=True)
-        assert _same(surgery.state_dict(), state)
 
 
 def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_welcome() -> None:

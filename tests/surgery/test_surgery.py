@@ -18,7 +18,6 @@ from gradsurg.sites.base import Selector, Stage
 from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 from tests.nets import (
-    BATCH,
     attached,
     backward,
     batch,
@@ -46,24 +45,14 @@ in_backward = pytest.mark.parametrize(
 
 
 @everywhere
-def test_no_hook_is_left_after_the_block(at: Selector) -> None:
+def test_no_hook_is_left_after_the_block_nor_after_one_that_raised(at: Selector) -> None:
     model = noisy()
     optimizer = sgd(model)
-    before = num_hooks(model, optimizer)
     with attached(model, gs.Identity(), at, optimizer):
-        assert num_hooks(model, optimizer) > before
+        assert num_hooks(model, optimizer) > 0
         train(model, optimizer, 1)
-    assert num_hooks(model, optimizer) == before
-
-
-@everywhere
-def test_no_hook_is_left_if_the_body_raises(at: Selector) -> None:
-    model = noisy()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(KeyError, match="mine"),
-        attached(model, gs.Identity(), at, optimizer),
-    ):
+    assert num_hooks(model, optimizer) == 0
+    with pytest.raises(KeyError, match="mine"), attached(model, gs.Identity(), at, optimizer):
         raise KeyError("mine")
     assert num_hooks(model, optimizer) == 0
 
@@ -93,50 +82,23 @@ def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
     assert all(map(torch.equal, before, weights(model)))
 
 
-def test_hooks_of_the_user_stay() -> None:
-    model = small()
-    calls = []
-    model.first.weight.register_hook(calls.append)
-    with attached(model, gs.Identity()):
-        backward(model)
-    backward(model)
-    assert len(calls) == 2
-    assert num_hooks(model) == 1
-
-
+@pytest.mark.parametrize("has_acted", [False, True])
 @in_backward
-def test_a_graph_built_inside_the_block_gives_plain_gradients_after_it(at: Selector) -> None:
-    x, _ = batch()
-    plain, model = small(), small()
-    plain(x).sum().backward()
-    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Scale(7.0), at):
-        loss = model(x).sum()
-    loss.backward()
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
-
-
-@in_backward
-def test_so_does_one_in_a_step_in_which_the_transform_has_acted(at: Selector) -> None:
+def test_a_graph_built_inside_the_block_gives_plain_gradients_after_it(
+    at: Selector, has_acted: bool
+) -> None:
     x, _ = batch()
     plain, model = small(), small()
     optimizer = sgd(model)
     plain(x).sum().backward()
-    with attached(model, gs.Scale(7.0), at, optimizer):
+    told = nullcontext() if has_acted else pytest.warns(gs.SurgeryWarning)
+    with told, attached(model, gs.Scale(7.0), at, optimizer):
         loss = model(x).sum()
-        backward(model)
+        if has_acted:
+            backward(model)
     optimizer.zero_grad()
     loss.backward()
     torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
-
-
-@in_backward
-def test_inside_the_block_it_does_not_give_plain_gradients(at: Selector) -> None:
-    x, _ = batch()
-    plain, model = small(), small()
-    plain(x).sum().backward()
-    with attached(model, gs.Scale(7.0), at):
-        model(x).sum().backward()
-    assert not torch.equal(gradients(model)["first.weight"], gradients(plain)["first.weight"])
 
 
 def _trained(surgery: AbstractContextManager[object], model: nn.Module, opt: Optimizer) -> None:
@@ -240,29 +202,6 @@ def test_a_surgery_that_acts_does_not_leave_training_as_it_is(at: Selector) -> N
     assert not torch.equal(plain.conv.weight, model.conv.weight)
 
 
-@everywhere
-def test_a_detached_surgery_leaves_training_bit_identical(at: Selector) -> None:
-    plain, model = noisy(), noisy()
-    optimizer = sgd(model)
-    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), at, optimizer):
-        model(torch.ones(BATCH, 2, 3))
-    plain(torch.ones(BATCH, 2, 3))
-    _trained(nullcontext(), plain, sgd(plain))
-    _trained(nullcontext(), model, optimizer)
-    assert all(map(torch.equal, weights(plain), weights(model)))
-
-
-def test_attaching_twice_at_once_is_refused() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
-    model = small()
-    with surgery.attach(model):
-        before = num_hooks(model)
-        with pytest.raises(RuntimeError, match="attached already"), surgery.attach(model):
-            pass
-        assert num_hooks(model) == before
-        backward(model)
-
-
 def test_two_surgeries_act_one_after_the_other() -> None:
     plain, model = small(), small()
     backward(plain)
@@ -337,12 +276,6 @@ def test_what_cannot_be_an_intervention_is_refused_when_it_is_made(
         gs.Intervention(**kwargs)
 
 
-def test_a_surgery_takes_nothing_but_interventions() -> None:
-    wrong: Any = gs.Zero()
-    with pytest.raises(TypeError, match="found Zero"):
-        gs.Surgery(wrong)
-
-
 def test_a_plain_callable_acts_and_is_warned_about_where_it_is_made() -> None:
     with pytest.warns(gs.SurgeryWarning, match="plain callable") as caught:
         intervention = gs.Intervention(torch.zeros_like)
@@ -371,12 +304,8 @@ def test_labels_are_class_names_in_snake_case_and_never_the_same_twice() -> None
     chain = gs.Chain(gs.Clip(), gs.ClipNorm(), gs.Clip())
     surgery = gs.Surgery(gs.Intervention(chain), gs.Intervention(gs.Clip()))
     assert surgery.labels == (("clip", "clip_norm", "clip_2"), ("clip_3",))
-
-
-def test_given_labels_never_collide() -> None:
-    names = ("clip", "clip_2", "clip")
-    surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Clip(), gs.Clip(), gs.Clip()), names=names))
-    assert surgery.labels == (("clip", "clip_2", "clip_3"),)
+    given = gs.Intervention(gs.Chain(*[gs.Clip()] * 3), names=("clip", "clip_2", "clip"))
+    assert gs.Surgery(given).labels == (("clip", "clip_2", "clip_3"),)
 
 
 def test_plan_says_what_would_be_hooked_and_hooks_nothing() -> None:
@@ -463,29 +392,10 @@ def test_a_surgery_resumed_from_its_state_continues_as_if_never_stopped() -> Non
     second.load_state_dict(first.state_dict())
     _grokked(5, halves, second, start=5)
     assert all(map(torch.equal, weights(whole), weights(halves)))
-
-
-def test_without_its_state_it_would_not_continue_so() -> None:
-    whole, halves = small(), small()
-    _grokked(10, whole, _surgery())
-    _grokked(5, halves, _surgery())
-    _grokked(5, halves, _surgery(), start=5)
-    assert not torch.equal(whole.first.weight, halves.first.weight)
-
-
-def test_the_state_taken_inside_the_block_can_be_saved_and_loaded_as_weights(tmp_path) -> None:
-    model, surgery = small(), _surgery()
-    optimizer = sgd(model)
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 4)
-        torch.save(surgery.state_dict(), tmp_path / "state.pt")
-        states = surgery.state_dict()["states"]
-        assert isinstance(states, dict)
-        mean = states["grokfast_ema/first.weight"]["mean"].clone()
-        train(model, optimizer, 4)
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert state["step"] == 4
-    torch.testing.assert_close(state["states"]["grokfast_ema/first.weight"]["mean"], mean)
+    without = small()
+    for start in (0, 5):
+        _grokked(5, without, _surgery(), start=start)
+    assert not torch.equal(whole.first.weight, without.first.weight)
 
 
 def test_a_group_transform_keeps_its_state_too() -> None:
@@ -538,13 +448,6 @@ def test_state_can_be_loaded_while_the_surgery_is_attached() -> None:
         backward(model)
     for name, grad in gradients(model).items():
         assert torch.equal(grad, gradients(other)[name])
-
-
-def test_the_step_goes_on_when_a_surgery_is_attached_again() -> None:
-    model, surgery = small(), gs.Surgery(gs.Intervention(gs.Scale(2.0)))
-    _grokked(3, model, surgery)
-    _grokked(4, model, surgery)
-    assert surgery.state_dict()["step"] == 7
 
 
 # Randomness
@@ -602,15 +505,6 @@ def test_two_links_of_one_chain_draw_different_noise() -> None:
     assert weight.grad is not None
     # Two equal draws add up to a variance of 4.
     assert weight.grad.var().item() == pytest.approx(2.0, rel=0.1)
-
-
-def test_the_global_generator_is_not_touched() -> None:
-    model = small()
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    with attached(model, gs.Chain(gs.AddNoise(), gs.Mask(0.5, by="random"))):
-        backward(model)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 # Raw tensors and nodes
@@ -672,15 +566,6 @@ def test_it_does_not_say_so_of_a_block_that_failed_nor_of_a_handle_that_was_remo
     gs.hook(y, gs.Clip(0.5)).remove()
 
 
-def test_hook_takes_a_plain_callable() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        gs.hook(x, torch.zeros_like)
-    x.sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.0, 0.0]
-
-
 def test_hook_refuses_what_it_cannot_do() -> None:
     y = torch.ones(2, requires_grad=True) * 2
     assert y.grad_fn is not None
@@ -694,39 +579,6 @@ def test_hook_refuses_what_it_cannot_do() -> None:
 
 
 # Double backward
-
-
-def _penalty(scale: float, bound: float | None) -> tuple[Tensor, Tensor]:
-    """d/dx of (dy/dx)^2 for y = (T-hooked h = x^2)^2: by hand where T is known."""
-    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    h = x**2
-    gs.hook(h, gs.Scale(scale))
-    if bound is not None:
-        gs.hook(h, gs.Clamp(-bound, bound))
-    (grad,) = torch.autograd.grad((h**2).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(grad.sum(), x)
-    return grad.detach(), second
-
-
-def test_a_double_backward_through_scale_is_right() -> None:
-    # g(x) = s 2h 2x, h = x^2. d/dx = s 4h + (through h: s 4x, then the hook once more: s) 2x.
-    grad, second = _penalty(10.0, None)
-    assert grad.item() == 10 * 4 * 2**3
-    assert second.item() == 10 * 4 * 4 + 10 * 10 * 4 * 2 * 2 * 2
-
-
-def test_a_double_backward_through_a_clamp_that_does_not_bind_is_right() -> None:
-    # x^4: 4 x^3 and 12 x^2.
-    grad, second = _penalty(1.0, 1e6)
-    assert grad.item() == 4 * 2**3
-    assert second.item() == 12 * 2**2
-
-
-def test_a_double_backward_through_a_clamp_that_binds_is_right() -> None:
-    # The clamped factor is the constant 3: g = 3 * 2x, so only x is differentiated.
-    grad, second = _penalty(1.0, 3.0)
-    assert grad.item() == 3 * 2 * 2
-    assert second.item() == 3 * 2
 
 
 class _Quartic(nn.Module):
@@ -915,34 +767,6 @@ def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -
     assert [item() for item in held] == [None] * 6
 
 
-@everywhere
-def test_what_is_kept_of_the_surgery_does_not_hold_the_model(at: Selector) -> None:
-    model = small()
-    optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=at))
-    with surgery.attach(model, optimizer) as live:
-        train(model, optimizer, 2)
-    held = [ref(model), ref(model.first.weight), ref(optimizer)]
-    del model, optimizer
-    gc.collect()
-    assert [item() for item in held] == [None] * 3
-    assert live.effects.rows()
-    assert surgery.state_dict()["step"] == 2
-
-
-@in_backward
-@pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.GrokfastEMA()], ids=repr)
-def test_no_hook_keeps_an_activation_after_backward(at: Selector, transform: Transform) -> None:
-    model = small()
-    held = []
-    keep = model.act.register_forward_hook(lambda module, args, output: held.append(ref(output)))
-    with attached(model, transform, at):
-        backward(model)
-        gc.collect()
-        assert [item() for item in held] == [None]
-    keep.remove()
-
-
 def test_a_value_given_to_a_transform_is_not_kept_after_backward() -> None:
     model = small()
     held = []
@@ -955,16 +779,6 @@ def test_a_value_given_to_a_transform_is_not_kept_after_backward() -> None:
 
 
 # What the live surgery tells
-
-
-def test_a_trigger_without_a_step_clock_is_warned_about() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"Steps: no optimizer step was counted") as caught,
-        attached(model, gs.Zero(), when=gs.Steps(stop=5)),
-    ):
-        backward(model)
-    assert caught[0].filename == __file__
 
 
 def test_a_clock_moved_by_hand_is_a_clock() -> None:
@@ -985,14 +799,6 @@ def test_sites_that_are_never_met_are_warned_about() -> None:
         attached(small(), gs.Zero(), gs.Nodes("Relu")),
     ):
         pass
-
-
-def test_an_error_in_the_block_is_not_buried_under_warnings() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(ZeroDivisionError), attached(small(), gs.Zero()):
-            _ = 1 / 0
-    assert not caught
 
 
 @validated
@@ -1040,17 +846,6 @@ def test_the_random_numbers_of_a_site_depend_on_the_label_and_the_link_of_a_chai
             backward(model)
         found = gradients(model)["last.bias"]
         assert torch.equal(found, link.apply(plain, TransformContext(key, seed=3)))
-
-
-def test_a_parameter_that_was_replaced_is_reported() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"not hooked: first\.weight; attach after"),
-        gs.Surgery(gs.Intervention(gs.Identity())).attach(model),
-    ):
-        model(torch.ones(2, 6)).sum().backward()
-        model.first.weight = nn.Parameter(torch.ones(5, 6))
-        model(torch.ones(2, 6)).sum().backward()
 
 
 def test_two_places_hooked_one_by_one_draw_different_noise() -> None:

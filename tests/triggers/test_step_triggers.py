@@ -204,10 +204,3 @@ def test_a_step_based_trigger_warns_if_no_step_was_counted(
     ):
         backward(model)
     assert len(caught) == 1
-
-
-def test_a_trigger_that_is_not_step_based_needs_no_steps() -> None:
-    model = small()
-    with attached(model, gs.Scale(2.0), when=gs.Shape(above=0)) as live:
-        backward(model)
-    assert min(entry.calls for entry in live.ledger) > 0
