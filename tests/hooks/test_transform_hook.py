@@ -164,43 +164,6 @@ def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
     assert caught.value.__notes__ == ["while later_group acted on 4 sites, step 1"]
 
 
-@at_each
-def test_a_transform_that_writes_to_its_gradient_is_refused(at: Selector, site: str) -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(RuntimeError, match=re.escape(f"in place at site '{site}'")),
-        attached(model, Later(lambda grad: grad.mul_(2), 0, site), at, optimizer),
-    ):
-        train(model, optimizer, 1)
-
-
-def test_a_group_transform_that_writes_to_its_gradients_is_refused() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(RuntimeError, match="in place at site 'first.weight'"),
-        attached(model, LaterGroup(lambda grad: grad.mul_(2), 0), None, optimizer),
-    ):
-        train(model, optimizer, 1)
-
-
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_a_transform_that_returns_the_parameter_is_refused(stage) -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(RuntimeError, match=r"returned the storage of the value.*Return a clone"),
-        attached(
-            model,
-            Later(lambda grad: model.first.weight.detach(), 0),
-            gs.Parameters("first.weight", stage=stage),
-            optimizer,
-        ),
-    ):
-        train(model, optimizer, 1)
-
-
 def test_a_link_of_a_chain_is_the_one_named() -> None:
     model = small()
     chain = gs.Chain(gs.Identity(), Later(lambda grad: grad[0], 0))

@@ -324,21 +324,6 @@ def test_a_tied_parameter_is_aggregated_once_with_all_its_gradients() -> None:
     close(found, oracle(model, losses_of(model), [(Uneven(), names)]))
 
 
-def test_optimizer_parameters_outside_the_model_get_their_gradients() -> None:
-    model, alone = Net(), nn.Parameter(torch.ones(()))
-    shared = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), alone, shared], lr=0.0)
-    losses = losses_of(model)
-    losses = {"a": losses["a"] * alone * shared, "b": losses["b"] * shared, "c": losses["c"]}
-    values = {task: loss.item() for task, loss in losses.items()}
-    found, _ = joint(model, losses, at_shared(Uneven()), optimizer=optimizer)
-    close(found, oracle(model, losses_of(model), [(Uneven(), TRUNK)]))
-    assert alone.grad is not None
-    assert shared.grad is not None
-    assert alone.grad.item() == pytest.approx(values["a"])
-    assert shared.grad.item() == pytest.approx(values["a"] + values["b"])
-
-
 def test_gradients_accumulate_in_grad() -> None:
     model = Net()
     first, _ = joint(model, losses_of(model), at_shared(Uneven()))

@@ -94,15 +94,6 @@ def test_the_switch_of_an_aggregator_is_flipped() -> None:
     assert same(found[2], found[0])
 
 
-def test_two_triggers_must_agree_on_their_switch() -> None:
-    items = [
-        gs.Intervention(gs.Scale(1.0), when=gs.Flag("on", on=False)),
-        gs.Intervention(Uneven(), at=gs.SharedParameters(), when=gs.Flag("on", on=True)),
-    ]
-    with pytest.raises(ValueError, match="another trigger has this switch"):
-        gs.Surgery(*items).attach(Net()).__enter__()
-
-
 def test_the_plan_lists_the_parameters_of_an_aggregator() -> None:
     said = gs.Surgery(at_shared(Uneven())).plan(Net())
     assert "uneven: Uneven() for those of" in said

@@ -39,22 +39,6 @@ SITES: dict[str, Selector] = {
     "nodes-leave": gs.Nodes("*", side="leave"),
 }
 everywhere = pytest.mark.parametrize("at", SITES.values(), ids=SITES.keys())
-in_backward = pytest.mark.parametrize(
-    "at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*"), gs.Nodes("*", side="leave")], ids=repr
-)
-
-
-@everywhere
-def test_no_hook_is_left_after_the_block_nor_after_one_that_raised(at: Selector) -> None:
-    model = noisy()
-    optimizer = sgd(model)
-    with attached(model, gs.Identity(), at, optimizer):
-        assert num_hooks(model, optimizer) > 0
-        train(model, optimizer, 1)
-    assert num_hooks(model, optimizer) == 0
-    with pytest.raises(KeyError, match="mine"), attached(model, gs.Identity(), at, optimizer):
-        raise KeyError("mine")
-    assert num_hooks(model, optimizer) == 0
 
 
 @everywhere
@@ -82,54 +66,10 @@ def test_a_surgery_whose_attaching_failed_can_be_attached_later() -> None:
     assert all(map(torch.equal, before, weights(model)))
 
 
-@pytest.mark.parametrize("has_acted", [False, True])
-@in_backward
-def test_a_graph_built_inside_the_block_gives_plain_gradients_after_it(
-    at: Selector, has_acted: bool
-) -> None:
-    x, _ = batch()
-    plain, model = small(), small()
-    optimizer = sgd(model)
-    plain(x).sum().backward()
-    told = nullcontext() if has_acted else pytest.warns(gs.SurgeryWarning)
-    with told, attached(model, gs.Scale(7.0), at, optimizer):
-        loss = model(x).sum()
-        if has_acted:
-            backward(model)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)
-
-
 def _trained(surgery: AbstractContextManager[object], model: nn.Module, opt: Optimizer) -> None:
     torch.manual_seed(5)
     with surgery:
         train(model, opt, 50)
-
-
-@everywhere
-@pytest.mark.parametrize("transform", [gs.Identity(), gs.Clamp(-1e9, 1e9)], ids=repr)
-def test_surgery_that_changes_nothing_leaves_training_bit_identical(
-    at: Selector, transform: Transform
-) -> None:
-    plain, model = noisy(), noisy()
-    optimizer = sgd(model)
-    _trained(nullcontext(), plain, sgd(plain))
-    _trained(attached(model, transform, at, optimizer, effects_every=7), model, optimizer)
-    assert all(map(torch.equal, weights(plain), weights(model)))
-
-
-@everywhere
-def test_a_shadowed_surgery_leaves_training_bit_identical(at: Selector) -> None:
-    plain, model = noisy(), noisy()
-    optimizer = sgd(model)
-    _trained(nullcontext(), plain, sgd(plain))
-    _trained(
-        attached(model, gs.Scale(-3.0), at, optimizer, effects_every=7, shadow=True),
-        model,
-        optimizer,
-    )
-    assert all(map(torch.equal, weights(plain), weights(model)))
 
 
 @pytest.mark.parametrize(
@@ -193,15 +133,6 @@ def test_a_shadowed_group_transform_leaves_training_bit_identical() -> None:
     assert all(map(torch.equal, weights(plain), weights(model)))
 
 
-@everywhere
-def test_a_surgery_that_acts_does_not_leave_training_as_it_is(at: Selector) -> None:
-    plain, model = noisy(), noisy()
-    optimizer = sgd(model)
-    _trained(nullcontext(), plain, sgd(plain))
-    _trained(attached(model, gs.Scale(0.5), at, optimizer), model, optimizer)
-    assert not torch.equal(plain.conv.weight, model.conv.weight)
-
-
 def test_two_surgeries_act_one_after_the_other() -> None:
     plain, model = small(), small()
     backward(plain)
@@ -209,16 +140,6 @@ def test_two_surgeries_act_one_after_the_other() -> None:
         backward(model)
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], (grad * 2).clamp(-0.01, 0.01))
-
-
-def test_interventions_act_in_their_order() -> None:
-    plain, model = small(), small()
-    backward(plain)
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(0.01)), gs.Intervention(gs.Scale(2.0)))
-    with surgery.attach(model):
-        backward(model)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], grad.clamp(-0.01, 0.01) * 2)
 
 
 @pytest.mark.parametrize(
@@ -748,23 +669,6 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() ->
 
 
 # Leaks
-
-
-@everywhere
-def test_model_activations_and_surgery_are_freed_after_the_block(at: Selector) -> None:
-    model = small()
-    optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(gs.GrokfastEMA(), at=at))
-    x, _ = batch()
-    with surgery.attach(model, optimizer) as live:
-        hidden = model.first(x)
-        loss = model(x).sum() + hidden.sum()
-        loss.backward()
-        optimizer.step()
-    held = [ref(thing) for thing in (model, hidden, loss, live, surgery, optimizer)]
-    del model, optimizer, hidden, loss, live, surgery
-    gc.collect()
-    assert [item() for item in held] == [None] * 6
 
 
 def test_a_value_given_to_a_transform_is_not_kept_after_backward() -> None:

@@ -127,16 +127,6 @@ def test_neither_transform_nor_measurement_runs_where_the_host_decides_no() -> N
     assert [(entry.calls, entry.all_fired) for entry in live.ledger] == [(3, 1), (3, 1)]
 
 
-def test_a_site_where_the_host_decides_no_is_not_measured() -> None:
-    model, device = small(), Looks(YES)
-    with (
-        pytest.warns(gs.SurgeryWarning, match="never fired in 2 gradients"),
-        attached(model, gs.Scale(2.0), gs.Parameters("*.bias"), when=device & gs.Index(0)),
-    ):
-        backward(model)
-    assert _measured(device) == 0
-
-
 @validated
 class Loud(gs.Trigger):
     """A user's trigger: fires where the largest entry exceeds `bound`."""

@@ -79,11 +79,6 @@ def test_parameters_have_the_depth_and_index_of_their_module() -> None:
     assert _fired(model, gs.Parameters(), gs.Depth(low=2)) == expected
 
 
-def test_a_parameter_of_the_model_itself_has_no_depth() -> None:
-    model = nn.Linear(2, 2)
-    assert _fired(model, gs.Parameters(), gs.Depth(high=0)) == {"weight": 1, "bias": 1}
-
-
 def test_nodes_have_the_depth_and_index_of_their_module() -> None:
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))
     fired = _fired(model, gs.Nodes("Relu"), gs.Depth(high=1))

@@ -71,21 +71,6 @@ def test_a_site_where_the_trigger_never_fires_is_listed_with_the_others() -> Non
     ]
 
 
-def test_counts_of_several_fetches_add_up() -> None:
-    model = Sums()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    counts = []
-    with attached(model, gs.Scale(2.0), None, optimizer, gs.Threshold(2.0)) as live:
-        for sizes in ([3.0, 1.0], [1.0], [1.0, 5.0, 5.0]):
-            for size in sizes:
-                optimizer.zero_grad()
-                model(size).backward()
-                optimizer.step()
-            (row,) = live.effects.fetch()
-            counts.append((row["seen"], row["calls"], row["sampled"]))
-    assert counts == [(2, 1, 2), (1, 0, 1), (3, 2, 3)]
-
-
 def test_counts_are_written_to_the_files_and_summed_in_their_table(tmp_path: Path) -> None:
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,6 +1,5 @@
 """Flag: a trigger that is switched from outside at any time."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -48,18 +47,6 @@ def test_the_flag_is_switched_from_a_hook_during_a_backward() -> None:
         backward(model)
         handle.remove()
     assert _zeroed(model) == ["first.weight", "first.bias"]
-
-
-def test_the_flag_is_switched_from_another_thread() -> None:
-    model = small()
-    with attached(model, gs.Zero(), when=gs.Flag("a")) as live:
-        backward(model)
-        thread = threading.Thread(target=lambda: live.switch("a", on=True))
-        thread.start()
-        thread.join()
-        model.zero_grad()
-        backward(model)
-        assert len(_zeroed(model)) == 4
 
 
 def test_interventions_with_the_same_flag_share_one_switch() -> None:
@@ -132,11 +119,3 @@ def test_triggers_of_one_flag_must_agree_on_its_initial_position() -> None:
         attached(model, gs.Zero(), when=gs.Flag("a") & ~gs.Flag("a", on=True)),
     ):
         pass
-
-
-def test_a_flag_cannot_be_switched_after_detaching() -> None:
-    model = small()
-    with attached(model, gs.Zero(), when=gs.Flag("a", on=True)) as live:
-        backward(model)
-    with pytest.raises(RuntimeError, match="the block has ended"):
-        live.switch("a", on=False)

@@ -1,11 +1,10 @@
 """Probability: a random trigger, reproducible from its seeds."""
 
 import pytest
-import torch
 
 import gradsurg as gs
 from gradsurg.triggers.base import Clock, TriggerContext
-from tests.nets import attached, sgd, small, train
+from tests.nets import sgd, small, train
 
 
 def _steps(trigger: gs.Trigger, seed: int = 0, site: str = "a", steps: int = 400) -> list[bool]:
@@ -67,13 +66,3 @@ def test_per_step_all_sites_fire_together_and_per_site_each_by_itself() -> None:
 @pytest.mark.parametrize("per", ["step", "site"])
 def test_an_arm_and_its_control_have_the_same_draws(per) -> None:
     assert _fired(per, "clip") == _fired(per, "norm_matched")
-
-
-def test_the_global_generators_are_not_used() -> None:
-    model = small()
-    optimizer = sgd(model)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    with attached(model, gs.Scale(1.0), None, optimizer, gs.Probability(0.5, "site")):
-        train(model, optimizer, 5)
-    assert torch.equal(torch.get_rng_state(), before)

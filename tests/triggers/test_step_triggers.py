@@ -43,12 +43,6 @@ def test_a_trigger_fires_at_its_steps(trigger: gs.Trigger, steps: list[int]) -> 
     assert [step for step in range(8) if trigger.fires(TriggerContext(Clock(step)))] == steps
 
 
-def test_each_step_belongs_to_one_phase() -> None:
-    phases = [gs.Phase(name, warm_up=2, fine_tune=5) for name in ("warm_up", "train", "fine_tune")]
-    for step in range(8):
-        assert sum(bool(phase.fires(TriggerContext(Clock(step)))) for phase in phases) == 1
-
-
 @pytest.mark.parametrize(
     "at",
     [
