@@ -81,21 +81,6 @@ def test_without_a_place_for_the_cache_the_sums_are_the_same(
     assert "no locator available" in caplog.text
 
 
-def test_measuring_changes_no_random_number_and_imports_numba_only_then() -> None:
-    pytest.importorskip("numba", reason="without numba nothing is imported")
-    code = (
-        "import sys, torch, gradsurg as gs\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "state = torch.get_rng_state()\n"
-        "with gs.Surgery(gs.Intervention(gs.Clip(0.1))).attach(model, None) as live:\n"
-        "    assert 'numba' not in sys.modules\n"
-        "    model(torch.ones(1, 2)).sum().backward()\n"
-        "    assert 'numba' in sys.modules\n"
-        "assert torch.equal(state, torch.get_rng_state())\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 INTERPRETED = """
 import sys, torch
 from contextlib import nullcontext

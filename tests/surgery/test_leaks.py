@@ -11,7 +11,7 @@ from torch import nn
 import gradsurg as gs
 from tests.contexts.kinds import KINDS, Kind, Net
 
-ROUNDS = 100
+ROUNDS = 32
 
 
 def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
@@ -38,7 +38,7 @@ def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> None:
+def test_rounds_of_attaching_leave_no_tensor_node_or_module_alive(name: str) -> None:
     refs: list[ref] = []
     model = Net()
     counts = []
@@ -48,7 +48,7 @@ def test_a_hundred_rounds_leave_no_tensor_node_or_module_alive(name: str) -> Non
             gc.collect()
             counts.append(len(gc.get_objects()) - len(refs))
     assert [held() for held in refs if held() is not None] == []
-    assert counts[1] - counts[0] < ROUNDS, "objects pile up from round to round"
+    assert counts[1] - counts[0] < ROUNDS // 2, "objects pile up from round to round"
     gone = [ref(model), *map(ref, model.modules()), *map(ref, model.parameters())]
     del model
     gc.collect()

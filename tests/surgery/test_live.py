@@ -2,8 +2,6 @@
 
 import gc
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -740,16 +738,3 @@ def test_threads_that_train_apart_do_not_end_one_anothers_wait() -> None:
         model.zero_grad()
         backward(model)
         assert _zeroed(model) == ALL
-
-
-def test_a_surgery_with_one_loss_does_not_import_the_part_for_several() -> None:
-    code = """
-import sys, torch, gradsurg as gs
-model = torch.nn.Linear(2, 1)
-with gs.Surgery(gs.Intervention(gs.Clip(0.01))).attach(model) as live:
-    model(torch.ones(3, 2)).sum().backward()
-    live.tick()
-print([name for name in sys.modules if name.startswith("gradsurg.multitask")])
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -293,17 +294,27 @@ def test_what_nobody_holds_is_detached() -> None:
     assert num_hooks(model, optimizer) == 0
 
 
-def test_at_exit_open_surgeries_warn_and_an_attach_without_a_block_names_its_line() -> None:
+def test_a_fresh_process_imports_what_it_needs_and_open_surgeries_warn_at_its_end() -> None:
+    """In one process, as its imports take seconds."""
     code = """
-import gradsurg as gs, torch
+import sys, gradsurg as gs, torch
 model = torch.nn.Linear(2, 1)
 surgery, other = gs.Surgery(gs.Intervention(gs.Zero())), gs.Surgery(gs.Intervention(gs.Clip()))
+state = torch.get_rng_state()
+with gs.Surgery(gs.Intervention(gs.Clip(0.1))).attach(model) as live:
+    print("numba" in sys.modules)
+    model(torch.ones(1, 2)).sum().backward()
+    live.tick()
+print("numba" in sys.modules, torch.equal(state, torch.get_rng_state()))
+print([name for name in sys.modules if name.startswith("gradsurg.multitask")])
 live = surgery.start(model)
 never_entered = other.attach(model)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    has_numba = str(find_spec("numba") is not None)
+    assert ended.stdout.split("\n") == ["False", f"{has_numba} True", "[]", ""]
     assert "zero: attached, but no gradient ever passed at: weight, bias" in ended.stderr
-    assert "surgery.attach in <string>, line 6, was used without `with`" in ended.stderr
+    assert "surgery.attach in <string>, line 13, was used without `with`" in ended.stderr
     assert "live = surgery.start(...)" in ended.stderr
 
 

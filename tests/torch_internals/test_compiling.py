@@ -123,6 +123,7 @@ def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_without_dynamo_and_is_excluded_from_graphs_later() -> None:
     code = """
 import sys, torch
