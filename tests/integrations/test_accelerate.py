@@ -14,7 +14,6 @@ from tests.integrations.settings import scale_losses
 from tests.nets import num_hooks
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not find_spec("accelerate"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
@@ -61,6 +60,7 @@ def train(folder: Path, num_steps: int, resume: Path | None = None) -> tuple[lis
     return list(model.parameters()), folder
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_bit_identical_and_counts_real_steps(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "a", 6)
     _, folder = train(tmp_path / "b", 3)
@@ -70,6 +70,7 @@ def test_a_resumed_training_ends_bit_identical_and_counts_real_steps(tmp_path: P
     assert saved.keys() == net().state_dict().keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scaled", [False, True], ids=["float32", "float16"])
 def test_pcgrad_with_accumulation_is_that_of_a_plain_loop(scaled: bool) -> None:
     accelerator = accelerator_of()
@@ -112,6 +113,7 @@ def test_pcgrad_with_accumulation_is_that_of_a_plain_loop(scaled: bool) -> None:
         torch.testing.assert_close(one, two, **tolerance)
 
 
+@pytest.mark.full
 def test_accelerators_tracker_gets_the_effects_and_an_exception_leaves_no_hook() -> None:
     logged: list[dict[str, float]] = []
     tracking = import_module("accelerate.tracking")

@@ -16,7 +16,6 @@ from tests.nets import num_hooks
 
 pl: Any = None  # imported by the first test
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not find_spec("lightning"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
@@ -88,57 +87,7 @@ def fit(module: Any, surgery: gs.Surgery, folder: Path, max_steps: int = 8, **op
     return trainer
 
 
-def by_hand(surgery: gs.Surgery, clip: float | None, accumulate: int = 1) -> list[Tensor]:
-    module = module_of()
-    optimizer = module.configure_optimizers()
-    with surgery.attach(module, optimizer) as live:
-        for index, batch in enumerate(data()):
-            (sum(module.losses(batch).values()) / accumulate).backward()
-            if (index + 1) % accumulate == 0:
-                live.before_step()
-                if clip is not None:
-                    nn.utils.clip_grad_norm_(module.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
-    return list(module.parameters())
-
-
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_it_acts_before_the_clipping_on_accumulated_gradients(
-    tmp_path: Path, accumulate: int
-) -> None:
-    module = module_of()
-    fit(
-        module,
-        at_step(gs.Scale(3.0), gs.Sign()),
-        tmp_path,
-        8 // accumulate,
-        gradient_clip_val=0.5,
-        accumulate_grad_batches=accumulate,
-    )
-    expected = by_hand(at_step(gs.Scale(3.0), gs.Sign()), 0.5, accumulate)
-    for param, other in zip(module.parameters(), expected, strict=True):
-        assert torch.equal(param, other)
-    assert num_hooks(module) == 0
-    assert not hasattr(module, "surgery")
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_trains_with_the_surgery(tmp_path: Path, precision: str) -> None:
-    module = module_of(several=True)
-    surgery = gs.Surgery(
-        gs.Intervention(gs.PCGrad(), gs.SharedParameters()), gs.Intervention(gs.ClipGlobalNorm(0.1))
-    )
-    before = [param.clone() for param in module.parameters()]
-    options: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu")
-        options = {"plugins": [pl.plugins.MixedPrecision(precision, "cpu", scaler)]}
-    fit(module, surgery, tmp_path, 4, **options)
-    moved = torch.cat([(a - b).flatten() for a, b in zip(module.parameters(), before, strict=True)])
-    assert 0 < moved.norm() < 4 * 0.1 * 0.1 * 4  # steps of at most lr * clip / (1 - momentum)
-
-
+@pytest.mark.full
 def test_pcgrad_in_manual_optimization_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     def surgery() -> gs.Surgery:
         return gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
@@ -154,6 +103,7 @@ def test_pcgrad_in_manual_optimization_is_that_of_a_plain_loop(tmp_path: Path) -
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +120,7 @@ def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
     assert all(map(torch.equal, whole.parameters(), second.parameters()))
 
 
+@pytest.mark.full
 def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
     module = module_of(fails_at=3)
     surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
@@ -180,6 +131,7 @@ def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
         live.abort()
 
 
+@pytest.mark.full
 def test_lightnings_own_logger_gets_the_effects_of_all_batches(tmp_path: Path) -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0), gs.Parameters("net.0.weight")))
     trainer = fit(module_of(), surgery, tmp_path, 4, accumulate_grad_batches=2)

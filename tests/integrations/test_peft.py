@@ -17,7 +17,6 @@ from gradsurg.plugins.fields import SelectionError
 
 peft: Any = None  # imported by the first test
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not find_spec("peft"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
@@ -67,6 +66,7 @@ def trained(model: Any, *interventions: gs.Intervention) -> gs.Live:
     return live
 
 
+@pytest.mark.slow
 def test_a_surgery_on_adapters_equals_plain_hooks_bit_by_bit() -> None:
     model, plain = lora(Net()), lora(Net())
     trained(model, gs.Intervention(gs.Clip(1e-3), gs.Parameters("*lora_B*")))
@@ -80,6 +80,7 @@ def test_a_surgery_on_adapters_equals_plain_hooks_bit_by_bit() -> None:
     assert keys == peft.get_peft_model_state_dict(lora(Net())).keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("at", "sites"),
     [
@@ -115,6 +116,7 @@ def quantised(kind: str) -> nn.Module:
     return Net(lambda i, o: bitsandbytes.nn.Linear4bit(i, o, compute_dtype=torch.float32)).to("cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["float32", "4bit", "8bit"])
 def test_the_weights_below_an_adapter_are_refused_by_name(kind: str) -> None:
     model = lora(quantised(kind))
@@ -125,12 +127,14 @@ def test_the_weights_below_an_adapter_are_refused_by_name(kind: str) -> None:
         trained(model, gs.Intervention(gs.Clip(0.1), gs.Parameters("*first.weight")))
 
 
+@pytest.mark.full
 def test_the_output_of_a_frozen_first_layer_has_no_gradient_and_is_told() -> None:
     at = gs.Outputs("*first.base_layer")
     with pytest.warns(gs.SurgeryWarning, match=r"first\.base_layer#0 \(needs no gradient\)"):
         trained(lora(Net()), gs.Intervention(gs.Scale(0.5), at))
 
 
+@pytest.mark.full
 def test_an_adapter_that_is_switched_on_in_the_block_is_told() -> None:
     model = lora(Net())
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "second"]))

@@ -15,7 +15,6 @@ from tests.nets import num_hooks
 
 transformers: Any = None  # imported by the first test
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not find_spec("transformers"), reason="needs the extra trainers"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
@@ -74,19 +73,7 @@ def trainer_of(
     return trainer
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_a_clip_at_stage_step_is_the_trainers_own_clip(tmp_path: Path, accumulate: int) -> None:
-    plain, ours = Net(), Net()
-    options = {"gradient_accumulation_steps": accumulate}
-    trainer_of(plain, gs.Surgery(), tmp_path / "a", max_grad_norm=0.5, **options).train()
-    surgery = gs.Surgery(gs.Intervention(gs.ClipGlobalNorm(0.5)))
-    trainer_of(ours, surgery, tmp_path / "b", **options).train()
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-    assert surgery.state_dict()["step"] == 8
-    assert num_hooks(ours) == 0
-
-
+@pytest.mark.slow
 def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +92,7 @@ def test_a_resumed_training_ends_bit_identical_with_the_state_of_the_surgery(
         trainer.train(resume_from_checkpoint=str(folder))
 
 
+@pytest.mark.full
 def test_two_callbacks_of_one_trainer_act_in_turn(tmp_path: Path) -> None:
     once, twice = Net(), Net()
     trainer_of(once, at_step(gs.Scale(0.25)), tmp_path / "a").train()
@@ -134,6 +122,7 @@ def hook_by_hand(net: Any) -> None:
         block.mlp.register_forward_hook(clamp_output)
 
 
+@pytest.mark.full
 def test_a_model_that_checkpoints_its_blocks_trains_as_with_plain_hooks(tmp_path: Path) -> None:
     tokens = torch.randint(16, (32, 6), generator=torch.Generator().manual_seed(2))
     clamp = gs.Clamp(low=-1e-3, high=1e-3)
@@ -151,6 +140,7 @@ def test_a_model_that_checkpoints_its_blocks_trains_as_with_plain_hooks(tmp_path
     assert not all(map(torch.equal, untouched.parameters(), ours.parameters()))
 
 
+@pytest.mark.full
 def test_effects_are_in_the_logs_and_reach_loggers_that_were_there_before(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -166,6 +156,7 @@ def test_effects_are_in_the_logs_and_reach_loggers_that_were_there_before(tmp_pa
     assert name in trainer.state.log_history[0]
 
 
+@pytest.mark.full
 def test_an_exception_leaves_no_hook_and_training_may_begin_again(tmp_path: Path) -> None:
     class Failing(transformers.Trainer):
         fails = True
@@ -194,6 +185,7 @@ def pcgrad() -> gs.Surgery:
     return gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scaled", [False, True], ids=["float32", "float16"])
 def test_pcgrad_is_that_of_a_plain_loop_also_in_the_last_update_of_an_epoch(
     tmp_path: Path, scaled: bool
@@ -291,6 +283,7 @@ def assert_trains_as_the_plain_trainer(trainer: Any, counted: bool = True) -> No
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [{"normalized": True}, {"scale": 1.0}, {}], ids=["normalized", "scale", "trainer"]
 )
@@ -303,11 +296,13 @@ def test_losses_divided_by_the_items_of_the_update_are_not_divided_again(
     assert_trains_as_the_plain_trainer(trainer)
 
 
+@pytest.mark.full
 def test_means_over_a_batch_are_divided_by_the_number_of_batches(tmp_path: Path) -> None:
     trainer = counting_trainer(tmp_path, counted=False, normalized=False)
     assert_trains_as_the_plain_trainer(trainer, counted=False)
 
 
+@pytest.mark.full
 def test_losses_that_may_be_divided_already_are_divided_with_a_warning(tmp_path: Path) -> None:
     trainer = counting_trainer(tmp_path, counted=False)
     with pytest.warns(gs.SurgeryWarning, match="normalized=True for such losses") as warned:
@@ -315,6 +310,7 @@ def test_losses_that_may_be_divided_already_are_divided_with_a_warning(tmp_path:
     assert len([each for each in warned if each.category is gs.SurgeryWarning]) == 1
 
 
+@pytest.mark.full
 def test_normalized_and_scale_exclude_each_other(tmp_path: Path) -> None:
     trainer = counting_trainer(tmp_path, normalized=True, scale=0.5)
     with pytest.raises(ValueError, match="not both. Found normalized=True, scale=0.5"):
