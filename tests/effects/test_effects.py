@@ -1,13 +1,11 @@
 """The numbers of an effect, against a slow and obvious second version, and when they are taken."""
 
-import gc
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import gradsurg as gs
 from gradsurg.effects import effects as effects_module
@@ -359,29 +357,6 @@ def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it(
     weight, _ = last_gradients()
     plain = plain_gradients()["last.weight"]
     assert_row(rows["last.weight"], [(weight, weight), (plain, plain)])
-
-
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_no_gradient_is_kept_after_the_backward(stage) -> None:
-    model = small()
-    optimizer = sgd(model)
-    seen: list[StorageWeakRef] = []
-
-    def scaled(grad: Tensor) -> Tensor:
-        result = grad * 0.5
-        seen.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (grad, result))
-        return result
-
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        surgery = gs.Surgery(gs.Intervention(scaled, gs.Parameters(stage=stage)))
-    with surgery.attach(model, optimizer) as live:
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        assert len(seen) == 8
-        assert all(storage.expired() for storage in seen)
-        assert len(live.effects.rows()) == 4
 
 
 def test_a_backward_inside_a_backward_is_measured_too() -> None:

@@ -231,16 +231,3 @@ def test_a_trigger_with_a_state_is_refused_and_keeps_nothing() -> None:
                 _batched(mode, outputs, model[0].weight, vectors)
             assert not live.session.states
         outputs.sum().backward()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_function_gives_the_gradients_of_a_loop(mode: Mode) -> None:
-    model, vectors = _model(), torch.randn(EXAMPLES, 6, 2)
-    with (
-        pytest.warns(gs.SurgeryWarning, match="plain callable"),
-        gs.Surgery(gs.Intervention(torch.sin, gs.Parameters("0.weight"))).attach(model),
-    ):
-        outputs = model(torch.randn(6, 3))
-        batched = _batched(mode, outputs, model[0].weight, vectors)
-        looped = _each(outputs, model[0].weight, vectors)
-    torch.testing.assert_close(batched, looped, rtol=1e-6, atol=1e-6)

@@ -1,38 +1,13 @@
 """What is drawn at random in an update: when anew, when again, and for which selection."""
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import (
     Aggregator,
-    AggregatorContext,
-    AggregatorProperty,
-    AggregatorState,
-    GramianAggregator,
 )
-from gradsurg.plugins.fields import validated
 from tests.multitask.nets import Grads, Net, at_shared, close, grads_of, losses_of, same, still
-
-
-@validated
-class Drawn(GramianAggregator):
-    """Weights that are drawn."""
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset()
-
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
-
-    def update(
-        self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
-    ) -> tuple[Tensor, AggregatorState]:
-        drawn = torch.rand(len(gramian), generator=context.generator(), dtype=torch.float64)
-        return drawn, state
-
 
 DRAWING = [gs.GradDrop(), gs.PCGrad(), gs.Random()]  # none remembers what was before
 
@@ -135,25 +110,3 @@ def test_two_selections_draw_different_numbers_in_any_order(granularity: str) ->
     assert one != other
     assert _masks(*items) == [one, other]
     assert _masks(*reversed(items)) == [one, other]
-
-
-def test_two_selections_of_one_module_draw_different_numbers() -> None:
-    model = nn.Linear(20, 20)
-    items = [
-        at_shared(gs.GradDrop(), pattern=pattern, granularity="module")
-        for pattern in ("weight", "bias")
-    ]
-    with gs.Surgery(*items).attach(model, still(model)) as live:
-        total = model.weight[0].sum() + model.bias.sum()
-        live.backward([total, -total])
-    grads = grads_of(model)
-    assert grads["weight"][0].tolist() != grads["bias"].tolist()
-
-
-def test_random_weights_of_two_selections_differ() -> None:
-    model = Net()
-    items = [at_shared(Drawn(), pattern=pattern) for pattern in ("trunk.0.*", "trunk.2.*")]
-    with gs.Surgery(*items).attach(model, still(model)) as live:
-        live.backward(losses_of(model))
-        one, other = live.conflicts.fetch()
-    assert one.weights != other.weights

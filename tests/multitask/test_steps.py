@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.base import Aggregator, AggregatorContext, Weighting
+from gradsurg.aggregators.base import Aggregator, Weighting
 from gradsurg.plugins.registry import find
 from gradsurg.surgery.live import Live
 from tests.multitask.nets import (
@@ -208,11 +208,6 @@ def test_calling_an_aggregator_is_precise_under_autocast_and_a_default_device(na
     expected = aggregator(rows)
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         assert torch.equal(aggregator(rows), expected)
-
-
-def test_calling_an_aggregator_builds_no_graph_of_the_losses() -> None:
-    losses = torch.ones(3, requires_grad=True) * 2
-    assert not gs.FAMO()(torch.ones(3, 70_000), AggregatorContext(losses=losses)).requires_grad
 
 
 def test_calling_an_aggregator_refuses_other_types() -> None:

@@ -275,15 +275,6 @@ def test_what_acts_on_all_examples_is_refused_for_one() -> None:
             gs.PerSample(of)
 
 
-def test_identity_leaves_the_gradient() -> None:
-    model, inputs = models.make("mlp", COUNT)
-    targets = torch.arange(COUNT)
-    functional.cross_entropy(model(inputs), targets).backward()
-    expected = [torch.clone(param.grad) for param in model.parameters()]
-    model.zero_grad()
-    assert_close(treated(model, inputs, targets, gs.PerSample(gs.Identity())), expected)
-
-
 def test_numbers_are_those_of_the_rows() -> None:
     model, inputs = models.make("mlp", COUNT)
     targets = torch.arange(COUNT)

@@ -353,24 +353,6 @@ def test_the_state_of_something_else_is_refused(state: dict[str, object]) -> Non
         gs.Surgery(gs.Intervention(gs.Scale(2.0))).load_state_dict(state)
 
 
-def test_state_can_be_loaded_while_the_surgery_is_attached() -> None:
-    trained, model = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
-    _grokked(3, model, trained)
-    surgery, other = gs.Surgery(gs.Intervention(gs.GrokfastEMA())), small()
-    other.load_state_dict(model.state_dict())
-    with surgery.attach(other, sgd(other)) as live:
-        backward(other)
-        surgery.load_state_dict(trained.state_dict())
-        assert live.step == 3
-        other.zero_grad()
-        backward(other)
-    with trained.attach(model, sgd(model)):
-        model.zero_grad()
-        backward(model)
-    for name, grad in gradients(model).items():
-        assert torch.equal(grad, gradients(other)[name])
-
-
 # Randomness
 
 

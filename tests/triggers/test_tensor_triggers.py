@@ -233,19 +233,6 @@ def test_inside_vmap_each_example_is_decided_separately(when: gs.Trigger) -> Non
         torch.testing.assert_close(grads, torch.stack([by_name[name] for by_name in ones]))
 
 
-@pytest.mark.parametrize("when", WITHOUT_MEMORY, ids=repr)
-@never_fires
-def test_each_of_a_batch_of_gradients_is_decided_separately(when: gs.Trigger) -> None:
-    model = small()
-    y = [torch.eye(3)[k].expand(4, 3) * scale for k, scale in ((0, 0.01), (1, 10.0))]
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    with attached(model, gs.Scale(3.0), gs.Outputs("act"), when=when, effects_every=0):
-        weight = model.first.weight
-        ones = [torch.autograd.grad(model(x), weight, grad)[0] for grad in y]
-        (many,) = torch.autograd.grad(model(x), weight, torch.stack(y), is_grads_batched=True)
-    torch.testing.assert_close(many, torch.stack(ones))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("act")], ids=["params", "outputs"])
 @pytest.mark.parametrize(
