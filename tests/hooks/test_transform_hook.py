@@ -331,19 +331,6 @@ def test_the_value_is_there_at_every_stage(stage) -> None:
             assert model.weight.grad.tolist() == [[10.0, 0.0]]
 
 
-def test_the_value_is_the_activation_of_each_call() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Flatten())
-    with torch.no_grad():
-        model[0].weight.copy_(torch.eye(2))
-    transform = gs.ScaleBySign(10.0, 0.0, of="value")
-    for x, expected in (([1.0, -1.0], [10.0, 0.0]), ([-1.0, 1.0], [0.0, 10.0])):
-        inputs = torch.tensor([x], requires_grad=True)
-        with attached(model, transform, gs.Outputs("0")):
-            model(inputs).sum().backward()
-        assert inputs.grad is not None
-        assert inputs.grad.tolist() == [expected]
-
-
 class TimesValue(GroupTransform):
     """Multiplies each gradient of a group by its value."""
 

@@ -281,24 +281,33 @@ def test_the_named_module_may_return_a_parameter() -> None:
     close(found, oracle(model, Uneven()))
 
 
-def test_shared_parameters_above_the_named_module_are_refused() -> None:
-    model = partly()
-    rule = r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation"
-    with pytest.raises(ValueError, match=rule):
-        joint_of(model, feature(Uneven(), "low"))
+@pytest.mark.parametrize(
+    ("name", "features", "kind", "rule"),
+    [
+        (
+            "partly",
+            "low",
+            ValueError,
+            r"tasks 'a' and 'b' share a parameter of shape \[6\] above the representation",
+        ),
+        (
+            "partly",
+            "high",
+            ValueError,
+            "task 'c' reaches a parameter of shape .* both below the representation and past it",
+        ),
+        ("one", "trnk", LookupError, "there is no module 'trnk'. .*trunk"),
+    ],
+)
+def test_a_module_that_does_not_separate_the_tasks_is_refused(
+    name: str, features: str, kind: type[Exception], rule: str
+) -> None:
+    with pytest.raises(kind, match=rule):
+        joint_of(MODELS[name](), feature(Uneven(), features))
 
 
-def test_a_path_around_the_named_module_is_refused() -> None:
-    model = partly()
-    rule = "task 'c' reaches a parameter of shape .* both below the representation and past it"
-    with pytest.raises(ValueError, match=rule):
-        joint_of(model, feature(Uneven(), "high"))
-
-
-def test_a_missing_or_uncalled_named_module_is_refused() -> None:
+def test_a_named_module_that_was_not_called_in_the_block_is_refused() -> None:
     model = one()
-    with pytest.raises(LookupError, match="there is no module 'trnk'. .*trunk"):
-        joint_of(model, feature(Uneven(), "trnk"))
     outputs = model(inputs())
     with pytest.raises(RuntimeError, match="do not depend on an output of 'trunk'"):
         joint(model, outputs, feature(Uneven(), "trunk"))
