@@ -13,6 +13,27 @@ PLUGINS = ("transforms", "triggers", "aggregators", "models", "tasks", "sites", 
 
 Calls = set[tuple[str, str]]
 
+ROOMS = {
+    "core": (("core", "surgery", "hooks", "effects", "torch_internals"), 5202),
+    "sites": (("sites",), 7187),
+    "transforms": (("transforms",), 4052),
+    "aggregators": (("aggregators",), 3722),
+    "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5423),
+    "multitask per_example": (("multitask", "per_example"), 3796),
+    "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 8328),
+    "stacked": (("stacked",), 1778),
+    "report": (("report",), 8013),
+    "stats": (("stats.py",), 386),
+    "reproduce": (("reproduce",), 1612),
+}
+"""Room: its folders and files in `gradsurg/`, and the lines that it may have.
+
+A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
+beside the old one gets a row of its own until the old one is deleted."""
+
+REST, TESTS = 2136, 57_198
+"""The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
+
 
 def trees(package: Path = PACKAGE) -> dict[str, ast.Module]:
     """The syntax tree of each module, by its dotted name below the package."""
@@ -23,6 +44,28 @@ def trees(package: Path = PACKAGE) -> dict[str, ast.Module]:
         )
         for path in paths
     }
+
+
+def lines_below(*places: Path) -> int:
+    """The lines of the Python files and page files in files and folders, outside of `conf/`."""
+    kinds = (".py", ".js", ".css", ".html", ".j2", ".jinja")
+    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
+    counted = [file for file in files if file.suffix in kinds and "conf" not in file.parts]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in counted)
+
+
+def budget() -> Iterator[tuple[str, int, int]]:
+    """Each row of the budget: its name, its lines, and the lines that it may have."""
+    rooms = 0
+    for room, (places, most) in ROOMS.items():
+        lines = lines_below(*(PACKAGE / place for place in places if (PACKAGE / place).exists()))
+        rooms += lines
+        yield room, lines, most
+    everything = lines_below(PACKAGE)
+    yield "the rest", everything - rooms, REST
+    yield "all of gradsurg/", everything, REST + sum(most for _, most in ROOMS.values())
+    tests = PACKAGE.parent / "tests"
+    yield "tests/", lines_below(tests) - lines_below(tests / "oracle"), TESTS
 
 
 def is_plugin(name: str, tree: ast.Module) -> bool:
@@ -152,5 +195,7 @@ if __name__ == "__main__":
     for name, number in figures(package).items():
         print(f"{name}: {number}")
     if package == PACKAGE:
+        for name, count, most in budget():
+            print(f"{name}: {count} lines of at most {most}")
         for name, calls in life_of_a_clip().items():
             print(f"{name}: {len(calls)} functions in {len({file for file, _ in calls})} files")

@@ -28,6 +28,17 @@ def test_few_modules_outside_the_plugins_have_a_single_importer() -> None:
     assert int(str(figures["files outside the plug-ins"])) <= 142
 
 
+def test_no_room_has_more_lines_than_its_budget() -> None:
+    assert {room: (lines, most) for room, lines, most in house.budget() if lines > most} == {}
+
+
+def test_the_lines_of_pages_count_and_those_of_yaml_files_do_not(tmp_path) -> None:
+    (tmp_path / "conf").mkdir()
+    for name in ("one.py", "page.html", "two.yaml", "conf/three.py"):
+        (tmp_path / name).write_text("1\n2\n", encoding="utf-8")
+    assert house.lines_below(tmp_path) == 4
+
+
 def test_a_docstring_around_what_is_counted(tmp_path) -> None:
     (tmp_path / "one.py").write_text(
         '"""What passes."""\ndef f():\n    """Return a sum."""\n', encoding="utf-8"
