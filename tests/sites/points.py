@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Transform
+from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
 from tests.nets import attached
 
 TEN = gs.Scale(10.0)
@@ -64,6 +64,31 @@ class Made(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+class TimesValue(Stateless):
+    """It looks at the value as it is, with its graph."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset()
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        assert context.value is not None
+        return grad * context.value
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Double(nn.Module):

@@ -6,29 +6,25 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as process
 
 import gradsurg as gs
 from tests.nets import attached, backward, batch, gradients, small
-from tests.sites.points import Made, calls_of, grad_of, point, recomputed
+from tests.sites.points import (
+    TEN,
+    Double,
+    Made,
+    Shared,
+    calls_of,
+    grad_of,
+    names_of_sites,
+    point,
+    recomputed,
+)
 
 FORWARD = ("forward_pre", "forward")
 BACKWARD = ("full_backward_pre", "full_backward")
-
-
-class Double(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
-
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = Double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.twice(x)).sum()
 
 
 def _tail(kind: str) -> str:
@@ -62,7 +58,7 @@ def test_a_module_outside_the_model_has_the_name_of_its_class(kind: Any) -> None
     model, loss = nn.Sequential(Double()), nn.L1Loss()
     x, values = point(3.0), []
     at = gs.EveryModule("L1Loss", kind=kind)
-    with attached(model, gs.Scale(10.0), at) as live:
+    with attached(model, TEN, at) as live:
         for _ in range(2):
             x.grad = None
             y = loss(model(x), torch.zeros(1))
@@ -88,49 +84,28 @@ def test_calls_are_counted_within_the_model_and_are_0_outside() -> None:
     assert calls_of(live) == {"twice#0": 4, "twice#1": 2, "Double#0": 4}
 
 
-@pytest.mark.parametrize("kind", FORWARD)
-def test_a_tensor_that_a_module_returns_unchanged_is_changed_once(kind: Any) -> None:
-    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity())), point()
-    with attached(model, gs.Scale(10.0), gs.EveryModule(kind=kind)) as live:
-        y = model(x)
-    if kind == "forward":
-        assert y.item() == 20.0
-        (entry,) = live.ledger
-        assert (entry.site, entry.aliases) == ("0.0#0", ["0.1#0", "0#0"])
-    else:
-        assert y.item() == 200.0  # into the container, and out of its first child
-        assert calls_of(live) == {"0#0.input": 1, "0.1#0.input": 1}
+def test_a_tensor_that_a_module_returns_unchanged_is_changed_once() -> None:
+    for kind, value, sites in (
+        ("forward", 20.0, [["0.0#0", "0.1#0", "0#0"]]),
+        ("forward_pre", 200.0, [["0#0.input", "0.0#0.input"], ["0.1#0.input"]]),
+    ):
+        model = nn.Sequential(nn.Sequential(Double(), nn.Identity()))
+        with attached(model, TEN, gs.EveryModule(kind=kind)) as live:
+            assert model(point()).item() == value
+        assert names_of_sites(live) == sites
+
+
+def test_a_plan_names_what_it_looks_for_outside_the_model() -> None:
+    plan = gs.Surgery(gs.Intervention(gs.Zero(), gs.EveryModule("NLLLoss"))).plan(small())
+    assert "what fits EveryModule(pattern='NLLLoss'" in plan
 
 
 def test_the_stage_follows_from_the_kind() -> None:
-    assert [gs.EveryModule(kind=kind).resolve("tensor") for kind in (*FORWARD, *BACKWARD)] == [
-        "forward",
-        "forward",
-        "backward",
-        "backward",
-    ]
+    stages = {kind: gs.EveryModule(kind=kind).resolve("tensor") for kind in (*FORWARD, *BACKWARD)}
+    assert stages == dict.fromkeys(FORWARD, "forward") | dict.fromkeys(BACKWARD, "backward")
     assert gs.EveryModule(kind="forward", stage="forward").resolve("tensor") == "forward"
-    with pytest.raises(
-        ValueError,
-        match="EveryModule with kind 'forward' cannot have stage 'backward'; stages it can have: "
-        "forward",
-    ):
+    with pytest.raises(ValueError, match="kind 'forward' cannot have stage 'backward'"):
         gs.Intervention(gs.Clip(1.0), gs.EveryModule(kind="forward", stage="backward"))
-    with pytest.raises(ValueError, match="EveryModule cannot have stage 'step'"):
-        gs.Intervention(gs.Clip(1.0), gs.EveryModule(stage="step"))
-    with pytest.raises(ValueError, match="needs all gradients of a group at once"):
-        gs.Intervention(gs.ClipGlobalNorm(1.0), gs.EveryModule())
-
-
-def test_a_name_that_no_module_has_is_reported_on_detach() -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="none of its sites was met"),
-        attached(model, gs.Zero(), gs.EveryModule("CrossEntropyLos")),
-    ):
-        backward(model)
-    plan = gs.Surgery(gs.Intervention(gs.Zero(), gs.EveryModule("NLLLoss"))).plan(model)
-    assert "what fits EveryModule(pattern='NLLLoss'" in plan
 
 
 @pytest.mark.parametrize("kind", FORWARD)
@@ -147,7 +122,7 @@ def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
     )
     x = point(3.0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with attached(model, gs.Scale(10.0), gs.EveryModule(types="Double", kind=kind), optimizer):
+    with attached(model, TEN, gs.EveryModule(types="Double", kind=kind), optimizer):
         for _ in range(2):
             x.grad = None
             model(x).backward()
@@ -166,25 +141,17 @@ def test_an_output_that_the_backward_hooks_do_not_see_is_reported() -> None:
         model(point())["a"].sum().backward()
 
 
-@pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
-def test_nothing_is_kept_alive(kind: Any) -> None:
-    alive: list[ref[Any]] = []
+def test_modules_outside_the_model_are_not_kept_alive() -> None:
     model = small()
-    held = ref(model)
-    with attached(model, gs.Scale(2.0), gs.EveryModule(kind=kind), effects_every=0):
-        for _ in range(2):
-            x, loss = batch()[0].requires_grad_(), nn.MSELoss()
-            y = model(x)
-            z = loss(y, torch.zeros_like(y))
-            alive += [ref(x), ref(y), ref(z), ref(loss)]
-            z.backward()
-            del x, y, z, loss
-        model(batch()[0])
-        gc.collect()
-        assert [held() for held in alive] == [None] * len(alive)
-    del model
-    gc.collect()
-    assert held() is None
+    for kind in ("forward", "full_backward"):
+        with attached(model, gs.Scale(2.0), gs.EveryModule(kind=kind)):
+            loss = nn.MSELoss()
+            loss(model(batch()[0]), torch.zeros(8, 3)).backward()
+            held = ref(loss)
+            del loss
+            model(batch()[0])
+            gc.collect()
+            assert held() is None
 
 
 def test_selectors_combine() -> None:
@@ -204,17 +171,6 @@ def test_selectors_combine() -> None:
     assert sites(backward) == {"act#0.input": 1, "act#0": 1}
     with pytest.raises(ValueError, match="acts at one stage, and these are several"):
         sites(every("act", kind="forward") | every("act", kind="full_backward"))
-
-
-def test_functional_transforms_are_refused_for_gradients_and_not_for_values() -> None:
-    model = Shared()
-    with attached(model, gs.Scale(10.0), gs.EveryModule("twice")):
-        assert torch.func.grad(model)(torch.ones(1)).tolist() == [400.0]
-    with (
-        pytest.raises(RuntimeError, match=r"EveryModule: module '.*' is called inside torch\.func"),
-        attached(model, gs.Zero(), gs.EveryModule("twice", kind="full_backward_pre")),
-    ):
-        torch.func.grad(model)(torch.ones(1))
 
 
 def test_global_hooks_of_the_deprecated_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Tracer: the module call in which each autograd node was made."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -11,19 +12,30 @@ import gradsurg as gs
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, around, plain
 from gradsurg.sites.selection import names_of
 from tests.nets import attached, num_hooks, small
-from tests.sites.points import Made
+from tests.sites.points import Double, Made, point
 
 
-class Functional(nn.Module):
+def _functional() -> Made:
     """ReLUs without modules, in two modules."""
+    inner = Made(lambda self, x: functional.relu(self.linear(x)), linear=nn.Linear(3, 4))
+    return Made(
+        lambda self, x: self.out(functional.relu(self.inner(x) - 0.1)).sum(),
+        inner=inner,
+        out=nn.Linear(4, 1),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Made(lambda self, x: functional.relu(self.linear(x)), linear=nn.Linear(3, 4))
-        self.out = nn.Linear(4, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(functional.relu(self.inner(x) - 0.1)).sum()
+def _traced(
+    model: nn.Module, *inputs: tuple[object, ...], since: Sequence[nn.Module] = ()
+) -> list[CallGraph]:
+    """Return the graph of each call of a model with one of the inputs."""
+    taken: list[CallGraph] = []
+    with ExitStack() as stack:
+        Tracer().follow(model, list(model.modules()), taken.append, stack, since=since)
+        for given in inputs:
+            model(*given)
+    assert num_hooks(model) == 0
+    return taken
 
 
 def _ids(graph: CallGraph) -> list[str]:
@@ -32,7 +44,7 @@ def _ids(graph: CallGraph) -> list[str]:
 
 def test_every_node_belongs_to_its_innermost_module() -> None:
     taken: list[CallGraph] = []
-    model = Functional()
+    model = _functional()
     with ExitStack() as stack:
         Tracer().follow(model, list(model.modules()), taken.append, stack)
         x = torch.ones(2, 3, requires_grad=True) * 2
@@ -55,43 +67,26 @@ def test_every_node_belongs_to_its_innermost_module() -> None:
 
 
 def test_a_call_is_the_same_object_at_every_step() -> None:
-    taken: list[CallGraph] = []
-    model = small()
-    with ExitStack() as stack:
-        Tracer().follow(model, list(model.modules()), taken.append, stack)
-        for _ in range(2):
-            model(torch.ones(1, 6))
+    taken = _traced(small(), *[(torch.ones(1, 6),)] * 2)
     calls, more_calls = ([spot.call for _, spot in graph.nodes()] for graph in taken)
     assert all(a is b for a, b in zip(calls, more_calls, strict=True))
 
 
-class _Way(nn.Module):
-    """Goes one of three ways: all call the same modules and make as many nodes."""
-
-    way = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential()
-
-    def forward(self, x: Tensor) -> Tensor:
-        match self.way:
-            case 0:
-                return self.inner(x.relu()).exp()
-            case 1:
-                return self.inner(x.tanh()).exp()
-            case _:
-                return self.inner(x).relu().exp()
+def _way(self: Made, x: Tensor, way: str) -> Tensor:
+    """Goes one of several ways: all call the same module and make as many nodes."""
+    match way:
+        case "relu":
+            return self.inner(x.relu()).exp()
+        case "tanh":
+            return self.inner(x.tanh()).exp()
+        case _:
+            return self.inner(x).relu().exp()
 
 
 def test_a_forward_with_other_nodes_in_the_same_calls_is_traced_anew() -> None:
-    taken: list[CallGraph] = []
-    model = _Way()
-    model.inner.forward = lambda x: x * 2
-    with ExitStack() as stack:
-        Tracer().follow(model, list(model.modules()), taken.append, stack)
-        for model.way in (0, 0, 1, 2, 0):
-            model(torch.ones(1, requires_grad=True))
+    x = point()
+    ways = ("relu", "relu", "tanh", "late", "relu")
+    taken = _traced(Made(_way, inner=Double()), *[(x, way) for way in ways])
     relu = ["root#0/ReluBackward[0]", "inner#0/MulBackward[0]", "root#0/ExpBackward[0]"]
     tanh = ["root#0/TanhBackward[0]", *relu[1:]]
     late = [relu[1], relu[0], relu[2]]
@@ -100,58 +95,31 @@ def test_a_forward_with_other_nodes_in_the_same_calls_is_traced_anew() -> None:
 
 def test_a_node_made_in_another_call_is_traced_anew() -> None:
     """The same nodes with the same numbers: only where the inner call stands among them differs."""
-
-    class Moves(nn.Module):
-        early = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Tanh()
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.early:
-                return self.inner(x).tanh()
-            return self.inner(x.tanh())
-
-    taken: list[CallGraph] = []
-    model = Moves()
-    with ExitStack() as stack:
-        Tracer().follow(model, list(model.modules()), taken.append, stack)
-        for model.early in (True, False):
-            model(torch.ones(1, requires_grad=True))
+    model = Made(
+        lambda self, x, early: self.inner(x).tanh() if early else self.inner(x.tanh()),
+        inner=nn.Tanh(),
+    )
     early = ["inner#0/TanhBackward[0]", "root#0/TanhBackward[0]"]
+    taken = _traced(model, (point(), True), (point(), False))
     assert [_ids(graph) for graph in taken] == [early, early[::-1]]
 
 
 def test_a_forward_without_gradients_gives_no_graph() -> None:
-    taken: list[CallGraph] = []
-    model = small()
-    with ExitStack() as stack, torch.no_grad():
-        Tracer().follow(model, list(model.modules()), taken.append, stack)
-        model(torch.ones(1, 6))
-    assert not taken
+    with torch.no_grad():
+        assert not _traced(small(), (torch.ones(1, 6),))
 
 
 def test_nodes_before_the_first_selected_call_are_left_out() -> None:
-    taken: list[CallGraph] = []
     model = small()
-    with ExitStack() as stack:
-        Tracer().follow(model, list(model.modules()), taken.append, stack, since=[model.act])
-        model(torch.ones(1, 6))
-    assert _ids(taken[0]) == [
-        "act#0/ReluBackward[0]",
-        "last#0/TBackward[0]",
-        "last#0/AddmmBackward[0]",
-    ]
+    (graph,) = _traced(model, (torch.ones(1, 6),), since=[model.act])
+    late = ["act#0/ReluBackward[0]", "last#0/TBackward[0]", "last#0/AddmmBackward[0]"]
+    assert _ids(graph) == late
 
 
 def test_all_overloads_of_a_wanted_name_are_included() -> None:
-    taken: list[CallGraph] = []
     model = Made(lambda self, x: torch.ops.aten.mul.Scalar(x * x, 3.0).sum())
-    with ExitStack() as stack:
-        Tracer().follow(model, [model], taken.append, stack)
-        model(torch.ones(1, requires_grad=True))
-    nodes = [(spot.name, spot.occurrence) for _, spot in taken[0].nodes("MulBackward1".__eq__)]
+    (graph,) = _traced(model, (point(),))
+    nodes = [(spot.name, spot.occurrence) for _, spot in graph.nodes("MulBackward1".__eq__)]
     assert nodes == [("MulBackward0", 0), ("MulBackward1", 1)]
 
 
@@ -169,7 +137,7 @@ def test_all_overloads_of_a_wanted_name_are_included() -> None:
 def test_only_modules_around_or_inside_the_selected_ones_are_followed(
     chosen, inside, followed
 ) -> None:
-    model = Functional()
+    model = _functional()
     names = names_of(model)
     (module,) = (module for module, (name,) in names.items() if name == chosen)
     modules = around(names, [module], inside)
@@ -177,7 +145,7 @@ def test_only_modules_around_or_inside_the_selected_ones_are_followed(
 
 
 def test_only_followed_modules_get_hooks_and_none_if_no_node_is_selected() -> None:
-    model = Functional()
+    model = _functional()
     with attached(model, gs.Identity(), gs.Nodes("Addmm", module="out")):
         assert not model.inner._forward_hooks
         assert not model.inner.linear._forward_pre_hooks

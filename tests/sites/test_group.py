@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
-from tests.sites.points import calls_of, recomputed
+from tests.sites.points import TEN, TimesValue, calls_of, recomputed
 
 
 class Weighted(nn.Module):
@@ -288,44 +287,21 @@ def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gr
 # Contexts
 
 
-def test_under_create_graph_the_new_gradients_have_a_graph() -> None:
-    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
-    w = model["w"]
-    with attached(model, gs.Scale(10.0), gs.Group()):
+def test_the_new_gradients_have_a_graph_only_under_create_graph() -> None:
+    w = nn.Parameter(torch.tensor([2.0]))
+    model = nn.ParameterDict({"w": w})
+    with attached(model, TEN, gs.Group()):
         with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
             (w**3).backward(create_graph=True)
-        grad = w.grad
+        grad, w.grad = w.grad, None
         assert grad is not None
         # 10 * 3 w^2, and the derivative of that.
         assert grad.item() == 120.0
         assert torch.autograd.grad(grad, w)[0].item() == 120.0
-        w.grad = None
-
-
-class TimesValue(Stateless):
-    """It looks at the value as it is, with its graph."""
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        assert context.value is not None
-        return grad * context.value
-
-
-def test_without_create_graph_the_new_gradients_have_no_graph() -> None:
-    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([2.0]))})
-    w = model["w"]
     with attached(model, TimesValue(), gs.Group()):
         (w**3).backward()
     assert w.grad is not None
-    assert w.grad.item() == 24.0
-    assert not w.grad.requires_grad
+    assert (w.grad.item(), w.grad.requires_grad) == (24.0, False)
 
 
 def test_threads_act_each_at_the_end_of_their_own_backward() -> None:

@@ -3,7 +3,6 @@
 import gc
 import random
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -49,38 +48,6 @@ class Many(nn.Module):
 
 
 MANY = {"ids": torch.arange(6).view(2, 3), "gain": 2.0}
-
-
-class Block(nn.Module):
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(after)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(after)
-        self.downsample = nn.Sequential()
-        if stride > 1:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y + self.downsample(x))
-
-
-def _resnet18(width: int = 4) -> nn.Sequential:
-    widths = [width, width, 2 * width, 4 * width, 8 * width]
-    model = nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width))
-    model.append(nn.ReLU(inplace=True)).append(nn.MaxPool2d(3, 2, 1))
-    for number, (before, after) in enumerate(pairwise(widths)):
-        first = Block(before, after, 2 if number else 1)
-        model.add_module(f"layer{number + 1}", nn.Sequential(first, Block(after, after, 1)))
-    model.add_module("pool", nn.AdaptiveAvgPool2d(1))
-    model.add_module("flat", nn.Flatten())
-    model.add_module("fc", nn.Linear(8 * width, 10))
-    return model
 
 
 def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
@@ -171,14 +138,13 @@ def test_skipped_sites_have_a_reason_and_aliases_name_their_site() -> None:
 @pytest.mark.parametrize(
     ("model", "example"),
     [
-        (_resnet18(), torch.ones(2, 3, 32, 32)),
         (
             nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
             torch.ones(2, 5, 16),
         ),
         (nn.LSTM(4, 6, num_layers=2), torch.ones(5, 2, 4)),
     ],
-    ids=["resnet18", "transformer", "lstm"],
+    ids=["transformer", "lstm"],
 )
 def test_a_table_of_a_real_model_is_aligned_and_fits_into_120_columns(
     model: nn.Module, example: Tensor
@@ -238,25 +204,16 @@ def test_the_tree_marks_the_sites_that_attaching_hooks(at: Selector) -> None:
     assert seen
 
 
-class Parts(nn.Module):
-    """Of the three outputs of its Split node the first and the last are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_node_outputs_that_get_a_gradient_are_sites() -> None:
+    def forward(self: Made, x: Tensor) -> Tensor:
         first, _, last = self.linear(x).split(2, dim=1)
         return first * last
 
-
-def test_node_outputs_that_get_a_gradient_are_sites() -> None:
-    at = gs.Nodes("Split")
-    seen = tree(Parts(), X, at)
+    model = Made(forward, linear=nn.Linear(6, 6))
+    seen = tree(model, X, gs.Nodes("Split"))
     assert seen.sites == ("root#0/SplitBackward[0].0", "root#0/SplitBackward[0].2")
     assert [str(mark.tensor) for mark in seen.site_lines] == ["8x2", "8x2"]
-    model = Parts()
-    with attached(model, gs.Identity(), at) as live:
+    with attached(model, gs.Identity(), gs.Nodes("Split")) as live:
         model(X).sum().backward()
     assert tuple(entry.site for entry in live.ledger) == seen.sites
 
@@ -269,24 +226,17 @@ def test_a_node_output_that_the_model_returns_gets_a_gradient() -> None:
 
 
 def test_an_exception_that_the_model_catches_does_not_hide_later_calls() -> None:
-    class Tries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wrong, self.right = nn.Sequential(nn.Linear(5, 2)), nn.Linear(6, 2)
+    def tries(self: Made, x: Tensor) -> Tensor:
+        try:
+            return self.wrong(x)
+        except RuntimeError:
+            return self.right(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.wrong(x)
-            except RuntimeError:
-                return self.right(x)
-
-    rows = tree(
-        Made(lambda self, x: self.last(self.tries(x)), tries=Tries(), last=nn.ReLU()), X
-    ).rows
-    named = {row.name: row for row in rows}
-    assert [named[name].depth for name in ("tries", "tries.wrong", "last")] == [1, 2, 1]
-    assert named["tries"].outputs == named["tries.right"].outputs == named["last"].outputs
-    assert named["tries.wrong"].outputs == ()
+    inner = Made(tries, wrong=nn.Sequential(nn.Linear(5, 2)), right=nn.Linear(6, 2))
+    named = {row.name: row for row in tree(nn.Sequential(inner, nn.ReLU()), X).rows}
+    assert [named[name].depth for name in ("0", "0.wrong", "1")] == [1, 2, 1]
+    assert named["0"].outputs == named["0.right"].outputs == named["1"].outputs
+    assert named["0.wrong"].outputs == ()
 
 
 def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_leave() -> None:
@@ -314,18 +264,14 @@ def test_the_tree_shows_a_wrong_number_of_sites() -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (gs.Outputs("frst"), r"nothing matches 'frst'. There are: first, act, last. Did you mean"),
-        (gs.Parameters("x"), r"nothing matches 'x'. There are: first.weight, first.bias, last"),
-        (
-            gs.Nodes("Rlu"),
-            r"no node is selected by 'Rlu'.*There are: activation, matmul, Addmm, Relu, T",
-        ),
-        (gs.Outputs("first", call=5), r"nothing that was called .*call=5.*There are: root#0, fir"),
-        (gs.Outputs("act") & gs.Outputs("last"), r"nothing is selected by"),
+        (gs.Outputs("frst"), "nothing matches 'frst'"),
+        (gs.Nodes("Rlu"), "no node is selected by 'Rlu'"),
+        (gs.Outputs("first", call=5), "nothing that was called .*call=5.*There are: root#0, fir"),
+        (gs.Outputs("act") & gs.Outputs("last"), "nothing is selected by"),
     ],
     ids=repr,
 )
-def test_an_empty_selection_is_refused_with_the_choices(at: Selector, message: str) -> None:
+def test_an_empty_selection_is_refused(at: Selector, message: str) -> None:
     model = small()
     with pytest.raises(LookupError, match=message):
         tree(model, X, at)
@@ -394,16 +340,8 @@ def test_a_model_that_returns_no_tensor_is_shown_without_its_nodes_and_with_a_no
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    class Answers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Answer:
-            return Answer(self.linear(x))
-
-    text = str(tree(Answers(), X))
-    assert "Answers  Answer" in text
+    text = str(tree(Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)), X))
+    assert "Made    Answer" in text
     assert text.endswith("note: no autograd node can be told: none leads to Answer")
 
 

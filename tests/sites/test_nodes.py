@@ -14,20 +14,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.nodes import FAMILIES, fits_node
 from gradsurg.torch_internals import autograd
 from tests.nets import attached, backward, gradients, noisy, num_hooks, small
-from tests.sites.points import Made, calls_of, grad_of, point, recomputed
-
-
-class Product(nn.Module):
-    """a * b: the node has two edges."""
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return a * b
-
-
-class Twice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2
-
+from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point, recomputed
 
 # What is seen and what comes out
 
@@ -35,7 +22,7 @@ class Twice(nn.Module):
 def test_enter_acts_on_the_gradient_of_the_output_of_an_operation() -> None:
     # y = a b, dL/dy = 10, clipped to 4: a gets 4 b, b gets 4 a.
     a, b = point(2.0), point(3.0)
-    product = Product()
+    product = Made(lambda self, a, b: a * b)
     with attached(product, gs.Clip(4.0), gs.Nodes("Mul")) as live:
         (product(a, b) * 10).sum().backward()
     assert (grad_of(a), grad_of(b)) == ([12.0], [8.0])
@@ -44,7 +31,7 @@ def test_enter_acts_on_the_gradient_of_the_output_of_an_operation() -> None:
 
 def test_leave_acts_on_the_gradient_of_each_input() -> None:
     # a gets 10 b = 30 -> 25, b gets 10 a = 20.
-    a, b, product = point(2.0), point(3.0), Product()
+    a, b, product = point(2.0), point(3.0), Made(lambda self, a, b: a * b)
     with attached(product, gs.Clip(25.0), gs.Nodes("Mul", side="leave")) as live:
         (product(a, b) * 10).sum().backward()
     assert (grad_of(a), grad_of(b)) == ([25.0], [20.0])
@@ -53,7 +40,7 @@ def test_leave_acts_on_the_gradient_of_each_input() -> None:
 
 @pytest.mark.parametrize(("edge", "expected"), [(0, ([0.0], [20.0])), (1, ([30.0], [0.0]))])
 def test_edge_picks_one_input(edge: int, expected: tuple[list[float], list[float]]) -> None:
-    a, b, product = point(2.0), point(3.0), Product()
+    a, b, product = point(2.0), point(3.0), Made(lambda self, a, b: a * b)
     with attached(product, gs.Zero(), gs.Nodes("Mul", side="leave", edge=edge)) as live:
         (product(a, b) * 10).sum().backward()
     assert (grad_of(a), grad_of(b)) == expected
@@ -61,7 +48,7 @@ def test_edge_picks_one_input(edge: int, expected: tuple[list[float], list[float
 
 
 def test_an_edge_that_takes_no_gradient_is_refused_with_those_that_do() -> None:
-    product = Product()
+    product = Made(lambda self, a, b: a * b)
     with (
         pytest.raises(
             LookupError, match=re.escape("no edge 1 that takes a gradient. There are: 0")
@@ -161,7 +148,7 @@ class Custom(nn.Module):
 @pytest.mark.parametrize("side", ["enter", "leave"])
 def test_a_custom_autograd_function_is_a_node(side) -> None:
     model, x = Custom(), point()
-    with attached(model, gs.Scale(10.0), gs.Nodes("Halve", side=side)):
+    with attached(model, TEN, gs.Nodes("Halve", side=side)):
         model(x).backward()
     assert grad_of(x) == [5.0]
 
@@ -169,9 +156,9 @@ def test_a_custom_autograd_function_is_a_node(side) -> None:
 @pytest.mark.parametrize("side", ["enter", "leave"])
 def test_an_in_place_relu_is_a_node(side) -> None:
     # 2 enters the ReLU and leaves it where x is positive.
-    model = nn.Sequential(Twice(), nn.ReLU(inplace=True), Twice())
+    model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
     x = point(1.0, -1.0)
-    with attached(model, gs.Scale(10.0), gs.Nodes("Relu", side=side)) as live:
+    with attached(model, TEN, gs.Nodes("Relu", side=side)) as live:
         model(x).sum().backward()
     assert grad_of(x) == [40.0, 0.0]
     end = "" if side == "enter" else ".0"
@@ -219,7 +206,7 @@ def test_a_recomputation_that_stops_early_does_not_confuse_the_next_forward() ->
 
     model = Made(
         lambda self, x: recomputed(self.body, x, False).sum(),
-        body=nn.Sequential(nn.Sequential(Twice(), nn.Tanh()), nn.ReLU(), Twice()),
+        body=nn.Sequential(nn.Sequential(Double(), nn.Tanh()), nn.ReLU(), Double()),
     )
     with attached(model, gs.Identity(), gs.Nodes("*")) as live:
         model(point()).backward()
@@ -233,45 +220,29 @@ def test_a_recomputation_that_stops_early_does_not_confuse_the_next_forward() ->
 
 def test_a_backward_inside_a_forward_does_not_end_the_call() -> None:
     # A force is the gradient of an energy, which is a checkpoint and so runs again.
-    class Force(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.energy = Made(lambda self, x: (x * x * x).sum())
+    def forward(self: Made, x: Tensor) -> Tensor:
+        energy = recomputed(self.energy, x, False)
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return functional.relu(force).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            energy = recomputed(self.energy, x, False)
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-            return functional.relu(force).sum()
-
-    model, x = Force(), point(2.0)
-    with attached(model, gs.Scale(10.0), gs.Nodes("Relu")) as live:
-        model(x).backward()
+    model = Made(forward, energy=Made(lambda self, x: (x * x * x).sum()))
     # (x^3)'' = 6 x
-    assert grad_of(x) == [120.0]
-    assert calls_of(live) == {"root#0/ReluBackward[0]": 1}
+    found = passed(model, TEN, gs.Nodes("Relu"), point(2.0))
+    assert found == ([120.0], {"root#0/ReluBackward[0]": 1})
 
 
-class Twin(nn.Module):
+def _twin(reentrant: bool | None = None) -> Made:
     """One body, called twice, perhaps in checkpoints, then a ReLU of its own."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.body = Made(
-            lambda self, x: self.act(self.act(self.linear(x))) * 2,
-            linear=nn.Linear(3, 3),
-            act=nn.Tanh(),
-        )
-        self.reentrant = reentrant
+    def run(self: Made, x: Tensor) -> Tensor:
+        return self.body(x) if reentrant is None else recomputed(self.body, x, reentrant)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.run(x)
-        return functional.relu(x).sum()
-
-    def run(self, x: Tensor) -> Tensor:
-        if self.reentrant is None:
-            return self.body(x)
-        return recomputed(self.body, x, self.reentrant)
+    body = Made(
+        lambda self, x: self.act(self.act(self.linear(x))) * 2,
+        linear=nn.Linear(3, 3),
+        act=nn.Tanh(),
+    )
+    return Made(lambda self, x: functional.relu(run(self, run(self, x))).sum(), body=body)
 
 
 @pytest.mark.parametrize("side", ["enter", "leave"])
@@ -281,7 +252,7 @@ def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern
     results = []
     for kind in (None, reentrant):
         torch.manual_seed(0)
-        model, x = Twin(kind), torch.randn(2, 3, requires_grad=True)
+        model, x = _twin(kind), torch.randn(2, 3, requires_grad=True)
         at = gs.Nodes(pattern, side=side, module="body*")
         with attached(model, gs.Clip(0.01), at) as live:
             for _ in range(2):
@@ -295,7 +266,7 @@ def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern
 
 
 def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
-    model, seen = Twin(True), []
+    model, seen = _twin(True), []
     with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
         model(torch.randn(2, 3, requires_grad=True)).backward()
         seen = list(calls_of(live))
@@ -304,26 +275,18 @@ def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
-    class Nest(nn.Module):
-        def __init__(self, depth: int, saving: bool) -> None:
-            super().__init__()
-            self.act = nn.Tanh()
-            self.saving = saving
-            self.inner = Nest(depth - 1, saving) if depth else nn.Sigmoid()
+    def nest(depth: int, saves: bool) -> Made:
+        def forward(self: Made, x: Tensor) -> Tensor:
+            h = self.act(x)
+            return self.act(recomputed(self.inner, h, True) if saves else self.inner(h))
 
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.saving:
-                return self.act(self.inner(self.act(x)))
-            return self.act(recomputed(self.inner, self.act(x), True))
+        inner = nest(depth - 1, saves) if depth else nn.Sigmoid()
+        return Made(forward, act=nn.Tanh(), inner=inner)
 
-    results = []
-    for saving in (False, True):
-        model, x = Nest(2, saving), point(0.3)
-        with attached(model, gs.Scale(3.0), gs.Nodes("activation")) as live:
-            model(x).sum().backward()
-        results.append((grad_of(x), dict(sorted(calls_of(live).items()))))
-    assert results[0] == results[1]
-    assert len(results[0][1]) == 7
+    at, triple = gs.Nodes("activation"), gs.Scale(3.0)
+    plain = passed(nest(2, False), triple, at, point(0.3))
+    assert passed(nest(2, True), triple, at, point(0.3)) == plain
+    assert len(plain[1]) == 7
 
 
 def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
@@ -337,7 +300,7 @@ def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
 
 
 def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> None:
-    model = Twin(True)
+    model = _twin(True)
     with (
         pytest.warns(SurgeryWarning, match="none of its sites was met"),
         attached(model, gs.Zero(), gs.Nodes("Tahn")),
@@ -346,17 +309,12 @@ def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> No
 
 
 def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
-    class Taught(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3)
+    def forward(self: Made, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.teacher(x)
+        return (self.own(x) - y).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = self.teacher(x)
-            return (self.own(x) - y).sum()
-
-    model = Taught()
+    model = Made(forward, own=nn.Linear(3, 3), teacher=nn.Linear(3, 3))
     with (
         pytest.raises(LookupError, match="no node is selected by 'Rleu'"),
         attached(model, gs.Zero(), gs.Nodes("Rleu")),
@@ -366,7 +324,7 @@ def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_an_evaluation_between_forward_and_backward_does_not_confuse_a_recomputation() -> None:
-    model, x = Twin(True), torch.randn(2, 3, requires_grad=True)
+    model, x = _twin(True), torch.randn(2, 3, requires_grad=True)
     with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
         loss = model(x)
         with torch.no_grad():
@@ -382,43 +340,31 @@ def test_an_evaluation_between_forward_and_backward_does_not_confuse_a_recomputa
 
 
 def test_a_view_of_a_tensor_changed_in_place_belongs_to_its_first_reader() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.late = Twice()
+    def forward(self: Made, x: Tensor) -> Tensor:
+        base = x * 1
+        view = base[:1]
+        base.mul_(3)
+        return self.late(view)
 
-        def forward(self, x: Tensor) -> Tensor:
-            base = x * 1
-            view = base[:1]
-            base.mul_(3)
-            return self.late(view).sum()
-
-    model, x = Views(), point(1.0, 1.0)
-    with attached(model, gs.Scale(10.0), gs.Nodes("AsStrided")) as live:
-        model(x).backward()
-    assert set(calls_of(live)) == {"late#0/AsStridedBackward[0]"}
-    assert grad_of(x) == [60.0, 0.0]
+    found = passed(Made(forward, late=Double()), TEN, gs.Nodes("AsStrided"), point(1.0, 1.0))
+    assert found == ([60.0, 0.0], {"late#0/AsStridedBackward[0]": 1})
 
 
 def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
-    class Part(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 1
-            y[:1].mul_(3)
-            return y.sum()
+    def forward(self: Made, x: Tensor) -> Tensor:
+        y = x * 1
+        y[:1].mul_(3)
+        return y
 
-    model, x = Part(), point(1.0, 1.0)
-    with attached(model, gs.Scale(10.0), gs.Nodes("CopySlices")) as live:
-        model(x).backward()
-    assert set(calls_of(live)) == {"root#0/CopySlices[0]"}
-    assert grad_of(x) == [30.0, 10.0]
+    found = passed(Made(forward), TEN, gs.Nodes("CopySlices"), point(1.0, 1.0))
+    assert found == ([30.0, 10.0], {"root#0/CopySlices[0]": 1})
 
 
 def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
     # y = x^2: dy/dx = 2 x, times 10 at the Pow; the second derivative passes it again.
 
     model, x = Made(lambda self, x: x**2), point(3.0)
-    with attached(model, gs.Scale(10.0), gs.Nodes("*")) as live:
+    with attached(model, TEN, gs.Nodes("*")) as live:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.sum().backward()
     assert slope.item() == 60.0
@@ -435,19 +381,10 @@ def test_a_parameter_used_in_another_module_makes_nodes_there() -> None:
 
 
 def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = self.two = Twice()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(self.two(self.one(x)))).sum()
-
-    model, x = Two(), point()
-    with attached(model, gs.Scale(10.0), gs.Nodes("Mul", module="two", call=1)) as live:
-        model(x).backward()
-    assert grad_of(x) == [160.0]
-    assert set(calls_of(live)) == {"two#1/MulBackward[0]"}
+    one = Double()
+    model = Made(lambda self, x: self.two(self.one(self.two(self.one(x)))), one=one, two=one)
+    found = passed(model, TEN, gs.Nodes("Mul", module="two", call=1))
+    assert found == ([160.0], {"two#1/MulBackward[0]": 1})
 
 
 def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> None:
@@ -476,7 +413,7 @@ def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
     thread = threading.Thread(target=work, args=(autograd.next_sequence_number() + 1,))
     thread.start()
     thread.join()
-    model = Made(lambda self, x: (self.twice(self.twice(x)) * 5).sum(), twice=Twice())
+    model = Made(lambda self, x: (self.twice(self.twice(x)) * 5).sum(), twice=Double())
     with attached(model, gs.Identity(), gs.Nodes("Mul", module="twice")) as live:
         model(given[0]).backward()
     assert set(calls_of(live)) == {"twice#0/MulBackward[0]", "twice#1/MulBackward[0]"}

@@ -84,16 +84,6 @@ def test_a_nonlinear_transform_per_backward_is_warned_about_once_under_accumulat
     assert len(caught) == 1
 
 
-def test_a_linear_transform_is_the_same_before_accumulation_and_not_warned_about() -> None:
-    model = Sums()
-    optimizer = sgd(model)
-    with attached(model, gs.Scale(10.0), gs.Parameters(), optimizer):
-        model(torch.tensor([2.0])).backward()
-        model(torch.tensor([3.0])).backward()
-        optimizer.step()
-    assert _grad(model.w) == [50.0]
-
-
 # Optimizers
 
 
@@ -122,22 +112,6 @@ def test_stage_step_acts_at_the_end_of_each_call_of_a_closure(
     # One step of min(1, 1 / |g|_1) * lr against the reversed gradient -0.5.
     assert model.w.tolist() == [1.5]
     assert num_hooks(model, optimizer) == 0
-
-
-def test_lbfgs_trains_with_stage_backward() -> None:
-    model = Sums(1.0)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1, lr=1.0)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.tensor([0.5]))
-        loss.backward()
-        return loss
-
-    with attached(model, gs.Scale(-1.0), gs.Parameters(), optimizer):
-        optimizer.step(closure)
-    # One step of min(1, 1 / |g|_1) * lr against the reversed gradient -0.5.
-    assert model.w.tolist() == [1.5]
 
 
 # Order: tensor hooks, the accumulation, post-accumulate hooks, the optimizer's hooks.

@@ -1,6 +1,7 @@
 """SavedTensors: backward computes with what the transform makes of what the forward has saved."""
 
 import gc
+import math
 import threading
 from typing import Any
 from weakref import ref
@@ -21,7 +22,9 @@ from tests.nets import (
     gradients,
     small,
 )
-from tests.sites.points import Made, grad_of, recomputed
+from tests.sites.points import TEN, Made, grad_of, passed, point, recomputed
+
+DOUBLE = gs.Scale(2.0)
 
 
 class Square(nn.Module):
@@ -29,40 +32,72 @@ class Square(nn.Module):
         return x * x
 
 
-class Saved(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = inner
-        self.reentrant = reentrant
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x * 2, torch.ones(1, dtype=torch.long))
+        return x * 3
 
-    def forward(self, x: Tensor) -> Tensor:
-        return recomputed(self.inner, x, self.reentrant)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, twice, ones = ctx.saved_tensors
+        return grads[0] * (x + twice + ones)
 
 
-def _x(*values: float) -> Tensor:
-    return torch.tensor(values or (3.0,), requires_grad=True)
+def _saved(inner: nn.Module, reentrant: bool) -> Made:
+    return Made(lambda self, x: recomputed(self.inner, x, reentrant), inner=inner)
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
 
 
-def test_backward_reads_the_transformed_tensor_and_the_forward_is_unchanged() -> None:
-    model, x = nn.Sequential(Square()), _x()
-    with attached(model, gs.Scale(10.0), gs.SavedTensors("0")) as live:
-        y = model(x)
-        y.sum().backward()
-    assert y.tolist() == [9.0]
-    # x is saved twice, for each factor: 30 + 30.
-    assert grad_of(x) == [60.0]
-    assert _calls(live) == {"0#0.0": 1, "0#0.1": 1}
+@pytest.mark.parametrize(
+    ("model", "at", "x", "grad", "sites"),
+    [
+        # x is saved twice, for each factor: 30 + 30.
+        (nn.Sequential(Square()), gs.SavedTensors("0"), 3.0, 60.0, ["0#0.0", "0#0.1"]),
+        # The weight changes the gradient that goes on, if it is asked for.
+        (
+            nn.Sequential(nn.Linear(1, 1, bias=False)),
+            gs.SavedTensors("0", of="parameters"),
+            3.0,
+            50.0,
+            ["0#0.0"],
+        ),
+        # d exp(x^2): exp is saved by the outer one, times 10, x twice by the inner one, times 10.
+        (
+            nn.Sequential(Made(lambda self, x: self.inner(x).exp() * 1.0, inner=Square())),
+            gs.SavedTensors(),
+            1.0,
+            100 * 2 * math.e,
+            ["0.inner#0.0", "0.inner#0.1", "0#0.0"],
+        ),
+        # x + 2x + 1, with 10 times the two that are floating.
+        (
+            nn.Sequential(Made(lambda self, x: Function.apply(x))),
+            gs.SavedTensors(node="Function"),
+            1.0,
+            31.0,
+            ["0#0/FunctionBackward[0].tensors.0", "0#0/FunctionBackward[0].tensors.1"],
+        ),
+    ],
+)
+def test_backward_reads_the_transformed_tensors(
+    model: nn.Module, at: gs.SavedTensors, x: float, grad: float, sites: list[str]
+) -> None:
+    for param in model.parameters():
+        nn.init.constant_(param, 5.0)
+    found, calls = passed(model, TEN, at, point(x))
+    assert found == pytest.approx([grad])
+    assert calls == dict.fromkeys(sites, 1)
 
 
 def test_a_quantised_activation_changes_only_the_gradient_of_the_next_weight() -> None:
     plain, model = small(), small()
     backward(plain)
     hidden = plain.act(plain.first(batch()[0])).detach()
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("last")) as live:
+    with attached(model, DOUBLE, gs.SavedTensors("last")) as live:
         backward(model)
     ours, theirs = gradients(model), gradients(plain)
     assert hidden.any()
@@ -72,29 +107,16 @@ def test_a_quantised_activation_changes_only_the_gradient_of_the_next_weight() -
     assert _calls(live) == {"last#0.0": 1}
 
 
-def test_a_saved_tensor_belongs_to_the_innermost_module() -> None:
-    model = nn.Sequential(Made(lambda self, x: self.inner(x).exp() * 1.0, inner=Square()))
-    x = _x(1.0)
-    with attached(model, gs.Scale(10.0), gs.SavedTensors()) as live:
-        model(x).sum().backward()
-    # d exp(x^2) / dx: exp is saved by the outer one, times 10, x twice by the inner one, times 10.
-    torch.testing.assert_close(x.grad, 100 * 2 * torch.tensor([1.0]).exp())
-    assert _calls(live) == {"0.inner#0.0": 1, "0.inner#0.1": 1, "0#0.0": 1}
-
-
 def test_a_module_that_saves_nothing_is_only_noted_in_the_ledger() -> None:
     model = nn.Sequential(nn.Flatten(), Square())
     with attached(model, gs.Identity(), gs.SavedTensors()) as live:
-        model(_x()[None]).sum().backward()
+        model(point(3.0)[None]).sum().backward()
     assert "0#0  (saves no such tensor of its own)" in live.ledger.table()
     with (
         pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: 0#0 \(saves no such"),
         attached(model, gs.Identity(), gs.SavedTensors("0")),
     ):
-        model(_x()[None])
-
-
-# What.
+        model(point(3.0)[None])
 
 
 def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() -> None:
@@ -128,15 +150,6 @@ def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() 
     assert not any(param.requires_grad for param in frozen.parameters())
 
 
-def test_asked_for_the_saved_weights_change_the_gradient_that_goes_on() -> None:
-    model, x = nn.Sequential(nn.Linear(1, 1, bias=False)), _x()
-    nn.init.constant_(model[0].weight, 5.0)
-    with attached(model, gs.Scale(10.0), gs.SavedTensors("0", of="parameters")):
-        model(x).sum().backward()
-    assert grad_of(x) == [50.0]
-    assert gradients(model)["0.weight"].tolist() == [[3.0]]
-
-
 def test_integer_tensors_are_left_alone() -> None:
     model, x = nn.Sequential(nn.MaxPool1d(2)), torch.randn(1, 1, 4, requires_grad=True)
     with attached(model, gs.Zero(), gs.SavedTensors("0", of="all")) as live:
@@ -151,16 +164,13 @@ def test_under_autocast_the_cast_of_a_trainable_weight_is_a_parameter(of: Any, n
     model = nn.Sequential(nn.Linear(2, 2))
     nn.init.constant_(model[0].weight, 4.0)
     at = gs.SavedTensors("0", of=of)
-    with attached(model, gs.Scale(2.0), at) as live, torch.autocast("cpu", torch.bfloat16):
+    with attached(model, DOUBLE, at) as live, torch.autocast("cpu", torch.bfloat16):
         y = model(torch.ones(3, 2, requires_grad=True))
         y.float().sum().backward()
     assert _calls(live) == {"0#0.0": 1}
     assert y.dtype is torch.bfloat16
     (row,) = live.effects.rows()
     assert row["norm_before"] == pytest.approx(norm)
-
-
-# Safety.
 
 
 @pytest.mark.parametrize(
@@ -178,31 +188,26 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_by_pytorch(
     model = nn.Sequential(Made(lambda self, x: x.exp()))
     with (
         pytest.raises(RuntimeError, match=f"modified by an inplace .*at site '{site}'"),
-        attached(model, gs.Scale(2.0), at),
+        attached(model, DOUBLE, at),
     ):
-        y = model(_x())
+        y = model(point(3.0))
         y.add_(1.0)
         y.sum().backward()
 
 
 def test_a_tensor_changed_in_place_before_its_node_is_hooked_is_refused_too() -> None:
-    class Exp(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.exp()
-            return y.add_(1.0)
-
-    model = nn.Sequential(Exp())
+    model = nn.Sequential(Made(lambda self, x: x.exp().add_(1.0)))
     with (
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        attached(model, gs.Scale(2.0), gs.SavedTensors(node="Exp")),
+        attached(model, DOUBLE, gs.SavedTensors(node="Exp")),
     ):
-        model(_x()).sum().backward()
+        model(point(3.0)).sum().backward()
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_no_site() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("0")):
-        y = model(_x())
+    with attached(model, DOUBLE, gs.SavedTensors("0")):
+        y = model(point(3.0))
         with torch.no_grad():
             model[0].weight.add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -210,8 +215,8 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_
 
 
 def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
-    model, x = nn.Sequential(Square()), _x()
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("0")):
+    model, x = nn.Sequential(Square()), point(3.0)
+    with attached(model, DOUBLE, gs.SavedTensors("0")):
         y = model(x).sum()
         with pytest.raises(RuntimeError, match=r"site '0#0\.[01]' is read back under create_graph"):
             torch.autograd.grad(y, x, create_graph=True)
@@ -224,8 +229,8 @@ def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
 
 
 def test_it_is_read_back_and_counted_in_each_backward() -> None:
-    model, x = nn.Sequential(nn.Tanh()), _x(0.5)
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("0")) as live:
+    model, x = nn.Sequential(nn.Tanh()), point(0.5)
+    with attached(model, DOUBLE, gs.SavedTensors("0")) as live:
         y = model(x).sum()
         y.backward(retain_graph=True)
         y.backward()
@@ -240,7 +245,7 @@ def test_reading_a_saved_tensor_outside_backward_returns_it_unchanged() -> None:
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.Zero(), gs.SavedTensors("0")) as live,
     ):
-        y = model(_x())
+        y = model(point(3.0))
         node: Any = y.grad_fn
         assert torch.equal(node._saved_result, y)
     assert _calls(live) == {"0#0.0": 0}
@@ -253,12 +258,12 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> 
     square = Square()
     model = nn.Sequential(nn.Sequential(square))
     handle = square.register_forward_pre_hook(refuse)
-    with attached(model, gs.Scale(10.0), gs.SavedTensors()):
+    with attached(model, TEN, gs.SavedTensors()):
         with pytest.raises(OSError, match="gone"):
-            model(_x())
+            model(point(3.0))
         assert autograd.saved_tensor_hooks() is None
         handle.remove()
-        x = _x()
+        x = point(3.0)
         model(x).sum().backward()
     assert grad_of(x) == [60.0]
 
@@ -269,32 +274,24 @@ def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint_the_recomputed_tensor_is_transformed(reentrant: bool) -> None:
     inner = nn.Sequential(nn.Tanh(), Square())
-    x, z = _x(0.5), _x(0.5)
-    with attached(nn.Sequential(inner), gs.Scale(2.0), gs.SavedTensors("0.*")):
-        inner(z).sum().backward()
-    model = Saved(inner, reentrant)
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("inner.*")) as live:
-        for _ in range(2):
-            x.grad = None
-            model(x).sum().backward()
-    assert grad_of(x) == grad_of(z)
-    assert _calls(live) == {"inner.0#0.0": 2, "inner.1#0.0": 2, "inner.1#0.1": 2}
-    torch.testing.assert_close(
-        x.grad, 4 * torch.tensor([0.5]).tanh() * (1 - (2 * torch.tensor([0.5]).tanh()) ** 2)
-    )
+    plain, _ = passed(nn.Sequential(inner), DOUBLE, gs.SavedTensors("0.*"), point(0.5))
+    model = _saved(inner, reentrant)
+    grad, calls = passed(model, DOUBLE, gs.SavedTensors("inner.*"), point(0.5))
+    assert grad == plain
+    assert calls == {"inner.0#0.0": 1, "inner.1#0.0": 1, "inner.1#0.1": 1}
 
 
 def test_a_checkpoint_still_saves_memory() -> None:
     first = nn.Tanh()
-    model = Saved(nn.Sequential(first, nn.Tanh(), nn.Tanh()), False)
+    model = _saved(nn.Sequential(first, nn.Tanh(), nn.Tanh()), False)
     held: list[ref[Tensor]] = []
 
     def hold(module: nn.Module, args: object, output: Tensor) -> None:
         held.append(ref(output))
 
     first.register_forward_hook(hold)
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("inner.*")):
-        y = model(_x(0.5))
+    with attached(model, DOUBLE, gs.SavedTensors("inner.*")):
+        y = model(point(0.5))
         gc.collect()
         assert held[0]() is None
         y.sum().backward()
@@ -308,9 +305,9 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
         packed.append(tensor.shape)
         return tensor.detach() + 1.0
 
-    model, x = nn.Sequential(Square()), _x()
+    model, x = nn.Sequential(Square()), point(3.0)
     others = saved_tensors_hooks(pack, lambda tensor: tensor)
-    surgery = attached(model, gs.Scale(10.0), gs.SavedTensors("0"))
+    surgery = attached(model, TEN, gs.SavedTensors("0"))
     # (3 + 1) * 10 + (3 + 1) * 10.
     first, second = (others, surgery) if outside else (surgery, others)
     with first, second:
@@ -320,11 +317,9 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
 
 
 def test_save_on_cpu_and_the_block_together() -> None:
-    model, x = nn.Sequential(Square()), _x()
-    with save_on_cpu(), attached(model, gs.Scale(10.0), gs.SavedTensors("block")) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [60.0]
-    assert _calls(live) == {"block": 2}
+    with save_on_cpu():
+        found = passed(nn.Sequential(Square()), TEN, gs.SavedTensors("block"), point(3.0))
+    assert found == ([60.0], {"block": 2})
     assert autograd.saved_tensor_hooks() is None
 
 
@@ -332,72 +327,61 @@ def test_save_on_cpu_and_the_block_together() -> None:
 
 
 def test_the_block_pattern_selects_all_tensors_saved_while_it_is_open() -> None:
-    model, x = nn.Sequential(Square()), _x(1.0)
-    with attached(model, gs.Scale(10.0), gs.SavedTensors("block")) as live:
+    model, x = nn.Sequential(Square()), point(1.0)
+    with attached(model, TEN, gs.SavedTensors("block")) as live:
         (model(x) * x).sum().backward()
     # d x^3: y = x^2 and x are saved by the product, x twice by the square: 10 + 10 (10 + 10).
     assert grad_of(x) == [210.0]
     assert _calls(live) == {"block": 4}
-    after = _x(1.0)
+    after = point(1.0)
     model(after).sum().backward()
     assert grad_of(after) == [2.0]
 
 
 def test_tensors_saved_by_a_checkpoint_inside_the_block_are_not_seen() -> None:
-    model, x = Saved(nn.Sequential(nn.Tanh(), Square()), False), _x(0.5)
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("block")) as live:
-        model(x).sum().backward()
-    # It keeps its input, which is doubled before it recomputes.
-    assert _calls(live) == {"block": 1}
-    plain = torch.tensor([1.0], requires_grad=True)
+    model, plain = _saved(nn.Sequential(nn.Tanh(), Square()), False), point(1.0)
     plain.tanh().pow(2).sum().backward()
-    torch.testing.assert_close(x.grad, plain.grad)
+    # It keeps its input, which is doubled before it recomputes.
+    found = passed(model, DOUBLE, gs.SavedTensors("block"), point(0.5))
+    assert found == (grad_of(plain), {"block": 1})
 
 
-def test_the_block_pattern_refuses_stateful_transforms_other_fields_and_a_module_of_its_name() -> (
-    None
-):
+def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name() -> None:
     model = small()
-    with (
-        pytest.raises(ValueError, match=r"site 'block' is many tensors, and GrokfastEMA"),
-        attached(model, gs.GrokfastEMA(), gs.SavedTensors("block")),
-    ):
-        pass
+    with pytest.raises(ValueError, match=r"site 'block' is many tensors, and GrokfastEMA"):
+        attached(model, gs.GrokfastEMA(), gs.SavedTensors("block"))
     with pytest.raises(FieldError, match=r"SavedTensors\.call: pattern 'block'"):
         gs.SavedTensors("block", call=0)
     model.block = nn.ReLU()
-    with (
-        pytest.raises(ValueError, match="write 're:block' for the module"),
-        attached(model, gs.Zero(), gs.SavedTensors("block")),
-    ):
-        pass
+    with pytest.raises(ValueError, match="write 're:block' for the module"):
+        attached(model, gs.Zero(), gs.SavedTensors("block"))
     assert gs.SavedTensors("re:block").find(model) == ["block"]
 
 
 def test_blocks_can_be_left_in_any_order() -> None:
     model = nn.Sequential(Square())
-    first = gs.Intervention(gs.Scale(10.0), gs.SavedTensors("block"), names=("first",))
+    first = gs.Intervention(TEN, gs.SavedTensors("block"), names=("first",))
     second = gs.Intervention(gs.Scale(3.0), gs.SavedTensors("block"), names=("second",))
     with gs.Surgery(first, second).attach(model) as live:
-        x = _x()
+        x = point(3.0)
         model(x).sum().backward()
         assert grad_of(x) == [180.0]
         live.remove("first")
-        x = _x()
+        x = point(3.0)
         model(x).sum().backward()
         assert grad_of(x) == [18.0]
     assert autograd.saved_tensor_hooks() is None
 
 
 def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:
-    model, x = nn.Sequential(Square()), _x()
+    model, x = nn.Sequential(Square()), point(3.0)
 
     def work() -> None:
         model(x).sum().backward()
 
     both = (
-        gs.Intervention(gs.Scale(10.0), gs.SavedTensors("block")),
-        gs.Intervention(gs.Scale(2.0), gs.SavedTensors("0")),
+        gs.Intervention(TEN, gs.SavedTensors("block")),
+        gs.Intervention(DOUBLE, gs.SavedTensors("0")),
     )
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed at: block"),
@@ -412,23 +396,10 @@ def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> Non
 # Nodes.
 
 
-class Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x, x * 2, torch.ones(1, dtype=torch.long))
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        x, twice, ones = ctx.saved_tensors
-        return grads[0] * (x + twice + ones)
-
-
-class Several(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = Function.apply(x)
-        assert isinstance(y, Tensor)
-        return y.tanh() + y.relu() + nn.functional.layer_norm(y, (2,))
+def _several(self: Made, x: Tensor) -> Tensor:
+    y = Function.apply(x)
+    assert isinstance(y, Tensor)
+    return y.tanh() + y.relu() + nn.functional.layer_norm(y, (2,))
 
 
 @pytest.mark.parametrize(
@@ -441,22 +412,12 @@ class Several(nn.Module):
     ],
 )
 def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None]) -> None:
-    model = nn.Sequential()
-    model.several = Several()
-    with attached(model, gs.Scale(2.0), gs.SavedTensors("several", node=node)) as live:
-        model(_x(0.5, -1.0)).sum().backward()
-    calls = _calls(live)
+    model, at = nn.Sequential(), gs.SavedTensors("several", node=node)
+    model.several = Made(_several)
+    _, calls = passed(model, DOUBLE, at, point(0.5, -1.0))
     assert len(calls) == len(sites)
     assert {site for site in sites if site} <= set(calls)
     assert set(calls.values()) == {1}
-
-
-def test_tensors_saved_by_a_node_are_transformed() -> None:
-    model, x = nn.Sequential(Made(lambda self, x: Function.apply(x))), _x(1.0)
-    with attached(model, gs.Scale(10.0), gs.SavedTensors(node="Function")):
-        model(x).sum().backward()
-    # x + 2x + 1, with 10 times the two that are floating.
-    assert grad_of(x) == [31.0]
 
 
 def test_a_missing_node_is_an_error_that_lists_the_choices() -> None:
@@ -466,25 +427,18 @@ def test_a_missing_node_is_an_error_that_lists_the_choices() -> None:
         attached(model, gs.Zero(), gs.SavedTensors(node="Gelu")),
     ):
         model(batch()[0])
-    with pytest.raises(FieldError, match=r"SavedTensors\.node"):
-        gs.SavedTensors(node="re:(")
 
 
 def test_nodes_with_other_hooks_are_refused() -> None:
-    model = Saved(nn.Sequential(nn.Tanh()), False)
+    model = _saved(nn.Sequential(nn.Tanh()), False)
     with (
         pytest.raises(RuntimeError, match=r"at site 'inner\.0#0/TanhBackward\[0\]\.result' there"),
         attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")),
     ):
-        model(_x())
+        model(point(3.0))
 
 
 def test_nodes_of_a_reentrant_checkpoint_are_hooked_in_the_backward() -> None:
-    model, x = Saved(nn.Sequential(nn.Tanh()), True), _x(0.5)
-    with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [1.0]
-    assert _calls(live) == {"inner.0#0/TanhBackward[0].result": 1}
-
-
-# Measuring, evaluation, compile.
+    model = _saved(nn.Sequential(nn.Tanh()), True)
+    found = passed(model, gs.Zero(), gs.SavedTensors(node="Tanh"), point(0.5))
+    assert found == ([1.0], {"inner.0#0/TanhBackward[0].result": 1})

@@ -205,14 +205,11 @@ def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
         body = Made(
             lambda self, x: self.linear(self.part(x)[None]), part=_reused(), linear=nn.Linear(1, 1)
         )
-        model, x = (
-            (
-                Made(lambda self, x: recomputed(self.body, x, reentrant), body=body)
-                if saves
-                else Made(lambda self, x: self.body(x), body=body)
-            ),
-            point(),
-        )
+
+        def forward(self: Made, x: Tensor) -> Tensor:
+            return recomputed(self.body, x, reentrant) if saves else self.body(x)
+
+        model, x = Made(forward, body=body), point()
         with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
             model(x).sum().backward()
         return _calls(live), grad_of(x), gradients(model)["body.linear.weight"]
