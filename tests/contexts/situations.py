@@ -22,10 +22,10 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.sites.every_module import TABLES
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
+from gradsurg.transforms.base import Transform
 from tests.contexts.kinds import Net
 from tests.nets import FEATURES, attached, batch, noisy, num_hooks, sgd, weights
-from tests.sites.points import recomputed
+from tests.sites.points import Acts, recomputed
 
 DOUBLE = gs.Scale(2.0)
 WEIGHED = ("first", "last")
@@ -80,16 +80,16 @@ WEIGHT, OUTPUT, INPUT, NODE = "{}.weight", "{}#0", "{}#0.input", "{}#0/{node}Bac
 BOTH = "value, group"
 # What a row does differently, by situation.
 FLOWS = {
-    "a graph that outlives the block": "acts",
-    "a layer without gradients": "acts",
-    "checkpoint": "twice",
+    "outlives": "acts",
+    "without_gradients": "acts",
+    "checkpointed": "twice",
 }
-NEEDS = {"a layer without gradients": "needs no gradient"}
-NO_NODE = {"a layer without gradients": "no node"}
-UNSAVED = {"a layer without gradients": "saves no such tensor"}
-REFUSED = NO_NODE | {"checkpoint": "refuses the hooks of others", "order": "takes one alone"}
-OWN_THREAD = {"threads": "reported", "checkpoint": "refused by PyTorch"}
-EDITS = {"an interrupted forward": "edits"}
+NEEDS = {"without_gradients": "needs no gradient"}
+NO_NODE = {"without_gradients": "no node"}
+UNSAVED = {"without_gradients": "saves no such tensor"}
+REFUSED = NO_NODE | {"checkpointed": "refuses the hooks of others", "order": "takes one alone"}
+OWN_THREAD = {"threads": "reported", "checkpointed": "refused by PyTorch"}
+EDITS = {"interrupted": "edits"}
 
 ROWS = {
     "Parameters backward": _row("Parameters", WEIGHT, "value", stage="backward"),
@@ -158,9 +158,10 @@ class Saved(nn.Module):
         return recomputed(self.inner, x, self.reentrant)
 
 
-def _made(make: Callable[[], nn.Module] = Net) -> nn.Module:
+def _ready(make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, torch.optim.SGD]:
     torch.manual_seed(0)
-    return make()
+    model = make()
+    return model, sgd(model)
 
 
 def _x(step: int = 0) -> Tensor:
@@ -221,20 +222,6 @@ def _met(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger if entry.calls}
 
 
-class _Acts(Stateless):
-    """Applies a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"deterministic"})
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return self.function(grad)
-
-
 # The situations
 
 
@@ -242,8 +229,7 @@ def no_op(row: Row) -> None:
     """A surgery that changes nothing, or in shadow, leaves training bit-identical."""
 
     def trained(transform: Transform | None, shadow: bool = False) -> nn.Module:
-        model = noisy()
-        optimizer = sgd(model)
+        model, optimizer = _ready(noisy)
         torch.manual_seed(1)
         with ExitStack() as stack:
             if transform is not None:
@@ -264,8 +250,7 @@ def no_op(row: Row) -> None:
 
 def hooks(row: Row) -> None:
     """Hooks are gone after the block, and after an exception in it or in the forward."""
-    model = _made(Shared)
-    optimizer = sgd(model)
+    model, optimizer = _ready(Shared)
     with _hooks_gone(model, optimizer) as before:
         with attached(model, gs.Identity(), row.at("shared"), optimizer):
             _step(row, model, optimizer)
@@ -290,12 +275,11 @@ def error_in_the_transform(row: Row) -> None:
 
     (site,) = row.sites("first")
     for function, expected in ((fail, ArithmeticError), (lambda grad: grad[:1], TypeError)):
-        model = _made()
-        optimizer = sgd(model)
+        model, optimizer = _ready()
         with (
             _hooks_gone(model, optimizer),
             pytest.raises(expected) as caught,
-            attached(model, _Acts(function), row.at("first"), optimizer),
+            attached(model, Acts(function), row.at("first"), optimizer),
         ):
             _step(row, model, optimizer)
         assert f"site '{site}'" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
@@ -303,9 +287,8 @@ def error_in_the_transform(row: Row) -> None:
 
 def kept_alive(row: Row) -> None:
     """Neither tensors of a step nor the model are kept alive."""
-    model, held = _made(), list[ref[Any]]()  # Any: tensors, modules
+    (model, optimizer), held = _ready(), list[ref[Any]]()  # Any: tensors, modules
     model.act.register_forward_hook(lambda *given: held.append(ref(given[2])))
-    optimizer = sgd(model)
     transform = gs.ScaleBySign(of="value") if row.value else DOUBLE
     with attached(model, transform, row.at("*"), optimizer) as live:
         for is_read in (True, True, False):
@@ -327,8 +310,7 @@ def kept_alive(row: Row) -> None:
 
 def outlives(row: Row) -> None:
     """A backward pass after the block is that of PyTorch, unless values were changed in it."""
-    model = _made()
-    optimizer = sgd(model)
+    model, optimizer = _ready()
     with attached(model, DOUBLE, row.at("*"), optimizer):
         _step(row, model, optimizer)
         optimizer.zero_grad()
@@ -337,15 +319,14 @@ def outlives(row: Row) -> None:
     _backward(row, model, loss)
     optimizer.step()
     _step(row, plain, sgd(plain))
-    assert _same(model, plain) == (row.differs.get("a graph that outlives the block") != "acts")
+    assert _same(model, plain) == (row.differs.get("outlives") != "acts")
 
 
 def interrupted(row: Row) -> None:
     """A forward pass that raises leaves no trace in the next one."""
 
     def trained(*errors: type[BaseException]) -> tuple[nn.Module, set[str]]:
-        model = _made(Shared)
-        optimizer = sgd(model)
+        model, optimizer = _ready(Shared)
         with attached(model, DOUBLE, row.at("shared"), optimizer) as live:
             for error in errors:
                 model.between.error = error("gone")
@@ -358,7 +339,7 @@ def interrupted(row: Row) -> None:
 
     (model, met), (plain, expected) = trained(OSError, KeyboardInterrupt), trained()
     assert met == expected
-    if row.differs.get("an interrupted forward") != "edits":
+    if row.differs.get("interrupted") != "edits":
         assert _same(model, plain)
 
 
@@ -366,8 +347,7 @@ def evaluation(row: Row) -> None:
     """An evaluation without gradients changes neither training nor the reasons in the ledger."""
 
     def trained(evaluates: bool) -> tuple[nn.Module, set[str]]:
-        model = _made()
-        optimizer = sgd(model)
+        model, optimizer = _ready()
         with attached(model, DOUBLE, row.at("*"), optimizer) as live:
             for step in range(2):
                 for off in (torch.no_grad, torch.inference_mode) if evaluates else ():
@@ -388,8 +368,7 @@ def order(row: Row) -> None:
     signed, reverse = gs.ScaleBySign(positive=3.0, negative=1.0), gs.Scale(-1.0)
 
     def trained(*transforms: Transform) -> nn.Module:
-        model = _made()
-        optimizer = sgd(model)
+        model, optimizer = _ready()
         items = [gs.Intervention(transform, row.at("last")) for transform in transforms]
         with gs.Surgery(*items).attach(model, optimizer):
             _step(row, model, optimizer)
@@ -406,8 +385,7 @@ def order(row: Row) -> None:
 
 def added(row: Row) -> None:
     """An intervention can be added and removed between two steps."""
-    model, other = _made(), _made()
-    optimizer, of_other = sgd(model), sgd(other)
+    (model, optimizer), (other, of_other) = _ready(), _ready()
     with attached(model, gs.Identity(), gs.Parameters(), optimizer) as live:
         _step(row, model, optimizer)
         label = live.add(gs.Intervention(DOUBLE, row.at("*")))
@@ -423,8 +401,7 @@ def added(row: Row) -> None:
 
 def effects(row: Row) -> None:
     """The norms before and after a transform are measured at each site."""
-    model = _made()
-    optimizer = sgd(model)
+    model, optimizer = _ready()
     with attached(model, DOUBLE, row.at("*"), optimizer) as live:
         _step(row, model, optimizer)
     rows = {str(one["site"]): one for one in live.effects.rows()}
@@ -436,8 +413,7 @@ def effects(row: Row) -> None:
 
 def combined(row: Row) -> None:
     """Selectors of the kind combine as sets, and their sites are counted."""
-    model = _made()
-    optimizer = sgd(model)
+    model, optimizer = _ready()
 
     def met(at: Selector) -> set[str]:
         with attached(model, gs.Identity(), at, optimizer) as live:
@@ -461,8 +437,7 @@ def combined(row: Row) -> None:
 
 def nothing_matches(row: Row) -> None:
     """A name that nothing has is refused with the nearest one, and no hook remains."""
-    model = _made()
-    optimizer = sgd(model)
+    model, optimizer = _ready()
     with _hooks_gone(model, optimizer):
         if isinstance(row.at("*"), gs.EveryModule):  # a module outside the model may have it
             with (
@@ -477,9 +452,8 @@ def nothing_matches(row: Row) -> None:
 
 def without_gradients(row: Row) -> None:
     """A frozen parameter is skipped, and refused alone; other sites there are reported."""
-    model, difference = _made(), row.differs.get("a layer without gradients", "frozen")
+    model, optimizer = _ready()
     model.first.requires_grad_(False)
-    optimizer = sgd(model)
 
     def train(at: Selector) -> gs.Live:
         with attached(model, DOUBLE, at, optimizer) as live:
@@ -493,7 +467,7 @@ def without_gradients(row: Row) -> None:
             optimizer.step()
         return live
 
-    match difference:
+    match row.differs.get("without_gradients", "frozen"):
         case "frozen":
             live = train(row.at("*"))
             assert {*_met(live)} == row.sites("last")
@@ -505,8 +479,8 @@ def without_gradients(row: Row) -> None:
         case "no node":
             with pytest.raises(LookupError):
                 train(row.at("first"))
-        case _:
-            with pytest.warns(gs.SurgeryWarning, match=difference):
+        case reason:
+            with pytest.warns(gs.SurgeryWarning, match=reason):
                 train(row.at("first"))
 
 
@@ -524,8 +498,7 @@ def threads(row: Row) -> None:
     """Forward passes in two threads at once have the sites and gradients of one after another."""
 
     def trained(at_once: bool) -> tuple[dict[str, int], list[Tensor]]:
-        model, barrier, grads = _made(Shared), threading.Barrier(2), list[Tensor]()
-        optimizer = sgd(model)
+        (model, optimizer), barrier, grads = _ready(Shared), threading.Barrier(2), list[Tensor]()
 
         def wait(*given: object) -> None:
             if at_once:
@@ -562,15 +535,14 @@ def checkpointed(row: Row) -> None:
     """A checkpoint changes neither gradients nor sites; a value is changed again in it."""
 
     def trained(reentrant: bool | None) -> tuple[dict[str, int], nn.Module]:
-        model = _made(lambda: Saved(reentrant))
-        optimizer = sgd(model)
+        model, optimizer = _ready(lambda: Saved(reentrant))
         with attached(model, DOUBLE, row.at("inner.first"), optimizer) as live:
             for step in range(2):
                 _step(row, model, optimizer, step)
         return _met(live), model
 
     met, model = trained(None)
-    difference = row.differs.get("checkpoint")
+    difference = row.differs.get("checkpointed")
     for reentrant in (False, True):
         if difference == ("refused by PyTorch" if reentrant else "refuses the hooks of others"):
             with pytest.raises(RuntimeError):
@@ -590,9 +562,8 @@ def calls(row: Row) -> None:
     both = {site, site.replace("#0", "#1")}
 
     def met(act: Callable[[nn.Module, Tensor], Tensor], **fields: int) -> dict[str, int]:
-        model = _made(Shared)
+        model, optimizer = _ready(Shared)
         at = replace(row.at("shared"), **fields) if fields else row.at("shared")
-        optimizer = sgd(model)
         with _hooks_gone(model, optimizer), attached(model, DOUBLE, at, optimizer) as live:
             for step in range(2):
                 act(model, _x(step)).square().sum().backward()
@@ -608,21 +579,10 @@ def calls(row: Row) -> None:
 
 
 SITUATIONS: dict[str, Callable[[Row], None]] = {
-    "no-op": no_op,
-    "hooks": hooks,
-    "an error in the transform": error_in_the_transform,
-    "kept alive": kept_alive,
-    "a graph that outlives the block": outlives,
-    "an interrupted forward": interrupted,
-    "evaluation": evaluation,
-    "order": order,
-    "added and removed": added,
-    "effects": effects,
-    "combined": combined,
-    "nothing matches": nothing_matches,
-    "a layer without gradients": without_gradients,
-    "needs": needs,
-    "threads": threads,
-    "checkpoint": checkpointed,
-    "calls": calls,
+    function.__name__: function
+    for function in (
+        *(no_op, hooks, error_in_the_transform, kept_alive, outlives, interrupted, evaluation),
+        *(order, added, effects, combined, nothing_matches, without_gradients, needs, threads),
+        *(checkpointed, calls),
+    )
 }

@@ -66,6 +66,20 @@ class Made(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+class Acts(Stateless):
+    """Applies a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return self.function(grad)
+
+
 class TimesValue(Stateless):
     """It looks at the value as it is, with its graph."""
 

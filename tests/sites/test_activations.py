@@ -12,21 +12,11 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from gradsurg.triggers.base import Trigger
 from tests.nets import attached
-from tests.sites.points import Made, Times, calls_of, grad_of, passed, point, recomputed
+from tests.sites.points import Acts, Made, Times, calls_of, grad_of, passed, point, recomputed
 
-
-class Round(Stateless):
-    """A quantisation: its derivative is zero."""
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return grad.round()
+ROUND = Acts(torch.round)  # a quantisation: its derivative is zero
 
 
 def test_a_doubled_output_doubles_the_gradient_too() -> None:
@@ -48,7 +38,7 @@ def test_rounding_blocks_the_gradient_or_passes_it_straight_through(
 ) -> None:
     # 3 * 2.25 = 6.75, rounded 7, times 2; then d/dx = 2 * 1 * 6 where it passes straight.
     model, x = nn.Sequential(Times(6.0), Times(2.0)), point(1.125)
-    with attached(model, Round(), gs.Activations("0", backward=how)):
+    with attached(model, ROUND, gs.Activations("0", backward=how)):
         y = model(x)
         y.sum().backward()
     assert y.tolist() == [value]
@@ -68,7 +58,7 @@ def test_straight_through_adds_no_rounding_error_in_the_forward() -> None:
 
 def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
     model, x = nn.Sequential(Times(3.0), nn.ReLU(inplace=True)), point(1.0)
-    with attached(model, Round(), gs.Activations("0", backward="straight")):
+    with attached(model, ROUND, gs.Activations("0", backward="straight")):
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         first.sum().backward()
     # y = relu(round(3x)), d y^2 / dx = 2 * 3 * 3, again 2 * 3 * 3.

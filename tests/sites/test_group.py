@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small
-from tests.sites.points import TEN, TimesValue, calls_of, recomputed
+from tests.nets import attached, gradients, num_hooks, sgd
+from tests.sites.points import TEN, Made, TimesValue, calls_of, recomputed
 
 
 class Weighted(nn.Module):
@@ -76,40 +76,19 @@ def test_parameters_that_a_backward_does_not_reach_keep_their_old_gradient() -> 
     assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
 
 
-def test_clipping_at_a_group_equals_clip_grad_norm() -> None:
-    plain, model = small(), small()
-    backward(plain)
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    with attached(model, gs.ClipGlobalNorm(0.1), gs.Group()):
-        backward(model)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, gradients(plain)[name])
-
-
-# PyTorch's own multi-grad hook: why it is not what is used here (P32)
-
-
 # Backwards inside backwards
 
 
-class Checkpointed(nn.Module):
+def _checkpointed(reentrant: bool, inside: tuple[int, ...] = (1,)) -> Made:
     """Layers, those in `inside` each in a checkpoint of its own."""
 
-    def __init__(self, reentrant: bool, inside: tuple[int, ...] = (1,), size: int = 3) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(size))
-        self.reentrant = reentrant
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Made, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
-            if index in self.inside:
-                saved = recomputed(layer, x, self.reentrant)
-                x = saved
-            else:
-                x = layer(x)
+            x = recomputed(layer, x, reentrant) if index in inside else layer(x)
         return x.pow(2).sum()
+
+    torch.manual_seed(0)
+    return Made(forward, layers=nn.ModuleList(nn.Linear(2, 2) for _ in range(3)))
 
 
 def _x() -> Tensor:
@@ -125,7 +104,7 @@ def _norm(model: nn.Module) -> float:
 def test_around_checkpoints_the_group_acts_once_on_all_parameters(
     reentrant: bool, inside: tuple[int, ...]
 ) -> None:
-    plain, model = Checkpointed(reentrant, ()), Checkpointed(reentrant, inside)
+    plain, model = _checkpointed(reentrant, ()), _checkpointed(reentrant, inside)
     plain(_x()).backward()
     with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), gs.Group()) as live:
         for _ in range(2):
@@ -139,7 +118,7 @@ def test_around_checkpoints_the_group_acts_once_on_all_parameters(
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
 def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
-    model = Checkpointed(reentrant=True, inside=(0, 1, 2))
+    model = _checkpointed(reentrant=True, inside=(0, 1, 2))
     x = _x()
     with attached(model, CLIP, gs.Group()) as live:
         loss = recomputed(lambda x: checkpoint(model, x, use_reentrant=True), x, True)
@@ -149,7 +128,7 @@ def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
 
 
 def test_an_error_after_an_inner_backward_is_reported_and_leaves_no_state() -> None:
-    model = Checkpointed(reentrant=True, inside=(1,))
+    model = _checkpointed(reentrant=True, inside=(1,))
     x = _x()
 
     def fails(grad: Tensor) -> None:

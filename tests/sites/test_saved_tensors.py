@@ -14,7 +14,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.nets import (
     attached,
     backward,
@@ -22,7 +21,7 @@ from tests.nets import (
     gradients,
     small,
 )
-from tests.sites.points import TEN, Made, grad_of, passed, point, recomputed
+from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
 DOUBLE = gs.Scale(2.0)
 
@@ -125,16 +124,7 @@ def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() 
     def run(at: gs.SavedTensors) -> list[tuple[int, ...]]:
         shapes = []
 
-        class Shape(Stateless):
-            @property
-            def properties(self) -> frozenset[TransformProperty]:
-                return frozenset()
-
-            def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-                shapes.append(tuple(grad.shape))
-                return grad
-
-        with attached(model, Shape(), at):
+        with attached(model, Acts(lambda grad: shapes.append(tuple(grad.shape)) or grad), at):
             x = batch()[0].requires_grad_()
             model[2](model[1](model[0](x))[:, None]).sum().backward()
         return sorted(shapes)
