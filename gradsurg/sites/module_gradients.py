@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage, apply_hooks
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
@@ -50,18 +50,9 @@ class ModuleGradients(ModuleSelector):
     `register_backward_hook` is not offered, and a module that has such a hook is refused.
     """
 
-    kind: Literal["full_backward_pre", "full_backward", "backward"] = "full_backward_pre"
+    kind: Kind = "full_backward_pre"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
-
-    def __post_init__(self) -> None:
-        if self.kind == "backward":
-            raise Contradiction(
-                "kind",
-                "must be full_backward_pre or full_backward: the hook of register_backward_hook, "
-                "which is deprecated, sees the inputs of the last operation inside the module as "
-                "those of the module",
-            )
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -76,8 +67,7 @@ class ModuleGradients(ModuleSelector):
         registry: HookRegistry,
         stack: ExitStack,
     ) -> None:
-        kind = "full_backward" if self.kind == "full_backward" else "full_backward_pre"
-        suffix = ".input" if kind == "full_backward" else ""
+        suffix = ".input" if self.kind == "full_backward" else ""
         calls = Calls(names_of(model))
         site_ids = self.site_ids(registry, suffix)
         for module in self.expect_modules(calls.names, registry, suffix):
@@ -87,7 +77,9 @@ class ModuleGradients(ModuleSelector):
             stack.callback(self._registration(module, stack)(replaced).remove)
             pre_hook = forward_pre_hook(calls, "ModuleGradients")
             stack.callback(module.register_forward_pre_hook(pre_hook).remove)
-            post_hook = forward_hook(calls, replaced, site_ids, registry, kind, "ModuleGradients")
+            post_hook = forward_hook(
+                calls, replaced, site_ids, registry, self.kind, "ModuleGradients"
+            )
             stack.callback(module.register_forward_hook(post_hook, with_kwargs=True).remove)
         explain_in_place_error(model, stack)
         suppress_warning(stack)

@@ -256,14 +256,8 @@ def test_node_outputs_are_counted_after_the_first_backward(both: bool) -> None:
             y.backward()
 
 
-class Recomputed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.inner = small()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return recomputed(self.inner, x, self.reentrant).sum()
+def _recomputed(reentrant: bool) -> Made:
+    return Made(lambda self, x: recomputed(self.inner, x, reentrant).sum(), inner=small())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -271,7 +265,7 @@ class Recomputed(nn.Module):
 def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
     at: Selector, reentrant: bool
 ) -> None:
-    model = Recomputed(reentrant)
+    model = _recomputed(reentrant)
 
     def step(at: Selector) -> None:
         with attached(model, gs.Scale(1.0), at):
@@ -285,7 +279,7 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
 
 
 def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
-    model = Recomputed(reentrant=True)
+    model = _recomputed(reentrant=True)
     with (
         pytest.warns(gs.SurgeryWarning) as caught,
         attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
@@ -394,11 +388,8 @@ def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
     ids=str,
 )
 def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selector) -> None:
-    with (
-        pytest.raises(LookupError, match="nothing matches 'nope'. There are: first.weight, "),
-        attached(small(), gs.Zero(), at),
-    ):
-        pass
+    with pytest.raises(LookupError, match="nothing matches 'nope'. There are: first.weight, "):
+        attached(small(), gs.Zero(), at)
 
 
 @pytest.mark.parametrize(
@@ -545,17 +536,10 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
         ),
         (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
         (
-            ["site=combined", "site.of=[{name:outputs}]", "site.count=1"],
-            ["site.count: 1 sites were expected, found "],
-        ),
-        (["site=combined", "site.by=most"], ["site.by: must be one of 'any', 'all' or 'none'"]),
-        (["site=combined", "site.limit=0"], ["site.limit: must be >= 1, found 0"]),
-        (
             ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
             ["site.by: nothing is selected by Combined(of=(Parameters("],
         ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
-        (["site.depth=true"], ["site.depth: must be a number >= 0 or two of them"]),
         (
             ["when=all_of", "when.of.0.stop=-1", "when.of.1.source=bach"],
             ["when.of.0.stop: must be >= 1, found -1", "when.of.1.source: must be grad, value, "],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.nets import (
     attached,
@@ -92,21 +93,7 @@ class Mix(nn.Module):
     """3 a + 5 b + 7 c, whatever holds them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given: list[Tensor] = []
-
-        def walk(value: Any) -> None:
-            if isinstance(value, Tensor):
-                given.extend([value] if value.is_floating_point() else [])
-            elif isinstance(value, Pair):
-                walk([value.left, value.right])
-            elif isinstance(value, dict):
-                walk(list(value.values()))
-            elif isinstance(value, list | tuple):
-                for item in value:
-                    walk(item)
-
-        walk(args)
-        walk(kwargs)
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
         weighed = [item * factor for item, factor in zip(given, (3, 5, 7), strict=False)]
         return torch.stack(weighed).sum()
 

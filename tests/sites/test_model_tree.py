@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites import tree
-from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, noisy, num_hooks, small, weights
 from tests.sites.points import Made
 
@@ -279,14 +279,8 @@ def test_an_empty_selection_is_refused(at: Selector, message: str) -> None:
 
 
 def test_predicates_see_the_modules_of_the_model_itself() -> None:
-    model = small()
-    seen: list[object] = []
-
-    def remembers(place: Place) -> bool:
-        seen.append(place.thing)
-        return True
-
-    tree(model, X, gs.Outputs("act").where(remembers))
+    model, seen = small(), []
+    tree(model, X, gs.Outputs("act").where(lambda place: seen.append(place.thing) or True))
     assert seen == [model.act]
 
 

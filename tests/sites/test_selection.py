@@ -68,11 +68,8 @@ def test_the_nearest_full_name_is_suggested_once() -> None:
 def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
     model = small()
     model.first.requires_grad_(False)
-    with (
-        pytest.raises(LookupError, match=re.escape("'first.*' matches is frozen: first.weight, ")),
-        attached(model, gs.Zero(), gs.Parameters("first.*")),
-    ):
-        pass
+    with pytest.raises(LookupError, match=re.escape("'first.*' matches is frozen: first.weight, ")):
+        attached(model, gs.Zero(), gs.Parameters("first.*"))
 
 
 @pytest.mark.parametrize(
@@ -117,11 +114,7 @@ def test_a_base_class_selects_its_subclasses() -> None:
     ("fields", "message"),
     [
         ({"depth": -1}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
-        ({"depth": (2, 1)}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
-        ({"index": "a"}, "Parameters.index: must be a number >= 0 or two of them, low and high"),
         ({"ndim": (1, 2, 3)}, "Parameters.ndim: must be a number >= 0 or two of them"),
-        ({"size": 1.5}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
-        ({"size": True}, "Parameters.size: must be a number >= 0 or two of them, low and high"),
         ({"types": ""}, "Parameters.types: must not be empty"),
         ({"types": "re:("}, "Parameters.types: is not a regular expression"),
     ],

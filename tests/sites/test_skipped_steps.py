@@ -213,11 +213,8 @@ def test_a_grad_scaler_skips_by_itself_and_the_norm_is_unscaled() -> None:
 
 def test_an_optimizer_that_steps_without_gradients_is_refused() -> None:
     model = small()
-    with (
-        pytest.raises(ValueError, match="LBFGS also steps without gradients"),
-        attached(model, gs.SkipUpdate(), None, optim.LBFGS(model.parameters())),
-    ):
-        pass
+    with pytest.raises(ValueError, match="LBFGS also steps without gradients"):
+        attached(model, gs.SkipUpdate(), None, optim.LBFGS(model.parameters()))
 
     class Decay(SGD):
         def step(self, closure: object = None) -> None:  # pyright: ignore
