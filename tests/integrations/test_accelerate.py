@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from tests.integrations.settings import scale_losses
-from tests.nets import num_hooks
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("accelerate"), reason="needs the extra trainers"),
@@ -111,35 +110,3 @@ def test_pcgrad_with_accumulation_is_that_of_a_plain_loop(scaled: bool) -> None:
     tolerance = {"rtol": 0.01, "atol": 2e-3} if scaled else {"rtol": 1e-5, "atol": 1e-6}
     for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, two, **tolerance)
-
-
-@pytest.mark.full
-def test_accelerators_tracker_gets_the_effects_and_an_exception_leaves_no_hook() -> None:
-    logged: list[dict[str, float]] = []
-    tracking = import_module("accelerate.tracking")
-
-    class Tracker(tracking.GeneralTracker):
-        name = "list"
-        requires_logging_directory = False
-
-        @property
-        def tracker(self) -> list[dict[str, float]]:
-            return logged
-
-        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
-            logged.append(values)
-
-    accelerator = accelerator_of(log_with=Tracker())
-    accelerator.init_trackers("project")
-    model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(OSError, match="disk"), surgery().attach(model, optimizer) as live:
-        for _ in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.ones(2, 4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        accelerator.log(live.effects.numbers(), step=live.step)
-        raise OSError("disk")
-    assert logged[0]["effect/grokfast_ema/0.weight/calls"] == 1
-    assert num_hooks(model, optimizer.optimizer) == 0

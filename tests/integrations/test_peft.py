@@ -2,7 +2,6 @@
 
 # pyright: reportMissingImports=false
 
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -132,20 +131,3 @@ def test_the_output_of_a_frozen_first_layer_has_no_gradient_and_is_told() -> Non
     at = gs.Outputs("*first.base_layer")
     with pytest.warns(gs.SurgeryWarning, match=r"first\.base_layer#0 \(needs no gradient\)"):
         trained(lora(Net()), gs.Intervention(gs.Scale(0.5), at))
-
-
-@pytest.mark.full
-def test_an_adapter_that_is_switched_on_in_the_block_is_told() -> None:
-    model = lora(Net())
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["first", "second"]))
-    optimizer = optimizer_of(model)
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(1e-3), gs.Parameters("*lora*")))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with surgery.attach(model, optimizer):
-            train(model, optimizer, 1)
-            model.set_adapter("other")
-            model(X).sum().backward()
-    (text,) = (str(item.message) for item in caught if item.category is gs.SurgeryWarning)
-    assert "replaced, added or unfrozen" in text
-    assert "first.lora_A.other.weight" in text

@@ -233,14 +233,6 @@ def test_a_transform_at_a_leaf_does_not_act_on_the_combined_gradient() -> None:
     close(found, {name: 3 * own for name, own in expected.items()})
 
 
-def test_a_stateful_transform_is_refused_at_several_tasks() -> None:
-    rule = r"grokfast_ema: GrokfastEMA\(.*\) has a state for each site, .* gradients of 3 tasks"
-    with pytest.raises(ValueError, match=rule):
-        trained(
-            Net(), gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")), at_shared(Uneven())
-        )
-
-
 @pytest.mark.parametrize("how", ["one task", "after"])
 def test_a_stateful_transform_may_act_on_one_task_or_after_the_aggregator(how: str) -> None:
     model, stage = Net(), "backward" if how == "one task" else "step"

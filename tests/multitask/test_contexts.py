@@ -65,21 +65,6 @@ def test_the_context_has_the_summed_losses_of_several_batches() -> None:
     assert conflict.weights == pytest.approx(total)
 
 
-def test_losses_of_several_batches_are_weighted_by_the_first() -> None:
-    model = Net()
-    with gs.Surgery(at_shared(gs.FAMO())).attach(model, effects_every=0) as live:
-        for step in range(2):
-            live.backward(losses_of(model, step), aggregate=step == 1)
-    found = grads_of(model)
-    model.zero_grad()
-    values = torch.tensor([loss.item() for loss in losses_of(model, 0).values()])
-    weights = (1 / (values + 1e-8)) / (1 / (values + 1e-8)).sum()
-    for step in range(2):
-        losses = losses_of(model, step).values()
-        sum(weight * loss for weight, loss in zip(weights, losses, strict=True)).backward()
-    close(found, grads_of(model))
-
-
 @pytest.mark.parametrize("given", ["a b c", "abc ab", "ab bc", "b ac b", "c c ab"])
 def test_each_batch_of_a_step_may_have_other_tasks(given: str) -> None:
     model, found = Net(), []
@@ -362,10 +347,6 @@ class Recurrent(Net):
         }
 
 
-class Gated(Recurrent):
-    kind = nn.GRU
-
-
 class Convolved(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +357,7 @@ class Convolved(Net):
         return {task: head(features) for task, head in self.heads.items()}
 
 
-MODELS = {"batch norm": Normed, "lstm": Recurrent, "gru": Gated, "convolution": Convolved}
+MODELS = {"batch norm": Normed, "lstm": Recurrent, "convolution": Convolved}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -140,25 +140,6 @@ def partly() -> Split:
     return Split(below, above, low=linear(4, 6), high=linear(6, 6), **heads)
 
 
-def branches() -> Split:
-    """Two representations side by side; task c uses the second alone."""
-    torch.manual_seed(0)
-
-    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
-        return model.left(x).tanh(), model.right(x).tanh()
-
-    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        left, right = values
-        return {
-            "a": model.a(left + right).square().mean(),
-            "b": (model.b(left * right) - 1).square().mean(),
-            "c": (model.c(right) + 2).square().mean(),
-        }
-
-    heads = {name: linear(6, 1) for name in "abc"}
-    return Split(below, above, left=linear(4, 6), right=linear(4, 6), **heads)
-
-
 def unrolled() -> Split:
     """An RNN by hand: every state is used by both tasks, and is made of the one before."""
     torch.manual_seed(0)
@@ -201,7 +182,6 @@ MODELS = {
     "one": one,
     "scales": scales,
     "partly": partly,
-    "branches": branches,
     "unrolled": unrolled,
     "shared leaf": shared_leaf,
 }

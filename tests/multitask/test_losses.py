@@ -75,15 +75,6 @@ def test_wrong_interventions_are_refused() -> None:
         gs.Surgery(at_shared(Uneven(), pattern="nothing")).attach(Net()).__enter__()
 
 
-def test_an_aggregator_without_live_backward_warns() -> None:
-    model = Net()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="uneven: .* was never called"),
-        gs.Surgery(at_shared(Uneven())).attach(model),
-    ):
-        sum(losses_of(model).values()).backward()
-
-
 @pytest.mark.parametrize("engine", ["full", "feature"])
 def test_zero_opposite_and_equal_gradients_have_numbers(engine: str) -> None:
     model = Net()

@@ -83,14 +83,6 @@ def test_a_value_without_a_name_is_named_all_the_same() -> None:
         Probe(1.0, 7)
 
 
-def test_only_the_first_fields_go_without_a_name() -> None:
-    values: list[Any] = [1.0, 2, "blue"]
-    with pytest.raises(FieldError) as caught:
-        Probe(*values)
-    message = "Probe: takes at most 2 values without a name: size, count"
-    assert str(caught.value) == message
-
-
 @validated
 class Named:
     """Fields that all need their names."""
@@ -105,13 +97,20 @@ class Bare:
     """No fields."""
 
 
-def test_where_no_value_goes_without_a_name_the_names_are_told() -> None:
-    values: list[Any] = ["red"]
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (Probe, [1.0, 2, "blue"], "takes at most 2 values without a name: size, count"),
+        (Named, ["red"], "takes no values without a name. There are: size, kind."),
+        (Bare, ["red"], "takes no values"),
+    ],
+)
+def test_too_many_values_without_a_name_are_refused(
+    kind: Any, values: list[Any], message: str
+) -> None:
     with pytest.raises(FieldError) as caught:
-        Named(*values)
-    assert str(caught.value) == "Named: takes no values without a name. There are: size, kind."
-    with pytest.raises(FieldError, match=r"^Bare: takes no values$"):
-        Bare(*values)
+        kind(*values)
+    assert str(caught.value) == f"{kind.__name__}: {message}"
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

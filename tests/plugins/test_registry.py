@@ -1,6 +1,7 @@
 """Files, classes and configs of plug-ins have the same names."""
 
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ BASES = {
 CLASSES = [(kind, stem) for kind in FOLDERS for stem in names(kind)]
 
 
+@cache
 def _configs(folder: str) -> dict[str, dict[str, Any]]:
     paths = sorted((CONFIGS / folder).glob("*.yaml"))
     return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) or {} for path in paths}

@@ -193,20 +193,6 @@ def test_inside_another_module_the_key_has_its_prefix() -> None:
         backward(outer["model"])
 
 
-def test_a_compiled_model_saves_and_loads_as_its_inside_does() -> None:
-    model = small()
-    compiled = torch.compile(model, backend="eager")
-    surgery = _surgery()
-    assert isinstance(compiled, nn.Module)
-    with surgery.attach(compiled, in_state_dict=True) as live:
-        saved = {key: tensor.clone() for key, tensor in compiled.state_dict().items()}
-        assert list(saved)[-1] == f"_orig_mod.{STATE_KEY}"
-        live.tick()
-        compiled.load_state_dict(saved)
-        assert live.step == 0
-        backward(model)
-
-
 def test_a_second_surgery_that_would_travel_is_refused_and_one_that_does_not_is_welcome() -> None:
     model = small()
     first, second = _surgery(), _surgery()

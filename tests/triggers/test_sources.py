@@ -130,15 +130,6 @@ def test_forward_passes_with_one_or_no_backward_each_do_not_warn() -> None:
     assert all(entry.fired == 6 for entry in live.ledger)
 
 
-def test_backward_through_an_older_graph_after_detaching_does_not_warn() -> None:
-    model = Two()
-    with attached(model, gs.Identity(), when=~WIDE) as live:
-        losses = [model(torch.ones(4, 2)).sum() for _ in range(2)]
-        losses[1].backward()
-    losses[0].backward()
-    assert min(entry.calls for entry in live.ledger) > 0
-
-
 def test_the_last_of_several_calls_of_a_module_counts() -> None:
     model, when = Two(seconds=2), Keeps("output:second")
     with attached(model, gs.Scale(1.0), ONE, when=when):

@@ -233,40 +233,6 @@ def test_inside_vmap_each_example_is_decided_separately(when: gs.Trigger) -> Non
         torch.testing.assert_close(grads, torch.stack([by_name[name] for by_name in ones]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("act")], ids=["params", "outputs"])
-@pytest.mark.parametrize(
-    "when",
-    [
-        gs.Threshold(0.02),
-        gs.Threshold(0.02, release=0.01),
-        gs.Threshold(0.02, source="batch"),
-        gs.Threshold(0.02, source="output:act"),
-        gs.Shape(above=2),
-    ],
-    ids=repr,
-)
-@never_fires
-@pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_decisions_in_a_compiled_model_are_those_in_an_eager_one(when: gs.Trigger, at) -> None:
-    results = []
-    for compiled in (False, True):
-        torch.compiler.reset()
-        model = small()
-        optimizer = sgd(model)
-        with attached(model, gs.Clip(1e-3), at, optimizer, when, effects_every=0) as live:
-            called: nn.Module = torch.compile(model, backend="aot_eager") if compiled else model  # pyright: ignore[reportAssignmentType]
-            for step in range(3):
-                optimizer.zero_grad()
-                backward(called, step)
-                optimizer.step()
-        fired = [(entry.site, entry.calls, entry.all_fired) for entry in live.ledger]
-        results.append((fired, [param.detach().clone() for param in model.parameters()]))
-    assert results[0][0] == results[1][0]
-    torch.testing.assert_close(results[0][1], results[1][1])
-
-
 # State: of the transform, and of the trigger itself.
 
 
