@@ -1,6 +1,5 @@
 """An aggregator with transforms before and after it, and with all that changes a live surgery."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.multitask.nets import (
-    Grads,
     Net,
     Running,
     Uneven,
@@ -247,43 +245,6 @@ def test_a_stateful_transform_may_act_on_one_task_or_after_the_aggregator(how: s
             live.add(gs.Intervention(gs.GrokfastEMA(), at=gs.Outputs("trunk.1")))
             live.backward(losses_of(model))
         live.remove("grokfast_ema_2")
-
-
-def test_famo_is_clipped_by_a_transform_after_it_as_its_docstring_says() -> None:
-    recipe = re.search(r"`(gs\.Intervention\(.*?stage=\"step\"\)\))`", gs.FAMO.__doc__ or "", re.S)
-    assert recipe
-    made: list[Grads] = []
-    for items in ([], [eval(recipe[1])]):
-        model = Net()
-        optimizer = still(model)
-        with gs.Surgery(at_shared(gs.FAMO()), *items).attach(model, optimizer) as live:
-            live.backward({task: 100 * loss for task, loss in losses_of(model).items()})
-            optimizer.step()
-        made.append(grads_of(model))
-    plain, found = made
-    norm = sum(float(plain[name].square().sum()) for name in TRUNK) ** 0.5
-    assert norm > 1
-    close(found, {name: own / norm if name in TRUNK else own for name, own in plain.items()})
-
-
-def test_the_weights_of_gradnorm_do_not_apply_to_heads() -> None:
-    model = Net()
-    optimizer = still(model)
-    with gs.Surgery(at_shared(gs.GradNorm(lr=0.5))).attach(model, optimizer) as live:
-        for _ in range(3):
-            optimizer.zero_grad()
-            live.backward(losses_of(model))
-            optimizer.step()
-        (*_, last) = live.conflicts.fetch()
-    found, alone = grads_of(model), each(model, losses_of(model))
-    assert max(last.weights) > 1.2
-    weighed = {
-        name: sum(w * alone[task][name] for task, w in zip("abc", last.weights, strict=True))
-        for name in TRUNK
-    }
-    heads = {f"heads.{task}.weight": alone[task][f"heads.{task}.weight"] for task in "abc"}
-    expected = weighed | heads
-    close({name: found[name] for name in expected}, expected)
 
 
 def test_calls_and_effects_are_counted_for_each_task() -> None:

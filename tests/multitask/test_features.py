@@ -300,20 +300,6 @@ def test_losses_that_share_no_graph_are_refused() -> None:
         joint(model, losses, feature(Uneven()))
 
 
-def test_one_loss_given_twice_has_two_equal_rows() -> None:
-    model = one()
-    loss = model(inputs())["a"]
-    with gs.Surgery(feature(Uneven())).attach(model) as live:
-        live.backward({"a": loss, "again": loss})
-    (conflict,) = live.conflicts.fetch()
-    assert conflict.cosines == [[1.0, 1.0], [1.0, 1.0]]
-    grads = grads_of(model)
-    factor = sum(conflict.weights)
-    model.zero_grad()
-    (factor * model(inputs())["a"]).backward()
-    close(grads, grads_of(model))
-
-
 def test_stacked_losses_warn_that_they_cannot_conflict() -> None:
     model = one()
     losses = torch.stack(list(model(inputs()).values()))

@@ -9,7 +9,7 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.plugins.registry import find, names
 from gradsurg.testing.transforms import context_with
-from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
+from gradsurg.transforms.base import Transform
 
 TRANSFORMS: list[Transform] = [
     *(find("transforms", stem)() for stem in names("transforms") if stem != "chain"),
@@ -22,17 +22,6 @@ TRANSFORMS: list[Transform] = [
     gs.Scheduled(gs.NormRescale(), start=0.5),
     gs.Sign("mean"),
 ]
-
-
-class Detached(Stateless):
-    """A transform that detaches its input, which pitfall 33 is about."""
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
-
-    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        return grad.detach() * 0.5
 
 
 def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
@@ -83,8 +72,3 @@ def test_p33_the_value_is_a_constant_in_a_double_backward() -> None:
     assert grad.item() == pytest.approx(0.5 * 6 * 3)
     (second,) = torch.autograd.grad(grad.sum(), x)
     assert second.item() == pytest.approx(0.0)
-
-
-def test_p33_a_transform_that_detaches_its_input_is_detected() -> None:
-    assert is_right(gs.Scale(0.5), hooked=True)
-    assert not is_right(Detached(), hooked=True)

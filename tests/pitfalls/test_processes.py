@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.torch_internals import autograd
 from gradsurg.training.ranks import Ranks, in_ranks
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small
 
@@ -202,19 +201,3 @@ def test_p27_the_suggested_stage_acts_on_a_sharded_model() -> None:
             assert {entry.calls for entry in live.ledger} == {1}
             grads.append(gradients(model)["first.weight"].full_tensor())
         torch.testing.assert_close(grads[1], 3.0 * grads[0])
-
-
-@pytest.mark.usefixtures("alone")
-def test_ddp_is_detected_from_inside_its_forward() -> None:
-    seen = []
-    model = small()
-    model.register_forward_pre_hook(lambda *_: seen.append(autograd.active_ddp()))
-    outer = DistributedDataParallel(model)
-    backward(outer)
-    backward(model)
-    assert seen == [outer, None]
-    assert autograd.active_ddp() is None
-
-
-def test_a_plain_tensor_is_not_sharded() -> None:
-    assert not autograd.is_sharded(torch.ones(1))
