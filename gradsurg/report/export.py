@@ -96,9 +96,12 @@ def _write_trajectories(report: StudyReport, folder: Path) -> dict[str, bytes]:
 def written(out: Path) -> set[str]:
     """Return the names of the files that earlier reports wrote to `out`."""
     file = out / WRITTEN
-    if out.is_symlink() or file.is_symlink() or not file.is_file():
+    if out.is_symlink() or file.is_symlink():
         return set()
-    names = map(str, json.loads(file.read_text(encoding="utf-8")))
+    try:
+        names = [str(name) for name in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError):  # there is none
+        return set()
     # whatever the file says, nothing outside of the folder is touched
     return {name for name in names if name not in ("", "..") and name == Path(name).name}
 

@@ -70,9 +70,7 @@ def test_what_an_earlier_report_wrote_and_no_longer_applies_is_removed(tmp_path:
     assert not {"outcome.png", "outcome.svg", "effects.svg", "cost.png"} & left
 
 
-@pytest.mark.parametrize(
-    "text", ['["../kept.txt", "", "..", ".", "/", 3]', "{}", '"kept.txt"', "no json"]
-)
+@pytest.mark.parametrize("text", ['["../kept.txt", "", "..", ".", "/", 3]', "no json"])
 def test_a_list_of_written_files_that_was_tampered_with_removes_nothing_else(
     tmp_path: Path, text: str
 ) -> None:
