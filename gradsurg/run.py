@@ -1,6 +1,6 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Modules that import torch are imported in functions: help and shell completion do without them.
+Modules that import torch are imported in functions: help does without them.
 """
 
 import os
@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 import gradsurg
 from gradsurg.config import overrides
 from gradsurg.plugins.messages import full_message, printable, tell
-from gradsurg.plugins.pipes import address_space, ignore_closed_pipes
+from gradsurg.plugins.pipes import ignore_closed_pipes
 
 if TYPE_CHECKING:
     from gradsurg.config.build import Experiment
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from gradsurg.training.study import Record
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-ADDRESS_SPACE = 1.85e9
-"""Bytes of address space with which a small job and its report end well."""
 TUNE = re.compile(r"tune=(?!null$)([^'\"].*)", re.DOTALL)
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
@@ -65,7 +63,6 @@ def main() -> None:
         if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
             _run_hydra()
             return
-        _check_address_space()
         _join_torchrun(arguments)
         _check_names(arguments)
         from gradsurg.config.cli import read_command
@@ -107,16 +104,6 @@ def _check_names(arguments: Namespace) -> None:
         check_names(arguments.overrides, arguments.multirun, folders, name)
     except ConfigError as error:
         tell("\n".join(error.faults))
-        sys.exit(WRONG_INPUT)
-
-
-def _check_address_space() -> None:
-    """Exit if `ulimit -v` is too low for torch and reports, whose libraries would abort."""
-    if (limit := address_space()) < ADDRESS_SPACE:
-        tell(
-            f"ulimit -v: needs {ADDRESS_SPACE / 1e9:g} GB of address space for torch and the "
-            f"report, found {limit / 1e9:.2g} GB"
-        )
         sys.exit(WRONG_INPUT)
 
 
@@ -308,7 +295,7 @@ def _stack_jobs() -> None:
 
 
 def _stacked(experiment: "Experiment", runs: "Sequence[Run]") -> "Mapping[str, Record]":
-    """Train runs in stacks with `runner=stacked` or `auto`; return the records by name."""
+    """Train runs in stacks with `runner=stacked`; return the records by name."""
     settings = experiment.settings
     if settings.runner == "sequential":
         return {}
@@ -321,8 +308,7 @@ def _stacked(experiment: "Experiment", runs: "Sequence[Run]") -> "Mapping[str, R
             experiment.loggers,
             settings.threads,
             settings.retry_failed,
-            auto=settings.runner == "auto",
-            tell=lambda text: tell(printable(f"runner={settings.runner}: {text}")),
+            tell=lambda text: tell(printable(f"runner=stacked: {text}")),
         )
 
 

@@ -11,7 +11,6 @@ python scripts/bench.py telemetry                         measurements of gradie
 python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
 python scripts/bench.py stacked [--rounds 3]              studies by runner=stacked and one by one
-python scripts/bench.py auto [--rounds 3]                 does runner=auto take the faster form
 python scripts/bench.py catalogue                         oracles and costs of all transforms
 """
 
@@ -128,7 +127,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "stacked", "auto", "catalogue"]
+    whats += ["telemetry", "examples", "start", "stacked", "catalogue"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -157,8 +156,6 @@ def main() -> None:
             print(bench_catalogue.table(min(args.rounds, 9), args.only))
         case "stacked":
             print(bench_stacked.table(min(args.rounds, 3), args.only))
-        case "auto":
-            print(bench_stacked.auto_table(min(args.rounds, 3), args.only))
         case "start":
             print(bench_start.table(args.rounds, args.only))
         case "multitask":

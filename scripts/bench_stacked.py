@@ -1,11 +1,10 @@
 """Benchmark runner=stacked: CPU seconds a run of a sequential study over those of a stacked one.
 
 python scripts/bench.py stacked [--rounds 3] [--only digits]
-python scripts/bench.py auto [--rounds 3] [--only convnet]
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from gradsurg.config.build import build
 from gradsurg.effects.tables import aligned
 from gradsurg.stacked.study import execute_stacked
 from gradsurg.training.run import Run
-from gradsurg.training.study import Record, execute
+from gradsurg.training.study import execute
 
 SEQUENTIAL = 8  # runs of the sequential study: they take as long as the others
 REPLICAS = (32, 128)
@@ -43,61 +42,6 @@ CASES = {
 }
 
 COMPILING = "gradsurg.stacked.stack.perf_counter"
-STEPS, STACKED = "gradsurg.training.loop.perf_counter", "gradsurg.stacked.study.perf_counter"
-MODELS = {
-    "mlp": ["steps=60"],
-    "linear": ["model=linear", "steps=60"],
-    "convnet": ["model=convnet", "steps=8"],
-    "resnet": ["model=resnet", "model.depth=8", "steps=4"],
-    "vit": ["model=vit", "model.patch=2", "optimizer=adamw", "steps=8"],
-    "gpt": ["model=gpt", "task=char_lm", "optimizer=adamw", "steps=4", "batch_size=8"],
-    "rnn": ["model=rnn", "optimizer=adamw", "steps=12"],
-    "gru": ["model=gru", "task=mnist1d", "optimizer=adamw", "steps=8"],
-    "lstm": ["model=lstm", "task=temporal_order", "optimizer=adamw", "steps=6"],
-    "multi_head": ["model=multi_head", "task=digit_attributes", "steps=40"],
-    "point": ["model=point", "task=quadratics_toy", "optimizer=adam", "steps=200"],
-}
-AUTO_REPLICAS = 8
-
-
-def auto_table(rounds: int, only: Sequence[str]) -> str:
-    """Return the form that `runner=auto` chooses for each model, and the CPU time of its steps over
-    that of the faster form.
-    """
-    torch.set_num_threads(1)
-    rows = [["model", "chosen", "sequential / stacked", "chosen / faster"]]
-    for name, words in MODELS.items():
-        if any(name.startswith(part) for part in only):
-            rows.append([name, *_choice(["transform=clip", *words], rounds)])
-    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    note = f"{load}; 1 thread, {AUTO_REPLICAS} replicas; median of {rounds} rounds"
-    return f"{note}\n{aligned(rows)}"
-
-
-def _choice(words: Sequence[str], rounds: int) -> list[str]:
-    with TemporaryDirectory() as folder:
-        runs, notes = _runs(words, AUTO_REPLICAS, folder), []
-        is_stacked = execute_stacked(runs, Path(folder), [], 1, auto=True, tell=notes.append)
-    ratios = []
-    for _ in range(rounds):
-        with (
-            TemporaryDirectory() as folder,
-            patch(STEPS, process_time),
-            patch(STACKED, process_time),
-        ):
-            runs = _runs(words, AUTO_REPLICAS, folder)
-            stacked = execute_stacked(runs, Path(folder), [], 1, tell=notes.append).values()
-            if not stacked:
-                return ["sequential", notes[-1].split(":")[0], "1.00"]
-            alone = [execute(run, Path(folder, "alone"), [], 1) for run in runs]
-        ratios.append(_train_s(alone) / _train_s(stacked))
-    ratio = median(ratios)
-    chosen = max(1.0, 1 / ratio) if is_stacked else max(1.0, ratio)
-    return ["stacked" if is_stacked else "sequential", f"{ratio:.2f}", f"{chosen:.2f}"]
-
-
-def _train_s(records: Iterable[Record]) -> float:
-    return sum(float(str(record.summary["time/train_s"])) for record in records)
 
 
 def table(rounds: int, only: Sequence[str]) -> str:

@@ -15,7 +15,6 @@ ARMS = {
     "import gradsurg": ["-c", "import gradsurg"],
     "gradsurg's Surgery and Clip": ["-c", "import gradsurg as gs; gs.Surgery, gs.Clip"],
     "help": [*RUN, "--help"],
-    "completion": [*RUN, "-sc", "query=bash"],
     "dry_run": [*RUN, "transform=clip", "dry_run=true"],
     "steps=0": [*RUN, "transform=clip", "steps=0"],
 }

@@ -1,6 +1,6 @@
 """Check Hydra overrides before composing: syntax, options of groups, keys that are given twice.
 
-Help and shell completion need this module, so it imports no torch.
+Help needs this module, so it imports no torch.
 """
 
 import ast

@@ -39,11 +39,6 @@ def _folder(path: str) -> str:
         parent = next(place for place in (folder, *folder.parents) if place.exists())
     except (OSError, ValueError) as error:  # it is too long, or has a zero byte
         raise ValueError(f"cannot be a folder ({one_line(error)})") from None
-    try:
-        str(folder).encode("utf-8")
-    except UnicodeEncodeError:
-        rule = "must be text in the encoding of the locale; PYTHONUTF8=1 makes it UTF-8"
-        raise ValueError(f"{rule}; the folder is {str(folder)!a}") from None
     if not parent.is_dir():
         raise ValueError(f"must be a folder, and {parent} is a file")
     return str(folder)
@@ -107,7 +102,7 @@ class Settings:
     metric: Annotated[Text, Field(min_length=1)] | None = None
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
-    runner: Literal["sequential", "stacked", "auto"] = "sequential"
+    runner: Literal["sequential", "stacked"] = "sequential"
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:

@@ -69,11 +69,6 @@ class Slices:
                 param.grad = None
             opened.live.tick()
 
-    @property
-    def runs(self) -> Sequence[OpenRun]:
-        """The runs of the group."""
-        return list(self._runs.values())
-
     def end_interval(self, row: int, done: int) -> None:
         """Do nothing: the hooks have counted and measured."""
 
@@ -142,19 +137,6 @@ class Batch:
                 self.difference = max(self.difference, worst)
             current = after
         return self.difference <= MAX_DIFFERENCE
-
-    def rehearse(self, grads: Grads) -> None:
-        """Do the work of a step that the trigger chooses, and keep nothing of it."""
-        is_measured = self.runs[0].run.schedule.effects_every == 1
-        if self._shadow and self._stateless and not is_measured:
-            return
-        current = self._slices(grads)
-        for number in range(len(self._item.links)):
-            after, _ = self._apply(number, current)
-            if is_measured:
-                for pair in zip(current, after, strict=True):
-                    stacked_sums(*pair)
-            current = after
 
     def act(self, step: int, grads: Grads, active: Sequence[int]) -> None:
         """Replace the slices of the group by the results of its transforms."""

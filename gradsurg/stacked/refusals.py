@@ -50,15 +50,10 @@ MODULES: Mapping[type[nn.Module], str] = {
 }
 
 
-def shared_key(identity: Mapping[str, object]) -> str:
-    """Return a text that is equal for runs that share model, task and optimizer."""
-    shared = {key: value for key, value in identity.items() if key not in TREATMENT}
-    return json.dumps(shared, sort_keys=True, default=repr)
-
-
 def stack_key(run: Run) -> str:
     """Return a text that is equal for runs that share model, task, optimizer and schedule."""
-    return json.dumps([run.study, shared_key(run.identity), repr(run.schedule)])
+    shared = {key: value for key, value in run.identity.items() if key not in TREATMENT}
+    return json.dumps([run.study, shared, repr(run.schedule)], sort_keys=True, default=repr)
 
 
 def run_refusal(run: Run) -> str:

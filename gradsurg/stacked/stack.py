@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import islice
 from operator import add
 from time import perf_counter
 from typing import Any
@@ -20,16 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsurg.stacked.acting import Batch, Group, difference
-from gradsurg.stacked.tasks import Aggregated, TaskRows
+from gradsurg.stacked.acting import difference
+from gradsurg.stacked.tasks import TaskRows
 from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import MultiTask, Part
 from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched
 from gradsurg.torch_internals.random_state import GeneratorStates
 from gradsurg.training.checkpoint import Checkpoint, TrainingState
-from gradsurg.training.loop import StepOptions, TaskLosses, concatenated, train
+from gradsurg.training.loop import concatenated
 from gradsurg.training.study import OpenRun
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -42,8 +40,6 @@ MAX_DIFFERENCE = 1e-4
 
 MAX_ENTRIES = 1 << 24  # of the inputs and outputs of all replicas that are evaluated together
 
-TRIALS = 4  # measurements, of which the fastest counts
-TRIAL_STEPS = 6  # of a run alone in each: a short one would be interrupted less often by others
 
 SHARED_STATE = "step"
 """The entry of an optimizer's state that is no tensor per entry: replicas have the same steps."""
@@ -280,33 +276,6 @@ class Stack:
             raise Unstackable("other parameters than in a sequential run have gradients")
         return _rounding({name: grads[name][0] for name in found}, found), grads
 
-    def trial(self, step: int, groups: Sequence[Group]) -> float:
-        """Return the time of a step of all replicas over that of as many runs, one after the
-        other, measured on copies of what a step changes.
-        """
-        inputs, targets = self.batch(step)
-        _, grads = self.gradients(inputs, targets)
-        params = {
-            name: nn.Parameter(param.detach().clone(), param.requires_grad)
-            for name, param in self.params.items()
-        }
-        optimizer = self._new_optimizer(params)
-        for name, param in params.items():
-            param.grad = grads.get(name)
-        stacked = _seconds(lambda: self.gradients(inputs, targets)) + _seconds(optimizer.step)
-        passes = _seconds(lambda: self._alone(inputs[0], targets[0], list(self._trained)))
-        seconds_of = {group.runs[0].run.name: _step_seconds(group.runs[0]) for group in groups}
-        counts = {group.runs[0].run.name: len(group.runs) for group in groups}
-        alone = sum(count * seconds_of[name] for name, count in counts.items())
-        for group in groups:
-            name = group.runs[0].run.name
-            seconds, count = seconds_of[name], counts[name]
-            if isinstance(group, Batch) or (isinstance(group, Aggregated) and group.at_once):
-                stacked += _seconds(lambda group=group: group.rehearse(grads))
-            else:  # its hooks run one by one
-                stacked += count * max(0.0, seconds - passes)
-        return stacked / alone
-
     def _batched(
         self, function: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -403,44 +372,6 @@ class _ReplicaState(TrainingState):
         optimizer.state.clear()
         own: Any = _owned({**state, "generators": self.generators})
         return own
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """Return the least time of a few calls."""
-    times = []
-    for _ in range(TRIALS):
-        began = perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(perf_counter() - began)
-    return min(times)
-
-
-def _step_seconds(opened: OpenRun) -> float:
-    """Return the least time of a few steps of a copy of a run that is not in a stack."""
-    run = opened.run
-    model = deepcopy(opened.model)
-    optimizer = run.make_optimizer(model)
-    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    live = surgery.attach(
-        model,
-        optimizer,
-        effects_every=int(run.schedule.effects_every == 1),
-        conflict_every=run.schedule.conflict_every,
-        shadow=run.shadow,
-        steps_per_epoch=opened.batches.steps_per_epoch,
-    )
-    try:
-        count = TRIAL_STEPS * TRIALS
-        options = StepOptions()
-        if run.backward_per_task and isinstance(run.task, MultiTask):
-            per_task = TaskLosses(run.task.losses, lambda losses, _: live.backward(losses))
-            options = StepOptions(task_losses=per_task)
-        steps = train(model, optimizer, run.task.loss, opened.batches, count, options=options)
-        return _seconds(lambda: list(islice(steps, TRIAL_STEPS))) / TRIAL_STEPS
-    finally:
-        live.abort()
 
 
 def _rounding(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

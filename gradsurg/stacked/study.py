@@ -1,32 +1,28 @@
 """Train the runs of a study in stacks, into the same directories as one by one."""
 
-import json
 import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
-from gradsurg.plugins.pipes import open_files
 from gradsurg.stacked.acting import Slices, groups_of, treatment
-from gradsurg.stacked.refusals import model_refusal, run_refusal, shared_key, stack_key
+from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.surgery.live import Live
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
-from gradsurg.training.files import replace_file
 from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import SUMMARY, RunDirectory
+from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import RESUMED
 from gradsurg.training.run_reader import BrokenFile
 from gradsurg.training.study import Action, OpenRun, Record, restored_process, run_info
@@ -42,10 +38,6 @@ SAVE_SHARE = 20
 
 FIRST_SAVE_S = 0.25
 """Seconds that the first save is taken to need."""
-
-CHOSEN = "the study has runs that were trained one by one"
-
-Runner = Literal["stacked", "sequential"]
 
 
 class BufferedDirectory(RunDirectory):
@@ -97,7 +89,6 @@ def execute_stacked(
     loggers: Sequence[Logger],
     threads: int | None = None,
     retry_failed: bool = True,
-    auto: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Record]:
     """Train those of the runs that are not finished and can be replicas of a stack; return their
@@ -105,40 +96,30 @@ def execute_stacked(
 
     Runs that cannot, and all runs of a stack that fails, are left to `execute`; `tell` gets a line
     for each reason. Stacks of at least two runs share `stack_key` and the step of their checkpoint.
-    A run that another process trains is left to `execute` too, which waits for it. With `auto` a
-    stack is trained if it is faster in a trial of one step, and later runs of the study with the
-    same model, task and optimizer as the first, so that the arms of a comparison are computed
-    alike (see `Choices`).
+    A run that another process trains is left to `execute` too, which waits for it.
     """
     records: dict[str, Record] = {}
     groups: dict[str, list[Run]] = {}
     refused: Counter[str] = Counter()
     different = {run.name: run for run in runs}
-    choices = Choices(out, different.values()) if auto else None
-    mixed: set[str] = set()  # groups of which some runs are trained one by one
     for run in different.values():
         if RunDirectory(run.directory(out)).finished:
             continue
         if reason := run_refusal(run):
             refused[reason] += 1
-            mixed.add(stack_key(run))
-        elif choices is not None and choices.get(run) == "sequential":
-            refused[CHOSEN] += 1
         else:
             groups.setdefault(stack_key(run), []).append(run)
-    size = max(2, int(min(MAX_REPLICAS, open_files() // 2)))  # others of the process remain
-    for key, group in groups.items():
-        for start in range(0, len(group), size):
+    for group in groups.values():
+        for start in range(0, len(group), MAX_REPLICAS):
             with ExitStack() as locks:
-                taken = [
-                    _taken(run, out, retry_failed, locks) for run in group[start : start + size]
-                ]
+                some = group[start : start + MAX_REPLICAS]
+                taken = [_taken(run, out, retry_failed, locks) for run in some]
                 for step, replicas in _by_step(taken).items():
                     if len(replicas) == 1:
                         refused["there is no other run to stack"] += 1
                         continue
                     program = _Program(replicas, step, loggers, tell)
-                    if reason := _train(program, threads, choices, key in mixed):
+                    if reason := _train(program, threads):
                         refused[reason] += len(replicas) - len(program.records)
                     records |= program.records
     for reason, count in refused.items():
@@ -160,12 +141,13 @@ def _by_step(taken: Iterable["_Replica | None"]) -> dict[int, list["_Replica"]]:
     return by_step
 
 
-def _train(program: "_Program", threads: int | None, choices: "Choices | None", mixed: bool) -> str:
+def _train(program: "_Program", threads: int | None) -> str:
     """Train a stack; return the reason if its runs are left to `execute`, else ''."""
     try:
         with restored_process(threads, program.device), quiet():
-            reason = program.take() or program.begin(choices, mixed)
+            reason = program.take()
             if not reason:
+                program.begin()
                 program.train()
             return reason
     except Unstackable as refusal:
@@ -183,7 +165,7 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
     with ExitStack() as lock:
         try:
             obtained = lock.enter_context(directory.lock(wait=False))
-        except OSError:  # too many open files, or a folder that cannot be written
+        except OSError:  # a folder that cannot be written
             obtained = False
         if not obtained:
             return None
@@ -229,50 +211,6 @@ class _StackTimer(CheckpointTimer):
             self._is_due = False
 
 
-class Choices:
-    """The choices of the studies under a folder, one for the runs with the same `shared_key`.
-
-    A choice is written before its runs are trained, so that a study which is interrupted, or gets
-    more seeds or arms, goes on as it began. A study without the file, as one that was trained by
-    another runner, goes on as its first finished run.
-    """
-
-    def __init__(self, out: Path, runs: Iterable[Run]) -> None:
-        self._out = out
-        self._known: dict[Path, Runner] = {}
-        for path, run in {self._path(run): run for run in runs}.items():
-            if (choice := self._read(path, run)) is not None:
-                self._known[path] = choice
-
-    def get(self, run: Run) -> Runner | None:
-        """Return the choice for a run; None if there is none."""
-        return self._known.get(self._path(run))
-
-    def record(self, run: Run, runner: Runner) -> None:
-        """Write a choice unless there is one."""
-        path = self._path(run)
-        if path not in self._known:
-            self._known[path] = runner
-            replace_file(path, json.dumps({"runner": runner}).encode() + b"\n")
-
-    def _path(self, run: Run) -> Path:
-        digest = sha256(shared_key(run.identity).encode()).hexdigest()[:8]
-        return self._out / run.study / f"runner-{digest}.json"
-
-    def _read(self, path: Path, run: Run) -> Runner | None:
-        with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
-            match json.loads(path.read_text(encoding="utf-8"))["runner"]:
-                case "stacked" | "sequential" as runner:
-                    return runner
-        for summary in sorted(path.parent.glob(f"*/{SUMMARY}")):
-            with suppress(BrokenFile):
-                directory = RunDirectory(summary.parent)
-                config = directory.read_config() if directory.finished else None
-                if config is not None and shared_key(config) == shared_key(run.identity):
-                    return "stacked" if "runner" in directory.read_summary() else "sequential"
-        return None
-
-
 class _Program:
     """One stack from opening its runs to their summaries."""
 
@@ -310,11 +248,8 @@ class _Program:
         first = self._runs[0]
         return model_refusal(first.model, first.training.optimizer)
 
-    def begin(self, choices: "Choices | None", mixed: bool) -> str:
-        """Stack the runs, attach the surgeries, compare the first step with a sequential one.
-
-        Return the reason if the runs are to be trained one by one, as `_refusal` does.
-        """
+    def begin(self) -> None:
+        """Stack the runs, attach the surgeries, compare the first step with a sequential one."""
         self._stack = stack = Stack(self._runs, self._generators)
         count = _runs(len(self._runs))
         compute = self._runs[0].run.compute
@@ -332,38 +267,12 @@ class _Program:
         batches = [group for group in self._groups if not isinstance(group, Slices)]
         difference = max([difference, *(batch.difference for batch in batches)])
         same = not difference and compute.compile is None
-        if choices is not None and (reason := self._refusal(choices, mixed and not same)):
-            return reason
         self._first_step = "bit-identical" if same else f"differs by {difference:.1e}"
         compared = f"is {self._first_step} to" if same else f"{self._first_step} from"
         compiled = f", compiled in {self._compile_s:.1f} s" if self._compile_s else ""
         self._tell(
             f"{count} as one stack{compiled}; its first step {compared} that of a sequential run"
         )
-        return ""
-
-    def _refusal(self, choices: Choices, uneven: bool) -> str:
-        """Return the reason if `runner=auto` leaves the runs to `execute`; record what it chooses.
-
-        That is what the study has chosen before, else the faster form in a trial. `uneven`: other
-        arms of the runs are trained one by one, and the stack rounds otherwise.
-        """
-        run = self._runs[0].run
-        match choices.get(run):
-            case "stacked":
-                return ""
-            case "sequential":
-                return CHOSEN
-            case None:
-                pass
-        reason = ""
-        if uneven:
-            reason = "other arms are trained one by one, and a stack differs from that by rounding"
-        elif (times := self._stack.trial(self._start, self._groups)) > 1:
-            count = _runs(len(self._runs))
-            reason = f"a step of {count} as a stack takes {times:.2f} times as long as one by one"
-        choices.record(run, "sequential" if reason else "stacked")
-        return reason
 
     def _show_progress(self, done: int, losses: Tensor) -> None:
         """Show the stack as one run on a terminal."""

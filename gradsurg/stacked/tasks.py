@@ -86,11 +86,6 @@ class Aggregated:
                 values = dict(zip(self._tasks.names, losses[row], strict=True))
                 self._act_on(index, step, measured, rows[index], values, grads)
 
-    def rehearse(self, grads: Grads) -> None:
-        """Do the work of a step that measures nothing, and keep nothing of it."""
-        if not self._shadow:
-            self._combined()
-
     def end_interval(self, row: int, done: int) -> None:
         """Add the counts to a replica's own, as its aggregator would have."""
         if not self._rows.start <= row < self._rows.stop:

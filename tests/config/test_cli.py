@@ -1,6 +1,5 @@
 """The command as a user types it: output, files and exit code."""
 
-import os
 import re
 import subprocess
 import sys
@@ -10,98 +9,16 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from gradsurg.config.overrides import CONFIG_DIR, GROUPS
+from gradsurg.config.overrides import CONFIG_DIR
 from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
-from tests.conftest import Ended, Here
+from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "logger=none")
 
 
-def command(folder: Path, *words: str) -> Ended:
-    """The command in a process of its own, from `folder`."""
-    environment = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gradsurg.run", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
-def runs(folder: Path, study: str = "digits-mlp") -> list[str]:
-    """The run directories of a study without their hashes."""
-    return sorted(
-        path.name.rpartition("-")[0] for path in (folder / "runs" / study).glob("*-seed*")
-    )
-
-
 def finished(folder: Path) -> list[str]:
     return sorted(path.parent.name.rpartition("-")[0] for path in folder.rglob("summary.json"))
-
-
-def test_wrong_input_ends_with_code_2_and_a_line_for_each_fault(folder: Path) -> None:
-    for words, expected in (
-        (("transform=[clip,clop]", "lr=0", "modl=mlp"), ["transform", "modl"]),  # names first
-        (("transform=clip", "transform.clip.value=-1", "lr=0"), ["lr", "transform.clip.value"]),
-    ):
-        ended = command(folder, *words, *SHORT)
-        assert ended.code == 2
-        assert ended.out == ""
-        assert [line.partition(": ")[0] for line in ended.err.splitlines()] == expected
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("transform=null",),
-        ("transform=clip,noise",),
-        ("-m", "transform=clip,noise", "lr=-1,-2"),
-        ("transform=[clip",),
-        ("transform=their_modul.halve",),
-        ("--config-dir", "no", "transform=clip"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_input_leaves_no_folder_and_no_traceback(
-    here: Here, folder: Path, words: tuple[str, ...]
-) -> None:
-    ended = here(*words)
-    assert ended.code == 2
-    assert ended.err
-    assert "Traceback" not in ended.err
-    assert not (folder / "runs").exists()
-
-
-def test_a_plan_prints_the_sites_and_trains_nothing(here: Here, folder: Path) -> None:
-    ended = here("transform=clip", "dry_run=true", "site.pattern=*.bias", "logger=none")
-    marked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("*")]
-    assert marked == ["hidden.0.linear.bias", "hidden.1.linear.bias", "output.bias"]
-    assert not (folder / "runs").exists()
-
-
-def test_a_sweep_runs_all_combinations(here: Here, folder: Path) -> None:
-    ended = here("-m", "transform=none,clip,their_module.halve", "seed=range(0,2)", *SHORT)
-    assert ended.code == 0
-    expected = [f"{name}-seed{seed}" for name in ("clip", "halve", "none") for seed in range(2)]
-    assert runs(folder) == finished(folder) == expected
-    assert "6 runs: 6 finished" in ended.out
-
-
-def test_finished_runs_are_not_repeated_unless_forced(here: Here, folder: Path) -> None:
-    here("transform=clip", *SHORT)
-    (summary,) = folder.glob("runs/digits-mlp/clip-*/summary.json")
-    first = summary.stat().st_mtime_ns
-    again = here("transform=clip", *SHORT)
-    assert again.out.endswith("2 of them had been finished before; force=true repeats them\n")
-    assert summary.stat().st_mtime_ns == first
-    forced = here("transform=clip", "force=true", *SHORT)
-    assert "finished before" not in forced.out
-    assert summary.stat().st_mtime_ns > first
 
 
 def test_runs_after_an_edit_of_a_helper_are_trained_anew_and_named(
@@ -118,33 +35,6 @@ def test_runs_after_an_edit_of_a_helper_are_trained_anew_and_named(
     ended = here(*words)
     assert f"helper_of_times.py: edited since {first}" in ended.err
     assert len([name for name in finished(folder) if "times" in name]) == 2
-
-
-def test_options_may_stand_behind_overrides(here: Here, folder: Path) -> None:
-    (folder / "confs" / "transform").mkdir(parents=True)
-    (folder / "confs" / "transform" / "mine.yaml").write_text(
-        "mine:\n  name: sign\n", encoding="utf-8"
-    )
-    behind = here("transform=mine", "--config-dir", "confs", *SHORT)
-    assert behind.out.startswith("mine: test accuracy ")
-    before = here("--config-dir", "confs", "transform=mine", "dry_run=true", *SHORT)
-    assert before.out.startswith("mine at Parameters(")
-
-
-def test_a_users_model_is_trained(here: Here) -> None:
-    ended = here("transform=clip", "model=their_module.make_model", *SHORT)
-    assert ended.code == 0
-    assert "\n1.weight " in ended.out
-
-
-def test_help_mentions_each_group_and_six_commands(here: Here) -> None:
-    ended = here("--help")
-    assert ended.code == 0
-    assert ended.out.count("  python -m gradsurg.run ") == 6
-    described = ended.out.partition("Groups.")[2].partition("\n\ntransform:")[0]
-    missing = [group for group in GROUPS if group not in described]
-    assert not missing
-    assert "clip_global_norm" in ended.out
 
 
 def choices(kind: object) -> list[str]:
@@ -194,16 +84,6 @@ def test_a_config_is_printed_of_values_that_are_wrong(here: Here) -> None:
     ended = here("--cfg", "job", "transform=clip", "transform.clip.value=-1")
     assert ended.code == 0
     assert "value: -1" in ended.out
-
-
-def test_a_trigger_that_never_fires_ends_with_code_2_and_trains_nothing(
-    here: Here, folder: Path
-) -> None:
-    ended = here("transform=clip", "when.start=20", *SHORT)
-    assert ended.code == 2
-    assert ended.err.startswith("when.start: Steps(start=20, stop=None, every=1) never ")
-    assert ended.err.count("\n") == 1
-    assert not (folder / "runs").exists()
 
 
 def test_with_a_users_model_a_site_without_a_gradient_is_only_a_warning(here: Here) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from gradsurg.config import compose, overrides
+from gradsurg.config import compose
 from gradsurg.config.errors import ConfigError
 from gradsurg.config.overrides import CONFIG_DIRS
 from gradsurg.effects.ledger import SurgeryWarning
@@ -203,6 +202,7 @@ WRONG = (
         "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
         "or 'placebo', found",
     ),
+    Wrong("runner=auto", "runner: must be one of 'sequential' or 'stacked', found 'auto'"),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("device=meta", "device: there is no 'meta' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
@@ -586,15 +586,6 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
     told = faults(command)
     assert [fault for fault in told if not missing.match(fault)] == []
     assert told or "task.root=" not in command
-
-
-@pytest.mark.parametrize(
-    "path", sorted(overrides.CONFIG_DIR.glob("transform/*.yaml")), ids=lambda path: path.stem
-)
-def test_a_transforms_yaml_has_one_key_named_after_itself(path: Path) -> None:
-    assert list(yaml.safe_load(path.read_text(encoding="utf-8"))) == (
-        [] if path.stem == "none" else [path.stem]
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import full_message, printable
-from gradsurg.transforms.clip import Clip
 from tests.conftest import Here
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -42,8 +40,6 @@ CLIP = "transform=clip"
         ((CLIP, "+=$HOME"), "+=$HOME: has no key before the ="),
         ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
         ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
-        ((CLIP, "out=a\udcffb"), "out=a\\udcffb: cannot be read: "),
-        ((CLIP, "out='a\udcffb'"), "out"),
         (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
         ((f"experiment={'9' * 5000}",), "experiment="),
         (
@@ -156,11 +152,6 @@ def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.Mon
     assert here(CLIP, "yes=true", *SHORT).code == 0
 
 
-def test_a_boolean_is_no_number_in_any_validated_class() -> None:
-    with pytest.raises(FieldError, match=r"Clip.value: must be a number, found True"):
-        Clip(True)
-
-
 def test_out_is_the_folder_of_the_start_also_if_code_changes_the_current_one(
     here: Here, folder: Path
 ) -> None:
@@ -187,77 +178,10 @@ def test_control_characters_do_not_reach_the_terminal(here: Here) -> None:
     assert ended.err.count("\n") == 1
 
 
-ENDS = f"{sys.executable} -m gradsurg.run {CLIP} steps=1 seeds=1 logger=none"
-
-
-@pytest.mark.parametrize(
-    ("end", "code", "told"),
-    [
-        pytest.param(">&-", 0, "", marks=pytest.mark.full),
-        pytest.param("2>&-", 0, "", marks=pytest.mark.full),
-        pytest.param("<&- >&- 2>&-", 0, "", marks=pytest.mark.full),
-        (">/dev/full", 1, "output cannot be written: No space left on device\n"),
-        pytest.param("2>/dev/full", 0, "", marks=pytest.mark.full),  # nothing is printed on it
-        ("steps=a 2>/dev/full", 1, ""),
-    ],
-)
-def test_closed_and_full_streams_lose_no_run(folder: Path, end: str, code: int, told: str) -> None:
-    process = subprocess.run(
-        ["bash", "-c", f"{ENDS} {end}"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert (process.returncode, process.stderr) == (code, told)
-    finished = 0 if "steps" in end else 2
-    assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == finished
-    assert (folder / "runs/digits-mlp/report/index.html").is_file() == bool(finished)
-
-
 @pytest.mark.slow
-def test_an_ascii_locale_changes_nothing(folder: Path) -> None:
-    ascii_locale = "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
-    command = f"{ascii_locale} {ENDS} report=true"
-    process = subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.endswith("report: runs/digits-mlp/report/index.html\n")
-    other = folder / "ü"
-    other.mkdir()
-    process = subprocess.run(
-        ["bash", "-c", command], cwd=other, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 2
-    assert process.stderr.startswith("out: must be text in the encoding of the locale; PYTHONUTF8")
-    assert process.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
-def test_random_command_lines_end_well(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+def test_random_command_lines_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     fuzz, watch = import_module("fuzz_overrides"), import_module("fuzz_watch")
-    for index in range(15 * part, 15 * (part + 1)):  # .ci/full goes on to 5000
+    for index in range(15):  # .ci/full goes on to 5000
         for outcome in watch.in_fresh_folder(fuzz.case, f"0-{index}"):
             assert outcome.faults == [], outcome.words
-
-
-def test_the_watch_of_the_fuzzer_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    watch = import_module("fuzz_watch")
-
-    def kinds(command: object, seconds: float = 10) -> list[str]:
-        def case(seed: str, folder: Path) -> list[object]:
-            return [watch.watched(command, [], [folder / "runs"], seconds)]
-
-        (outcome,) = watch.in_fresh_folder(case, "0")
-        return [fault.kind for fault in outcome.faults]
-
-    def runs_on() -> None:
-        while True:
-            pass
-
-    assert kinds(lambda: sys.exit(2)) == []
-    assert kinds(lambda: sys.exit(3)) == ["exit code"]
-    assert kinds(lambda: 1 / 0) == ["traceback"]
-    assert kinds(runs_on, 0.01) == ["hang"]
-    assert kinds(lambda: Path("other").mkdir()) == ["written outside"]
-    assert kinds(lambda: Path("runs").mkdir()) == []

@@ -18,7 +18,6 @@ from gradsurg.models.linear import Linear
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
-from gradsurg.stacked.stack import Stack
 from gradsurg.stacked.study import execute_stacked
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.digit_attributes import DigitAttributes
@@ -272,67 +271,6 @@ def test_a_killed_stack_is_resumed_with_the_same_files(tmp_path) -> None:
     assert_resumed(tmp_path / "torn", tmp_path / "whole")
 
 
-def auto(monkeypatch, out: Path, times: float, runs: list[Run]) -> tuple[bool, list[str]]:
-    """Train with `auto` where a step of a stack takes so many times as long."""
-    notes: list[str] = []
-    monkeypatch.setattr(Stack, "trial", lambda *arguments: times)
-    return bool(execute_stacked(runs, out, [], auto=True, tell=notes.append)), notes
-
-
-def test_auto_trains_a_study_as_its_first_runs(tmp_path, monkeypatch) -> None:
-    runs = runs_of(gs.Clip(0.01), None, seeds=2, schedule=FEW)
-    more = runs_of(gs.Clip(0.1), None, seeds=4, schedule=FEW)
-    assert auto(monkeypatch, tmp_path / "fast", 0.75, runs)[0]
-    assert auto(monkeypatch, tmp_path / "fast", 1.5, more)[0]  # without a trial
-    is_stacked, notes = auto(monkeypatch, tmp_path / "slow", 1.5, runs)
-    assert not is_stacked
-    slow = "a step of 4 runs as a stack takes 1.50 times as long as one by one"
-    assert notes == [f"{slow}: 4 runs trained one by one"]
-    assert not auto(monkeypatch, tmp_path / "slow", 0.75, more)[0]  # none has finished
-    execute(runs[0], tmp_path / "old", [])
-    assert not auto(monkeypatch, tmp_path / "old", 0.75, more)[0]
-
-
-def test_auto_chooses_for_each_model_of_a_study(tmp_path, monkeypatch) -> None:
-    """An interrupted sweep of two models goes on as it began."""
-
-    def runs(name: str, make) -> list[Run]:
-        fields = {"schedule": FEW, "make_model": make}
-        return [
-            replace(run, identity=run.identity | {"model": name})
-            for run in runs_of(gs.Clip(0.01), None, seeds=2, **fields)
-        ]
-
-    assert auto(monkeypatch, tmp_path, 0.5, runs("mlp", model))[0]
-    assert not auto(monkeypatch, tmp_path, 1.5, runs("linear", linear))[0]
-    assert not auto(monkeypatch, tmp_path, 0.5, runs("linear", linear))[0]
-    for file in tmp_path.glob("*/runner-*.json"):
-        file.write_text("{", encoding="utf-8")  # damaged: the finished runs of a model tell
-    more = [
-        replace(run, seed=9, identity=run.identity | {"seed": 9}) for run in runs("mlp", model)[:2]
-    ]
-    assert auto(monkeypatch, tmp_path, 1.5, more)[0]
-
-
-def test_auto_trains_arms_alike_if_one_has_no_stacked_form(tmp_path, monkeypatch) -> None:
-    refused = gs.Outputs("output")
-    runs = runs_of(gs.Clip(0.01), None, seeds=2, schedule=FEW)
-    runs += [replace(a_run(gs.Clip(0.1), refused, seed=seed), schedule=FEW) for seed in range(2)]
-    monkeypatch.setattr("gradsurg.stacked.study.Stack.first_difference", rounded)
-    is_stacked, notes = auto(monkeypatch, tmp_path / "auto", 0.5, runs)
-    assert not is_stacked
-    assert "other arms are trained one by one, and a stack differs" in notes[-1]
-    assert execute_stacked(runs, tmp_path / "stacked", [])
-
-
-first_difference = Stack.first_difference
-
-
-def rounded(stack: Stack, step: int) -> tuple[float, dict[str, Tensor]]:
-    difference, grads = first_difference(stack, step)
-    return max(difference, 1e-7), grads
-
-
 @pytest.mark.slow
 def test_a_compiled_stack_is_never_called_bit_identical(tmp_path) -> None:
     options = {"compute": ComputeOptions(compile="aot_eager"), "make_optimizer": adam}
@@ -359,25 +297,6 @@ def test_a_compiled_stack_without_a_compiler_is_refused(tmp_path, monkeypatch) -
     assert notes[0].startswith("compile=true needs a C++ compiler: there is no g++")
 
 
-def test_a_trial_changes_nothing(tmp_path, monkeypatch) -> None:
-    """Stateful transforms and optimizers, and noise, whose hooks act run by run."""
-    measured = []
-    trial = Stack.trial
-    monkeypatch.setattr(Stack, "trial", lambda *them: measured.append(trial(*them)) or 0.0)
-    arms = (gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05)), gs.AddNoise(0.001))
-    runs = runs_of(*arms, seeds=2, schedule=FEW, make_optimizer=adam)
-    tried = execute_stacked(runs, tmp_path / "auto", [], auto=True)
-    whole = execute_stacked(runs, tmp_path / "stacked", [])
-    assert measured[0] > 0
-    for name, record in tried.items():
-        found, expected = (
-            RunDirectory(one.directory).load_checkpoint() or {} for one in (record, whole[name])
-        )
-        assert_close(found, expected)
-        for key, value in found["model"].items():
-            assert torch.equal(value, expected["model"][key])
-
-
 @pytest.mark.slow
 def test_the_command_trains_a_stack_and_shows_it_in_the_report(here) -> None:
     ended = here(*CLIP, "runner=stacked")
@@ -387,7 +306,6 @@ def test_the_command_trains_a_stack_and_shows_it_in_the_report(here) -> None:
     (times,) = (line for line in ended.out.splitlines() if line.startswith("step time"))
     assert "ms" not in times  # a run in a stack has no time of its own
     assert "4 of them had been finished before" in here(*CLIP).out
-    assert "runner: must be one of" in here(*CLIP, "runner=stacks").err
 
 
 @pytest.mark.slow
@@ -401,25 +319,6 @@ def test_the_jobs_of_a_sweep_are_replicas_of_one_stack(here) -> None:
     forced = here(*words, "runner=stacked", "force=true")
     assert "runner=stacked: 8 runs as one stack" in forced.err
     assert forced.err.count("as one stack") == 1
-
-
-def test_few_open_files_make_small_stacks(tmp_path, monkeypatch) -> None:
-    """Each replica holds the lock of its directory; the runs beyond it are trained one by one."""
-    monkeypatch.setattr("gradsurg.stacked.study.open_files", lambda: 8)
-    notes: list[str] = []
-    runs = runs_of(gs.Clip(0.01), None, seeds=4, schedule=FEW)
-    assert len(execute_stacked(runs, tmp_path / "few", [], tell=notes.append)) == 8
-    assert [note.partition(";")[0] for note in notes] == ["4 runs as one stack"] * 2
-
-
-def test_auto_tries_one_of_several_stacks_of_a_model(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("gradsurg.stacked.study.open_files", lambda: 8)
-    runs = runs_of(gs.Clip(0.01), None, seeds=4, schedule=FEW)
-    is_stacked, notes = auto(monkeypatch, tmp_path, 1.5, runs)
-    assert not is_stacked
-    slow = "a step of 4 runs as a stack takes 1.50 times as long as one by one"
-    chosen = "the study has runs that were trained one by one"
-    assert notes == [f"{reason}: 4 runs trained one by one" for reason in (slow, chosen)]
 
 
 @pytest.mark.parametrize("taken", [0, 3])
