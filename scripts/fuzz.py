@@ -1,7 +1,6 @@
-"""Give gradsurg wrong input, and count each way in which it fails badly.
+"""Give the command random wrong input, and count each way in which it fails badly.
 
-python scripts/fuzz.py overrides [--count 5000] [--seed 0]    random command lines
-python scripts/fuzz.py folders [--count 2000] [--seed 0]      damaged run folders
+python scripts/fuzz.py [--count 5000] [--seed 0]
 
 A command must end with exit code 0, 1 or 2 within 10 seconds, without a traceback, and write to its
 own folder only. The exit code is 1 if one does not.
@@ -11,29 +10,22 @@ import argparse
 import sys
 from collections import Counter
 
-import fuzz_folders
 import fuzz_overrides
 from fuzz_watch import in_fresh_folder
-
-KINDS = {"overrides": (fuzz_overrides, 5000), "folders": (fuzz_folders, 2000)}
 
 PROGRESS = 100
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--count", type=int)
+    parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     arguments = parser.parse_args()
-    module, count = KINDS[arguments.kind]
-    count = arguments.count or count
-    print(f"{arguments.kind}: {count} cases from {arguments.first}, seed {arguments.seed}")
-    module.prepare()
+    fuzz_overrides.prepare()
     totals: Counter[str] = Counter()
-    for index in range(arguments.first, arguments.first + count):
-        for outcome in in_fresh_folder(module.case, f"{arguments.seed}-{index}"):
+    for index in range(arguments.first, arguments.first + arguments.count):
+        for outcome in in_fresh_folder(fuzz_overrides.case, f"{arguments.seed}-{index}"):
             totals[f"exit code {outcome.code}"] += 1
             for fault in outcome.faults:
                 totals[fault.kind] += 1

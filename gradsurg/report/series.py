@@ -15,7 +15,7 @@ from gradsurg.report.wording import HEADLINE
 from gradsurg.stats import t_critical
 from gradsurg.training.frames import METRICS_KEYS, read_effects, read_metrics
 from gradsurg.training.run_directory import LANDSCAPE, NOT_FINITE
-from gradsurg.training.run_reader import BrokenFile, read_landscape
+from gradsurg.training.run_reader import BrokenFile, read_json
 
 MAX_POINTS = 60  # of a learning curve: more are not seen on a page
 
@@ -346,7 +346,7 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
     faults: list[str] = []
     for run in (run for arm in arms for run in arm.runs if run.is_readable):
         try:
-            content = read_landscape(run.path / LANDSCAPE)
+            content = read_json(run.path / LANDSCAPE)
         except BrokenFile as error:
             faults.append(f"{run.name}: {error}")
             continue

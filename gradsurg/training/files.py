@@ -1,24 +1,20 @@
 """Write files so that a kill, a full disk or another process leaves no half of one; locks; JSON."""
 
-import errno
 import json
 import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from filelock import FileLock, Timeout
 
 _log = logging.getLogger("gradsurg")
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 # Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks the others.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"))
-_FOLDER_HAS_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 @contextmanager
@@ -95,34 +91,42 @@ def ends_a_line(path: Path, size: int) -> bool:
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
     """Hold a lock in a block; yield whether it was obtained, always True with `wait`."""
+    lock = FileLock(path)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _obtained(path)
-        if lock is None and wait:
-            _log.warning("waiting for another process that has locked %s", path.parent)
-            lock = _lock(path)
-            lock.acquire()
-    if lock is None:
-        yield False
-        return
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            if wait:
+                _log.warning("waiting for another process that has locked %s", path.parent)
+                lock.acquire()
     try:
-        yield True
+        yield lock.is_locked
     finally:
-        _release(lock, path)
+        if lock.is_locked:
+            _release(lock, path)
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process has the lock; without the permission to look, False."""
     if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
         return False
+    lock = FileLock(path)
     try:
-        lock = _obtained(path)
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
     except OSError:
         return False
-    if lock is None:
-        return True
     _release(lock, path)
     return False
+
+
+def _release(lock: FileLock, path: Path) -> None:
+    """Release a lock and remove its file first: a waiting process notices and makes a new one."""
+    with suppress(OSError):  # Windows removes no open file; there `release` does it
+        path.unlink(missing_ok=True)
+    lock.release()
 
 
 def json_line(row: Mapping[str, object], not_finite: str) -> bytes:
@@ -162,73 +166,9 @@ def _sync_folder(folder: Path) -> None:
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _FOLDER_HAS_NO_FSYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-_lock_classes: dict[int, type[BaseFileLock]] = {}  # by the device of the file system
-
-
-def _lock(path: Path) -> BaseFileLock:
-    """Return a lock that excludes other processes on the file system of `path`."""
-    folder = path.parent
-    device = folder.stat().st_dev
-    if device not in _lock_classes:
-        _lock_classes[device] = FileLock if _has_locks(folder) else SoftFileLock
-        if _lock_classes[device] is SoftFileLock:
-            _log.warning(
-                "the file system of %s has no file locks: a run in training is marked by its file "
-                "%s, which stays if the process dies on another machine; delete it then",
-                folder,
-                path.name,
-            )
-    return _lock_classes[device](path)
-
-
-def _has_locks(folder: Path) -> bool:
-    """Whether a file in `folder` cannot be locked twice: on some file systems locking is refused,
-    and on some it succeeds and does nothing.
-    """
-    with TemporaryDirectory(prefix=".lock-", dir=folder) as place, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # filelock's own, where it turns into a soft lock
-        first, second = (FileLock(Path(place, "file")) for _ in range(2))
-        try:
-            first.acquire(blocking=False)
-            second.acquire(blocking=False)
-        except Timeout:
-            return not isinstance(first, SoftFileLock)
-        except (OSError, NotImplementedError):
-            pass
-        finally:
-            first.release()
-            second.release()
-    return False
-
-
-def _obtained(path: Path) -> BaseFileLock | None:
-    """Return the lock if it is free, without waiting."""
-    lock = _lock(path)
-    attempts = (
-        2 if isinstance(lock, SoftFileLock) else 1
-    )  # the first removes that of a dead process
-    for _ in range(attempts):
-        with suppress(Timeout):
-            lock.acquire(blocking=False)
-            return lock
-    return None
-
-
-def _release(lock: BaseFileLock, path: Path) -> None:
-    """Release a lock and remove its file first: a waiting process notices and makes a new one."""
-    if not isinstance(lock, SoftFileLock):  # which removes its file itself
-        with suppress(OSError):  # Windows removes no open file; there `release` does it
-            path.unlink(missing_ok=True)
-    lock.release()
+    os.close(descriptor)
 
 
 def _not_finite(value: object, path: str = "") -> Iterator[str]:

@@ -28,7 +28,6 @@ EFFECTS_KEYS = {
     "sampled": "Int64",
     "nonfinite": "Int64",
 }
-PLACES = ("step", "transform", "site", "aggregator", "group")  # keys that each row must have
 CONFLICTS_KEYS = {"run": "String", "step": "Int64", "aggregator": "String", "group": "String"}
 
 
@@ -142,39 +141,14 @@ def _read(
         content = read_lines(file)
         if content:
             try:
-                frame = _typed(file, change(_parse(file, content)), schema)
+                frame = change(_parse(file, content))
+                frame = frame.with_columns(
+                    pl.col(key).cast(kind) for key, kind in schema.items() if key in frame.columns
+                )
             except pl.exceptions.PolarsError as error:
                 raise BrokenFile(file, f"has a value of another type: {error}") from error
             frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
     return pl.concat(frames, how="diagonal_relaxed")
-
-
-def _typed(
-    file: Path, frame: "pl.DataFrame", schema: "Mapping[str, pl.DataType]"
-) -> "pl.DataFrame":
-    """Cast the keys to their types; raise BrokenFile for a missing key or a column of text."""
-    import polars as pl
-
-    keys = {key: kind for key, kind in schema.items() if key != "run" and key in frame.columns}
-    frame = frame.with_columns(pl.col(key).cast(kind) for key, kind in keys.items())
-    for key in (key for key in schema if key in PLACES):
-        if key not in keys or frame[key].null_count():
-            raise BrokenFile(file, f"has a line without {key}")
-    if file.name == CONFLICTS:
-        tasks = pl.col("tasks").list.len()
-        lists = ["cosines", "norms", "decrease"]
-        sizes = [pl.col(key).list.len() for key in lists]
-        rows = pl.col("cosines").list.eval(pl.element().list.len())
-        sizes += [rows.list.min(), rows.list.max()]
-        fits = pl.all_horizontal(size.eq_missing(tasks) for size in sizes) & tasks.is_not_null()
-        if not frame.select(fits.all()).item():
-            raise BrokenFile(file, f"has a line without {', '.join(lists)} of its tasks")
-        return frame
-    others = {key: kind for key, kind in frame.schema.items() if key not in (*keys, NOT_FINITE)}
-    texts = [key for key, kind in others.items() if not (kind.is_numeric() or kind == pl.Null)]
-    if texts:
-        raise BrokenFile(file, f"has a {texts[0]} that is not a number")
-    return frame
 
 
 def _parse(file: Path, content: bytes) -> "pl.DataFrame":

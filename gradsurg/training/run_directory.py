@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from os import SEEK_END
 from pathlib import Path
@@ -22,7 +22,7 @@ from gradsurg.training.files import (
     shorten,
     sync,
 )
-from gradsurg.training.run_reader import MAX_LARGE_BYTES, BrokenFile
+from gradsurg.training.run_reader import BrokenFile
 
 CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
 CONFLICTS = "conflicts.jsonl"
@@ -115,7 +115,11 @@ class RunDirectory:
         """Write the run's facts and its resolved config; controls named by earlier facts stay."""
         text = _facts_text(merged_facts(self.known_facts(), facts))
         if not (self.path / CONFIG).is_file():
-            self._replace(CONFIG, _yaml_text(config).encode())
+            import yaml
+
+            plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
+            config_text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+            self._replace(CONFIG, config_text.encode())
         path = self.path / FACTS
         if not path.is_file() or path.read_bytes() != text:
             self._replace(FACTS, text)
@@ -231,7 +235,7 @@ class RunDirectory:
 
     def read_landscape(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the content of `landscape.json`, or None."""
-        return run_reader.read_json(self.path / LANDSCAPE, MAX_LARGE_BYTES)
+        return run_reader.read_json(self.path / LANDSCAPE)
 
     def write_examined(self, examined: Mapping[str, object]) -> None:
         """Write the arrays of the task's examination of the trained model, such as pictures."""
@@ -239,7 +243,7 @@ class RunDirectory:
 
     def read_examined(self) -> dict[str, Any] | None:  # Any: any JSON value
         """Return the content of `examined.json`, or None."""
-        return run_reader.read_json(self.path / EXAMINED, MAX_LARGE_BYTES)
+        return run_reader.read_json(self.path / EXAMINED)
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the effects of the surgery during the examination, in the format of the effects."""
@@ -389,28 +393,6 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
     kind = str(control).partition("-")[0]
     kind = kind if kind in ("norm_matched", "update_norm_matched", "placebo") else "plain"
     return {kind: control} if isinstance(control, str) else {}
-
-
-def _yaml_text(config: Mapping[str, object]) -> str:
-    """Return the text that `OmegaConf.to_yaml` writes, in a tenth of its time."""
-    import yaml
-
-    base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    dumper = type("Dumper", (base,), {"ignore_aliases": lambda self, value: True})
-    dumper.add_representer(str, _represented_string)
-    plain = json.loads(json.dumps(config))
-    return yaml.dump(
-        plain, Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
-    )
-
-
-def _represented_string(dumper: Any, text: str) -> Any:  # Any: PyYAML has no types
-    """Quote the strings that YAML of another version takes for a number or a truth value."""
-    style = "'" if text.lower() in ("y", "n") else None
-    with suppress(ValueError):
-        float(text)
-        style = "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:

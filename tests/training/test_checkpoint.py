@@ -1,9 +1,5 @@
 """Runs that were interrupted, resumed from a checkpoint."""
 
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +11,6 @@ from gradsurg.training.run_identity import environment
 from gradsurg.training.study import Record, execute
 from tests.runs import (
     MIXED,
-    ROOT,
     SHORT,
     Listening,
     Torn,
@@ -119,13 +114,6 @@ def test_checkpoints_are_at_least_checkpoint_seconds_apart_except_the_last(
     assert steps == saved
 
 
-def test_a_run_may_be_interrupted_repeatedly(tmp_path, whole) -> None:
-    for step in (12, 8, 4):
-        with pytest.raises(Torn):
-            execute(a_run(MIXED, task=Wrapped(step, "raise")), tmp_path, [])
-    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
-
-
 def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
     tmp_path, whole, monkeypatch
 ) -> None:
@@ -138,34 +126,6 @@ def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
     assert task.calls == []
     assert_same(record, whole)
     assert record.summary["time/step_ms"] is None
-
-
-KILLED = """
-from pathlib import Path
-from typing import Any
-from gradsurg.training.study import execute
-from tests.runs import MIXED, Wrapped, a_run
-execute(a_run(MIXED, task=Wrapped(17, "kill")), Path("."), [], threads=1)
-"""
-
-
-def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL
-    place = a_run(MIXED).directory(tmp_path)
-    half = place / "metrics.jsonl"
-    assert len(half.read_text(encoding="utf-8").splitlines()) == 3
-    with half.open("a", encoding="utf-8") as file:
-        file.write('{"step":20,"train/lo')
-    with (place / "effects.jsonl").open("a", encoding="utf-8") as file:
-        file.write("{")
-    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
 
 
 def test_effects_sampled_at_few_steps_resume(tmp_path) -> None:
@@ -224,13 +184,8 @@ def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch, na
     assert record.note == note
 
 
-DEEP = b"[" * 60_000
-
-
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"null", b"3", b'{"state": "fini', DEEP, b"{}"],
-    ids=["empty", "null", "3", "half", "deep", "no state"],
+    "content", [b"", b"null", b'{"state": "fini', b"{}"], ids=["empty", "null", "half", "no state"]
 )
 def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: bytes) -> None:
     run = a_run(MIXED)
@@ -243,11 +198,8 @@ def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: 
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"3", b"null", b"{}", DEEP, b'{"step": "one"}'],
-    ids=["3", "null", "no step", "deep", "no number"],
+    ("name", "line"), [("metrics.jsonl", b"3"), ("effects.jsonl", b'{"step')], ids=["3", "half"]
 )
-@pytest.mark.parametrize("name", ["metrics.jsonl", "effects.jsonl"])
 def test_a_broken_row_before_the_checkpoint_is_an_error_that_names_the_file(
     tmp_path, name: str, line: bytes
 ) -> None:

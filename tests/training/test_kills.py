@@ -1,6 +1,5 @@
 """A run that is killed at any moment, or whose disk is full, ends as if that had never been."""
 
-import json
 import os
 import signal
 import subprocess
@@ -240,43 +239,3 @@ def test_a_killed_multi_task_run_ends_with_the_same_conflicts_and_state(
     assert_same(again, whole)
     content = [(one.directory / "conflicts.jsonl").read_bytes() for one in (again, whole)]
     assert content[0] == content[1]
-
-
-FULL = """
-import json, resource, signal, sys
-from pathlib import Path
-from gradsurg.training.study import execute
-from tests.runs import MIXED, a_run
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-try:
-    execute(a_run(MIXED), Path("."), [], threads=1)
-except OSError as error:
-    print(json.dumps([error.errno, Path(error.filename).name]))
-"""
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("room", "name"), [(1000, "effects.jsonl"), (9000, "checkpoint.pt")])
-def test_a_full_disk_fails_the_run_with_the_files_name_and_it_resumes_later(
-    tmp_path: Path, whole: Record, room: int, name: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(room)],
-        cwd=tmp_path,
-        env=alone(tmp_path) | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    place = RunDirectory(a_run(MIXED).directory(tmp_path))
-    assert json.loads(done.stdout)[1] == name
-    assert place.state == "failed"
-    assert name in place.reason
-    assert not list(place.path.glob("*.tmp")) + list(place.path.glob(".*.tmp"))
-    again = execute(a_run(MIXED), tmp_path, [], threads=1)
-    assert again.action == "retried"
-    assert_same(again, whole)

@@ -1,11 +1,7 @@
 """Models and tasks that draw from Python's or NumPy's generator are as repeatable as torch's."""
 
 import io
-import os
 import random
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +15,7 @@ from gradsurg.tasks.base import Data
 from gradsurg.torch_internals import random_state
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
-from tests.conftest import Here
-from tests.runs import ROOT, SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
+from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,29 +121,6 @@ def test_an_interrupted_run_with_random_draws_ends_like_an_uninterrupted_one(
     assert_same(execute(drawing_run(), tmp_path / "torn", []), whole)
 
 
-KILLED = """
-from pathlib import Path
-from gradsurg.training.study import execute
-from tests.training.test_random_state import drawing_run
-execute(drawing_run(17, "kill"), Path("."), [], threads=1)
-"""
-
-
-def test_a_killed_run_with_random_draws_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = execute(drawing_run(), tmp_path / "whole", [], threads=1)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL
-    again = execute(drawing_run(), tmp_path, [], threads=1)
-    assert again.action == "resumed"
-    assert_same(again, whole)
-
-
 def test_measuring_the_update_effect_changes_no_random_draw(tmp_path: Path) -> None:
     rows = []
     for every in (0, 2):
@@ -183,25 +155,3 @@ def test_compared_arms_draw_the_same_random_numbers() -> None:
     assert drawn[0] == drawn[1]
     assert drawn[2] == drawn[3]
     assert all(first != second for first, second in zip(drawn[0], drawn[2], strict=True))
-
-
-THEIRS = """
-import random
-import numpy as np
-from torch import nn
-
-
-def make(shape, num_outputs):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, num_outputs))
-    model[1].weight.data *= random.random() + np.random.rand()
-    return model
-"""
-
-
-def test_a_command_restores_the_generators(here: Here, folder: Path) -> None:
-    (folder / "drawn_model.py").write_text(THEIRS, encoding="utf-8")
-    with random_state.preserved():
-        words = ("transform=clip", "model=drawn_model.make", "steps=5", "seeds=1", "logger=none")
-        assert here(*words, "report=false").code == 0
-        first = draw()
-    assert draw() == first

@@ -3,12 +3,9 @@
 import errno
 import json
 import os
-import random
 import re
 import subprocess
 import sys
-from collections import Counter
-from contextlib import nullcontext
 from hashlib import sha256
 from io import BytesIO
 from threading import Thread
@@ -17,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gradsurg.training import files, run_directory
+from gradsurg.training import run_directory
 from gradsurg.training.run_directory import RunDirectory
 from tests.runs import effect
 
@@ -187,16 +184,6 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
     assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
 
 
-def test_a_half_written_last_line_is_dropped_on_resuming(run):
-    run.append_metrics({"step": 10})
-    run.save_checkpoint({"step": 10})
-    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"st')
-    run.load_checkpoint()
-    run.append_metrics({"step": 20})
-    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
-
-
 def test_without_a_checkpoint_a_run_starts_with_empty_files(run):
     assert run.load_checkpoint() is None
     run.append_metrics({"step": 10})
@@ -264,30 +251,6 @@ def test_a_finished_run_has_one_checkpoint(run) -> None:
         run.save_checkpoint({"step": step})
     run.write_summary({"state": "finished"})
     assert sorted(path.name for path in run.path.glob("*.pt")) == ["checkpoint.pt"]
-
-
-def test_of_300_single_bit_flips_none_yields_another_state(run, caplog) -> None:
-    torch.manual_seed(0)
-    states = {}
-    for step in (10, 20):
-        states[step] = torch.randn(8, 8)
-        run.save_checkpoint({"step": step, "w": states[step], "order": [3, 1, 2]})
-    whole = {path: path.read_bytes() for path in run.path.glob("*.pt")}
-    content, steps = whole[run.path / "checkpoint.pt"], Counter()
-    draws = random.Random(0)
-    for _ in range(300):
-        for path, unharmed in whole.items():
-            path.write_bytes(unharmed)
-        byte, bit = draws.randrange(len(content)), draws.randrange(8)
-        flipped = bytearray(content)
-        flipped[byte] ^= 1 << bit
-        (run.path / "checkpoint.pt").write_bytes(flipped)
-        state = run.load_checkpoint()
-        steps[state["step"]] += 1
-        assert torch.equal(state["w"], states[state["step"]])
-        assert state["order"] == [3, 1, 2]
-    assert steps == {10: 300}
-    assert len(caplog.messages) == 300
 
 
 def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
@@ -465,74 +428,3 @@ def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch, wr
     monkeypatch.setattr(os, "replace", replaced)
     getattr(run, write)({"step": 1})
     assert calls[-3:] == ["sync of a file", "replace", "sync of the folder"]
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
-def test_a_folder_without_fsync_is_no_error_and_a_failing_disk_is(run, monkeypatch, code) -> None:
-    fsync = os.fsync
-
-    def synced(descriptor):
-        if os.fstat(descriptor).st_ino == run.path.stat().st_ino:
-            raise OSError(code, os.strerror(code))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    with nullcontext() if code == errno.EINVAL else pytest.raises(OSError, match=r"summary\.json"):
-        run.write_summary({"state": "finished"})
-
-
-NO_LOCKS = """
-import fcntl, sys
-from pathlib import Path
-code = int(sys.argv[2])
-
-
-def flock(*args):
-    if code:
-        raise OSError(code, "no locks")
-
-
-fcntl.flock = flock
-from gradsurg.training.run_directory import RunDirectory
-with RunDirectory(sys.argv[1]).lock(wait=False) as obtained:
-    print(obtained, flush=True)
-    input()
-"""
-
-
-@pytest.fixture
-def without_locks(monkeypatch):
-    """Let each lock of a file be refused with an error, or succeed and do nothing."""
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(files, "_lock_classes", {})
-
-    def replace(code):
-        def flock(*_):
-            if code:
-                raise OSError(code, "no locks")
-
-        monkeypatch.setattr(fcntl, "flock", flock)
-
-    return replace
-
-
-@pytest.mark.parametrize("code", [0, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_where_files_cannot_be_locked_a_lock_still_excludes_other_processes(
-    run, caplog, without_locks, code
-) -> None:
-    without_locks(code)
-    run.append_metrics({"step": 1})
-    command = [sys.executable, "-W", "error", "-c", NO_LOCKS, str(run.path), str(code)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
-        assert it.stdout is not None
-        assert it.stdout.readline() == "True\n"
-        with run.lock(wait=False) as obtained:
-            assert not obtained
-        assert run.state == "running"
-        it.kill()
-    assert run.state == "interrupted"
-    with run.lock(wait=False) as obtained:
-        assert obtained
-    assert sorted(path.name for path in run.path.iterdir()) == ["metrics.jsonl"]
-    (message,) = caplog.messages
-    assert "has no file locks" in message

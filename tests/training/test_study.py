@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +26,7 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.training import logged_numbers
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import run_hash
-from gradsurg.training.study import Record, execute, suggested_bounds
-from tests.loggers.offline import alone, inspect, of_type, rows
+from gradsurg.training.study import execute, suggested_bounds
 from tests.runs import (
     MIXED,
     SHORT,
@@ -151,12 +148,6 @@ def test_the_arms_differ_by_the_transform_alone(tmp_path, transform, when) -> No
     assert same  # dropout and batches are those of the control
     alike = [treated.summary[key] == control.summary[key] for key in outcome]
     assert all(alike) == (when != gs.Steps(start=29, every=2))
-
-
-def test_another_seed_is_another_run(tmp_path) -> None:
-    one, two = (execute(a_run(seed=seed), tmp_path, []) for seed in (0, 1))
-    assert one.directory != two.directory
-    assert lines(one, "metrics.jsonl") != lines(two, "metrics.jsonl")
 
 
 def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
@@ -347,10 +338,6 @@ def test_a_trigger_that_never_fired_is_noted(tmp_path) -> None:
     assert sum(row["seen"] for row in rows) == 120
 
 
-def test_a_control_run_has_no_notes(tmp_path) -> None:
-    assert notes(execute(a_run(), tmp_path, [])) == []
-
-
 def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp_path) -> None:
     register()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -369,60 +356,6 @@ def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp
         total += sampled * sizes[str(row["site"])]
     assert total == sum(sizes.values()) * experiment.settings.steps
     assert 0.05 <= changed / total <= 0.25
-
-
-WITH_WANDB = """
-from pathlib import Path
-from typing import Any
-import gradsurg as gs
-from gradsurg.loggers.wandb import Wandb
-from gradsurg.training.study import execute
-from tests.runs import a_run
-for transform in (gs.Clip(0.01), None):
-    execute(a_run(transform), Path("."), [Wandb(mode="offline")], threads=1)
-"""
-
-
-@pytest.mark.full
-def test_a_wandb_run_has_the_numbers_of_the_files(tmp_path) -> None:
-    subprocess.run(
-        [sys.executable, "-c", WITH_WANDB],
-        cwd=tmp_path,
-        env=alone(tmp_path),
-        check=True,
-        timeout=120,
-    )
-    for run in (a_run(gs.Clip(0.01)), a_run()):
-        place = run.directory(tmp_path)
-        (path,) = place.glob("wandb/offline-run-*")
-        record = Record(run, place, RunDirectory(place).read_summary(), "trained")
-        records = inspect(tmp_path, path)
-        (begun,) = of_type(records, "run")
-        assert [begun[key] for key in ("run_group", "job_type", "display_name")] == [
-            "study",
-            run.arm,
-            f"{run.label}-seed0",
-        ]
-        # without the row of the table of effects
-        logged = {row["global_step"]: row for row in rows(records) if "train/loss" in row}
-        losses = [{"step": step, "train/loss": row["train/loss"]} for step, row in logged.items()]
-        assert losses == lines(record, "metrics.jsonl")
-        ratios = [row.pop(key) for row in logged.values() for key in [*row] if "/norm_ratio" in key]
-        assert ratios  # which W&B has beside the numbers of the files
-        assert_effects_match(logged, lines(record, "effects.jsonl"))
-        last = {}
-        for update in of_type(records, "summary"):
-            last |= update["update"]
-        for key in ("state", "test/accuracy", "test/loss", "train/accuracy", "train/loss"):
-            assert last[key] == record.summary[key], key
-
-
-def test_loggers_get_the_state_of_an_interrupted_run(tmp_path: Path) -> None:
-    logger = Listening()
-    with pytest.raises(KeyboardInterrupt):
-        execute(a_run(task=Wrapped(12, "interrupt")), tmp_path, [logger])
-    assert logger.ended == [("interrupted", {})]
-    assert RunDirectory(a_run().directory(tmp_path)).state == "interrupted"
 
 
 def test_a_task_that_changes_the_current_folder_moves_no_file(tmp_path, monkeypatch) -> None:
