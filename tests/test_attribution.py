@@ -29,11 +29,6 @@ def test_each_link_is_left_out_once_a_seed() -> None:
         }
 
 
-def test_without_being_asked_no_link_is_left_out() -> None:
-    (pair,) = built(CHAIN).pairs
-    assert [run.label for run in pair.runs] == ["none", "clip+noise+sign"]
-
-
 @pytest.mark.parametrize("control", ["plain", "none"])
 def test_a_chain_without_a_link_is_the_run_of_the_shorter_chain(control: str) -> None:
     word = f"control={control}"
@@ -115,9 +110,3 @@ def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
         assert row.split()[1] == f"{100 * sum(gains) / 2:+.2f}"
         assert row.split()[-1] == "2"
     assert "Updates (8 steps of 2 runs)" in out
-
-
-def test_the_update_effect_is_of_numbers_that_make_sense(command, capsys) -> None:
-    with pytest.raises(SystemExit):
-        command("transform=clip", "update_effect_every=-1", *SHORT)
-    assert "update_effect_every" in capsys.readouterr().err

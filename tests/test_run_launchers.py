@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -150,25 +149,6 @@ def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) 
         steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
         assert steps == [*range(50, 401, 50)]
     assert not [*folder.rglob(LOCK)]
-
-
-@pytest.mark.slow
-def test_the_lock_of_a_process_that_was_killed_is_taken_over(folder: Path) -> None:
-    words = ("transform=none", "seeds=1", "steps=3000", "log_every=10")
-    words += ("checkpoint_every=10", "checkpoint_seconds=0")
-    process = started(folder, *words, "logger=none")
-    deadline = time.monotonic() + 120
-    while not [*folder.rglob("checkpoint.pt")] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
-    assert finished(folder) == []
-    (lock,) = folder.rglob(LOCK)
-    code, said = ended(started(folder, *words, "logger=none"))
-    assert code == 0, said
-    assert "waiting for another process" not in said
-    assert finished(folder) == ["none-seed0"]
-    assert not lock.exists()
 
 
 @pytest.mark.slow

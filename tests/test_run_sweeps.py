@@ -136,39 +136,6 @@ def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> 
     assert {path.name for path in (folder / "runs").iterdir()} == {"first"}
 
 
-def test_loggers_receive_the_study_of_a_sweep(
-    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[StudyInfo] = []
-    monkeypatch.setattr(GuardedLogger, "study", lambda self, study: told.append(study))
-    here("-m", "transform=clip,sign", "steps=20", "seeds=2", "logger=console", "study=first")
-    (study,) = told
-    assert study.study == "first"
-    accuracy = [row for row in study.rows if row["metric"] == "test/accuracy"]
-    assert sorted(str(row["arm"]) for row in accuracy) == ["clip", "sign"]
-    assert {row["seeds"] for row in accuracy} == {2}
-    assert all(path.is_file() for _, path in study.figures)
-    assert "outcome" in [title for title, _ in study.figures]
-
-
-def test_each_logger_that_a_sweep_used_gets_once_the_studies_that_it_was_used_in(
-    here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        GuardedLogger, "study", lambda self, study: told.append((self.key, study.study))
-    )
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    quick = ("steps=5", "seeds=1")
-    here("-m", "transform=clip,sign", "logger=console,wandb", "study=both", *quick)
-    for key in ("console", "wandb"):
-        assert [study for made, study in told if f'"{key}"' in made] == ["both"]
-    assert len(told) == 2
-    told.clear()
-    here("-m", "transform=clip", "logger=console", "study=one,other", *quick)
-    assert [study for _, study in told] == ["one", "other"]
-
-
 FIGURES = {"outcome.png", "curves.svg"}
 
 
@@ -192,13 +159,6 @@ def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, fol
     assert ">clip</text>" not in figure.read_text(encoding="utf-8")
     here("transform=clip", *words)
     assert ">clip</text>" in figure.read_text(encoding="utf-8")
-
-
-def test_a_sweep_with_report_false_writes_no_report(here: Here, folder: Path) -> None:
-    ended = here("-m", "transform=clip,sign", "report=false", *SHORT)
-    assert "3 runs: 3 finished" in ended.out
-    assert "report:" not in ended.out
-    assert not list(folder.rglob("report"))
 
 
 def test_loggers_get_the_study_of_a_single_job_also_if_no_run_is_new(
@@ -226,17 +186,6 @@ def test_a_report_that_cannot_be_written_is_a_line_and_the_answer_stands(
     assert ended.code == 0
     assert ended.out.startswith("clip: test accuracy ")
     assert ended.err.splitlines()[-1].startswith("the report cannot be written: ")
-
-
-def test_nothing_is_trained_or_written_if_one_job_of_a_sweep_is_wrong(
-    here: Here, folder: Path
-) -> None:
-    ended = here("-m", "transform=clip", "transform.clip.value=0.1,-1", "lr=0.1,-2", *SHORT)
-    assert ended.code == 2
-    lines = ended.err.splitlines()
-    assert len(lines) == 2
-    assert {line.partition(":")[0] for line in lines} == {"lr", "transform.clip.value"}
-    assert not (folder / "runs").exists()
 
 
 STUDY = """# @package _global_

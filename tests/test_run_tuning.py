@@ -97,12 +97,3 @@ def test_a_tuning_with_a_failed_run_chooses_nothing(here: Here, folder: Path) ->
     assert ended.code == 1
     assert "6 of 12 tuning runs failed: nothing is chosen" in ended.err
     assert not [*(folder / "runs" / "digits-mlp").glob("*-seed0-*")]
-
-
-@pytest.mark.parametrize("word", ["tune=lr", "tune=lr=log(1,0,2)", "tune="])
-def test_a_wrong_tuning_ends_before_training(here: Here, folder: Path, word: str) -> None:
-    ended = here("transform=clip", *SHORT, word)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("tune: ")
-    assert ended.err.count("\n") == 1
-    assert not (folder / "runs").exists()

@@ -9,7 +9,6 @@ from gradsurg.tasks.base import Data, Task
 from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
 
 ready = gs.Scale(0.5)
-number = 3
 
 
 @validated
@@ -49,17 +48,6 @@ class Stubborn:
 
     def __init__(self) -> None:
         raise ZeroDivisionError("not today")
-
-
-class Keyed:
-    """A class whose constructor raises a KeyError, which quotes its message."""
-
-    def __init__(self) -> None:
-        raise KeyError("no such thing")
-
-
-class Unfinished(Stateless):
-    """A transform without its methods."""
 
 
 def halve(grad: Tensor) -> Tensor:

@@ -13,9 +13,6 @@ from filelock import FileLock, Timeout
 _log = logging.getLogger("gradsurg")
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
-# Windows alone has O_BINARY (without it "\n" becomes "\r\n") and alone lacks the others.
-_FLAGS = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW"))
-
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
@@ -46,20 +43,11 @@ def replace_file(path: Path, content: bytes | memoryview, previous: Path | None 
 
 
 def append_bytes(path: Path, lines: bytes) -> None:
-    """Append lines to a file, all or none: half a line would spoil the lines after it."""
+    """Append lines to a file, which is created if it does not exist."""
     with naming(path):
-        descriptor = _open_for_append(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            try:
-                rest = memoryview(lines)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(lines)
 
 
 def sync(path: Path) -> int:
@@ -72,20 +60,9 @@ def sync(path: Path) -> int:
 
 
 def shorten(path: Path, size: int) -> None:
-    """Cut a file to its first `size` bytes; a symbolic link is an error."""
+    """Cut a file to its first `size` bytes."""
     with naming(path):
-        descriptor = os.open(path, os.O_WRONLY | _FLAGS)
-        try:
-            os.ftruncate(descriptor, size)
-        finally:
-            os.close(descriptor)
-
-
-def ends_a_line(path: Path, size: int) -> bool:
-    """Whether the first `size` bytes of a file end with a line break."""
-    with naming(path), path.open("rb") as file:
-        file.seek(size - 1)
-        return file.read(1) == b"\n"
+        os.truncate(path, size)
 
 
 @contextmanager
@@ -150,15 +127,6 @@ def finite(value: object) -> object:
             return [finite(item) for item in value]
         case _:
             return value
-
-
-def _open_for_append(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FLAGS
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, flags, 0o666)
 
 
 def _sync_folder(folder: Path) -> None:

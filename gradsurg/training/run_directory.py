@@ -13,7 +13,6 @@ from typing import Any, Literal
 from gradsurg.training import run_reader
 from gradsurg.training.files import (
     append_bytes,
-    ends_a_line,
     finite,
     is_locked,
     json_line,
@@ -162,16 +161,12 @@ class RunDirectory:
     def write_error(self, text: str) -> None:
         """Write the traceback that ended the run; its last lines are the reason.
 
-        On a nearly full disk only the last line is written; without room for that either, the
-        failure is logged.
+        If that fails, as on a full disk, the failure is logged.
         """
         try:
             self._replace(ERROR, text.encode())
-        except OSError:
-            try:
-                self._replace(ERROR, text.strip().rpartition("\n")[2].encode())
-            except OSError as error:
-                _log.warning("the traceback could not be written: %s", error)
+        except OSError as error:
+            _log.warning("the traceback could not be written: %s", error)
 
     def clear_error(self) -> None:
         """Remove the traceback of an earlier attempt."""
@@ -233,10 +228,6 @@ class RunDirectory:
         if (other.path / LANDSCAPE).is_file():
             self._replace(LANDSCAPE, (other.path / LANDSCAPE).read_bytes())
 
-    def read_landscape(self) -> dict[str, Any] | None:  # Any: any JSON value
-        """Return the content of `landscape.json`, or None."""
-        return run_reader.read_json(self.path / LANDSCAPE)
-
     def write_examined(self, examined: Mapping[str, object]) -> None:
         """Write the arrays of the task's examination of the trained model, such as pictures."""
         self._write_json(EXAMINED, examined)
@@ -270,7 +261,7 @@ class RunDirectory:
 
         A damaged checkpoint is removed with a warning, and the one before it is returned. The JSONL
         files are truncated to their lengths at the checkpoint, or emptied if there is none. Raises
-        ValueError if they are shorter than that, or a checkpoint has another content.
+        ValueError if they are shorter than that.
         """
         for name in (CHECKPOINT, PREVIOUS):
             content = self._checkpoint_content(name)
@@ -333,11 +324,6 @@ class RunDirectory:
                 )
             if length > size:
                 longer.append((path, size))
-            if size and not ends_a_line(path, size):
-                raise ValueError(
-                    f"{path} has no line that ends at byte {size}, its size at the checkpoint; "
-                    "force=true starts the run from step 0"
-                )
         for path, size in longer:
             shorten(path, size)
 
@@ -355,14 +341,7 @@ def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict
         raise ValueError(
             f"{path} cannot be read ({reason}); force=true starts the run from step 0"
         ) from error
-    match checkpoint:
-        case {"state": dict(state), "sizes": dict(sizes)} if set(sizes) <= set(JSONL_FILES):
-            if all(isinstance(size, int) and size >= 0 for size in sizes.values()):
-                return state, sizes
-    raise ValueError(
-        f"{path} is not the checkpoint of a run: it must have a state and the sizes of "
-        f"{', '.join(JSONL_FILES)}; force=true starts the run from step 0"
-    )
+    return checkpoint["state"], checkpoint["sizes"]
 
 
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from gradsurg.training import run_identity
 from gradsurg.training.run_identity import run_hash
 from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
-from gradsurg.transforms.norm_matched import NormMatched
 from tests import theirs
 from tests.builds import built, config
 
@@ -102,39 +101,11 @@ def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> N
         built(*words)
 
 
-@pytest.mark.parametrize(
-    "word", ["accumulate=2", "precision=bfloat16", "compile=true", "schedule=cosine"]
-)
-def test_how_steps_are_made_is_part_of_a_runs_identity(word: str) -> None:
-    plain, other = (built("transform=clip", *words).pairs[0] for words in ([], [word]))
-    assert plain.treated
-    assert other.treated
-    assert plain.control
-    assert other.control
-    assert plain.treated.name != other.treated.name
-    assert plain.control.name != other.control.name
-
-
-def test_testing_while_training_is_not() -> None:
-    plain, other = (
-        built("transform=clip", word).pairs[0] for word in ("eval_every=0", "eval_every=50")
-    )
-    assert plain.treated
-    assert other.treated
-    assert plain.treated.name == other.treated.name
-
-
 def test_transforms_act_in_the_order_of_the_command_line() -> None:
     assert labels("transform=[clip,scale]") == ("clip", "scale")
     assert labels("transform=[scale,clip]") == ("scale", "clip")
     clip, scale = links("transform=[clip,scale]", "transform.clip.value=0.5")
     assert (clip, scale) == (gs.Clip(0.5), gs.Scale(0.1))
-
-
-def test_a_second_instance_has_a_key_of_its_own() -> None:
-    words = ("transform=clip", "+transform.again={name: clip, value: 0.25}")
-    assert links(*words) == [gs.Clip(0.01), gs.Clip(0.25)]
-    assert labels(*words) == ("clip", "again")
 
 
 @pytest.mark.parametrize("word", ["transform=[]", "transform=none"])
@@ -154,21 +125,10 @@ def test_a_scheduled_transform_is_built_with_its_inner_transform() -> None:
     assert scheduled.of == gs.Scale(0.5)
 
 
-def test_a_norm_matched_transform_is_built_with_its_inner_transform() -> None:
-    assert links("transform=norm_matched", "transform.norm_matched.of.value=2") == [
-        NormMatched(gs.Clip(2.0))
-    ]
-
-
 def test_each_link_of_a_chain_is_measured_under_a_name_of_its_own() -> None:
     words = ("transform=[chain,sign]", "transform.chain.links.0.value=2")
     assert links(*words)[:2] == [gs.Clip(2.0), gs.Scale(0.5)]
     assert labels(*words) == ("chain.clip", "chain.scale", "sign")
-
-
-def test_two_links_of_a_kind_in_a_chain_have_two_names() -> None:
-    words = ("transform=chain", "transform.chain.links=[{name: sign},{name: sign}]")
-    assert labels(*words) == ("chain.sign", "chain.sign_2")
 
 
 def test_a_chain_without_links_has_the_name_of_its_key() -> None:
@@ -206,20 +166,11 @@ def test_a_function_that_makes_a_transform_is_called() -> None:
     assert links(*words) == [gs.Scale(0.75)]
 
 
-def test_a_transform_that_is_made_already_is_taken_as_it_is() -> None:
-    assert links("transform=tests.theirs.ready") == [theirs.ready]
-
-
 def test_a_plain_callable_can_stand_inside_another_transform() -> None:
     words = ("transform=norm_matched", "~transform.norm_matched.of")
     of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
     (matched,) = links(*words, of)
     assert applied(matched.of) == [1.5, -2.0]
-
-
-def test_a_plain_callable_is_warned_of() -> None:
-    with pytest.warns(gs.SurgeryWarning, match="halve is a plain callable"):
-        built("transform=tests.theirs.halve")
 
 
 def test_a_users_model_and_task_are_used() -> None:
@@ -297,19 +248,22 @@ OUTSIDE = (
     "checkpoint_every=7",
     "control=none",
     "seeds=4",
+    "eval_every=50",
 )
 INSIDE = (
-    "transform=sign",
     "transform=[clip,sign]",
+    "transform=[sign,clip]",
     "transform.clip.value=0.5",
+    "accumulate=2",
+    "precision=bfloat16",
+    "compile=true",
+    "schedule=cosine",
     "site=outputs",
     "site.pattern=*.weight",
     "when.start=5",
-    "when=always",
     "seed=1",
     "lr=0.2",
     "steps=30",
-    "model=convnet",
     "model.hidden=[8]",
     "batch_size=32",
     "optimizer=adamw",
@@ -340,15 +294,8 @@ def test_a_key_without_effect_on_the_numbers_does_not_change_the_hash(base: str,
 @pytest.mark.parametrize("word", INSIDE)
 def test_a_key_that_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
     assert identity(word) != base
-
-
-def test_the_order_of_transforms_changes_the_hash() -> None:
-    one, other = identity("transform=[clip,sign]"), identity("transform=[sign,clip]")
-    assert one != other
-
-
-def test_lr_is_the_same_by_its_short_and_its_long_key() -> None:
-    assert identity("lr=0.2") == identity("optimizer.lr=0.2")
+    if word.startswith("transform=["):
+        assert identity("transform=[clip,sign]") != identity("transform=[sign,clip]")
 
 
 @pytest.mark.parametrize(
@@ -372,19 +319,6 @@ SOURCE = (
 )
 
 
-def test_editing_a_users_file_changes_the_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "their_ops.py"
-    file.write_text(SOURCE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "their_ops", raising=False)
-    first = identity("transform=their_ops.gentle")
-    assert identity("transform=their_ops.gentle") == first
-    file.write_text(SOURCE.replace("0.5", "0.25"), encoding="utf-8")
-    assert identity("transform=their_ops.gentle") != first
-
-
 def test_editing_a_file_behind_a_re_export_changes_the_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +338,7 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
 @pytest.mark.parametrize(
     "files",
     [
-        {"their_ops": "from helper import K", "helper": "K = 1.0"},
+        {"their_ops": ""},
         {"their_ops": "import helper", "helper": "from other import K", "other": "K = 1.0"},
         {"their_ops": "def later():\n    from helper import K", "helper": "K = 1.0"},
         {"their_ops": "import inner.part", "inner/__init__": "", "inner/part": "K = 1.0"},
@@ -421,7 +355,7 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
             "inner/other": "K = 1.0",
         },
     ],
-    ids=["a name", "through another", "inside a function", "dotted", "relative", "deep"],
+    ids=["itself", "through another", "inside a function", "dotted", "relative", "deep"],
 )
 def test_editing_what_a_users_file_imports_changes_the_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]

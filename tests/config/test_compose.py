@@ -55,41 +55,27 @@ class Wrong:
 WRONG = (
     # options
     Wrong("transform=clop", "transform: there is no 'clop'. There are: adagc,", "'clip'?"),
-    Wrong("transform=[clip,nose]", "transform: there is no 'nose'. There are: ", "'noise'?"),
     Wrong("transform=", "transform: there is no ''. There are: adagc,", "zero."),
-    Wrong("site=output", "site: there is no 'output'. There are: ", "'outputs'?"),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
-    Wrong("site=null", "site: must name an option, found null"),
     Wrong("transform=[clip,clip]", "transform: 'clip' stands twice", "{name: clip, value: 0.01}'"),
-    Wrong(
-        "transform=[tests.theirs.Clip,clip]",
-        "transform: 'tests.theirs.Clip' and 'clip' have the same key 'clip'",
-        "'+transform.clip_2={name: clip, value: 0.01}'",
-    ),
     Wrong(
         "transform=[tests.theirs.Twice,tests.theirs.Twice]",
         "transform: 'tests.theirs.Twice' stands twice",
         "'+transform.twice_2={_target_: tests.theirs.Twice}'",
     ),
+    Wrong(
+        "transform=[tests.theirs.Clip,clip]",
+        "transform: 'tests.theirs.Clip' and 'clip' have the same key 'clip'",
+        "'+transform.clip_2={name: clip, value: 0.01}'",
+    ),
     # keys
     Wrong("step=20", "step: 'step' is not a key here. There are: transform, site,", "'steps'?"),
-    Wrong("+step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
     Wrong("++step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
     Wrong(
         "transform=clip transform.clip.valu=1",
         "transform.clip.valu: 'valu' is not a key here. There are: name, value.",
         "'value'?",
-    ),
-    Wrong(
-        "transform=clip +transform.clip.valu=1",
-        "transform.clip.valu: is not a field here. There are: value.",
-        "'value'?",
-    ),
-    Wrong(
-        "transform=clip transform.clop.value=1",
-        "transform.clop.value: 'clop' is not a key here. There are: clip.",
-        "'clip'?",
     ),
     Wrong("seed.x=1", "seed.x: is not a key here. seed is None, with no keys below."),
     Wrong(
@@ -101,37 +87,17 @@ WRONG = (
         "~transform.scheduled.of '+transform.scheduled.of={...}'",
     ),
     Wrong("~model", "model: is required, a mapping with a name"),
-    Wrong("+optimizer.momentun=1", "optimizer.momentun: is not a field here.", "'momentum'?"),
     Wrong(
         "site=combined site.of.0.types=[Linear]",
         "site.of.0.types: 'types' is not a key here. There are: name, pattern.",
         "'+site.of.0.types=...' adds it.",
     ),
-    Wrong(
-        "transform=clip transform.value=1",
-        "transform.value: 'value' is not a key here. There are: clip.",
-        "clip.",
-    ),
-    Wrong("transform=clip clip.value=1", "clip.value: 'clip' is not a key here.", "."),
     Wrong("~transform", "transform: cannot be taken out; 'transform=[]' leaves it empty"),
     Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
-    Wrong("transform=clip transform=sign", "transform: is given twice, transform=clip and"),
     Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
     # values of fields
     Wrong(
         "transform=clip transform.clip.value=-1", "transform.clip.value: must be > 0", "found -1"
-    ),
-    Wrong("transform=clip transform.clip.value=nan", "transform.clip.value: must be finite, found"),
-    Wrong(
-        "transform=clip transform.clip=3", "transform.clip: must be a mapping with a name, found 3"
-    ),
-    Wrong(
-        "transform=clamp transform.clamp.low=3 transform.clamp.high=1",
-        "transform.clamp.low: must be <= high, found low=3.0, high=1.0",
-    ),
-    Wrong(
-        "transform=scheduled transform.scheduled.of.factor=x",
-        "transform.scheduled.of.factor: must be a number, found 'x'",
     ),
     Wrong(
         "transform=scheduled transform.scheduled.of.name=scal",
@@ -142,25 +108,9 @@ WRONG = (
         "transform=chain transform.chain.links.0.value=-1",
         "transform.chain.links.0.value: must be > 0",
     ),
-    Wrong("when.start=10 when.stop=5", "when.stop: must be > start (10), found 5"),
-    Wrong(
-        "when.name=stepz", "when: there is no 'stepz' in triggers. There are: all_of, ", "'steps'?"
-    ),
-    Wrong("model.hidden=[0]", "model.hidden.0: must be > 0, found 0"),
-    Wrong("task.test_fraction=2", "task.test_fraction: must be <= 0.9, found 2"),
-    Wrong("optimizer.name=SDG", "optimizer: there is no 'SDG' in torch.optim.", "'SGD'?"),
-    Wrong("optimizer.name=LBFGS", "optimizer: LBFGS needs a closure that computes the loss"),
-    Wrong(
-        "optimizer=adamw optimizer.betas=[0.9]",
-        "optimizer: AdamW(lr=0.001, betas=[0.9], eps=1e-08, weight_decay=0.01) is refused: ",
-        "list index out of range",
-    ),
     Wrong(
         "optimizer.lr=-1",
         "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate",
-    ),
-    Wrong(
-        "optimizer.lr=null", "optimizer: SGD(lr=None, momentum=0.0, weight_decay=0.0) is refused: "
     ),
     Wrong(
         "optimizer.momentum=x",
@@ -172,30 +122,14 @@ WRONG = (
         "site: there is no module 'output' on the path, nor in this folder; "
         "for names in the model write site=parameters site.pattern=output.weight",
     ),
-    Wrong(
-        "+optimizer.nesterov=true",
-        "optimizer: SGD(lr=0.1, momentum=0.0, weight_decay=0.0, nesterov=True) is refused: "
-        "Nesterov momentum requires",
-    ),
-    Wrong(
-        "transform=clip transform.clip.value=null",
-        "transform.clip.value: must be a number, found None",
-    ),
-    Wrong("model.hidden=big", "model.hidden: must be a list, found 'big'"),
-    Wrong("model.hidden=null", "model.hidden: must be a list, found None"),
-    Wrong("site=combined site.of=[]", "site.of: must have at least 1 item, found []"),
-    Wrong("when=any_of when.of=[]", "when.of: must have at least 1 item, found []"),
     Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
     Wrong("out=\"'~/runs'\"", "out: must not begin with ~, ", "found '~/runs'"),
     # the short keys
     Wrong("lr=-1", "lr: must be > 0", "found -1"),
-    Wrong("lr=nan", "lr: must be finite, found nan"),
-    Wrong("steps=2.5", "steps: must be a whole number, found 2.5"),
     Wrong(
         "seeds=[1,2]",
         "seeds: must be the number of seeds, as seeds=2; for these seeds write -m seed=1,2, found",
     ),
-    Wrong("seed=9999999999999999999999", "seed: must be < "),
     Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
     Wrong(
         "control=plane",
@@ -204,9 +138,7 @@ WRONG = (
     ),
     Wrong("runner=auto", "runner: must be one of 'sequential' or 'stacked', found 'auto'"),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
-    Wrong("device=meta", "device: there is no 'meta' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
-    Wrong("study=", "study: must be a folder's name of at most 200 letters", "found ''"),
     Wrong("out=''", "out: must not be empty"),
     Wrong("out=file.txt/runs", "out: must be a folder, and ", "'file.txt/runs'"),
     Wrong("steps='${nope}'", "steps: Interpolation key 'nope' not found"),
@@ -214,51 +146,19 @@ WRONG = (
     Wrong(
         "site.pattern=hiden.*", "site.pattern: nothing matches 'hiden.*'. There are", "'hidden.*'?"
     ),
-    Wrong(
-        "transform=clip site=outputs site.pattern=hiden.*",
-        "site.pattern: nothing matches ",
-        "'hidden.*'?",
-    ),
     Wrong("site=nodes site.module=hiden", "site.module: nothing matches 'hiden'.", "'hidden'?"),
-    Wrong("site=nodes site.types=Linea", "site.types: nothing matches 'Linea'.", "'Linear'?"),
     Wrong("site=nodes site.pattern=Rlu", "site.pattern: no node is selected by 'Rlu'. There are: "),
-    Wrong(
-        "site=nodes site.pattern=Relu site.call=5",
-        "site.call: no node is selected by 'Relu' (call=5). There are: ",
-        " T.",
-    ),
-    Wrong(
-        "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
-        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
-        "There are: 0, 2.",
-    ),
-    Wrong(
-        "transform=feedback_weights site=nodes site.module=hidden.1.*",
-        "transform.feedback_weights: needs the gradient that enters the autograd node, and Nodes(",
-        "it can act at Nodes with side='leave'",
-    ),
     Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
-    Wrong(
-        "transform=clip_global_norm site.stage=backward",
-        "transform.clip_global_norm: needs all gradients of a group at once",
-        "stages it can have: step",
-    ),
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
         "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
         "it can act at Parameters with stage=step or stage=reduced, or at Group",
     ),
     Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
-    # gradients of others than the transform is made for, however equal the sizes are
     Wrong(
-        "transform=direct_feedback site.pattern=hidden.1.linear.weight site.stage=backward",
-        "transform.direct_feedback: needs the gradient of the model's output",
-        "it can act at Outputs or Inputs",
-    ),
-    Wrong(
-        "transform=feedback_weights site=nodes site.pattern=Addmm site.side=leave",
-        "transform.feedback_weights: needs the gradient of the input of a matrix product",
-        "pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
+        "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
+        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
+        "There are: 0, 2.",
     ),
     # which a step alone tells
     Wrong(
@@ -267,23 +167,11 @@ WRONG = (
         "transform.direct_feedback: needs the same number of examples (axis 0) in the model's ",
         "found 3 and 64",
     ),
-    Wrong("site.depth=9", "site.depth: nothing matches '*' with 'depth=(9, 9)'"),
     Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
-    Wrong(
-        "transform=clip site=outputs site.stage=step",
-        "site.stage: Outputs cannot have stage 'step'; stages it can have: backward",
-    ),
-    Wrong(
-        "transform=clip site=combined +site.of.0.stage=forward +site.of.1.stage=forward",
-        "site.of.0.stage: Parameters cannot have stage 'forward'; ",
-    ),
     Wrong(
         "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
         "site.of.0.pattern: nothing matches 'hiden.*'",
         "'hidden.*'?",
-    ),
-    Wrong(
-        "transform.clip.value=1", "transform.clip.value: 'clip' is not chosen; add transform=clip"
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
@@ -299,14 +187,11 @@ WRONG = (
         "site: no gradient passes at hidden.0.linear.weight, ",
         "(not asked of autograd.grad, needs no gradient)",
     ),
-    Wrong("site=captured", "site: no gradient passes at ", "needs no gradient)"),
-    Wrong("transform=clip when=flag", "when: Flag("),
     Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never"),
     Wrong(
         "transform=clip_global_norm site=group when=depth when.low=9",
         "when.low: Depth(low=9, high=None) never fires",
     ),
-    Wrong("transform=clip when=index when.start=9", "when.start: Index(start=9, stop=None) never"),
     Wrong(
         "transform=clip when.start=500",
         "when.start: Steps(start=500, stop=None, every=1) never ",
@@ -316,20 +201,11 @@ WRONG = (
         "transform=clip when=every when.offset=500",
         "when: Every(count=10, offset=500) never",
     ),
-    Wrong("transform=clip when=epochs when.start=24", "when.start: Epochs(start=24, "),
-    Wrong(
-        "transform=clip when=phase when.phase=fine_tune when.fine_tune=500",
-        "when: Phase(phase='fine_tune', warm_up=100, fine_tune=500) never fires in",
-    ),
     Wrong("transform=clip when=shape when.above=64", "when.above: Shape(above=64, "),
     Wrong("transform=clip when=probability when.p=0", "when.p: Probability(p=0.0, "),
     Wrong(
         "transform=clip when=unless when.of.stop=500",
         "when.of: Unless(of=Steps(start=0, stop=500, every=1)) never",
-    ),
-    Wrong(
-        "transform=clip when=all_of when.of.0.start=500 when.of.0.stop=null",
-        "when.of: AllOf(of=(Steps(start=500, ",
     ),
     Wrong(
         "transform=clip when=shape when.source=grad when.dim=5",
@@ -359,27 +235,15 @@ WRONG = (
     ),
     Wrong("out=~/runs", "out=~/runs: cannot be read: a shell leaves ~ alone", "write $HOME"),
     Wrong("transform=./clip.py", "transform: there is no './clip.py'. There are: ", "?"),
-    Wrong("clip", "clip: is not key=value"),
-    Wrong("=3", "=3: has no key before the ="),
-    Wrong("transform=clip,noise", "transform=clip,noise: several values need a sweep: add -m"),
     Wrong("-m lr=interval(0,1)", "lr=interval(0,1): cannot be swept: "),
     # a user's own
-    Wrong("transform=tests.their.halve", "transform.halve: there is no module 'tests.their' on"),
-    Wrong("transform=[clip,tests.theirs.halv]", "transform.halv: tests.theirs has no", "'halve'?"),
     Wrong("transform=.halve", "transform.halve: '.halve' is not a dotted path"),
+    Wrong("transform=tests.their.halve", "transform.halve: there is no module 'tests.their' on"),
     Wrong(
         "transform=tests.theirs.Stubborn",
         "transform.stubborn: tests.theirs.Stubborn raised ZeroDivisionError: not today (",
         f"theirs.py, line {STUBBORN})",
     ),
-    Wrong(
-        "transform=tests.theirs.Keyed",
-        "transform.keyed: tests.theirs.Keyed raised KeyError: no such thing (",
-    ),
-    Wrong(
-        "transform=tests.theirs.Unfinished", "transform.unfinished: tests.theirs.Unfinished raised"
-    ),
-    Wrong("transform=tests.theirs.number", "transform.number: must be a Transform, found 3"),
     Wrong(
         "transform=tests.theirs.scaled +transform.scaled.facto=2",
         "transform.scaled.facto: is not a field here. There are: grad, factor.",
@@ -391,7 +255,6 @@ WRONG = (
     ),
     Wrong("model=tests.theirs.no_module", "model: must make a torch.nn.Module, found 10"),
     Wrong("model=tests.theirs.misfit", "model: inputs [2, 1, 8, 8] do not pass through it and"),
-    Wrong("task=tests.theirs.halve", "task: tests.theirs.halve raised TypeError: "),
     Wrong("task=tests.theirs.ready", "task: must be a class or a function, found Scale"),
     Wrong(
         "task=tests.theirs.Lost",

@@ -26,7 +26,7 @@ from tests.runs import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-INTERRUPTED = [1, 5, 10, 11, 14, 15, 21, 30]
+INTERRUPTED = [1, 10, 11, 14, 15, 30]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_like_an_uninterrupted_one(
 REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
 
 
-@pytest.mark.parametrize("step", [5, 11, 15, 21])
+@pytest.mark.parametrize("step", [5, 15])
 def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> None:
     transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
     record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
@@ -87,7 +87,7 @@ def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> No
     assert_same(execute(a_run(transform, when=REMEMBERS), tmp_path, []), record)
 
 
-@pytest.mark.parametrize("step", [5, 14, 21])
+@pytest.mark.parametrize("step", [5, 21])
 def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step) -> None:
     expected, torn, resumed = Listening(), Listening(), Listening()
     execute(a_run(MIXED), tmp_path / "whole", [expected])
@@ -167,8 +167,8 @@ def test_a_resumed_run_has_the_notes_of_an_uninterrupted_one(tmp_path, transform
     assert_same(execute(run, tmp_path / "torn", []), expected)
 
 
-@pytest.mark.parametrize("name", ["gradsurg", "torch", "numpy", "python"])
-def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch, name: str) -> None:
+def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) -> None:
+    name = "numpy"
     run = a_run(MIXED, task=Wrapped(15, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path, [])

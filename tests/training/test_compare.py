@@ -55,11 +55,6 @@ def test_a_surgery_that_does_something_is_compared_seed_by_seed() -> None:
     assert "higher" in comparison.table() or "no clear difference" in comparison.table()
 
 
-def test_one_seed_has_no_interval() -> None:
-    comparison = gs.compare(make_model, train, gs.Surgery(gs.Intervention(gs.Zero())), seeds=1)
-    assert "one seed: no interval" in comparison.table()
-
-
 def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() -> None:
     outcomes = iter([float("nan"), 1.0, 2.0, 1.0, 2.5, 1.0])
     comparison = gs.compare(

@@ -87,6 +87,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+PAIRS = [
+    *zip(["perceptron", "normed", "recurrent", "normed", "perceptron"], OPTIMIZERS, strict=True)
+]
+
+
 def a_run(
     transform: Transform,
     model: str = "perceptron",
@@ -146,8 +151,7 @@ def both(run: Run, out: Path) -> tuple[Record, Record]:
     return execute(run, out / "asked", []), execute(never, out / "plain", [])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), PAIRS)
 def test_measuring_the_update_effect_leaves_training_bit_identical(
     tmp_path, model: str, optimizer: str
 ) -> None:
@@ -194,8 +198,7 @@ def test_measuring_the_update_effect_does_not_reach_any_kind_of_site(tmp_path, k
     assert (first["update/norm_ratio"] == 1) == (kind == "captured")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "optimizer"), PAIRS)
 def test_a_surgery_that_does_nothing_has_cosine_and_ratio_one(
     tmp_path, model: str, optimizer: str
 ) -> None:
@@ -318,7 +321,7 @@ class Tearing(Task):
         return Digits().metrics(outputs, targets)
 
 
-@pytest.mark.parametrize("call", [1, 9, 14, 20, 28])
+@pytest.mark.parametrize("call", [1, 14, 28])
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: int) -> None:
     whole = execute(a_run(MIXED, "normed", "adam"), tmp_path / "whole", [])
     with pytest.raises(Torn):

@@ -14,7 +14,6 @@ from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.logged_numbers import learned_nothing
 from gradsurg.training.study import execute
-from tests.conftest import Here
 from tests.report import studies
 from tests.runs import Wrapped, a_run
 
@@ -103,15 +102,6 @@ def test_the_summary_records_that_a_run_has_learned_nothing(
     task: Task = Digits()
     record = execute(a_run(transform, task=task), tmp_path, [])
     assert bool(record.summary["learned_nothing"]) == dead
-
-
-def test_an_arm_that_learned_nothing_is_reported_in_one_line(here: Here) -> None:
-    words = ("steps=40", "seeds=2", "logger=none", "report=false")
-    text = " ".join(here("transform=zero", *words).out.split())
-    assert "zero: training did not learn anything in 2 of 2 seeds: test accuracy " in text
-    assert ", and chance for 10 classes is 10.22%." in text
-    assert "control: training" not in text
-    assert "did not learn" not in here("transform=identity", *words).out
 
 
 def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:

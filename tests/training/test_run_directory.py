@@ -56,11 +56,6 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_creating_a_run_directory_object_writes_nothing(run):
-    assert not run.path.exists()
-    assert not run.finished
-
-
 def test_config_can_be_read_back(run):
     config = {"lr": 1e-6, "model": {"hidden": (64, 64)}, "when": None, "path": "a: b"}
     run.plan({}, config)
@@ -117,31 +112,6 @@ def test_a_partly_written_summary_does_not_finish_a_run(run, monkeypatch, moment
         run.write_summary({"state": "finished"})
     assert not run.finished
     assert [path.name for path in run.path.iterdir()] == ["kept"]
-
-
-def test_a_failed_write_of_the_summary_leaves_the_old_one(run, monkeypatch):
-    run.write_summary({"state": "finished"})
-    monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
-    with pytest.raises(FileNotFoundError):
-        run.write_summary({"state": "diverged"})
-    assert run.read_summary() == {"state": "finished"}
-
-
-def test_a_line_that_does_not_fit_the_disk_is_removed_and_the_file_named(run, monkeypatch):
-    run.append_metrics({"step": 1})
-    write = os.write
-
-    def half(descriptor, content):
-        if len(content) < 10:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, content[: len(content) - 5])
-
-    monkeypatch.setattr(os, "write", half)
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
-        run.append_metrics({"step": 2, "train/loss": 0.25})
-    monkeypatch.undo()
-    run.append_metrics({"step": 3})
-    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [1, 3]
 
 
 def test_an_error_names_the_directory_that_cannot_be_written(tmp_path):
@@ -265,74 +235,6 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
     assert not (run.path / "executed").exists()
 
 
-@pytest.mark.parametrize("sealing", [True, False])
-@pytest.mark.parametrize("place", ["above", "absolute", "inside"])
-def test_a_foreign_checkpoint_cuts_no_other_file(run, tmp_path, place, sealing) -> None:
-    run.path.mkdir(parents=True)
-    paths = {"above": "../../private", "absolute": str(tmp_path / "private"), "inside": "mine"}
-    private = run.path / paths[place]
-    private.write_text("private", encoding="utf-8")
-    content = sealed({"state": {}, "sizes": {"metrics.jsonl": 0, paths[place]: 0}})
-    (run.path / "checkpoint.pt").write_bytes(content if sealing else content[:-32])
-    if sealing:
-        with pytest.raises(ValueError, match="is not the checkpoint of a run"):
-            run.load_checkpoint()
-    else:
-        assert run.load_checkpoint() is None
-    assert private.read_text(encoding="utf-8") == "private"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [3, [], {"state": {}}, {"state": 3, "sizes": {}}]
-    + [{"state": {}, "sizes": {"metrics.jsonl": size}} for size in (-1, "1", None, 0.5)],
-)
-def test_a_checkpoint_of_another_content_is_refused(run, content) -> None:
-    run.path.mkdir(parents=True)
-    (run.path / "checkpoint.pt").write_bytes(sealed(content))
-    with pytest.raises(ValueError, match=r"is not the checkpoint of a run.*force=true"):
-        run.load_checkpoint()
-
-
-def test_rows_that_were_moved_before_the_checkpoint_are_an_error(run) -> None:
-    run.append_metrics({"step": 10})
-    run.save_checkpoint({"step": 10})
-    path = run.path / "metrics.jsonl"
-    path.write_bytes(b" " * 100 + path.read_bytes())
-    with pytest.raises(ValueError, match=r"has no line that ends at byte 12, .*force=true"):
-        run.load_checkpoint()
-    assert path.stat().st_size == 112
-
-
-def test_no_row_is_cut_if_one_file_is_too_short(run) -> None:
-    run.append_metrics({"step": 10})
-    run.append_effects([effect(10, 5, 5)])
-    run.save_checkpoint({"step": 10})
-    run.append_metrics({"step": 20})
-    (run.path / "effects.jsonl").write_text("", encoding="utf-8")
-    before = (run.path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"effects\.jsonl has 0 bytes"):
-        run.load_checkpoint()
-    assert (run.path / "metrics.jsonl").read_bytes() == before
-
-
-def test_a_symbolic_link_in_a_run_is_not_followed_by_a_write(run, tmp_path) -> None:
-    run.path.mkdir(parents=True)
-    private = tmp_path / "private"
-    private.write_text("private\n", encoding="utf-8")
-    draft = run.path / f".summary.json.{os.getpid()}.tmp"
-    for name in ("metrics.jsonl", "summary.json", draft.name):
-        (run.path / name).symlink_to(private)
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        run.append_metrics({"step": 1})
-    with pytest.raises(OSError, match=r"metrics\.jsonl"):
-        run.load_checkpoint()
-    (run.path / "metrics.jsonl").unlink()
-    run.write_summary({"state": "finished"})
-    assert not (run.path / "summary.json").is_symlink()
-    assert private.read_text(encoding="utf-8") == "private\n"
-
-
 def test_clear_removes_the_runs_files_and_no_other(run):
     run.clear()
     run.plan({}, {"a": 1})
@@ -347,18 +249,6 @@ def test_clear_removes_the_runs_files_and_no_other(run):
     (run.path / "wandb").mkdir()
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["wandb"]
-
-
-def test_a_landscape_is_read_back_or_none(run):
-    assert run.read_landscape() is None
-    run.write_landscape({"x1": [1.0, float("nan")]})
-    assert run.read_landscape() == {"x1": [1.0, None]}
-
-
-def test_examined_arrays_are_read_back_or_none(run):
-    assert run.read_examined() is None
-    run.write_examined({"maps": {"trained": [[1.0, float("inf")]]}})
-    assert run.read_examined() == {"maps": {"trained": [[1.0, None]]}}
 
 
 def test_the_facts_of_a_planned_run_can_be_read(run):

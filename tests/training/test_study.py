@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from gradsurg.experiments.liu2021.task import CAGradToy
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.config.build import build
-from gradsurg.config.compose import plain
-from gradsurg.config.overrides import CONFIG_DIR, register
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.models.point import Point
@@ -83,7 +78,7 @@ def test_a_run_with_a_landscape_writes_it_and_logs_its_coordinates(tmp_path) -> 
     schedule = replace(SHORT, eval_every=10)
     run = replace(a_run(task=task, schedule=schedule), make_model=make_point)
     record = execute(run, tmp_path, [])
-    assert RunDirectory(record.directory).read_landscape() == task.landscape()
+    assert json.loads(read(record, "landscape.json")) == task.landscape()
     rows = [row for row in lines(record, "metrics.jsonl") if "test/x1" in row]
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert {"test/x2", "test/loss_1", "test/loss_2"} < set(rows[0])
@@ -134,11 +129,10 @@ def assert_effects_match(
     ("transform", "when"),
     [
         (gs.Clip(1e9), None),
-        (gs.Identity(), None),
         (gs.AddNoise(1.0), gs.Steps(start=10**6)),
         (gs.AddNoise(1.0), gs.Steps(start=29, every=2)),
     ],
-    ids=["clip", "identity", "noise that never fires", "noise at the last step"],
+    ids=["clip", "never fires", "at the last step"],
 )
 def test_the_arms_differ_by_the_transform_alone(tmp_path, transform, when) -> None:
     control = execute(a_run(), tmp_path, [])
@@ -169,7 +163,7 @@ def test_a_finished_run_is_not_repeated_unless_it_was_cleared(tmp_path) -> None:
     assert {path: path.read_bytes() for path in first.directory.glob("*.jsonl")} == before
 
 
-@pytest.mark.parametrize("task", [Wrapped(), Wrapped(7, "raise"), Wrapped(1, "raise")], ids=repr)
+@pytest.mark.parametrize("task", [Wrapped(), Wrapped(7, "raise")], ids=repr)
 def test_generators_and_threads_are_restored_after_a_run(tmp_path, task) -> None:
     torch.manual_seed(123)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -211,8 +205,7 @@ def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:
     assert execute(a_run(gs.Clip(0.1)), tmp_path, []).action == "skipped"
 
 
-@pytest.mark.parametrize("log_every", [1, 7, 30])
-@pytest.mark.parametrize("most", [1000, 4])
+@pytest.mark.parametrize(("log_every", "most"), [(1, 1000), (7, 4), (30, 4)])
 def test_the_first_loss_that_is_not_finite_is_recorded_for_any_log_interval(
     tmp_path, monkeypatch, log_every: int, most: int
 ) -> None:
@@ -251,8 +244,7 @@ class Rude(Listening):
             raise ConnectionError(name)
 
 
-@pytest.mark.parametrize("where", ["start", "log", "finish"])
-@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize(("where", "guard"), [("start", True), ("log", False), ("finish", True)])
 def test_a_logger_that_raises_does_not_end_training(tmp_path, where, guard) -> None:
     plain, other = execute(a_run(), tmp_path / "a", []), Listening()
     rude: Logger = GuardedLogger(Rude(where)) if guard else Rude(where)
@@ -336,26 +328,6 @@ def test_a_trigger_that_never_fired_is_noted(tmp_path) -> None:
     rows = lines(record, "effects.jsonl")
     assert {(row["calls"], row["norm_before"]) for row in rows} == {(0, None)}
     assert sum(row["seen"] for row in rows) == 120
-
-
-def test_the_default_clip_changes_five_to_twenty_five_percent_of_all_entries(tmp_path) -> None:
-    register()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = plain(hydra_compose("config", ["transform=clip", "seed=0", "logger=none"]))
-    experiment = build(config)
-    (pair,) = experiment.pairs
-    assert pair.treated is not None
-    record = execute(pair.treated, tmp_path, [], threads=experiment.settings.threads)
-    sizes = {name: param.numel() for name, param in experiment.make_model().named_parameters()}
-    changed = total = 0.0
-    for row in lines(record, "effects.jsonl"):
-        fraction, sampled = row["changed"], row["sampled"]
-        assert isinstance(fraction, float)
-        assert isinstance(sampled, int)
-        changed += fraction * sampled * sizes[str(row["site"])]
-        total += sampled * sizes[str(row["site"])]
-    assert total == sum(sizes.values()) * experiment.settings.steps
-    assert 0.05 <= changed / total <= 0.25
 
 
 def test_a_task_that_changes_the_current_folder_moves_no_file(tmp_path, monkeypatch) -> None:
