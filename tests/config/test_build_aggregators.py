@@ -48,23 +48,11 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ],
         ),
         (
-            ["aggregator=fixed_weights", "aggregator.weights={first: much, second: 0.5}"],
-            ["aggregator.weights.first: must be a number, found 'much'"],
-        ),
-        (
-            ["aggregator=fixed_weights", "aggregator.weights={first: 1, second: 0.5, third: 2}"],
-            ["aggregator.weights: there is no task 'third'. There are: first, second."],
-        ),
-        (
             ["aggregator=agem", "aggregator.memory=frist"],
             [
                 "aggregator.memory: there is no loss 'frist'. There are: first, second. "
                 "Did you mean 'first'?"
             ],
-        ),
-        (
-            ["aggregator=grad_drop", "aggregator.leak=2"],
-            ["aggregator.leak: must be <= 1.0, found 2"],
         ),
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),
         (
@@ -72,10 +60,6 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["when.start: Steps(start=100, stop=None, every=1) never fires in 10 steps"],
         ),
         (["when=threshold"], ["when: reads one gradient, and an aggregator has several"]),
-        (
-            ["when=for_task", "when.task=nope"],
-            ["when: reads one gradient, and an aggregator has several"],
-        ),
         (
             ["when=flag", "when.flag=late"],
             ["when.flag: Flag(flag='late', on=False) never fires in 10"],
@@ -107,7 +91,6 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             for kind in ("placebo", "update_norm_matched")
         ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
-        (["aggregator.order=nope"], ["aggregator.order: must be one of"]),
         (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
         (["shared.engine=feature", "accumulate=3", "steps=0"], [ONE_FORWARD]),
         (

@@ -117,25 +117,19 @@ def both(tmp_path, runs: list[Run]) -> list[tuple[Record, Record]]:
 
 @pytest.mark.parametrize("optimizer", [{}, {"make_optimizer": adam}], ids=["sgd", "adam"])
 def test_a_stack_of_seeds_and_arms_has_the_files_of_sequential_runs(tmp_path, optimizer) -> None:
-    for record, other in both(tmp_path, runs_of(gs.Clip(0.01), None, **optimizer)):
+    for record, other in both(tmp_path, runs_of(gs.Clip(0.01), None, seeds=2, **optimizer)):
         assert_same_files(record, other)
         runner = record.summary["runner"]
         assert isinstance(runner, dict)
-        assert runner["replicas"] == 6
-        assert runner["first_step"] == "bit-identical" or "differs by" in runner["first_step"]
-
-
-def test_weights_are_equal_bit_for_bit_if_the_first_step_is(tmp_path) -> None:
-    for record, other in both(tmp_path, runs_of(gs.Clip(0.01), None, seeds=2)):
-        runner = record.summary["runner"]
-        assert isinstance(runner, dict)
-        if runner["first_step"] != "bit-identical":
-            pytest.skip("on this processor a batched product rounds otherwise")
-        found, expected = (
-            RunDirectory(one.directory).load_checkpoint() or {} for one in (record, other)
-        )
-        for name, weight in found["model"].items():
-            assert torch.equal(weight, expected["model"][name])
+        assert runner["replicas"] == 4
+        if runner["first_step"] == "bit-identical":  # on some processors a product rounds otherwise
+            found, expected = (
+                RunDirectory(one.directory).load_checkpoint() or {} for one in (record, other)
+            )
+            for name, weight in found["model"].items():
+                assert torch.equal(weight, expected["model"][name])
+        else:
+            assert "differs by" in runner["first_step"]
 
 
 FEW = Schedule(steps=6, batch_size=16, log_every=3, checkpoint_every=3, effects_every=2)
@@ -360,7 +354,7 @@ AGGREGATORS = (gs.Sum(), gs.Mean(), gs.PCGrad(), gs.MGDA(), gs.CAGrad(), gs.Nash
 ON_TASKS = [(one, task) for one in AGGREGATORS for task in (DigitAttributes(), PCGradToy())]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("aggregator", "task"), [*ON_TASKS, (gs.DWA(), DigitAttributes())])
 def test_an_aggregator_combines_the_tasks_of_a_stack_as_of_each_run(
     tmp_path, aggregator, task

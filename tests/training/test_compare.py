@@ -153,6 +153,7 @@ def test_an_unknown_control_and_the_placebo_of_an_aggregator_are_refused() -> No
         gs.compare(make_model, train, surgery, control="placebo")
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_progress_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

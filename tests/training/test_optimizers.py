@@ -68,6 +68,7 @@ def optimized(name: str, at: int = 0) -> Run:
     return replace(run, make_optimizer=maker(CONFIGS[name]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     whole = execute(optimized(name), tmp_path / "whole", [])

@@ -136,6 +136,7 @@ def scheduled(name: str, at: int = 0, steps: int = SHORT.steps) -> Run:
     return replace(run, make_lr_schedule=make)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "constant"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     whole = execute(scheduled(name), tmp_path / "whole", [])
