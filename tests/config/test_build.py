@@ -120,11 +120,6 @@ def test_without_a_transform_there_is_one_plain_run_a_seed(word: str) -> None:
     assert {pair.control.label for pair in experiment.pairs if pair.control} == {"none"}
 
 
-def test_a_scheduled_transform_is_built_with_its_inner_transform() -> None:
-    (scheduled,) = links("transform=scheduled", "transform.scheduled.of.factor=0.5")
-    assert scheduled.of == gs.Scale(0.5)
-
-
 def test_each_link_of_a_chain_is_measured_under_a_name_of_its_own() -> None:
     words = ("transform=[chain,sign]", "transform.chain.links.0.value=2")
     assert links(*words)[:2] == [gs.Clip(2.0), gs.Scale(0.5)]

@@ -15,7 +15,7 @@ from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Batches, train
@@ -24,7 +24,7 @@ from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
-from tests.runs import Torn, flat, untimed
+from tests.runs import Torn, Wrapped, flat, untimed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,7 +131,7 @@ def assert_alike(asked: Record, plain: Record) -> None:
     for name in ("metrics.jsonl", "effects.jsonl"):
         asked_rows = [without_update(row) for row in rows(asked, name)]
         assert asked_rows == [without_update(row) for row in rows(plain, name)]
-        assert asked_rows
+        assert asked_rows or name == "effects.jsonl"  # captured gradients have none
     checkpoints = [
         untimed(RunDirectory(record.directory).load_checkpoint() or {}) for record in (asked, plain)
     ]
@@ -183,16 +183,7 @@ SITES = {
 def test_measuring_the_update_effect_does_not_reach_any_kind_of_site(tmp_path, kind: str) -> None:
     run = a_run(gs.Scale(0.5), at=SITES[kind])
     asked, plain = both(run, tmp_path)
-    for name in ("metrics.jsonl", "effects.jsonl"):
-        asked_rows = [without_update(row) for row in rows(asked, name)]
-        assert asked_rows == [without_update(row) for row in rows(plain, name)]
-    checkpoints = [
-        untimed(RunDirectory(record.directory).load_checkpoint() or {}) for record in (asked, plain)
-    ]
-    assert flat(checkpoints[0]) == flat(checkpoints[1])
-    assert asked.summary
-    assert plain.summary
-    assert asked.summary["notes"] == plain.summary["notes"]
+    assert_alike(asked, plain)
     (first, *_) = rows(asked)
     # what acts elsewhere than on gradients acts too; the twin has none of it
     assert (first["update/norm_ratio"] == 1) == (kind == "captured")
@@ -222,26 +213,6 @@ def test_zero_gradients_give_no_update_with_sgd_and_one_with_momentum(tmp_path) 
     ratio = record.summary["update/norm_ratio"]
     assert isinstance(ratio, float)
     assert 0 < ratio < 1  # weight decay
-
-
-@pytest.mark.parametrize(
-    ("transform", "cosine", "ratio"),
-    [(gs.Scale(0.5), 1, 0.5), (gs.GradientReversal(), -1, 1), (gs.Scale(-3.0), -1, 3)],
-    ids=repr,
-)
-def test_with_plain_sgd_updates_compare_as_gradients_do(tmp_path, transform, cosine, ratio) -> None:
-    record = execute(a_run(transform), tmp_path, [])
-    for row in rows(record):
-        assert row["update/cosine"] == pytest.approx(cosine, abs=1e-6)
-        assert row["update/norm_ratio"] == pytest.approx(ratio, rel=1e-4)
-
-
-def test_scaled_gradients_do_not_change_the_first_update_of_adam(tmp_path) -> None:
-    schedule = replace(SHORT, steps=1, log_every=1)
-    record = execute(a_run(gs.Scale(0.5), optimizer="adam", schedule=schedule), tmp_path, [])
-    (row,) = rows(record)
-    assert row["update/norm_ratio"] == pytest.approx(1, abs=1e-3)
-    assert row["update/cosine"] == pytest.approx(1, abs=1e-3)
 
 
 def test_the_update_numbers_equal_those_of_two_steps_by_hand() -> None:
@@ -302,30 +273,11 @@ def test_steps_between_samples_are_not_measured() -> None:
     assert counterfactual.fetch()[UPDATES_SAMPLED] == 3
 
 
-class Tearing(Task):
-    """Digits, whose loss raises at a call."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def load(self) -> Data:
-        return Digits().load()
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.left -= 1
-        if not self.left:
-            raise Torn
-        return Digits().loss(outputs, targets)
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        return Digits().metrics(outputs, targets)
-
-
 @pytest.mark.parametrize("call", [1, 14, 28])
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: int) -> None:
     whole = execute(a_run(MIXED, "normed", "adam"), tmp_path / "whole", [])
     with pytest.raises(Torn):
-        execute(a_run(MIXED, "normed", "adam", task=Tearing(call)), tmp_path / "torn", [])
+        execute(a_run(MIXED, "normed", "adam", task=Wrapped(call, "raise")), tmp_path / "torn", [])
     torn = execute(a_run(MIXED, "normed", "adam"), tmp_path / "torn", [])
     assert_alike(torn, whole)
     assert rows(torn) == rows(whole)
@@ -333,17 +285,6 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: i
     assert whole.summary
     numbers = [UPDATES_SAMPLED, *UPDATE_NAMES]
     assert [torn.summary[name] for name in numbers] == [whole.summary[name] for name in numbers]
-
-
-def test_the_summary_has_the_mean_over_all_sampled_steps(tmp_path) -> None:
-    schedule = replace(SHORT, steps=7, log_every=4)
-    record = execute(a_run(gs.Sign(), schedule=schedule), tmp_path, [])
-    logged = rows(record)
-    assert [row[UPDATES_SAMPLED] for row in logged] == [2, 2]
-    assert record.summary
-    assert record.summary[UPDATES_SAMPLED] == 4
-    for name in UPDATE_NAMES:
-        assert record.summary[name] == pytest.approx(sum(row[name] for row in logged) / 2)
 
 
 def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:

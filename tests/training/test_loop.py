@@ -138,13 +138,6 @@ def test_training_in_two_halves_equals_training_at_once() -> None:
     assert all(map(torch.equal, weights(whole), weights(halves)))
 
 
-def test_no_step_is_made_if_all_are_done() -> None:
-    model = small()
-    before = weights(model)
-    assert go(model, 4, start=4) == []
-    assert all(map(torch.equal, before, weights(model)))
-
-
 def test_the_model_is_in_training_mode() -> None:
     model = small().eval()
     go(model, 1)

@@ -121,16 +121,6 @@ def test_an_interrupted_run_with_random_draws_ends_like_an_uninterrupted_one(
     assert_same(execute(drawing_run(), tmp_path / "torn", []), whole)
 
 
-def test_measuring_the_update_effect_changes_no_random_draw(tmp_path: Path) -> None:
-    rows = []
-    for every in (0, 2):
-        schedule = replace(SHORT, update_effect_every=every)
-        run = replace(drawing_run(), schedule=schedule)
-        record = execute(run, tmp_path / str(every), [])
-        rows.append([row["train/loss"] for row in lines(record, "metrics.jsonl")])
-    assert rows[0] == rows[1]
-
-
 def test_the_update_without_surgery_uses_the_same_random_draws(tmp_path: Path) -> None:
     schedule = replace(SHORT, update_effect_every=2)
     run = replace(a_run(gs.Identity(), task=Drawing(), schedule=schedule), make_model=Jittered)

@@ -50,7 +50,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 # Accumulation.
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 9])
+@pytest.mark.parametrize("step", [0, 2, 9])
 def test_accumulated_batches_together_are_one_large_batch(step: int) -> None:
     for number in range(step, step + 5):
         parts = list(islice(data(4, accumulate=2).start(number), 2))
