@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record
+from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
@@ -147,6 +148,18 @@ def assert_same(found: Record, expected: Record) -> None:
     )
     assert all(isinstance(state[key], float) for state in (kept, whole) for key in TIMES)
     assert flat(untimed(kept)) == flat(untimed(whole))
+
+
+def assert_resumes(make: Callable[[int], Run], out: Path, at: int) -> Record:
+    """Assert that a run whose loss raises at call `at` ends, once resumed, like the whole one.
+
+    `make` is given the number of the call, 0 for a loss that does not raise. Return the whole run.
+    """
+    whole = execute(make(0), out / "whole", [])
+    with pytest.raises(Torn):
+        execute(make(at), out / "torn", [])
+    assert_same(execute(make(0), out / "torn", []), whole)
+    return whole
 
 
 def flat(thing: object) -> object:

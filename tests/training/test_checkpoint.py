@@ -16,6 +16,7 @@ from tests.runs import (
     Torn,
     Wrapped,
     a_run,
+    assert_resumes,
     assert_same,
     lines,
     notes,
@@ -74,7 +75,9 @@ REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per
 @pytest.mark.parametrize("step", [5, 15])
 def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> None:
     transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
-    record = execute(a_run(transform, when=REMEMBERS), tmp_path / "whole", [])
+    record = assert_resumes(
+        lambda at: a_run(transform, when=REMEMBERS, task=Wrapped(at, "raise")), tmp_path, step
+    )
     rows = lines(record, "effects.jsonl")
     calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
     assert 0.1 * seen < calls < 0.9 * seen
@@ -82,9 +85,6 @@ def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> No
     surgery: Any = checkpoint["surgery"]
     memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
     assert {value.item() for state in memories for value in state.values()} == {True, False}
-    with pytest.raises(Torn):
-        execute(a_run(transform, when=REMEMBERS, task=Wrapped(step, "raise")), tmp_path, [])
-    assert_same(execute(a_run(transform, when=REMEMBERS), tmp_path, []), record)
 
 
 @pytest.mark.parametrize("step", [5, 21])
@@ -130,11 +130,9 @@ def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
 
 def test_effects_sampled_at_few_steps_resume(tmp_path) -> None:
     schedule = replace(SHORT, effects_every=12)
-    expected = execute(a_run(gs.Clip(0.01), schedule=schedule), tmp_path / "whole", [])
-    run = a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(13, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
+    expected = assert_resumes(
+        lambda at: a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(at, "raise")), tmp_path, 13
+    )
     calls = [row["calls"] for row in lines(expected, "effects.jsonl")][::4]
     assert calls == [5, 10, 10]
 
@@ -159,12 +157,10 @@ def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at, s
     ids=["changed nothing", "changed nothing at first", "never fired"],
 )
 def test_a_resumed_run_has_the_notes_of_an_uninterrupted_one(tmp_path, transform, when) -> None:
-    expected = execute(a_run(transform, when=when), tmp_path / "whole", [])
+    expected = assert_resumes(
+        lambda at: a_run(transform, when=when, task=Wrapped(at, "raise")), tmp_path, 21
+    )
     assert len(notes(expected)) == 1
-    run = a_run(transform, when=when, task=Wrapped(21, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
 
 
 def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) -> None:

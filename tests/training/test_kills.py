@@ -18,95 +18,32 @@ from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record, execute
+from gradsurg.training.study import execute
 from tests.loggers.offline import alone
 from tests.runs import MIXED, ROOT, SHORT, a_run, assert_same
 
-# Each child is killed at its own moment: in a step, or before a call of the system.
-KILLS = """
-import os, random, signal, sys
-from pathlib import Path
-import torch
-from gradsurg.training.study import execute
-from tests.runs import MIXED, Wrapped, a_run
 
-torch.set_num_threads(1)
-
-
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def at(number, function):
-    calls = [0]
-
-    def called(*args, **kwargs):
-        calls[0] += 1
-        return (die if calls[0] == number else function)(*args, **kwargs)
-
-    return called
-
-
-draws = random.Random(int(sys.argv[1]))
-moments = [("step", draws.randint(1, 30)) for _ in range(4)]
-moments += [("replace", draws.randint(1, 6)) for _ in range(2)]
-moments += [("fsync", draws.randint(1, 10)) for _ in range(2)]
-for number, (kind, count) in enumerate(moments):
-    child = os.fork()
-    if not child:
-        task = None
-        match kind:
-            case "step":
-                task = Wrapped(count, "kill")
-            case _:
-                setattr(os, kind, at(count, getattr(os, kind)))
-        execute(a_run(MIXED, task=task), Path(str(number)), [], threads=1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    how = "killed" if os.WIFSIGNALED(status) else "ended"
-    print(number, kind, count, how, os.WTERMSIG(status))
-"""
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Record:
-    return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [], threads=1)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4)),
-    ],
-)
-def test_a_run_killed_at_a_random_moment_ends_like_an_uninterrupted_one(
-    tmp_path: Path, whole: Record, seed: int
+@pytest.mark.parametrize("kind", ["replace", "fsync"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_run_that_ends_before_a_call_of_the_system_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, count: int
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(seed)],
-        cwd=tmp_path,
-        env=alone(tmp_path) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    moments = [line.split() for line in done.stdout.splitlines()]
-    assert len(moments) == 8
-    assert [how for *_, how, signal in moments if signal == "9"] == ["killed"] * 8, done.stdout
-    for number, *moment, _, _ in moments:
-        out = tmp_path / number
-        place = RunDirectory(a_run(MIXED).directory(out))
-        for name in ("metrics.jsonl", "effects.jsonl"):
-            place.read_rows(name)  # whole lines can be read at any time
-        assert place.state in ("planned", "interrupted", "finished"), moment
-        again = execute(a_run(MIXED), out, [], threads=1)
-        if again.action != "skipped":
-            assert_same(again, whole)
-        left = {path.name for path in place.path.iterdir() if path.name.endswith(".tmp")}
-        assert not left, moment
+    whole = execute(a_run(MIXED), tmp_path / "whole", [], threads=1)
+    function, calls = getattr(os, kind), []
+
+    def dies(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) >= count:
+            raise SystemExit
+        return function(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(os, kind, dies)
+        execute(a_run(MIXED), tmp_path, [], threads=1)
+    place = RunDirectory(a_run(MIXED).directory(tmp_path))
+    assert place.state in ("planned", "interrupted")
+    assert_same(execute(a_run(MIXED), tmp_path, [], threads=1), whole)
+    assert not [path for path in place.path.iterdir() if path.name.endswith(".tmp")]
 
 
 PARITY_AND_DIGIT = DigitAttributes(attributes=("parity", "digit"))

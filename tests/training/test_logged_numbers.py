@@ -23,12 +23,11 @@ from tests.runs import (
     Torn,
     Wrapped,
     a_run,
-    assert_same,
+    assert_resumes,
     ended,
     flat,
     kept_in,
     lines,
-    make_model,
 )
 
 
@@ -114,17 +113,10 @@ def test_the_last_step_is_tested_though_it_is_not_due(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_with_tests_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    def run(fails_at: int = 0) -> Run:
-        # A generator of a model's own, which the other one has, is in no checkpoint.
-        return replace(evaluated(5, gs.Clip(0.05), fails_at=fails_at), make_model=make_model)
-
-    whole = execute(run(), tmp_path / "whole", [])
-    with pytest.raises(Torn):
-        execute(run(fails_at=17), tmp_path / "torn", [])
-    logger = Listening()
-    record = execute(run(), tmp_path / "torn", [logger])
-    assert_same(record, whole)
-    assert all("test/loss" in values for _, values in logger.logged)
+    schedule = replace(SHORT, eval_every=5)
+    assert_resumes(
+        lambda at: a_run(gs.Clip(0.05), task=Wrapped(at, "raise"), schedule=schedule), tmp_path, 17
+    )
 
 
 def test_test_metrics_are_in_the_logged_rows() -> None:

@@ -12,13 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import train
 from gradsurg.training.optimizers import MakeOptimizer, optimizer_maker
 from gradsurg.training.run import Run
-from gradsurg.training.study import execute
 from tests.nets import small, weights
-from tests.runs import Torn, Wrapped, a_run, assert_same, data
+from tests.runs import Wrapped, a_run, assert_resumes, data
 
 FOLDER = Path(__file__).parents[2] / "conf" / "optimizer"
 CONFIGS = {
@@ -63,18 +61,14 @@ def test_it_trains_like_a_plain_loop(name: str) -> None:
     assert not any(map(torch.equal, weights(model), before))
 
 
-def optimized(name: str, at: int = 0) -> Run:
-    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise") if at else Digits())
-    return replace(run, make_optimizer=maker(CONFIGS[name]))
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    whole = execute(optimized(name), tmp_path / "whole", [])
-    with pytest.raises(Torn):
-        execute(optimized(name, at=15), tmp_path / "torn", [])
-    assert_same(execute(optimized(name), tmp_path / "torn", []), whole)
+    def optimized(at: int) -> Run:
+        run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise"))
+        return replace(run, make_optimizer=maker(CONFIGS[name]))
+
+    assert_resumes(optimized, tmp_path, 15)
 
 
 @pytest.mark.parametrize(

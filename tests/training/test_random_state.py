@@ -15,7 +15,7 @@ from gradsurg.tasks.base import Data
 from gradsurg.torch_internals import random_state
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
-from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, lines, make_model
+from tests.runs import SHORT, Torn, Wrapped, a_run, assert_resumes, assert_same, lines, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,10 +115,7 @@ def test_a_run_restores_the_generators_of_the_process(tmp_path: Path, at: int) -
 def test_an_interrupted_run_with_random_draws_ends_like_an_uninterrupted_one(
     tmp_path: Path, step: int
 ) -> None:
-    whole = execute(drawing_run(), tmp_path / "whole", [])
-    with pytest.raises(Torn):
-        execute(drawing_run(step, "raise"), tmp_path / "torn", [])
-    assert_same(execute(drawing_run(), tmp_path / "torn", []), whole)
+    assert_resumes(lambda at: drawing_run(at, "raise"), tmp_path, step)
 
 
 def test_the_update_without_surgery_uses_the_same_random_draws(tmp_path: Path) -> None:

@@ -24,10 +24,9 @@ from tests.conftest import Here
 from tests.nets import num_hooks, sgd, small, weights
 from tests.runs import (
     SHORT,
-    Torn,
     Wrapped,
     a_run,
-    assert_same,
+    assert_resumes,
     data,
     ended,
     kept_in,
@@ -317,15 +316,8 @@ def test_an_interrupted_run_with_compute_options_ends_like_an_uninterrupted_one(
     tmp_path: Path, name: str
 ) -> None:
     transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
-    whole = execute(switched(name, transform), tmp_path / "whole", [])
     at = 16 * SWITCHES[name].accumulate - 1
-    run = switched(name, transform, at)
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    checkpoint = kept_in(run.directory(tmp_path / "torn"))
-    record = execute(switched(name, transform), tmp_path / "torn", [])
-    assert checkpoint["step"] == 10
-    assert_same(record, whole)
+    whole = assert_resumes(lambda call: switched(name, transform, call), tmp_path, at)
     plain = execute(a_run(transform, STEP), tmp_path / "plain", [])
     if name not in ("compiled",):
         assert lines(whole, "metrics.jsonl") != lines(plain, "metrics.jsonl")
@@ -431,17 +423,10 @@ def test_a_run_that_does_not_reach_until_makes_all_steps(tmp_path) -> None:
 
 def test_an_interrupted_run_with_until_ends_at_the_same_step(tmp_path) -> None:
     schedule = short_until("test/loss <= 1.6")
-    whole = execute(a_run(schedule=schedule), tmp_path / "whole", [])
+    whole = assert_resumes(
+        lambda at: a_run(task=Wrapped(at, "raise"), schedule=schedule), tmp_path, 12
+    )
     assert whole.summary["steps"] in (15, 20, 25)
-    run = a_run(task=Wrapped(12, "raise"), schedule=schedule)
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    again = execute(replace(run, task=Digits()), tmp_path / "torn", [])
-    assert again.action == "retried"
-    for name in ("until/step", "steps", "test/loss"):
-        assert again.summary[name] == whole.summary[name]
-    files = [(record.directory / "metrics.jsonl").read_bytes() for record in (whole, again)]
-    assert files[0] == files[1]
 
 
 def test_until_needs_eval_every() -> None:

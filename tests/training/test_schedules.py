@@ -1,6 +1,5 @@
 """Schedules of the learning rate: what a config makes, and that runs with one resume."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ import yaml
 from torch.optim import Optimizer, lr_scheduler
 
 import gradsurg as gs
-from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import StepOptions, train
 from gradsurg.training.run import Run
 from gradsurg.training.schedules import check_learning_rates, schedule_maker
 from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
-from tests.runs import SHORT, Torn, Wrapped, a_run, assert_same, data, kept_in, lines
+from tests.runs import SHORT, Wrapped, a_run, assert_resumes, assert_same, data, kept_in, lines
 
 FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
 CONFIGS = {
@@ -128,25 +126,18 @@ def test_a_trained_model_is_that_of_a_plain_loop() -> None:
     assert all(map(torch.equal, weights(plain), weights(model)))
 
 
-def scheduled(name: str, at: int = 0, steps: int = SHORT.steps) -> Run:
+def scheduled(name: str, at: int = 0) -> Run:
     config = CONFIGS[name] | ({"milestones": [7]} if name == "warmup_cosine" else {})
     config |= {"milestones": [7, 20]} if name in ("multi_step", "warmup_stable_decay") else {}
-    make: Callable[[Optimizer], Any] = schedule_maker(config, steps)
-    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise") if at else Digits())
-    return replace(run, make_lr_schedule=make)
+    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise"))
+    return replace(run, make_lr_schedule=schedule_maker(config, SHORT.steps))
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "constant"])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    whole = execute(scheduled(name), tmp_path / "whole", [])
-    run = scheduled(name, at=15)
-    with pytest.raises(Torn):
-        execute(run, tmp_path / "torn", [])
-    checkpoint = kept_in(run.directory(tmp_path / "torn"))
-    assert checkpoint["step"] == 10
-    assert checkpoint["lr_schedule"]["last_epoch"] == 10
-    assert_same(execute(scheduled(name), tmp_path / "torn", []), whole)
+    whole = assert_resumes(lambda at: scheduled(name, at), tmp_path, 15)
+    assert kept_in(whole.directory)["lr_schedule"]["last_epoch"] == SHORT.steps
 
 
 def test_a_constant_schedule_is_none_at_all(tmp_path: Path) -> None:
