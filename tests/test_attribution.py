@@ -13,7 +13,7 @@ from tests.builds import built
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
 
 CHAIN = "transform=[clip,noise,sign]"
-SHORT = ("steps=20", "seeds=2", "logger=none")
+SHORT = ("steps=20", "seeds=2", "logger=none", "report=false")
 
 
 def test_each_link_is_left_out_once_a_seed() -> None:

@@ -18,7 +18,7 @@ from gradsurg.config import compose
 from gradsurg.config.overrides import CONFIG_DIR
 from tests.loggers.offline import alone, inspect, of_type
 
-SHORT = ("steps=20", "seeds=1", "logger=none")
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 
 FRAGILE = """
 import os, signal

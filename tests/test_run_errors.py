@@ -15,7 +15,7 @@ from gradsurg.plugins.messages import full_message
 from gradsurg.training import run_directory
 from tests.conftest import Here
 
-SHORT = ("steps=20", "seeds=1", "logger=none")
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
 LINE = "interrupted; the same command resumes from the last checkpoint"
 
@@ -37,7 +37,7 @@ def finished(folder: Path) -> list[str]:
 
 
 def test_a_users_callable_is_run_with_a_warning_of_one_line(here: Here, folder: Path) -> None:
-    ended = here("transform=[clip,their_module.halve]", *SHORT, "report=false")
+    ended = here("transform=[clip,their_module.halve]", *SHORT)
     assert ended.code == 0
     assert ended.out.startswith("clip+halve: test accuracy ")
     assert re.fullmatch(r"warning: halve is a plain callable: [^\n]*\n", ended.err)
@@ -63,7 +63,7 @@ def test_an_interrupt_inside_a_transform_ends_the_same_way(here: Here, folder: P
 
 
 def test_an_error_of_a_transform_is_printed_in_one_line(here: Here, folder: Path) -> None:
-    ended = here("transform=their_module.total", *SHORT)
+    ended = here("transform=their_module.total", *SHORT[:-1])
     assert ended.code == 1
     assert ended.out.splitlines()[-1] == "report: runs/digits-mlp/report/index.html"
     warning, line, count = ended.err.splitlines()
@@ -118,7 +118,7 @@ def test_a_nan_of_a_transform_is_blamed_on_its_site_and_step(here: Here) -> None
 
 
 def test_a_nan_of_a_transform_is_blamed_in_a_sweep_too(here: Here) -> None:
-    ended = here("-m", "transform=their_module.makes_nan,clip", *SHORT, "report=false")
+    ended = here("-m", "transform=their_module.makes_nan,clip", *SHORT)
     assert ended.code == 1
     (line,) = [line for line in ended.out.splitlines() if "returned NaN" in line]
     assert line.startswith("transform=their_module.makes_nan")

@@ -14,7 +14,7 @@ from gradsurg.config.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Here
 
-SHORT = ("steps=20", "seeds=1", "logger=none")
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 
 
 def finished(folder: Path) -> list[str]:
