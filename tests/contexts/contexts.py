@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from tests.contexts.kinds import FACTOR, Kind, Nested, Net
+from tests.sites.points import recomputed
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
 Step = Callable[[Kind, Attach], Tensor]
@@ -35,6 +35,11 @@ def _inputs() -> Tensor:
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _ready(**fields: bool) -> tuple[Net, torch.optim.SGD]:
+    model = _net(**fields)
+    return model, _sgd(model)
 
 
 def _probe(model: nn.Module, kind: Kind) -> Tensor:
@@ -60,8 +65,7 @@ def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Opti
 
 
 def eager(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     with attach(model, optimizer):
         return _run(model, model(_inputs()).sum(), kind, optimizer)
 
@@ -74,8 +78,7 @@ def no_grad(kind: Kind, attach: Attach) -> Tensor:
 
 
 def in_place_consumer(kind: Kind, attach: Attach) -> Tensor:
-    model = _net(inplace=True)
-    optimizer = _sgd(model)
+    model, optimizer = _ready(inplace=True)
     with attach(model, optimizer):
         return _run(model, model(_inputs()).sum(), kind, optimizer)
 
@@ -84,11 +87,7 @@ class _Checkpointed(Net):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(
-            lambda x: self.last(self.act(self.first(x))), x, use_reentrant=self.reentrant
-        )
-        assert isinstance(h, Tensor)
-        return h
+        return recomputed(lambda x: self.last(self.act(self.first(x))), x, self.reentrant)
 
 
 def _checkpointed(kind: Kind, attach: Attach, reentrant: bool) -> Tensor:
@@ -109,8 +108,7 @@ def checkpoint_reentrant(kind: Kind, attach: Attach) -> Tensor:
 
 
 def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with attach(model, optimizer, scaler=scaler):
         with torch.autocast("cpu", torch.bfloat16):
@@ -125,8 +123,7 @@ def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
 
 def accumulation(kind: Kind, attach: Attach) -> Tensor:
     """Two backward passes before a step; stages with running sums act on the first one twice."""
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     with attach(model, optimizer):
         if kind.of == "captured":
             return _run(model, model(_inputs()).sum(), kind, optimizer)
@@ -137,8 +134,7 @@ def accumulation(kind: Kind, attach: Attach) -> Tensor:
 
 
 def compiled_after_attach(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     with attach(model, optimizer):
         compiled = torch.compile(model, backend="aot_eager")
         return _run(model, compiled(_inputs()).sum(), kind, optimizer)
@@ -146,8 +142,7 @@ def compiled_after_attach(kind: Kind, attach: Attach) -> Tensor:
 
 def compiled_before_attach(kind: Kind, attach: Attach) -> Tensor:
     """PyTorch ignores hooks that are added after the first compiled call."""
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     compiled = torch.compile(model, backend="aot_eager")
     compiled(_inputs()).sum()
     with attach(compiled, optimizer):
@@ -197,8 +192,7 @@ def torch_func(kind: Kind, attach: Attach) -> Tensor:
 
 
 def double_backward(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     with attach(model, optimizer):
         loss = model(_inputs()).sum()
         if kind.of == "captured":
@@ -212,8 +206,7 @@ def double_backward(kind: Kind, attach: Attach) -> Tensor:
 
 
 def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     with attach(model, optimizer):
         loss = model(_inputs()).sum()
         if kind.of in ("value", "update"):
@@ -241,8 +234,7 @@ def load_state_dict_assign(kind: Kind, attach: Attach) -> Tensor:
 
 def threads(kind: Kind, attach: Attach) -> Tensor:
     """Forward and backward in another thread than that of attach."""
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     probes: list[Tensor] = []
     errors: list[BaseException] = []
 
@@ -267,8 +259,7 @@ def _of_process() -> Tensor:
 
 def ddp(kind: Kind, attach: Attach) -> Tensor:
     """Each process has other inputs, and all have the same result, or their own captured one."""
-    model = _net()
-    optimizer = _sgd(model)
+    model, optimizer = _ready()
     wrapped = DistributedDataParallel(model)
     with attach(wrapped, optimizer):
         probe = _run(model, wrapped(_of_process()).sum(), kind, optimizer)

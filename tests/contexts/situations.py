@@ -407,8 +407,9 @@ def effects(row: Row) -> None:
     rows = {str(one["site"]): one for one in live.effects.rows()}
     assert {*rows} == row.all_sites
     for one in rows.values():
-        assert one["norm_before"] > 0
-        assert one["norm_after"] == pytest.approx(2 * one["norm_before"], rel=1e-5)
+        before = float(str(one["norm_before"]))
+        assert before > 0
+        assert one["norm_after"] == pytest.approx(2 * before, rel=1e-5)
 
 
 def combined(row: Row) -> None:

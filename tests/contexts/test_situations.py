@@ -25,8 +25,8 @@ def test_a_kind_of_site_in_a_situation(kind: str, situation: str) -> None:
     SITUATIONS[situation](ROWS[kind])
 
 
-MODULES = {"call": -1, "depth": (2, 1), "index": "first", "types": "re:("}
-PARAMETERS = {"ndim": -1, "size": 1.5, "depth": True, "types": ""}
+MODULES: dict[str, object] = {"call": -1, "depth": (2, 1), "index": "first", "types": "re:("}
+PARAMETERS: dict[str, object] = {"ndim": -1, "size": 1.5, "depth": True, "types": ""}
 INVALID: dict[str, dict[str, object]] = {
     "Activations": MODULES | {"side": "both", "backward": "twice"},
     "Buckets": PARAMETERS | {"reduce": "sum"},

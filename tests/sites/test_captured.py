@@ -19,6 +19,8 @@ from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, names_of_s
 class Chain(Made):
     """a -> x = 3a -> y = 5x, as two modules; a is a parameter."""
 
+    a: nn.Parameter
+
     def __init__(self) -> None:
         parts = {"three": Times(3.0), "five": Times(5.0), "x": torch.empty(0)}
         super().__init__(Chain.run, a=nn.Parameter(torch.ones(2)), **parts)

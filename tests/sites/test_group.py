@@ -139,7 +139,9 @@ def test_an_error_after_an_inner_backward_is_reported_and_leaves_no_state() -> N
         attached(model, CLIP, gs.Group()) as live,
     ):
         hidden: list[Tensor] = []
-        handle = model.layers[0].register_forward_hook(lambda *args: hidden.append(args[-1]))
+        handle = model.get_submodule("layers.0").register_forward_hook(
+            lambda *args: hidden.append(args[-1])
+        )
         loss = model(x)
         hidden.pop().register_hook(fails)
         handle.remove()

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
-from tests.nets import attached, gradients, num_hooks, small
+from tests.nets import attached, gradients, num_hooks
 
 AT = gs.Parameters(stage="reduced")
 
@@ -45,35 +44,6 @@ def test_a_parameter_that_the_pass_has_not_reached_keeps_its_gradient() -> None:
     with pytest.warns(gs.SurgeryWarning, match="second"), attached(model, gs.Scale(2.0), AT):
         model(torch.tensor([3.0]), both=False)["scores"][0].backward()
     assert [model.first.grad, model.second.grad] == [torch.tensor([6.0]), torch.tensor([5.0])]
-
-
-def test_autograd_grad_changes_no_gradient_attribute() -> None:
-    model = Gated()
-    model.first.grad = torch.tensor([5.0])
-    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Scale(2.0), AT):
-        torch.autograd.grad(model(torch.tensor([3.0]))["scores"][0], model.first)
-    assert model.first.grad == 5.0
-
-
-def test_it_acts_once_around_a_reentrant_checkpoint() -> None:
-    grads = []
-    for factor in (1.0, 2.0):
-        model = small()
-        inner = model.first.forward
-        model.first.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=True)
-        with attached(model, gs.Scale(factor), AT):
-            model(torch.ones(2, 6, requires_grad=True)).sum().backward()
-        grads.append(gradients(model))
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], 2.0 * grad)
-
-
-def test_a_graph_that_outlives_the_block_passes_gradients_unchanged() -> None:
-    model = Gated()
-    with pytest.warns(gs.SurgeryWarning), attached(model, gs.Zero(), AT):
-        loss = model(torch.tensor([3.0]))["scores"][0]
-    loss.backward()
-    assert model.first.grad == 3.0
 
 
 def _averaged(ranks: Ranks, folder: Path) -> list[dict[str, list[float]]]:
