@@ -102,7 +102,7 @@ def test_after_the_block_nothing_is_left(engine: str) -> None:
     assert live.step == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["full", "feature"])
 def test_sixty_attachments_leak_nothing(engine: str) -> None:
     model, kept, counts = Net(), [], []

@@ -36,7 +36,7 @@ def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
             refs += [ref(thing) for thing in (surgery, live, y, loss, x, optimizer)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_rounds_of_attaching_leave_no_tensor_node_or_module_alive(name: str) -> None:
     refs: list[ref] = []
