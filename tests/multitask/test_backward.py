@@ -585,6 +585,7 @@ def test_sparse_gradients_are_left_out_of_the_conflicts_of_weighted_losses() -> 
     assert torch.equal(found["trunk.0.weight"], expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*by their order. To choose by name")
 def test_every_aggregator_equals_its_result_by_hand() -> None:
     checked = 0
     for stem in names("aggregators"):

@@ -283,6 +283,7 @@ def test_an_aggregator_that_is_not_homogeneous_is_refused_under_a_loss_scale(
             scaler.step(optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:.*by their order. To choose by name")
 def test_every_aggregator_of_the_catalogue_works_under_a_loss_scale_or_is_refused() -> None:
     for stem in names("aggregators"):
         fields = {"weights": [1.0, 2.0, 3.0]} if stem == "fixed_weights" else {}
