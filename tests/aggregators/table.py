@@ -21,7 +21,7 @@ HEAD = line(
 def row(name: str) -> str:
     """The line of one aggregator."""
     aggregator = made(name)
-    cells = [cell(verdict) for verdict in check_aggregator(aggregator).verdicts]
+    cells = [cell(verdict) for verdict in check_aggregator(aggregator, count=12).verdicts]
     cls = type(aggregator)
     return line([f"`{cls.__name__}`", *cells, paper(cls)])
 
