@@ -45,7 +45,7 @@ def split(
         random_state=seed,
         stratify=targets if stratify else None,
     )
-    return train, test
+    return np.asarray(train), np.asarray(test)
 
 
 def standardize(values: np.ndarray, train: np.ndarray) -> Tensor:
