@@ -238,11 +238,6 @@ def test_bca_interval_stays_within_the_data_and_moves_with_them(values, shift) -
     assert moved == pytest.approx((low + shift, high + shift), abs=1e-9)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, -1e300])
-def test_equal_differences_have_a_bca_interval_of_width_zero(value) -> None:
-    assert bca_interval([value] * 20) == (value, value)
-
-
 @pytest.mark.parametrize("size", [1e300, 1e-300, 1 + 2.3e-16], ids=["huge", "tiny", "alike"])
 def test_bca_interval_of_tiny_and_huge_numbers_keeps_its_digits(size) -> None:
     least = 1.0 if size < 2 and size > 1 else 0.0
@@ -267,11 +262,6 @@ def test_q_values_computed_by_hand() -> None:
     assert benjamini_hochberg([0.9, 0.8]) == [0.9, 0.9]
     assert benjamini_hochberg([0.2, 0.2]) == [0.2, 0.2]
     assert benjamini_hochberg([]) == []
-
-
-def test_missing_p_values_have_no_q_value_and_are_not_counted() -> None:
-    assert benjamini_hochberg([None, 0.01, float("nan"), 0.5]) == [None, 0.02, None, 0.5]
-    assert benjamini_hochberg([None]) == [None]
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("inf")])

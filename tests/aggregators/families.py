@@ -114,7 +114,6 @@ class Case:
     conflict: float = np.nan
     error: float = np.nan
     raised: bool = False
-    fell_back: bool = False
     nearly: bool = False  # CAGrad: as good as the exact update for the worst task
 
 
@@ -137,7 +136,6 @@ def measure(name: str, rows: Tensor, seed: int, exact: bool) -> Case:
         length=float(update.norm()) / limit,
         changed=float((update - permuted).norm()) / limit,
         conflict=max(conflict, 0.0),
-        fell_back=results[0].fell_back,
     )
     if exact:
         case.error, case.nearly = error_of(name, rows, update.numpy(), limit)

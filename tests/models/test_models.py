@@ -344,7 +344,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
     ("kind", "shape", "options", "faults"),
     [
         (MLP, (8,), {"hidden": [64, 0]}, [("hidden.1", "must be > 0, found 0")]),
-        (MLP, (8,), {"dropout": 1.0}, [("dropout", "must be < 1.0, found 1.0")]),
         (MLP, (0,), {}, [("input_shape.0", "must be > 0, found 0")]),
         (
             MLP,
@@ -373,12 +372,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
                 )
             ],
         ),
-        (
-            Convnet,
-            (1, 8, 8),
-            {"kernel_size": 4, "hidden": [0]},
-            [("hidden.0", "must be > 0, found 0")],
-        ),
         (Convnet, (1, 8, 8), {"kernel_size": 4}, [("kernel_size", "must be odd, found 4")]),
         (ResNet, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
         (
@@ -387,13 +380,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             {"depth": 10},
             [("depth", "must be 8, 14, 20 or so on, 6n + 2, found 10")],
         ),
-        (
-            ResNet,
-            (1, 8, 8),
-            {"depth": 2},
-            [("depth", "must be 8, 14, 20 or so on, 6n + 2, found 2")],
-        ),
-        (ViT, (64,), {}, [("input_shape", "must be (channels, height, width), found (64,)")]),
         (
             ViT,
             (1, 8, 6),
@@ -405,12 +391,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             (1, 8, 8),
             {"num_heads": 3},
             [("num_heads", "must divide a width of 64, found 3")],
-        ),
-        (
-            ViT,
-            (1, 8, 8),
-            {"readout": "max"},
-            [("readout", "must be one of 'token' or 'mean', found 'max'")],
         ),
         (
             RNN,
@@ -430,12 +410,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
         ),
         (
             RNN,
-            (1, 2, 3, 4),
-            {},
-            [("input_shape", "must have 1 to 3 axes, found (1, 2, 3, 4)")],
-        ),
-        (
-            RNN,
             (4, 2),
             {"num_tokens": 3},
             [("input_shape", "must be (time,), found (4, 2)")],
@@ -445,15 +419,6 @@ def test_vit_without_blocks_worth_anything_is_linear_in_the_mean_patch():
             (8,),
             {"heads": (1, 2)},
             [("heads", "must be 2 outputs together, found (1, 2)")],
-        ),
-        (
-            MultiHead,
-            (8,),
-            {"heads": (1, 1), "trunk": "rnn", "width": 0},
-            [
-                ("trunk", "must be one of 'mlp' or 'convnet', found 'rnn'"),
-                ("width", "must be > 0, found 0"),
-            ],
         ),
         (Point, (2,), {"start": (1,)}, [("start", "must have 2 coordinates, found 1")]),
         (GPT, (4, 2), {"num_tokens": 3}, [("input_shape", "must be (time,), found (4, 2)")]),

@@ -19,7 +19,6 @@ from gradsurg.report.conflicts import (
 )
 from gradsurg.report.export import study_info, write_report
 from gradsurg.report.figures import figures
-from gradsurg.report.html import page
 from gradsurg.report.load import stamp
 from gradsurg.report.study import study_report
 from gradsurg.report.text import Runs, overview, report
@@ -292,22 +291,3 @@ def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get
         assert len(set(tasks.labels["task"])) == MAX_TASKS
     without = {figure.name for figure in figures(study_report(studies.mixed(tmp_path / "x")))}
     assert not without & {"conflicts", "conflict-weights", "conflict-decrease"}
-
-
-@pytest.mark.slow
-def test_the_page_stays_small_for_200_runs_of_eight_tasks_in_several_groups(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "many"
-    for arm in range(40):
-        for seed in range(5):
-            place = studies.plan(folder, "clip", seed, value=arm / 100)
-            rows = [
-                conflict("mgda", step, 0.123456789 * seed, 8, group=f"layer{group}")
-                for step in range(40)
-                for group in range(4)
-            ]
-            place.append_conflicts(rows)
-    found = study_report(folder)
-    assert (len(found.runs), len(found.conflicts)) == (200, 160)
-    assert len(page(found)) < 3e6

@@ -9,8 +9,6 @@ import pytest
 from gradsurg.report.charts import DARK, TASKS, Panel, rows_of
 from gradsurg.report.figures import Figure, figure_spec, figures, write_figures
 from gradsurg.report.outcome_charts import (
-    dose_groups,
-    dose_panel,
     limits_of,
     of_metric,
     outcome_panel,
@@ -133,17 +131,6 @@ def svg(panel: Panel) -> str:
     import vl_convert
 
     return vl_convert.vegalite_to_svg(figure_spec(Figure("one", [panel], 1)))
-
-
-def test_the_doses_of_two_optimizers_share_a_panel(tmp_path: Path) -> None:
-    report = arms_of(tmp_path / "first")
-    (group,) = dose_groups(report.doses)
-    panel = dose_panel(group, of_metric(report.outcomes, "test/accuracy"), "test/accuracy")
-    assert set(studies.columns(panel, "arms")["series"]) == {"SGD", "Adam"}
-    text = svg(panel)
-    assert "difference in test accuracy (percentage points)" in text
-    assert text.count(">SGD</text>") == 1  # one legend
-    assert ">Adam</text>" in text
 
 
 def test_all_arms_share_a_panel_with_each_control_once(tmp_path: Path) -> None:

@@ -92,12 +92,6 @@ def test_arms_are_told_apart_by_the_keys_in_which_they_differ(tmp_path: Path) ->
     ]
 
 
-def test_arms_with_one_label_that_no_key_tells_apart_get_numbers(tmp_path: Path) -> None:
-    for gradsurg in ("0.1.0", "0.2.0"):
-        studies.whole(tmp_path, "clip", 0, 0.8, gradsurg=gradsurg)
-    assert [arm.name for arm in group(read_study(tmp_path))] == ["clip", "clip #2"]
-
-
 def test_what_follows_from_a_name_is_not_told(tmp_path: Path) -> None:
     for name, lr in (("SGD", 0.1), ("Adam", 0.001)):
         for value in (0.01, 0.1):

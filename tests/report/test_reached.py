@@ -76,13 +76,6 @@ def test_where_no_seed_got_there_in_both_arms_all_count(tmp_path: Path) -> None:
         assert "exact sign test p 0.0312. Outcomes" in text
 
 
-def test_several_arms_have_a_q(tmp_path: Path) -> None:
-    arms = {"clip": [10, 12], "sign": [30, 38], "none": [20, 24]}
-    page, printed = told(tmp_path, arms)
-    assert page.count("exact sign test p 0.5, q 0.5.") == 2
-    assert "exact sign test p 0.5. " in printed
-
-
 def test_the_figure_has_the_share_of_seeds_over_the_steps(tmp_path: Path) -> None:
     told(tmp_path, {"clip": [10, 16, None, "diverged"], "none": [20, None, None, None]})
     panel = reached_panel(study_report(tmp_path).arms)

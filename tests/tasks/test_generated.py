@@ -316,9 +316,6 @@ def test_char_lm_refuses_a_missing_binary_or_short_file(tmp_path):
     ("kind", "options", "fault"),
     [
         (Adding, {"length": 1}, ("length", "must be >= 2, found 1")),
-        (TemporalOrder, {"length": 9}, ("length", "must be >= 10, found 9")),
-        (CopyMemory, {"delay": 0}, ("delay", "must be >= 1, found 0")),
-        (Friedman, {"num_features": 4}, ("num_features", "must be >= 5, found 4")),
         (Modular, {"modulus": 1}, ("modulus", "must be >= 2, found 1")),
         (
             Modular,
@@ -332,7 +329,6 @@ def test_char_lm_refuses_a_missing_binary_or_short_file(tmp_path):
         ),
         (Overlay, {"shift": 9}, ("shift", "must be <= 8, found 9")),
         (Diabetes, {"split_seed": -1}, ("split_seed", "must be >= 0, found -1")),
-        (BreastCancer, {"test_fraction": 1}, ("test_fraction", "must be <= 0.9, found 1")),
     ],
 )
 def test_bad_values_are_refused_by_name(kind, options, fault):

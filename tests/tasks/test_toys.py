@@ -189,9 +189,3 @@ def test_the_quadratics_are_pareto_stationary_within_the_outline_and_not_outside
     wrong = [k for k in range(len(many)) if found[k] != within[k] and not near[k]]
     assert wrong == []
     assert 100 < sum(within) < 1000
-
-
-def test_the_outline_of_the_quadratics_is_the_same_whatever_their_scales():
-    for point in QuadraticsToy().pareto()[0]:
-        others = QuadraticsToy(scales=(5.0, 1.0, 0.01)).pareto()[0]
-        assert min(np.hypot(*np.subtract(point, other)) for other in others) < 1e-9
