@@ -1,4 +1,4 @@
-"""Twelve random images as IDX files."""
+"""Twelve random images as IDX files and as arrays of an npz file."""
 
 import gzip
 import struct
@@ -11,6 +11,11 @@ GENERATOR = np.random.default_rng(0)
 TRAIN, TEST = GENERATOR.integers(0, 256, (2, 12, 28, 28), dtype=np.uint8)
 TRAIN_LABELS, TEST_LABELS = GENERATOR.integers(0, 10, (2, 12), dtype=np.uint8)
 ARRAYS = dict(zip(IDX_NAMES, (TRAIN, TRAIN_LABELS, TEST, TEST_LABELS), strict=True))
+
+
+def named() -> dict[str, np.ndarray]:
+    """Return the arrays under the names that Keras uses."""
+    return dict(zip(IDX_NAMES.values(), ARRAYS.values(), strict=True))
 
 
 def idx(array: np.ndarray) -> bytes:

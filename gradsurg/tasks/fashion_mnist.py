@@ -12,6 +12,7 @@ LAYOUT = Layout(
     name="fashion-mnist",
     title="Fashion-MNIST",
     folder="FashionMNIST",
+    npz="fashion_mnist.npz",
     address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     algorithm="md5",
     hashes=(
@@ -27,9 +28,10 @@ LAYOUT = Layout(
 class FashionMNIST(Classification):
     """Classify clothing (Xiao et al. 2017, arXiv 1708.07747) by cross-entropy; from files.
 
-    `root` is the folder with the four files, or torchvision's around it; without it the files that
-    `python -m gradsurg.tasks.fetch fashion-mnist` put into the user's cache folder are read.
-    With `verify` files that are not the published ones are refused.
+    `root` is the folder with the four files, or torchvision's around it, or one with
+    fashion_mnist.npz; without it the files that `python -m gradsurg.tasks.fetch fashion-mnist` put
+    into the user's cache folder are read. With `verify` files that are not the published ones are
+    refused.
     `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
     """
 

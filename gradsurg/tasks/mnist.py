@@ -12,6 +12,7 @@ LAYOUT = Layout(
     name="mnist",
     title="MNIST",
     folder="MNIST",
+    npz="mnist.npz",
     address="https://ossci-datasets.s3.amazonaws.com/mnist/",
     algorithm="sha256",
     hashes=(
@@ -27,9 +28,9 @@ LAYOUT = Layout(
 class MNIST(Classification):
     """Classify handwritten digits (LeCun et al. 1998) by cross-entropy.
 
-    `root` is the folder with the four files, or torchvision's around it; without it the files that
-    `python -m gradsurg.tasks.fetch mnist` put into the user's cache folder are read. With `verify`
-    files that are not the published ones are refused.
+    `root` is the folder with the four files, or torchvision's around it, or one with Keras's
+    mnist.npz; without it the files that `python -m gradsurg.tasks.fetch mnist` put into the
+    user's cache folder are read. With `verify` files that are not the published ones are refused.
     `num_train` and `num_test` are sizes of subsets chosen by `split_seed`; null means all examples.
     """
 

@@ -1,4 +1,4 @@
-"""Tasks of image and text files: every place, and errors for broken files."""
+"""Tasks of image and text files: every layout, and errors for broken files."""
 
 import hashlib
 import pickle
@@ -14,11 +14,11 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import cifar10, fashion_mnist, mnist
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.cifar10 import CIFAR10
-from gradsurg.tasks.data.images import read_images
+from gradsurg.tasks.data.images import IDX_NAMES, read_images
 from gradsurg.tasks.fashion_mnist import FashionMNIST
 from gradsurg.tasks.mnist import MNIST
 from gradsurg.tasks.mnist_overlay import MNISTOverlay
-from tests.image_files import ARRAYS, TEST, TEST_LABELS, TRAIN, TRAIN_LABELS, idx, write
+from tests.image_files import ARRAYS, TEST, TEST_LABELS, TRAIN, TRAIN_LABELS, idx, named, write
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +43,39 @@ def test_idx_files_are_read_where_they_may_lie(tmp_path, kind, place, zipped):
         np.testing.assert_allclose(found[:, 0].numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("zipped", [False, True])
+def test_an_npz_file_is_read(tmp_path):
+    np.savez(tmp_path / "mnist.npz", **named())
+    data = MNIST(root=str(tmp_path), verify=False).load()
+    write(tmp_path / "raw")
+    (tmp_path / "mnist.npz").unlink()
+    read_images.cache_clear()
+    same = MNIST(root=str(tmp_path), verify=False).load()
+    assert torch.equal(data.train_inputs, same.train_inputs)
+    assert torch.equal(data.test_targets, same.test_targets)
+
+
+@pytest.mark.parametrize("layout", ["idx", "zipped", "npz"])
 @pytest.mark.parametrize("algorithm", ["sha256", "md5"])
-def test_files_are_checked_by_one_set_of_hashes_zipped_or_not(tmp_path, zipped, algorithm):
+def test_files_of_every_layout_are_checked_by_one_set_of_hashes(tmp_path, layout, algorithm):
     digests = [getattr(hashlib, algorithm)(idx(array)).hexdigest() for array in ARRAYS.values()]
     known = replace(mnist.LAYOUT, algorithm=algorithm, hashes=tuple(digests))
-    write(tmp_path, zipped)
+    if layout == "npz":
+        np.savez(tmp_path / "mnist.npz", **named())
+    else:
+        write(tmp_path, zipped=layout == "zipped")
     assert read_images(known, str(tmp_path), verify=True).train_labels.tolist() == list(
         TRAIN_LABELS
     )
     other = replace(known, hashes=(*digests[:3], digests[0]))
     with pytest.raises(FieldError, match=f"t10k-labels-idx1-ubyte has another {algorithm}"):
         read_images(other, str(tmp_path), verify=True)
+
+
+@pytest.mark.parametrize("kind", [MNIST, FashionMNIST])
+def test_other_files_than_the_known_ones_are_refused(tmp_path, kind):
+    root = write(tmp_path)
+    with pytest.raises(FieldError, match="train-images-idx3-ubyte has another (sha256|md5)"):
+        kind(root=root).load()
 
 
 def test_the_published_hashes_have_the_length_of_their_algorithm():
@@ -141,6 +162,29 @@ def test_a_broken_zip_is_an_error(tmp_path):
     path.write_bytes(b"no zip")
     with pytest.raises(FieldError, match="train-images-idx3-ubyte.gz cannot be read"):
         MNIST(root=root, verify=False).load()
+
+
+def test_an_npz_that_is_an_array_or_damaged_inside_is_an_error(tmp_path):
+    path = tmp_path / "mnist.npz"
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3, np.uint8))
+    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
+        MNIST(root=str(tmp_path), verify=False).load()
+    np.savez_compressed(path, **named())
+    content = bytearray(path.read_bytes())
+    start = content.index(b"x_train.npy") + 11
+    content[start : start + 60] = bytes(60)
+    path.write_bytes(content)
+    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
+        MNIST(root=str(tmp_path), verify=False).load()
+
+
+def test_an_npz_of_objects_is_not_unpickled(tmp_path):
+    arrays = dict.fromkeys(IDX_NAMES.values(), np.array([Trap()], dtype=object))
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    with pytest.raises(FieldError, match="mnist.npz cannot be read"):
+        MNIST(root=str(tmp_path), verify=False).load()
+    assert not Trap.sprung
 
 
 def test_so_many_examples_are_chosen_by_the_seed(tmp_path):

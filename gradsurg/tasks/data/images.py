@@ -1,4 +1,4 @@
-"""Image files of MNIST and data sets in its layout: four IDX files."""
+"""Image files of MNIST and data sets in its layout: four IDX files, or one npz file."""
 
 import gzip
 import zlib
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import new
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -16,25 +17,28 @@ from gradsurg.tasks.base import Data
 from gradsurg.tasks.data import cache
 
 NUM_CLASSES = 10
-IDX_NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+IDX_NAMES = {
+    "train-images-idx3-ubyte": "x_train",
+    "train-labels-idx1-ubyte": "y_train",
+    "t10k-images-idx3-ubyte": "x_test",
+    "t10k-labels-idx1-ubyte": "y_test",
+}
+"""The files of the IDX layout, and the names of their arrays in an npz file."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A data set of IDX files: torchvision's folder, download address and hashes.
+    """A data set of IDX files: torchvision's folder, npz file, download address and hashes.
 
     `name` is its name in the fetch command, and its folder in the user's cache. `hashes` are those
-    of the unzipped IDX files, in the order of IDX_NAMES.
+    of the unzipped IDX files, in the order of IDX_NAMES; arrays from an npz file are converted to
+    IDX before they are hashed.
     """
 
     name: str
     title: str
     folder: str
+    npz: str
     address: str
     algorithm: str
     hashes: tuple[str, str, str, str]
@@ -44,7 +48,7 @@ class Layout:
         """A description of the accepted files, for error messages."""
         return (
             f"the folder with {self.title}: {', '.join(f'{name}.gz' for name in IDX_NAMES)} from "
-            f"{self.address}, unzipped or not, here or in {self.folder}/raw"
+            f"{self.address}, unzipped or not, here or in {self.folder}/raw, or {self.npz}"
         )
 
 
@@ -79,7 +83,8 @@ class Images:
 
 def image_files(layout: Layout, root: str | None) -> list[Path]:
     """Return the files that `read_images` reads; FieldError names a missing one."""
-    return _idx_files(_place(layout, root), layout)
+    place = _place(layout, root)
+    return [place / layout.npz] if (place / layout.npz).is_file() else _idx_files(place, layout)
 
 
 @lru_cache(maxsize=1)
@@ -90,7 +95,9 @@ def read_images(layout: Layout, root: str | None, verify: bool, content: str = "
     for files that are missing, broken or, with `verify`, not the published ones.
     """
     place = _place(layout, root)
-    arrays = read_arrays(place, layout, verify)
+    arrays = read_arrays(place, layout)
+    if verify and (fault := hash_fault(arrays, layout)):
+        raise refusal(place, f"{fault} (verify=false takes it as it is)", layout.where)
     for images, labels in (arrays[:2], arrays[2:]):
         if images.ndim != 3 or labels.shape != images.shape[:1] or not len(labels):
             shapes = f"{list(images.shape)} and {list(labels.shape)}"
@@ -101,21 +108,24 @@ def read_images(layout: Layout, root: str | None, verify: bool, content: str = "
     return Images(train_images[:, None], train_labels, test_images[:, None], test_labels)
 
 
-def read_arrays(place: Path, layout: Layout, verify: bool) -> list[np.ndarray]:
+def read_arrays(place: Path, layout: Layout) -> list[np.ndarray]:
     """Read the four arrays of a folder, in the order of IDX_NAMES, or raise FieldError."""
-    arrays = []
-    for path, expected in zip(_idx_files(place, layout), layout.hashes, strict=True):
-        try:
-            content = path.read_bytes()
-            content = gzip.decompress(content) if path.suffix == ".gz" else content
-            arrays.append(_array(content))
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise refusal(place, f"{path.name} cannot be read ({error})", layout.where) from error
-        digest = new(layout.algorithm, content, usedforsecurity=False).hexdigest()
-        if verify and digest != expected:
-            fault = f"{path.stem} has another {layout.algorithm} (verify=false takes it as it is)"
-            raise refusal(place, fault, layout.where)
-    return arrays
+    return _from_npz(place / layout.npz, place, layout) or _from_idx(place, layout)
+
+
+def hash_fault(arrays: list[np.ndarray], layout: Layout) -> str:
+    """Name the first array whose hash differs from the published one; empty if none does."""
+    for array, name, expected in zip(arrays, IDX_NAMES, layout.hashes, strict=True):
+        digest = new(layout.algorithm, as_idx(array), usedforsecurity=False).hexdigest()
+        if digest != expected:
+            return f"{name} has another {layout.algorithm}"
+    return ""
+
+
+def as_idx(array: np.ndarray) -> bytes:
+    """Encode an array of bytes as an IDX file."""
+    head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return head + array.tobytes()
 
 
 def image_folder(root: str | None, where: str) -> Path:
@@ -153,12 +163,27 @@ def _place(layout: Layout, root: str | None) -> Path:
     if root is not None:
         return image_folder(root, layout.where)
     place = cache.place(layout.name)
+    if (place / layout.npz).is_file():
+        return place
     try:
         _idx_files(place, layout)
     except FieldError:
         how = f"{cache.command(layout.name)} puts it there, or root takes {layout.where}"
         raise FieldError("task", [("root", f"{layout.title} is not in '{place}': {how}")]) from None
     return place
+
+
+def _from_npz(path: Path, place: Path, layout: Layout) -> list[np.ndarray] | None:
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = [archive[key] for key in IDX_NAMES.values()]
+    except (OSError, ValueError, KeyError, EOFError, TypeError, BadZipFile, zlib.error) as error:
+        raise refusal(place, f"{path.name} cannot be read ({error})", layout.where) from error
+    if any(array.dtype != np.uint8 for array in arrays):
+        raise refusal(place, f"{path.name} holds other numbers than bytes", layout.where)
+    return arrays
 
 
 def _idx_files(place: Path, layout: Layout) -> list[Path]:
@@ -171,6 +196,17 @@ def _idx_files(place: Path, layout: Layout) -> list[Path]:
             raise refusal(place, f"there is no {name}", layout.where)
         files.append(path)
     return files
+
+
+def _from_idx(place: Path, layout: Layout) -> list[np.ndarray]:
+    arrays = []
+    for path in _idx_files(place, layout):
+        try:
+            content = path.read_bytes()
+            arrays.append(_array(gzip.decompress(content) if path.suffix == ".gz" else content))
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise refusal(place, f"{path.name} cannot be read ({error})", layout.where) from error
+    return arrays
 
 
 def _array(content: bytes) -> np.ndarray:

@@ -134,14 +134,13 @@ def _call(words: list[str], folder: Path) -> None:
 def _images_fault(task: str, folder: Path) -> str:
     from gradsurg.plugins.fields import FieldError
     from gradsurg.tasks import fashion_mnist, mnist
-    from gradsurg.tasks.data.images import read_arrays
+    from gradsurg.tasks.data.images import hash_fault, read_arrays
 
     layout = {"mnist": mnist, "fashion-mnist": fashion_mnist}[task].LAYOUT
     try:
-        read_arrays(folder, layout, verify=True)
+        return hash_fault(read_arrays(folder, layout), layout)
     except FieldError as error:
         return error.faults[0][1].partition("; ")[2]
-    return ""
 
 
 def _text_fault(folder: Path) -> str:
