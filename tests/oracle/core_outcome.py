@@ -1,6 +1,5 @@
 """The outcome of one cell: a training run under a surgery, observed from outside."""
 
-import copy
 import random
 import re
 import sys
@@ -61,9 +60,11 @@ class Observed:
 
     def note(self, name: str, value: object) -> None:
         """Add a tensor, a number, a text or a list of such to the outcome."""
-        if isinstance(value, Tensor):
-            value = whole(value).clone()
-        self.outcome.notes[name] = value
+        if isinstance(value, list):
+            for number, part in enumerate(value):
+                self.note(f"{name} {number}", part)
+        else:
+            self.outcome.notes[name] = whole(value) if isinstance(value, Tensor) else value
 
     def take(self, surgery: gs.Surgery, live: gs.Live) -> None:
         """Take the rows of effects, the numbers of conflicts and the states."""
@@ -83,14 +84,14 @@ class Observed:
         assert isinstance(states, Mapping)
         for place, state in states.items():
             for key, tensor in state.items():
-                self.outcome.states[f"{place}.{key}"] = whole(tensor).clone()
+                self.outcome.states[f"{place}.{key}"] = whole(tensor)
 
     def finish(self, caught: Iterable[warnings.WarningMessage]) -> None:
         """Take the weights, the hooks left and the warnings."""
         for model, optimizers, before in self._watched:
             self.outcome.hooks_left += num_hooks(model, optimizers) - before
             for name, tensor in model.state_dict().items():
-                if name != "_gradsurg":
+                if name != "_gradsurg":  # the packed state of a surgery
                     self.outcome.weights[f"{len(self.outcome.weights)} {name}"] = whole(tensor)
         texts = {str(each.message) for each in caught if each.category is gs.SurgeryWarning}
         self.outcome.warnings = sorted(f"at {self._sites_in(text)}" for text in texts)
@@ -106,7 +107,7 @@ class Observed:
 def whole(tensor: Tensor) -> Tensor:
     """A plain tensor without a graph, of a sharded one the whole."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def num_hooks(model: nn.Module, optimizers: Iterable[Optimizer]) -> int:
@@ -143,4 +144,4 @@ def outcome_of(cell: Cell) -> Outcome:
             observed.outcome.refused = type(error).__name__
         observed.finish(caught)
     observed.outcome.notes["global generator"] = torch.rand(1)
-    return copy.deepcopy(observed.outcome)
+    return observed.outcome

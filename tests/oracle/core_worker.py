@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
-from tests.oracle import core_cells, core_states, core_tasks, reference
+from tests.oracle import (
+    core_cells,
+    core_ranks,
+    core_situations,
+    core_states,
+    core_tasks,
+    reference,
+)
 from tests.oracle.core_outcome import Outcome, outcome_of
 
 PROGRESS = 60  # seconds
@@ -18,10 +25,11 @@ def main(tree: Path, folder: Path, only: str = "") -> None:
     """Write the outcomes of all cells, or of those whose key contains `only`, into `folder`."""
     reference.assert_imported_from(tree)
     torch.set_num_threads(1)
+    core_ranks.run_all(folder, only)
     begin = said = time.monotonic()
     outcomes: dict[str, tuple[str, str, Outcome]] = {}
-    sources = core_cells.cells(), core_tasks.cells(), core_states.cells(folder)
-    for cell in chain.from_iterable(sources):
+    sources = (core_cells.cells(), core_situations.cells(), core_tasks.cells())
+    for cell in chain(*sources, core_states.cells(folder)):
         if only not in cell.key:
             continue
         assert cell.key not in outcomes, f"two cells have the key {cell.key}"
