@@ -126,10 +126,9 @@ def _first_difference(before: object, after: object) -> str:
 
 def _equal(before: object, after: object) -> bool:
     if isinstance(before, float) and isinstance(after, float):
-        if math.isnan(before) or math.isnan(after):
-            return math.isnan(before) and math.isnan(after)
-        return math.isclose(before, after, rel_tol=TOLERANCE, abs_tol=1e-9)
-    return type(before) is type(after) and before == after
+        both_nan = math.isnan(before) and math.isnan(after)
+        return both_nan or math.isclose(before, after, rel_tol=TOLERANCE, abs_tol=1e-9)
+    return before == after
 
 
 def _tensor_difference(before: Tensor, after: Tensor) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from tests.oracle import (
     core_cells,
+    core_changes,
     core_ranks,
     core_situations,
     core_states,
@@ -28,8 +29,8 @@ def main(tree: Path, folder: Path, only: str = "") -> None:
     core_ranks.run_all(folder, only)
     begin = said = time.monotonic()
     outcomes: dict[str, tuple[str, str, Outcome]] = {}
-    sources = (core_cells.cells(), core_situations.cells(), core_tasks.cells())
-    for cell in chain(*sources, core_states.cells(folder)):
+    sources = core_cells, core_changes, core_situations, core_tasks
+    for cell in chain(*(each.cells() for each in sources), core_states.cells(folder)):
         if only not in cell.key:
             continue
         assert cell.key not in outcomes, f"two cells have the key {cell.key}"
