@@ -96,8 +96,8 @@ def cells() -> Iterator[Cell]:
         yield Cell("SharedParameters", "DDP", f"{name}, {reduce}", run)
 
 
-def _work(rank: int, folder: Path, only: str) -> None:
-    """Run the cells as one of the processes and write their outcomes."""
+def _work(rank: int, folder: Path, chosen: list[Cell]) -> None:
+    """Run cells as one of the processes and write their outcomes."""
     os.environ.setdefault(NETWORK, "lo")
     distributed.init_process_group(
         "gloo",
@@ -107,11 +107,9 @@ def _work(rank: int, folder: Path, only: str) -> None:
         timeout=timedelta(seconds=60),
     )
     outcomes = {}
-    for cell in cells():
-        named = Cell(cell.row, cell.column, f"{cell.detail}, rank {rank}", cell.run)
-        if only in named.key.replace(f", rank {rank}", ""):
-            outcomes[named.key] = named.row, named.column, outcome_of(named)
-            distributed.barrier()
+    for cell in chosen:
+        outcomes[f"{cell.key}, rank {rank}"] = cell.row, cell.column, outcome_of(cell)
+        distributed.barrier()
     with (folder / f"rank{rank}.pickle").open("wb") as file:
         pickle.dump(outcomes, file)
     distributed.destroy_process_group()
@@ -119,8 +117,11 @@ def _work(rank: int, folder: Path, only: str) -> None:
 
 def run_all(folder: Path, only: str) -> None:
     """Fork the processes, before autograd has threads, and wait for them."""
+    chosen = [cell for cell in cells() if only in cell.key]
+    if not chosen:
+        return
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_work, args=(rank, folder, only)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_work, args=(rank, folder, chosen)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
