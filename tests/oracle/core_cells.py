@@ -80,11 +80,6 @@ def cell(
     return Cell(kind, column, detail, partial(run, attachments, context, model))
 
 
-def default_context(kind: str) -> str:
-    """The context in which a kind acts."""
-    return "autograd.grad" if kind.startswith(("Captured", "captured")) else "plain"
-
-
 def cells() -> Iterator[Cell]:
     """Yield every combination of one process and one loss."""
     yield from _transforms()
@@ -99,14 +94,14 @@ def cells() -> Iterator[Cell]:
 def _transforms() -> Iterator[Cell]:
     """Kinds x transforms, with one pass a step, with several, and with a loss scale."""
     for (kind, at), (name, make) in product(KINDS.items(), TRANSFORMS.items()):
-        for context in (default_context(kind), "accumulation", "loss scale"):
+        for context in ("plain", "accumulation", "loss scale"):
             yield cell(kind, context, name, [(make, at, None)], context, "mlp")
 
 
 def _contexts() -> Iterator[Cell]:
     few, one = ("Momentum", "AddNoise", "Scale"), ("Scale",)
     for (kind, at), context in product(KINDS.items(), CONTEXTS):
-        if context in (default_context(kind), "accumulation", "loss scale"):
+        if context in ("plain", "accumulation", "loss scale"):  # in _transforms
             continue
         for name in one if "compile" in context else few:
             attachments: Attachments = [(TRANSFORMS[name], at, None)]
@@ -116,7 +111,7 @@ def _contexts() -> Iterator[Cell]:
 def _triggers() -> Iterator[Cell]:
     for (kind, at), (name, when) in product(KINDS.items(), TRIGGERS.items()):
         attachments: Attachments = [(TRANSFORMS["Scale"], at, when)]
-        yield cell(kind, "triggers", name, attachments, default_context(kind), "mlp")
+        yield cell(kind, "triggers", name, attachments, "plain", "mlp")
     for kind, context in product(("Parameters backward", "Outputs"), ("accumulation", "shadow")):
         for name, when in TRIGGERS.items():
             attachments = [(TRANSFORMS["Momentum"], KINDS[kind], when)]
@@ -128,21 +123,21 @@ def _models() -> Iterator[Cell]:
     for (kind, at), model, name in product(KINDS.items(), names, ("Scale", "Mask")):
         attachments: Attachments = [(TRANSFORMS[name], at, None)]
         detail = f"{model}, {name}"
-        yield cell(kind, "models", detail, attachments, default_context(kind), model)
+        yield cell(kind, "models", detail, attachments, "plain", model)
 
 
 def _selections() -> Iterator[Cell]:
     for (name, at), model in product(SELECTIONS.items(), ("mlp", "twice", "nested")):
         attachments: Attachments = [(TRANSFORMS["AddNoise"], at, None)]
         detail = f"{name}, {model}"
-        yield cell("selections", "plain", detail, attachments, default_context(name), model)
+        yield cell("selections", "plain", detail, attachments, "plain", model)
 
 
 def _pairs() -> Iterator[Cell]:
     """Two interventions at each site: their order counts."""
     for (kind, at), (name, (first, second)) in product(KINDS.items(), PAIRS.items()):
         attachments: Attachments = [(first, at, None), (second, at, TRIGGERS["Steps"])]
-        yield cell(kind, "two interventions", name, attachments, default_context(kind), "twice")
+        yield cell(kind, "two interventions", name, attachments, "plain", "twice")
     early, late = list(KINDS)[::2], list(KINDS)[1::2]
     for first, second in zip(early, late, strict=True):
         attachments = [(TRANSFORMS["Clip"], KINDS[first], None)]

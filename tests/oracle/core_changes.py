@@ -138,11 +138,11 @@ def _twice_attached(at: Callable[[], Any], observed: Observed) -> None:
     """A second block of one surgery goes on with its states; between them nothing acts."""
     setup = Setup(observed)
     surgery = of(gs.Momentum(0.9), at=at())
-    for _ in range(2):
+    for steps in (1, 2):
         with surgery.attach(setup.model, setup.optimizer, steps_per_epoch=2) as live:
-            setup.captured_steps(1)
+            setup.captured_steps(steps)
+        observed.take(surgery, live)
         setup.captured_steps(1)
-    observed.take(surgery, live)
 
 
 def _two_surgeries(at: Callable[[], Any], observed: Observed) -> None:

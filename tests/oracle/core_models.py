@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 BATCH = 7
 
 
-class Mlp(nn.Module):
-    """Three layers; the other models change one part of it."""
+class Layers(nn.Module):
+    """The layers of most models."""
 
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
@@ -22,6 +22,10 @@ class Mlp(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         return self.act_b(self.lin_b(self.act_a(self.lin_a(x))))
+
+
+class Mlp(Layers):
+    """Three layers; the other models change one part of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lin_c(self.features(x))
@@ -140,7 +144,7 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
-class Heads(Mlp):
+class Heads(Layers):
     """Two tasks with a common trunk and a layer each."""
 
     def __init__(self) -> None:

@@ -35,7 +35,8 @@ def _ddp(model: nn.Module) -> nn.Module:
 
 
 def _fsdp(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    return model
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": _ddp, "FSDP2": _fsdp}

@@ -76,7 +76,7 @@ SELECTIONS: dict[str, At] = {
     "expect": lambda: gs.Parameters("lin_?.weight").expect(3),
     "expect too many": lambda: gs.Parameters("*.weight").expect(30),
     "expect outputs": lambda: gs.Outputs(types="ReLU").expect(2),
-    "where": lambda: gs.Parameters().where(lambda place: place.thing.numel() > 9),
+    "where": lambda: gs.Parameters().where(lambda place: place.name.endswith("t")),
     "where outputs": lambda: gs.Outputs("*").where(lambda place: place.call != 1),
     "second call": lambda: gs.Outputs("*", call=1),
     "second call of inputs": lambda: gs.Inputs("*", call=1),

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -125,7 +125,14 @@ CONTEXTS = {
 
 
 def train(observed: Observed, surgery: gs.Surgery, context: Context, model_name: str) -> None:
-    """Train for STEPS steps under the surgery and for one more after it."""
+    """Train for STEPS steps under the surgery and for one more after it.
+
+    If it acts at `Captured`, gradients come from `autograd.grad` instead of `backward()`.
+    """
+    if context.backward is plain and any(
+        isinstance(kind, gs.Captured) for item in surgery.interventions for kind in item.at.kinds
+    ):
+        context = replace(context, backward=captured)
     model = MODELS[context.model or model_name]()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = context.make_optimizer(params)
@@ -150,6 +157,7 @@ def train(observed: Observed, surgery: gs.Surgery, context: Context, model_name:
             if context.evaluates:
                 _evaluate(observed, model, step, chunk[0][0])
     observed.take(surgery, live)
+    observed.outcome.acts |= options.get("effects_every") == 0  # there are no rows then
     _step(None, model, optimizer, None, Context(), [next(batches(model))])
 
 
