@@ -94,6 +94,8 @@ def differences(key: str, old: Outcomes, new: Outcomes) -> Iterator[str]:
     before, after = old[key][2], new[key][2]
     if before.hooks_left != after.hooks_left:
         yield f"{key}: hooks left: {before.hooks_left}, now {after.hooks_left}"
+    if before.fault and after.fault:
+        yield f"{key}: fault of the oracle: {before.fault}"
     if before.refused and after.refused:
         return
     if before.refused or after.refused:
