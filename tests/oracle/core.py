@@ -81,6 +81,8 @@ def _report(lines: Sequence[str]) -> int:
         print(f"  {line}")
     if len(remaining) > SHOWN:
         print(f"  and {len(remaining) - SHOWN} more")
+    if len(remaining) < len(lines):
+        print(f"{len(lines) - len(remaining)} more are accepted")
     if remaining:
         print(f"by field: {', '.join(f'{name} {count}' for name, count in fields.most_common())}")
     return len(remaining)
