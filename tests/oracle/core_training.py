@@ -129,9 +129,7 @@ def train(observed: Observed, surgery: gs.Surgery, context: Context, model_name:
 
     If it acts at `Captured`, gradients come from `autograd.grad` instead of `backward()`.
     """
-    if context.backward is plain and any(
-        isinstance(kind, gs.Captured) for item in surgery.interventions for kind in item.at.kinds
-    ):
+    if context.backward is plain and "Captured(" in repr(surgery):
         context = replace(context, backward=captured)
     model = MODELS[context.model or model_name]()
     params = [param for param in model.parameters() if param.requires_grad]
