@@ -106,20 +106,20 @@ def _values(each: str) -> tuple[float, ...]:
 
 
 def _tables(root: Path) -> dict[str, list[str]]:
-    """The tables that the command writes from the records, line by line, and its list."""
+    """The tables that the command prints and writes from the records, line by line."""
     from gradsurg.reproduce.command import main as reproduce
 
     printed = io.StringIO()
+    with redirect_stdout(io.StringIO()):
+        listed = reproduce(["--list"], root)
     with redirect_stdout(printed):
-        codes = [reproduce(words, root) for words in (["--list"], ["--table", "--write"])]
-    written = {
+        written = reproduce(["--table", "--write"], root)
+    files = {
         str(path.relative_to(root)): path.read_text("utf-8").splitlines()
         for path in sorted(root.rglob("README.md"))
     }
-    return {
-        "exit codes": [str(code) for code in codes],
-        "printed": printed.getvalue().splitlines(),
-    } | written
+    codes = {"exit codes": [str(listed), str(written)]}
+    return codes | {"printed": printed.getvalue().splitlines()} | files
 
 
 def dump(tree: Path, out: Path, records: Path) -> None:

@@ -84,11 +84,15 @@ LINES = {
     "attribute": Line("transform=[clip,noise] attribute=true"),
     "nodes": Line("transform=scale_by_sign site=relu_nodes when=warmup when.stop=6"),
     "outputs": Line(
-        "transform=clip_norm site=outputs site.pattern=blocks.* model=convnet steps=6 log_every=2"
+        "transform=clip_norm transform.clip_norm.max_norm=0.001 site=outputs "
+        "site.pattern=blocks.* model=convnet steps=6 log_every=2"
     ),
     "triggers": Line("transform=sign when=(steps(start=2,stop=9)&~every(count=3))|epochs(start=1)"),
     "threshold": Line("transform=clip when=threshold when.above=0.02 when.measure=norm"),
-    "group": Line("transform=clip_global_norm site.stage=step accumulate=2 batch_size=16"),
+    "group": Line(
+        "transform=clip_global_norm transform.clip_global_norm.max_norm=0.1 site.stage=step "
+        "accumulate=2 batch_size=16"
+    ),
     "stateful": Line(
         "transform=[grokfast_ema,momentum] site.stage=step optimizer=adam schedule=cosine lr=0.01"
     ),
@@ -98,7 +102,10 @@ LINES = {
         "transform=clip control=update_norm_matched update_effect_every=3 optimizer=adam"
     ),
     "placebo": Line("transform=sign control=placebo lr=0.01"),
-    "no control": Line("transform=per_sample_clip control=none batch_size=8 seed=3"),
+    "no control": Line(
+        "transform=per_sample_clip transform.per_sample_clip.of.max_norm=0.1 control=none "
+        "batch_size=8 seed=3"
+    ),
     "pcgrad": Line(f"aggregator=pcgrad {OVERLAY}"),
     "mgda": Line(f"aggregator=mgda transform=clip shared.granularity=module seeds=1 {OVERLAY}"),
     "feature": Line(

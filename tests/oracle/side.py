@@ -21,6 +21,8 @@ SIDES = ("reference", "working tree")
 SLOW_IMPORTS = ["torch", "torch._dynamo", "hydra", "omegaconf", "pydantic", "sklearn.datasets"]
 SLOW_IMPORTS += ["scipy.stats", "einops", "altair", "jinja2"]
 """Imported before the fork. Not polars: it starts threads, which a fork does not have."""
+LONGEST = 120
+"""Characters of a value in the line of a difference."""
 JOBS, ENDS = "jobs.json", "ends.json"
 
 
@@ -85,7 +87,7 @@ def differences(
             for number, pair in enumerate(zip(found, expected, strict=False)):
                 yield from differences(f"{where} [{number}]", *pair, tolerance)
         case _ if not _is_same(found, expected, tolerance):
-            yield f"{where}: {found!r}, reference {expected!r}"
+            yield f"{where}: {_short(found)}, reference {_short(expected)}"
 
 
 def report(part: str, found: Sequence[str], shown: int = 40) -> int:
@@ -95,6 +97,11 @@ def report(part: str, found: Sequence[str], shown: int = 40) -> int:
     if len(found) > shown:
         print(f"{part}: {len(found) - shown} more differences")
     return len(found)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} .."
 
 
 def _is_same(found: Any, expected: Any, tolerance: float) -> bool:  # Any: what JSON can hold
