@@ -19,11 +19,19 @@ import torch
 import yaml
 
 from tests.oracle.accepted import unaccepted
-from tests.oracle.reference import WORKING_TREE
 from tests.oracle.side import SIDES, End, Job, differences, report, run_both
 
-UNCOMPARED = ("time/*", "outcome/time/*", "*step_ms*", "hardware", "compile_s", "_*", "step time")
-"""Keys of summaries, rows and tables that are times, hardware or W&B's own numbers."""
+UNCOMPARED = (
+    "time/*",
+    "outcome/time/*",
+    "*step_ms*",
+    "hardware",
+    "compile_s",
+    "_*",
+    "step time",
+    "*artifact_path",
+)
+"""Keys of summaries, rows and tables that are times, hardware, or W&B's own numbers and links."""
 SENTENCES = ("notes",)
 """Keys of summaries of which only the number of sentences is compared."""
 TOLERANCE = 1e-6
@@ -322,7 +330,3 @@ def _tables(out: Path) -> dict[str, object]:
             numbers = [re.findall(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?", cell) for cell in cells[2:]]
             rows[" ".join(cells[:2])] = numbers
     return tables | {"outcome.md": rows}
-
-
-if __name__ == "__main__":
-    sys.exit(main(WORKING_TREE))

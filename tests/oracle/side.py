@@ -8,7 +8,6 @@ import json
 import os
 import runpy
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -38,12 +37,11 @@ class Job:
 
 @dataclass(frozen=True)
 class End:
-    """Exit code (negative: the signal), output, seconds, and the exception of a library call."""
+    """Exit code (negative: the signal) and output; `out` of a call is its exception's type."""
 
     code: int
     out: str
     err: str
-    seconds: float
 
     @property
     def lines(self) -> list[str]:
@@ -127,7 +125,6 @@ def _end(job: Job, folder: Path) -> End | None:
     place = folder / job.folder
     place.mkdir(parents=True, exist_ok=True)
     outputs = [folder / name for name in ("stdout", "stderr")]
-    began = time.perf_counter()
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -138,7 +135,7 @@ def _end(job: Job, folder: Path) -> End | None:
         return None
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     texts = [path.read_text("utf-8", errors="replace") for path in outputs]
-    return End(status, *texts, time.perf_counter() - began)
+    return End(status, *texts)
 
 
 def _act(job: Job) -> None:
