@@ -118,7 +118,7 @@ CALLS = [
         ("gs.load('nope.yaml')", "nope.yaml", "", ""),
         ("gs.list('transfrom')", "transfrom", "transform", ""),
         ("gs.load_study('nowhere')", "nowhere", "", ""),
-        ("gs.Surgery(gs.Clip(1))", "Intervention", "", "Clip"),
+        ("gs.Surgery(gs.Clip(1))", "Surgery", "", "Intervention"),
         ("gs.Intervention(gs.Clip(1), at='weight')", "at", "Parameters", "weight"),
         ("gs.Intervention(gs.Clip)", "transform", "Clip()", ""),
         ("gs.PerSample(3)", "of", "", "3"),
