@@ -92,7 +92,7 @@ LINES = {
     "attribute": Line("transform=[clip,noise] attribute=true"),
     "nodes": Line("transform=scale_by_sign site=relu_nodes when=warmup when.stop=6"),
     "outputs": Line(
-        "transform=clip_norm transform.clip_norm.max_norm=0.001 site=outputs "
+        "transform=clip_norm transform.clip_norm.max_norm=0.0001 site=outputs "
         "site.pattern=blocks.* model=convnet steps=6 log_every=2"
     ),
     "triggers": Line("transform=sign when=(steps(start=2,stop=9)&~every(count=3))|epochs(start=1)"),
