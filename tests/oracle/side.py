@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.oracle.accepted import unaccepted
 from tests.oracle.reference import WORKING_TREE, assert_imported_from, start
 
 SIDES = ("reference", "working tree")
@@ -89,12 +90,13 @@ def differences(
 
 
 def report(part: str, found: Sequence[str], shown: int = 40) -> int:
-    """Print the differences and return their number."""
-    for line in found[:shown]:
-        print(f"{part} {line}")
-    if len(found) > shown:
-        print(f"{part}: {len(found) - shown} more differences")
-    return len(found)
+    """Print the unaccepted differences of a part and return their number."""
+    lines = unaccepted([f"{part} {line}" for line in found])
+    for line in lines[:shown]:
+        print(line)
+    if len(lines) > shown:
+        print(f"{part}: {len(lines) - shown} more differences")
+    return len(lines)
 
 
 def _short(value: object) -> str:
