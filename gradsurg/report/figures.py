@@ -50,11 +50,6 @@ class Figure:
     note: str = ""
 
 
-def write_figures(report: StudyReport, folder: Path) -> list[Path]:
-    """Write each figure that has data as SVG, PNG and PDF; return the PNG files."""
-    return [write_figure(figure, folder) for figure in figures(report)]
-
-
 def write_figure(figure: Figure, folder: Path) -> Path:
     """Write a figure as SVG, PNG and PDF; return the PNG file."""
     import vl_convert

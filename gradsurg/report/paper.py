@@ -22,7 +22,6 @@ STYLES = {
     "serif": "Times New Roman, Liberation Serif, Times, serif",
 }
 POINTS, DPI, FONT, BAR = 72, 300, 8, 110
-SPREADS = ("interval", "sd")
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradsurg.report.charts import DARK, TASKS, Panel, rows_of
-from gradsurg.report.figures import Figure, figure_spec, figures, write_figures
+from gradsurg.report.figures import Figure, figure_spec, figures, write_figure
 from gradsurg.report.outcome_charts import (
     limits_of,
     of_metric,
@@ -99,7 +99,8 @@ def test_no_number_of_a_view_is_left_open_in_a_file(tmp_path: Path) -> None:
 
 
 def test_every_file_is_written_as_svg_png_and_pdf(tmp_path: Path) -> None:
-    written = write_figures(pairs(tmp_path / "first", 40), tmp_path)
+    drawn = figures(pairs(tmp_path / "first", 40))
+    written = [write_figure(figure, tmp_path) for figure in drawn]
     assert [path.name for path in written] == [
         f"{name}.png" for name in ("outcome", "curves", "effects", "norms", "cost")
     ]
