@@ -182,12 +182,12 @@ WRONG = (
         "transform=clip site=outputs site.call=7",
         "site.call: nothing in the first forward is selected by Outputs(",
     ),
+    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never"),
     Wrong(
         "transform=clip site=captured",
         "site: no gradient passes at hidden.0.linear.weight, ",
         "(not asked of autograd.grad, needs no gradient)",
     ),
-    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never"),
     Wrong(
         "transform=clip_global_norm site=group when=depth when.low=9",
         "when.low: Depth(low=9, high=None) never fires",

@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-REFERENCE = "e281792cbf106b15b74827ff9b06815a256e18fe"
+REFERENCE = "2774118af07d52302ac5bd9e70486374294bd1d0"
 """The commit that the working tree must agree with."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]
