@@ -1,9 +1,6 @@
 """The W&B sweep in docs/sweeps.md: the commands that wandb's agent makes of it train a run."""
 
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +10,6 @@ import pytest
 import yaml
 
 from gradsurg.config.compose import check
-from tests.loggers.offline import alone, inspect, of_type
 from tests.runs import ROOT
 
 
@@ -62,5 +58,3 @@ def test_commands_of_the_agent_compose_without_an_error(
         assert command[:3] == ["/usr/bin/env", "gradsurg", "run"]
         # Every command is composed; building all models would take long.
         check(command[3:], False, [], builds=number == len(made) - 1)
-
-
