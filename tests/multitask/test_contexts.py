@@ -477,7 +477,7 @@ def test_a_checkpoint_below_the_representation_may_be_reentrant() -> None:
     [
         ("model", "full", "aot_eager"),
         ("trunk", "feature", "aot_eager"),
-        pytest.param("trunk", "full", "inductor", marks=pytest.mark.slow),
+        pytest.param("trunk", "full", "inductor", marks=pytest.mark.full),
         pytest.param("trunk", "feature", "inductor", marks=pytest.mark.full),
     ],
 )
