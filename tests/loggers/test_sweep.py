@@ -1,6 +1,9 @@
 """The W&B sweep in docs/sweeps.md: the commands that wandb's agent makes of it train a run."""
 
+import os
 import re
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ import pytest
 import yaml
 
 from gradsurg.config.compose import check
+from tests.loggers.offline import alone, inspect, of_type
 from tests.runs import ROOT
 
 
@@ -58,3 +62,24 @@ def test_commands_of_the_agent_compose_without_an_error(
         assert command[:3] == ["/usr/bin/env", "gradsurg", "run"]
         # Every command is composed; building all models would take long.
         check(command[3:], False, [], builds=number == len(made) - 1)
+
+
+@pytest.mark.full
+def test_a_command_of_the_agent_logs_the_metric_of_the_sweep_to_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = commands(monkeypatch, tmp_path)[0][3:]
+    variables = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "agents01", "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsurg", "run", *words, "steps=20"],
+        cwd=tmp_path,
+        env={**os.environ, **alone(tmp_path), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "stopped" in done.stderr) == (0, False), done.stderr
+    (path,) = tmp_path.rglob("offline-run-*")
+    assert path.name.endswith("-agents01")
+    updates = of_type(inspect(tmp_path, path), "summary")
+    assert any(sweep()["metric"]["name"] in update["update"] for update in updates)
