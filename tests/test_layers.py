@@ -29,7 +29,7 @@ STANDALONE = ("training.loop",)
 
 DOORS = {
     "hydra": ("run", "config"),
-    "omegaconf": ("run", "config", "training.run_directory"),
+    "omegaconf": ("run", "config"),
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
     "rich": ("effects.tables", "loggers.console", "report", "training"),

@@ -1,9 +1,8 @@
-"""Streams of a command whose reader may go away, and its address space."""
+"""Streams of a command whose reader may go away."""
 
 import sys
 from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
-from math import inf
 from typing import Any
 
 
@@ -29,13 +28,3 @@ def ignore_closed_pipes() -> None:
             unbuffered = stream.line_buffering or stream.write_through  # of `python -u`
             text = TextIOWrapper(raw, stream.encoding, "backslashreplace", None, unbuffered)
             setattr(sys, name, text)
-
-
-def address_space() -> float:
-    """Return the bytes of address space that `ulimit -v` allows; infinite without a limit."""
-    if sys.platform == "win32":
-        return inf
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return inf if limit == resource.RLIM_INFINITY else limit
