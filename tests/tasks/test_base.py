@@ -24,6 +24,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
+from gradsurg.tasks.data.arrays import split
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import outputs_of
 from tests import papers
@@ -283,6 +284,13 @@ def test_digits_split_is_stratified():
     data = Digits(test_fraction=0.5).load()
     train, test = (labels.bincount() for labels in (data.train_targets, data.test_targets))
     assert (train - test).abs().max() <= 1
+
+
+def test_rows_are_split_also_if_a_class_is_too_rare_for_equal_shares():
+    for labels in ([0] * 5 + [1] * 4 + [2], list(range(8)) * 2):
+        train, test = split(np.array(labels), 0.2, seed=0, stratify=True)
+        assert sorted([*train, *test]) == list(range(len(labels)))
+        assert len(test) == -(-len(labels) // 5)
 
 
 def test_digits_are_the_same_at_every_load_and_differ_by_split_seed():

@@ -1,6 +1,7 @@
 """Draw examples from a seed, and split and standardize tables."""
 
 from collections.abc import Callable
+from math import ceil
 from typing import Annotated
 
 import numpy as np
@@ -35,15 +36,19 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the training rows and of the test rows.
 
-    Raises ValueError if scikit-learn cannot divide the rows, or the classes with `stratify`.
+    With `stratify` both have the same shares of the classes, unless a class has a single row or a
+    part has fewer rows than there are classes: then all rows are drawn alike.
     """
     from sklearn.model_selection import train_test_split  # its import takes a second
 
+    num_test = ceil(test_fraction * len(targets))
+    _, counts = np.unique(targets, return_counts=True)
+    too_few = min(num_test, len(targets) - num_test) < len(counts) or counts.min() < 2
     train, test = train_test_split(
         np.arange(len(targets)),
         test_size=test_fraction,
         random_state=seed,
-        stratify=targets if stratify else None,
+        stratify=targets if stratify and not too_few else None,
     )
     return np.asarray(train), np.asarray(test)
 
