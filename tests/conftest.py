@@ -153,7 +153,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "their_module.py").write_text(THEIRS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "their_module", raising=False)
+    for name in ("their_module", "mine"):  # those of earlier tests
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     return tmp_path
 

@@ -1,7 +1,6 @@
 """The commands and snippets of the pages in docs/ run as they stand."""
 
 import shlex
-import sys
 from pathlib import Path
 
 import polars as pl
@@ -31,10 +30,9 @@ TIMM = [line for line in COMMANDS if "timm" in line]
 
 
 @pytest.fixture
-def own(here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+def own(here: Here, folder: Path) -> Here:
     """The command in a folder with the page's mine.py."""
     (folder / "mine.py").write_text(blocks("python", PAGE)[0], encoding="utf-8")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     return here
 
 

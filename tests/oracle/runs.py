@@ -206,8 +206,12 @@ def _runs(folder: Path) -> dict[str, Path]:
     return {str(place.relative_to(folder)): place for place in sorted(places)}
 
 
+def _config(file: Path) -> object:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
 def _compare_runs(where: str, found: Path, expected: Path) -> Iterator[str]:
-    configs = [yaml.safe_load((path / "config.yaml").read_text()) for path in (found, expected)]
+    configs = [_config(path / "config.yaml") for path in (found, expected)]
     yield from differences(f"{where}/config.yaml", *configs)
     for name, tolerance in ROWS.items():
         rows = [_rows(path / name) for path in (found, expected)]
