@@ -38,7 +38,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gradsurg {release}"
 html_show_sphinx = False
-viewcode_follow_imported_members = False
+viewcode_follow_imported_members = False  # else links to sources that have no page
 highlight_language = "text"  # of blocks that name none: commands and printed text
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -97,9 +97,11 @@ def setup(app: Sphinx) -> None:
         if "/" not in name:
             source[0] = linked(source[0], ROOT / "docs", ROOT / "docs")
 
-    def copy_pictures(app: Sphinx, _error: Exception | None) -> None:
+    def copy_pictures(app: Sphinx, error: Exception | None) -> None:
         # Those of <img> tags in tables, which Markdown cannot size and Sphinx does not copy.
-        copytree(ROOT / "docs" / "gallery", Path(app.outdir) / "gallery", dirs_exist_ok=True)
+        if error is None and app.builder.format == "html":
+            target = Path(app.outdir) / "gallery"
+            copytree(ROOT / "docs" / "gallery", target, dirs_exist_ok=True)
 
     def escape(_app: Sphinx, *_about: object) -> None:
         lines = _about[-1]

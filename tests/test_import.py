@@ -63,7 +63,7 @@ def test_the_check_above_would_see_such_a_library() -> None:
         pytest.param("-sc query=bash", "run site.patt", "site.pattern=", marks=pytest.mark.slow),
     ],
 )
-def test_help_and_completion_import_neither_torch_nor_a_library_of_runs_and_reports(
+def test_help_and_hydras_completion_import_neither_torch_nor_a_library_of_runs(
     words: str, typed: str, printed: str
 ) -> None:
     libraries = "torch numpy sklearn wandb matplotlib scipy altair polars pydantic"

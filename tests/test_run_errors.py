@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from gradsurg.plugins.messages import full_message
 from gradsurg.training import run_directory
 from tests.conftest import Here
+from tests.runs import ROOT
 
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
 OFTEN = ("checkpoint_every=1", "checkpoint_seconds=0", "log_every=1")
@@ -34,6 +36,111 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def finished(folder: Path) -> list[str]:
     return sorted(path.parent.name.rpartition("-")[0] for path in folder.rglob("summary.json"))
+
+
+@pytest.mark.parametrize("end", [">&- 2>&-", pytest.param(">/dev/full", marks=pytest.mark.slow)])
+def test_closed_and_full_streams_lose_no_run(folder: Path, end: str) -> None:
+    command = f"{sys.executable} -m gradsurg.run transform=clip steps=1 seeds=1 logger=none {end}"
+    done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == 2
+
+
+def test_an_unwritable_folder_is_reported_in_one_line(here: Here) -> None:
+    ended = here("transform=clip", "out=/proc/no/runs", *SHORT)
+    assert ended.code in (1, 2)  # root is told only by the failing write
+    (line,) = ended.err.splitlines()
+    assert "/proc" in line
+
+
+MOUNT = shutil.which("unshare") and ["unshare", "--map-root-user", "--mount", "sh", "-e", "-c"]
+
+
+def on_a_disk(folder: Path, script: str) -> list[tuple[int, list[str], list[str]]]:
+    """Run `script` with `disk`, a small file system that is gone afterwards.
+
+    Its function `run` executes the command; return the code and the lines of out and err of each.
+    """
+    if not MOUNT or subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], check=False).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    (folder / "disk").mkdir()
+    script = f"""
+number=0
+run() {{
+    number=$((number + 1)); code=0
+    {sys.executable} -m gradsurg.run "$@" logger=none out=disk/runs \\
+        > $number.out 2> $number.err || code=$?
+    echo $code
+}}
+mount -t tmpfs -o size=2m none disk
+{script}"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*MOUNT, script], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    texts = [
+        [(folder / f"{number}.{stream}").read_text(encoding="utf-8") for stream in ("out", "err")]
+        for number in range(1, 1 + len(done.stdout.split()))
+    ]
+    return [
+        (int(code), out.splitlines(), err.splitlines())
+        for code, (out, err) in zip(done.stdout.split(), texts, strict=True)
+    ]
+
+
+READ_ONLY = """
+run transform=clip steps=20 seeds=1
+mount -o remount,ro disk
+run transform=clip steps=20 seeds=1
+run -m transform=clip steps=20 seeds=1
+run transform=clip steps=30 seeds=1
+"""
+
+
+@pytest.mark.slow
+def test_a_read_only_study_is_skipped_if_it_is_finished_and_else_refused(folder: Path) -> None:
+    first, again, sweep, new = on_a_disk(folder, READ_ONLY)
+    assert first[0] == again[0] == sweep[0] == 0
+    assert again[1][0] == first[1][0]
+    assert len(again[2]) == 1
+    assert sweep[2][0] == "1 job, 2 runs: 2 finished before, skipped"
+    for _, _, (*_, line) in (again, sweep):
+        assert line.startswith("the report cannot be written: ")
+        assert "Read-only file system" in line
+    assert again[1][-1] == "2 of them had been finished before; force=true repeats them"
+    code, out, (line,) = new
+    assert (code, out) == (2, [])
+    assert line.startswith("out: cannot be written to: [Errno 30] Read-only file system: ")
+
+
+FULL = """
+run transform=clip steps=20 seeds=1 report=false
+cat disk/runs/digits-mlp/*/summary.json > before
+room=$(df --output=avail disk | tail -n 1)
+head -c $(((room - 60) * 1024)) /dev/zero > disk/other
+run transform=clip steps=20 seeds=3 checkpoint_every=1 checkpoint_seconds=0 log_every=1 report=false
+cat disk/runs/digits-mlp/*/summary.json > after
+rm disk/other
+run transform=clip steps=20 seeds=3 report=false
+"""
+
+
+@pytest.mark.full
+def test_a_full_disk_is_a_line_a_run_and_nothing_finished_is_lost(folder: Path) -> None:
+    first, full, again = on_a_disk(folder, FULL)
+    assert first[0] == again[0] == 0
+    code, out, err = full
+    assert code == 1
+    assert re.match(r"FAILED: \d of 3 runs of the control arm. The first: OSError: ", out[0])
+    assert any(line.startswith("clip: test accuracy ") for line in out)
+    _, *lines, count = err  # the first says that three seeds are few
+    assert count == "4 of 6 runs failed"
+    assert all("[Errno 28] No space left on device: '" in line for line in lines)
+    runs = [line.partition(":")[0] for line in lines if not line.startswith("the traceback could ")]
+    assert runs == ["none, seed 1", "clip, seed 1", "none, seed 2", "clip, seed 2"]
+    before, after = ((folder / name).read_text(encoding="utf-8") for name in ("before", "after"))
+    assert after == before
+    assert {line.partition(":")[2] for line in again[2][1:]} == {" failed before, tried again"}
 
 
 def test_a_users_callable_is_run_with_a_warning_of_one_line(here: Here, folder: Path) -> None:

@@ -27,7 +27,7 @@ class AGEM(GramianAggregator):
     1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier task.
 
     `memory` is the name of the loss of the memory. Without it the first task is g and the second
-    g_ref. Losses with other names than `memory...` for the second alone get a warning then, once.
+    g_ref, and a warning says so once, unless the name of the second begins with `memory`.
 
     A g_ref of zero imposes no constraint. Opposite gradients give zero, one task is unchanged. A
     NaN or infinity makes every weight NaN.

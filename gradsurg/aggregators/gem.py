@@ -41,8 +41,8 @@ class GEM(GramianAggregator, SolvedOnRows):
     which is left out here. With one memory and no margin it is `AGEM`.
 
     `memory` has the names of all losses but that of g; a memory that is not among the losses of a
-    call imposes no constraint. Without it the first task is g. Losses with other names than
-    `memory...` for all but the first get a warning then, once.
+    call imposes no constraint. Without it the first task is g, and a warning says so once, unless
+    the names of the others begin with `memory`.
 
     Without memories g is unchanged, a zero memory imposes no constraint, opposite gradients give
     zero. With a margin the result may conflict with g. For dependent gradients the weights are not

@@ -20,21 +20,15 @@ FOLDER = "experiment"
 KEYS = ("transform", "site", "when", "aggregator", "shared", "seed")
 """The keys of a recipe; all others of a config are about training."""
 
-FOLDERS = {
-    "transform": "transforms",
-    "site": "sites",
-    "when": "triggers",
-    "aggregator": "aggregators",
-}
-"""The folder of the plug-ins of each part of a recipe."""
+FOLDERS = ("transforms", "sites", "triggers", "aggregators")
 
 
 def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery:
     """Return the surgery of a recipe: a name, as `guided_backprop`, or the path of a yaml file.
 
     `overrides` change keys, as on the command line: `load("sgm", "transform.sgm.factor=0.2")`.
-    A recipe may name classes and functions of your own by `_target_`, a dotted path. They are
-    imported and called only with `own_code=True`: use it for files that you trust. Raises
+    A recipe or an override may name classes and functions of your own by `_target_`, a dotted path.
+    They are imported and called only with `own_code=True`: use it for files that you trust. Raises
     LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one
     line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
@@ -88,21 +82,26 @@ def recipes() -> list[str]:
 
 
 def _own_code(config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each `_target_` that is no plug-in of gradsurg for its part of the config.
+    """Return a line for each `_target_` in a recipe that is no plug-in of gradsurg.
 
     Nothing else is imported: importing a module runs it.
     """
-    faults = []
-    for key, folder in FOLDERS.items():
-        for place, path in _targets(config.get(key), key):
-            stem = path.split(".")[2] if path.startswith(f"gradsurg.{folder}.") else ""
-            cls = find(folder, stem) if stem in names(folder) else None
-            if cls is None or path != f"{cls.__module__}.{cls.__qualname__}":
-                faults.append(
-                    f"{place}: is code outside of gradsurg's {folder}, which is imported and "
-                    f"called only by load(..., own_code=True), found {path}"
-                )
-    return faults
+    return [
+        f"{place}: is not of gradsurg, and is imported and called only by load(..., "
+        f"own_code=True), found {path}"
+        for key in KEYS
+        for place, path in _targets(config.get(key), key)
+        if not _is_plugin(path)
+    ]
+
+
+def _is_plugin(path: str) -> bool:
+    """Whether a dotted path is that of a plug-in: `gradsurg.transforms.clip.Clip`."""
+    _, folder, stem, *_ = *path.split("."), "", ""
+    if folder not in FOLDERS or stem not in names(folder):
+        return False
+    cls = find(folder, stem)
+    return path == f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _targets(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -138,8 +138,7 @@ class SurgeryCallback(library.TrainerCallback):
         count = trainer.current_gradient_accumulation_steps
         if normalized is None:
             normalized = getattr(trainer, "loss_is_scaled_for_ga", None)  # 5.4 does not have it
-        is_doubtful = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        if normalized is None and is_doubtful and count > 1:
+        if normalized is None and count > 1 and _expects_normalized(trainer):
             live.session.warn_once(
                 f"SurgeryCallback.backward: divides the losses by the {count} accumulated batches, "
                 "and the Trainer expects losses divided by num_items_in_batch, which are not "
@@ -192,3 +191,8 @@ def _running_trainer() -> Any:
             return owner
         frame = frame.f_back
     raise RuntimeError("SurgeryCallback: on_train_begin was not called by a transformers.Trainer")
+
+
+def _expects_normalized(trainer: Any) -> bool:
+    """Whether the Trainer leaves the division by `num_items_in_batch` to the model or the loss."""
+    return trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None

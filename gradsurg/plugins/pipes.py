@@ -1,5 +1,6 @@
 """Streams of a command whose reader may go away."""
 
+import os
 import sys
 from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -7,23 +8,25 @@ from typing import Any
 
 
 class _Pipe(FileIO):
-    """A file that drops what is written to it once its reader is gone."""
+    """A file that drops what is written to it once its reader is gone or its disk is full."""
 
     def write(self, content: Any, /) -> int:  # Any: any buffer
-        with suppress(BrokenPipeError):
+        with suppress(OSError):
             return super().write(content)
         return len(content)
 
 
 def ignore_closed_pipes() -> None:
-    """Let `| head` end no command: drop the output once the reader of a pipe has closed it.
+    """Let `| head`, a full disk or a closed stream end no command: drop the output from then on.
 
     For the outermost function of a command. A character that the encoding lacks is printed as an
     escape.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None:
+        if stream is None:  # closed before the command began
+            setattr(sys, name, TextIOWrapper(BufferedWriter(FileIO(os.devnull, "w")), "utf-8"))
+        else:
             raw = BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False))
             unbuffered = stream.line_buffering or stream.write_through  # of `python -u`
             text = TextIOWrapper(raw, stream.encoding, "backslashreplace", None, unbuffered)

@@ -352,6 +352,9 @@ def landscapes(arms: Sequence[Arm], metrics: pl.DataFrame) -> tuple[list[Landsca
             continue
         if content is None:
             continue
+        if not {"start", "values"} <= content.keys():
+            faults.append(f"{run.name}: {LANDSCAPE} has no start or no values")
+            continue
         start = content.pop("start")
         key = canonical(content)
         contents[key] = content

@@ -1,4 +1,4 @@
-"""Write files so that a kill, a full disk or another process leaves no half of one; locks; JSON."""
+"""Replace files atomically, append lines to files, lock folders, encode JSON."""
 
 import json
 import logging

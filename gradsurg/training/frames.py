@@ -145,10 +145,25 @@ def _read(
                 frame = frame.with_columns(
                     pl.col(key).cast(kind) for key, kind in schema.items() if key in frame.columns
                 )
+                _check_columns(file, frame, schema)
             except pl.exceptions.PolarsError as error:
                 raise BrokenFile(file, f"has a value of another type: {error}") from error
             frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
     return pl.concat(frames, how="diagonal_relaxed")
+
+
+def _check_columns(file: Path, frame: "pl.DataFrame", keys: Mapping[str, object]) -> None:
+    """Raise BrokenFile for numbers that are text, or a conflict without its lists."""
+    import polars as pl
+
+    if file.name == CONFLICTS:
+        lists = ["tasks", "cosines", "norms"]
+        if any(frame[name].null_count() for name in lists):
+            raise BrokenFile(file, f"has a line without {', '.join(lists)}")
+        return
+    for name, kind in frame.schema.items():
+        if name not in (*keys, NOT_FINITE) and not (kind.is_numeric() or kind == pl.Null):
+            raise BrokenFile(file, f"has a {name} that is not a number")
 
 
 def _parse(file: Path, content: bytes) -> "pl.DataFrame":

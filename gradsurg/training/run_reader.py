@@ -19,7 +19,8 @@ class BrokenFile(ValueError):
 def read_facts(file: Path) -> dict[str, Any] | None:  # Any: any JSON value
     """Return the content of `run.json`, or None if there is no such file.
 
-    A control that is not the name of a directory in the study raises BrokenFile.
+    A control that is not the name of a directory in the study raises BrokenFile, and so do a seed
+    that is no integer and measurements that are no mapping.
     """
     facts = read_json(file)
     if facts is None:
@@ -27,6 +28,9 @@ def read_facts(file: Path) -> dict[str, Any] | None:  # Any: any JSON value
     controls = facts.get("controls") or {}
     if not isinstance(controls, dict):
         raise BrokenFile(file, f"controls: must be a mapping, found {controls!r:.40}")
+    for key, kind in (("seed", int), ("measured", dict)):
+        if not isinstance(facts.get(key) or kind(), kind):
+            raise BrokenFile(file, f"{key}: must be a {kind.__name__}, found {facts[key]!r:.40}")
     for name in (facts.get("control"), *controls.values()):
         if name is not None and not _is_run_name(name):
             rule = "must be the name of a run in this study"
@@ -40,6 +44,9 @@ def read_summary(file: Path) -> dict[str, Any] | None:  # Any: any JSON value
     if summary is not None and summary.get("state") not in ("finished", "diverged"):
         found = summary.get("state")
         raise BrokenFile(file, f"state: must be finished or diverged, found {found!r:.40}")
+    for key, value in (summary or {}).items():
+        if "/" in key and not isinstance(value, int | float | None):
+            raise BrokenFile(file, f"{key}: must be a number, found {value!r:.40}")
     return summary
 
 

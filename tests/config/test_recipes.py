@@ -117,14 +117,17 @@ def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("transform: {x: {_target_: TARGET, fields}}", r"transform\.x\._target_: is code outside"),
+        (
+            "transform: {x: {_target_: TARGET, fields}}",
+            r"transform\.x\._target_: is not of gradsurg",
+        ),
         ("transform: {x: {name: graft, direction: {_target_: TARGET, fields}}}", "own_code=True"),
         (
             "site: {_target_: TARGET, fields}",
-            r"site\._target_: is code outside of gradsurg's sites",
+            r"site\._target_: is not of gradsurg",
         ),
         ("when: {_target_: TARGET, fields}", r"when\._target_: .* found recipe_code\.write"),
-        ("aggregator: {_target_: TARGET, fields}", r"aggregator\._target_: is code outside"),
+        ("aggregator: {_target_: TARGET, fields}", r"aggregator\._target_: is not of gradsurg"),
     ],
 )
 def test_code_that_a_recipe_names_is_neither_called_nor_imported_unasked(
@@ -151,7 +154,7 @@ def test_a_class_of_another_kind_is_not_called(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a Transform, found the class Popen"):
         gs.load(path, own_code=True)
     text = "# @package _global_\nwhen: {_target_: gradsurg.transforms.clip.Clip}\n"
-    with pytest.raises(ValueError, match="when._target_: is code outside of gradsurg's triggers"):
+    with pytest.raises(ValueError, match="when: must be a Trigger, found the class Clip"):
         gs.load(stored(tmp_path, text))
 
 

@@ -283,9 +283,15 @@ def assert_trains_as_the_plain_trainer(trainer: Any, counted: bool = True) -> No
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"normalized": True}, {"scale": 1.0}, {}], ids=["normalized", "scale", "trainer"]
+    "options",
+    [
+        {"normalized": True},
+        pytest.param({"scale": 1.0}, marks=pytest.mark.full),
+        pytest.param({}, marks=pytest.mark.full),
+    ],
+    ids=["normalized", "scale", "trainer"],
 )
 def test_losses_divided_by_the_items_of_the_update_are_not_divided_again(
     tmp_path: Path, options: dict[str, Any]
@@ -302,7 +308,7 @@ def test_means_over_a_batch_are_divided_by_the_number_of_batches(tmp_path: Path)
     assert_trains_as_the_plain_trainer(trainer, counted=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_losses_that_may_be_divided_already_are_divided_with_a_warning(tmp_path: Path) -> None:
     trainer = counting_trainer(tmp_path, counted=False)
     with pytest.warns(gs.SurgeryWarning, match="normalized=True for such losses") as warned:

