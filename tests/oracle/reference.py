@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 REFERENCE = "2774118af07d52302ac5bd9e70486374294bd1d0"
-"""The commit that the working tree must agree with: e281792, with seven faults mended on top of it."""
+"""The commit that the working tree must agree with: e281792, with seven faults mended on it."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]
 
