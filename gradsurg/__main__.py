@@ -25,7 +25,7 @@ usage: gradsurg COMMAND ...
 {chr(10).join(f"  {name:<10} {purpose}" for name, (_, purpose) in COMMANDS.items())}
 
   gradsurg run transform=clip
-  gradsurg report runs/default
+  gradsurg report runs/digits-mlp
 
 gradsurg COMMAND --help shows more; gradsurg --version the version."""
 

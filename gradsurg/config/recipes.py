@@ -87,8 +87,8 @@ def _own_code(config: Mapping[str, Any]) -> list[str]:
     Nothing else is imported: importing a module runs it.
     """
     return [
-        f"{place}: is not of gradsurg, and is imported and called only by load(..., "
-        f"own_code=True), found {path}"
+        f"{place}: {path} is not of gradsurg: it is imported and called only by load(..., "
+        "own_code=True)"
         for key in KEYS
         for place, path in _targets(config.get(key), key)
         if not _is_plugin(path)

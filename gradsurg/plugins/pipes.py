@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import Any
 
@@ -10,9 +9,17 @@ from typing import Any
 class _Pipe(FileIO):
     """A file that drops what is written to it once its reader is gone or its disk is full."""
 
+    is_full = False
+
     def write(self, content: Any, /) -> int:  # Any: any buffer
-        with suppress(OSError):
+        try:
             return super().write(content)
+        except BrokenPipeError:
+            pass
+        except OSError as error:
+            if not self.is_full and self.name == 1:  # the number of stdout; told once
+                self.is_full = True
+                print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
         return len(content)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import Annotated, Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -414,15 +415,18 @@ def nothing_matched(
 ) -> SelectionError:
     """Return the error for a selector whose `field` matches none of `names`, which it lists."""
     choices = list(names)
-    # The literal part of a glob such as 'hiden.*' is compared with all prefixes of the names.
+    # The literal part of a glob such as 'hiden.*' is compared with the parts of the names.
     literal = pattern.removeprefix("re:").strip("*.")
-    parts = [name.split(".") for name in choices]
-    prefixes = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
-    close = get_close_matches(literal, sorted(prefixes), n=1, cutoff=0.6)
+    paths = [name.split(".") for name in choices]
+    parts = {
+        ".".join(path[i:j]) for path in paths for i, j in combinations(range(len(path) + 1), 2)
+    }
+    close = get_close_matches(literal, sorted(parts), n=5, cutoff=0.6)
+    offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
+    offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
     listed = nearest(pattern, choices)
-    if close and literal != pattern:
-        listed = listed.split(" Did you mean")[0]
-        listed += f" Did you mean '{pattern.replace(literal, close[0])}'?"
+    if offers:
+        listed = f"{listed.split(' Did you mean')[0]} Did you mean '{offers[0]}'?"
     return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
 
 

@@ -119,15 +119,18 @@ def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
     [
         (
             "transform: {x: {_target_: TARGET, fields}}",
-            r"transform\.x\._target_: is not of gradsurg",
+            r"transform\.x\._target_: .* is not of gradsurg",
         ),
         ("transform: {x: {name: graft, direction: {_target_: TARGET, fields}}}", "own_code=True"),
         (
             "site: {_target_: TARGET, fields}",
-            r"site\._target_: is not of gradsurg",
+            r"site\._target_: .* is not of gradsurg",
         ),
-        ("when: {_target_: TARGET, fields}", r"when\._target_: .* found recipe_code\.write"),
-        ("aggregator: {_target_: TARGET, fields}", r"aggregator\._target_: is not of gradsurg"),
+        (
+            "when: {_target_: TARGET, fields}",
+            r"when\._target_: recipe_code\.write is not of gradsurg",
+        ),
+        ("aggregator: {_target_: TARGET, fields}", r"aggregator\._target_: .* is not of gradsurg"),
     ],
 )
 def test_code_that_a_recipe_names_is_neither_called_nor_imported_unasked(
