@@ -58,11 +58,12 @@ def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> N
     )
 
 
-def test_the_nearest_full_name_is_suggested_once() -> None:
+@pytest.mark.parametrize("start", ["first", "*"])
+def test_the_nearest_name_that_matches_is_suggested_once(start: str) -> None:
     with pytest.raises(LookupError) as caught:
-        gs.Parameters("first.wieght").find(small())
+        gs.Parameters(f"{start}.wieght").find(small())
     assert str(caught.value).count("Did you mean") == 1
-    assert "Did you mean 'first.weight'?" in str(caught.value)
+    assert f"Did you mean '{start}.weight'?" in str(caught.value)
 
 
 def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
