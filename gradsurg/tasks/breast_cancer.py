@@ -10,6 +10,7 @@ from pydantic import Field
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Classification, Data
 from gradsurg.tasks.data.arrays import Seed, split, standardize
+from gradsurg.torch_internals import random_state
 
 
 @validated
@@ -41,7 +42,8 @@ class BreastCancer(Classification):
 @cache
 def _arrays() -> tuple[np.ndarray, np.ndarray]:
     """Measurements and classes; read once a process."""
-    from sklearn.datasets import load_breast_cancer
+    with random_state.preserved():  # its import draws from Python's generator
+        from sklearn.datasets import load_breast_cancer
 
     measured, kinds = load_breast_cancer(return_X_y=True)
     return measured, kinds

@@ -9,6 +9,7 @@ from pydantic import Field
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data, Regression
 from gradsurg.tasks.data.arrays import Seed, split, standardize
+from gradsurg.torch_internals import random_state
 
 
 @validated
@@ -39,7 +40,8 @@ class Diabetes(Regression):
 @cache
 def load_table() -> tuple[np.ndarray, np.ndarray]:
     """Return measurements and progression after a year; read once a process."""
-    from sklearn.datasets import load_diabetes
+    with random_state.preserved():  # its import draws from Python's generator
+        from sklearn.datasets import load_diabetes
 
     measured, progress = load_diabetes(return_X_y=True, scaled=False)
     return np.asarray(measured), np.asarray(progress)

@@ -1,6 +1,8 @@
 """Tasks: properties of each, options passed to models, and losses and metrics by hand."""
 
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from math import log
 from pathlib import Path
@@ -298,6 +300,19 @@ def test_digits_are_the_same_at_every_load_and_differ_by_split_seed():
     assert torch.equal(first.train_inputs, again.train_inputs)
     assert torch.equal(first.test_targets, again.test_targets)
     assert not torch.equal(first.train_inputs, other.train_inputs)
+
+
+@pytest.mark.parametrize(
+    "task", ["digits.Digits", "diabetes.Diabetes", "breast_cancer.BreastCancer"]
+)
+def test_the_first_import_of_scikit_learn_leaves_the_global_generator_alone(task: str) -> None:
+    module, name = task.split(".")
+    code = (
+        f"import random, sys; from gradsurg.tasks.{module} import {name}; import torch.utils.data\n"
+        f"before = random.getstate(); {name}().load()\n"
+        "assert 'sklearn' in sys.modules; assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_loading_leaves_the_global_generator_alone():

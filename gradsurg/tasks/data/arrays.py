@@ -9,6 +9,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradsurg.torch_internals import random_state
+
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
@@ -39,7 +41,8 @@ def split(
     With `stratify` both have the same shares of the classes, unless a class has a single row or a
     part has fewer rows than there are classes: then all rows are drawn alike.
     """
-    from sklearn.model_selection import train_test_split  # its import takes a second
+    with random_state.preserved():  # its import draws from Python's generator
+        from sklearn.model_selection import train_test_split
 
     num_test = ceil(test_fraction * len(targets))
     _, counts = np.unique(targets, return_counts=True)
