@@ -133,23 +133,59 @@ def _read(
     import polars as pl
 
     schema = {key: getattr(pl, kind) for key, kind in keys.items()}
-    frames = [pl.DataFrame(schema=schema)]
+    contents: dict[str, bytes] = {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run directory {path}")
-        file = path / name
-        content = read_lines(file)
-        if content:
-            try:
-                frame = change(_parse(file, content))
-                frame = frame.with_columns(
-                    pl.col(key).cast(kind) for key, kind in schema.items() if key in frame.columns
-                )
-                _check_columns(file, frame, schema)
-            except pl.exceptions.PolarsError as error:
-                raise BrokenFile(file, f"has a value of another type: {error}") from error
-            frames.append(frame.with_columns(pl.lit(str(path)).alias("run")))
+        if content := read_lines(path / name):
+            contents[str(path)] = content
+    frames = [pl.DataFrame(schema=schema)]
+    runs = list(contents)
+    for start in range(0, len(runs), RUNS_AT_ONCE):
+        some = {run: contents[run] for run in runs[start : start + RUNS_AT_ONCE]}
+        try:
+            frames.append(_parse(some, name, schema, change))
+        except BrokenFile:  # of many files: which is it?
+            frames += [_parse({run: some[run]}, name, schema, change) for run in some]
     return pl.concat(frames, how="diagonal_relaxed")
+
+
+RUNS_AT_ONCE = 500
+
+
+def _parse(
+    contents: Mapping[str, bytes],
+    name: str,
+    schema: "Mapping[str, type[pl.DataType]]",
+    change: "Callable[[pl.DataFrame], pl.DataFrame]",
+) -> "pl.DataFrame":
+    """Return the rows of several runs; BrokenFile names the first one's file."""
+    import numpy as np
+    import polars as pl
+
+    file = Path(next(iter(contents))) / name
+    counts = [content.count(b"\n") for content in contents.values()]
+    try:
+        # All rows determine the schema: some numbers are logged in few rows.
+        whole = b"".join(contents.values())
+        frame = pl.scan_ndjson(whole, infer_schema_length=None).collect()
+    except pl.exceptions.PolarsError as error:
+        raise BrokenFile(file, f"has a line that is not JSON: {error}") from error
+    if len(contents) == 1:
+        counts = [len(frame)]
+    if len(frame) != sum(counts):
+        raise BrokenFile(file, "has an empty line")
+    try:
+        frame = change(frame)
+        frame = frame.with_columns(
+            pl.col(key).cast(kind) for key, kind in schema.items() if key in frame.columns
+        )
+        _check_columns(file, frame, schema)
+    except pl.exceptions.PolarsError as error:
+        raise BrokenFile(file, f"has a value of another type: {error}") from error
+    names = pl.Series("run", list(contents), dtype=pl.String)
+    places = np.repeat(np.arange(len(counts)), counts)
+    return frame.with_columns(names.gather(places))
 
 
 def _check_columns(file: Path, frame: "pl.DataFrame", keys: Mapping[str, object]) -> None:
@@ -164,13 +200,3 @@ def _check_columns(file: Path, frame: "pl.DataFrame", keys: Mapping[str, object]
     for name, kind in frame.schema.items():
         if name not in (*keys, NOT_FINITE) and not (kind.is_numeric() or kind == pl.Null):
             raise BrokenFile(file, f"has a {name} that is not a number")
-
-
-def _parse(file: Path, content: bytes) -> "pl.DataFrame":
-    import polars as pl
-
-    try:
-        # All rows determine the schema: some numbers are logged in few rows.
-        return pl.scan_ndjson(content, infer_schema_length=None).collect()
-    except pl.exceptions.PolarsError as error:
-        raise BrokenFile(file, f"has a line that is not JSON: {error}") from error

@@ -1,0 +1,1 @@
+"""Reports: from the files of runs to text, tables, figures and a page."""

@@ -1,0 +1,263 @@
+"""The runs of a study as read from their directories, grouped into arms."""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from gradsurg.plugins.messages import printable
+from gradsurg.training.frames import effect_table, read_conflicts
+from gradsurg.training.run_directory import (
+    CONFIG,
+    CONFLICTS,
+    EFFECTS,
+    ERROR,
+    FACTS,
+    LOCK,
+    METRICS,
+    NOT_FINITE,
+    SUMMARY,
+    RunDirectory,
+    RunState,
+)
+from gradsurg.training.run_reader import (
+    BrokenFile,
+    check_directory,
+    last_row,
+    read_config,
+    read_summary,
+)
+
+State = RunState | Literal["missing", "unreadable"]
+STATES = (
+    "finished",
+    "running",
+    "interrupted",
+    "planned",
+    "diverged",
+    "failed",
+    "missing",
+    "unreadable",
+)
+
+TUNING = "tuning"
+"""The folder of a study with its tuning runs and the choices of its arms."""
+OWN_FILES = (FACTS, SUMMARY, METRICS, ERROR)
+
+
+class NotAStudy(ValueError):
+    """Raised for a folder that contains no run."""
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run as read from its directory; missing and unreadable fields are empty.
+
+    `steps` are planned, `done` are logged. `control` is the name of another run's directory.
+    """
+
+    path: Path
+    state: State
+    reason: str = ""
+    arm: str = "treated"
+    label: str = ""
+    seed: int = -1
+    steps: int = 0
+    done: int = 0
+    config: dict[str, Any] | None = None  # Any: what YAML can hold
+    summary: dict[str, Any] | None = None  # Any: what JSON can hold
+    control: str | None = None
+    controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
+    measured: Mapping[str, Any] = field(default_factory=dict)  # such as the metric of the verdict
+    command: tuple[str, ...] = ()  # the words of the command line that planned it
+    made_with: Mapping[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def name(self) -> str:
+        return printable(self.path.name)
+
+    @property
+    def is_readable(self) -> bool:
+        return self.state not in ("missing", "unreadable")
+
+    @property
+    def metric(self) -> str:
+        """The metric of the verdict, if one was given."""
+        return self.measured.get("metric") or ""
+
+    def number(self, key: str) -> float | None:
+        """Return a number of the summary; None if it is missing."""
+        number = (self.summary or {}).get(key)
+        return float(number) if isinstance(number, int | float) else None
+
+
+def read_runs(folder: Path, only: Collection[str] | None = None) -> list[LoadedRun]:
+    """Return all runs of a study; a named control without a directory has state `missing`.
+
+    `only` are the names of the runs to read; their controls are read too. Raises NotAStudy, in one
+    sentence, if there are none, or one of `only` is not there.
+    """
+    if not folder.is_dir():
+        raise NotAStudy(f"there is no folder {folder}")
+    paths = _run_directories(folder)
+    configs: dict[bytes, dict[str, Any]] = {}
+    if only is not None:
+        lacking = sorted(set(only) - {path.name for path in paths})
+        if lacking:
+            raise NotAStudy(f"{folder} has no run {', '.join(lacking[:6])}")
+        wanted = [_read(path, configs) for path in paths if path.name in only]
+        controls = {run.control for run in wanted} - set(only)
+        runs = wanted + [_read(path, configs) for path in paths if path.name in controls]
+    else:
+        runs = [_read(path, configs) for path in paths]
+    if not runs:
+        studies = [path.name for path in sorted(folder.iterdir()) if _run_directories(path)]
+        hint = f"; studies in it: {', '.join(studies[:6])}" if studies else ""
+        raise NotAStudy(f"{folder} has no runs in it{hint}")
+    known = {run.name for run in runs}
+    for run in list(runs):
+        if run.control and run.control not in known:
+            known.add(run.control)
+            reason = f"{run.name} names it as its control, but it is not there"
+            path = folder / run.control
+            runs.append(LoadedRun(path, "missing", reason, "control", "none", run.seed, run.steps))
+    return runs
+
+
+def canonical(config: object) -> str:
+    """The same text for the same config, whatever the order of its keys."""
+    return json.dumps(config, sort_keys=True, default=str)
+
+
+def _run_directories(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    inside = (path for path in sorted(folder.iterdir()) if path.is_dir())
+    return [path for path in inside if any((path / name).is_file() for name in OWN_FILES)]
+
+
+def fault_of(path: Path) -> str:
+    """Return the fault of the first broken file in a run's directory; empty if there is none."""
+    run = _read(path, {})
+    if not run.is_readable:
+        return run.reason
+    try:
+        for examined in (False, True):
+            effect_table([path], examined)
+        read_conflicts([path])
+    except BrokenFile as error:
+        return str(error)
+    return ""
+
+
+def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
+    """Return the run in a directory; with a broken file it is unreadable, and has the fault.
+
+    `configs` are those read so far, by their text without the seed.
+    """
+    label, seed = _from_name(printable(path.name))
+    directory = RunDirectory(path)
+    facts: dict[str, Any] = {}  # Any: what JSON can hold
+    summary: dict[str, Any] = {}
+    config: dict[str, Any] | None = None
+    state: State = "unreadable"
+    reason, last = "", {}
+    try:
+        check_directory(path)
+        config = _config(path / CONFIG, configs)
+        facts = directory.read_facts() or {}
+        summary = read_summary(path / SUMMARY) or {}
+        state = summary["state"] if summary else directory.state
+        last = {} if summary and state == "finished" else last_row(path / METRICS)
+    except (BrokenFile, OSError) as error:
+        state, reason = "unreadable", printable(str(error))[:300]
+    known = summary | facts
+    steps = (config or {}).get("steps")
+    run = LoadedRun(
+        path=path,
+        state=state,
+        reason=reason,
+        arm=str(known.get("arm") or ("control" if label == "none" else "treated")),
+        label=str(known.get("label") or label),
+        seed=seed if known.get("seed") is None else known["seed"],
+        steps=steps if isinstance(steps, int) else known.get("steps") or 0,
+        done=summary.get("steps") or last.get("step") or 0,
+        config=config,
+        summary=summary or None,
+        control=facts.get("control"),
+        controls=facts.get("controls") or {},
+        measured=facts.get("measured") or {},
+        command=tuple(map(str, facts.get("command") or ())),
+        made_with=facts.get("made_with") or {},
+    )
+    return run if reason else replace(run, reason=_reason(run, directory, last))
+
+
+SEED = re.compile(rb"^seed: (\d+)$", re.MULTILINE)
+
+
+def _config(file: Path, known: dict[bytes, dict[str, Any]]) -> dict[str, Any] | None:  # Any: YAML
+    """Return a run's config; runs of one arm differ in the seed, and are parsed once."""
+    try:
+        text = file.read_bytes()
+    except OSError:
+        return read_config(file)
+    seed = SEED.search(text)
+    if file.is_symlink() or seed is None:
+        return read_config(file)
+    key = SEED.sub(b"", text)
+    if key not in known:
+        config = read_config(file)
+        if config is None:
+            return None
+        known[key] = config
+    return {**known[key], "seed": int(seed[1])}
+
+
+def _reason(run: LoadedRun, place: RunDirectory, last: dict[str, Any]) -> str:
+    match run.state:
+        case "diverged" if run.summary and run.summary.get("diverged_step") is not None:
+            step = run.summary["diverged_step"]
+            return f"the loss was not finite at step {step} of {run.steps}"
+        case "diverged":
+            what = str(last.get(NOT_FINITE) or "an outcome is not finite").replace("=", " was ")
+            return f"{what} at step {run.done} of {run.steps}"
+        case "failed":
+            reason = place.reason or "its error.log is empty"
+            return f"{reason} (logged up to step {run.done} of {run.steps})"
+        case "running" | "interrupted":
+            return f"step {run.done} of {run.steps}"
+        case "planned":
+            return "not started"
+        case _:
+            return ""
+
+
+def _from_name(name: str) -> tuple[str, int]:
+    """Label and seed of `<label>-seed<k>-<hash8>`, as far as a name is one."""
+    label, _, rest = name.rpartition("-seed")
+    seed = rest.partition("-")[0]
+    return (label, int(seed)) if seed.isdecimal() else (name, -1)
+
+
+Stamp = dict[str, object]
+
+
+def stamp(folder: Path) -> Stamp:
+    """Size and time of every file that a report is made from: another stamp, another report."""
+    facts_of_files: Stamp = {}
+    for file in (folder / TUNING).glob("*.json"):
+        facts_of_files[file.name] = file.stat().st_size, file.stat().st_mtime_ns
+    for path in _run_directories(folder):
+        for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
+            try:
+                facts = (path / name).stat()
+            except FileNotFoundError:
+                continue
+            facts_of_files[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
+        if (path / LOCK).is_file():  # its process can die without touching a file
+            facts_of_files[path.name] = _read(path, {}).state
+    return facts_of_files
