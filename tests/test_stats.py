@@ -27,9 +27,11 @@ from gradsurg.stats import (
     adjusted_p_values,
     bca_interval,
     benjamini_hochberg,
+    finding,
     median_interval,
     paired_difference,
     seeds_needed,
+    sign_flip_interval,
     sign_flip_is_exact,
     sign_flip_p_value,
     sign_test_p_value,
@@ -174,30 +176,124 @@ def test_sums_that_differ_by_rounding_alone_count_as_ties():
     assert sign_flip_p_value([0.3, -0.1, -0.2]) == 1
 
 
-def test_the_sign_flip_test_of_forty_differences_is_exact() -> None:
-    assert sign_flip_p_value([1.0] * 40) == 2 / 2**40
+def test_the_sign_flip_test_of_twenty_differences_is_exact() -> None:
+    assert sign_flip_p_value([1.0] * 20) == 2 / 2**20
     # of five ones and odd ones out that weigh as much as nothing, half the signings at each
-    assert sign_flip_p_value([1.0] * 5 + [0.0] * 35) == 2 / 2**5
-    assert sign_flip_is_exact(40)
-    assert not sign_flip_is_exact(41)
+    assert sign_flip_p_value([1.0] * 5 + [0.0] * 15) == 2 / 2**5
+    assert sign_flip_is_exact(20)
+    assert not sign_flip_is_exact(21)
 
 
-def test_beyond_forty_differences_sign_vectors_are_drawn_with_a_seed() -> None:
-    assert sign_flip_p_value([1.0] * 41) == pytest.approx(1 / 99_901)
-    generator = random.Random(5)
-    values = [generator.gauss(0.2, 1) for _ in range(41)]
+def test_beyond_twenty_differences_sign_vectors_are_drawn() -> None:
+    assert sign_flip_p_value([1.0] * 41) == pytest.approx(1 / 100_000)
+    assert sign_flip_p_value([1.0, -1.0] * 15) == 1
+    values = [random.Random(5).gauss(0.2, 1) for _ in range(41)]
     assert sign_flip_p_value(values) == sign_flip_p_value(values)
-    assert sign_flip_p_value(values, seed=1) != sign_flip_p_value(values)
 
 
 def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> None:
     generator = random.Random(7)
     values = [generator.gauss(0.3, 1) for _ in range(20)]
-    exact = sign_flip_p_value(values)
+    exact, ends = sign_flip_p_value(values), sign_flip_interval(values)
     monkeypatch.setattr(stats, "MAX_EXACT_SEEDS", 10)
-    # four standard errors of a share of 99,900
-    assert abs(sign_flip_p_value(values) - exact) < 4 * (exact * (1 - exact) / 99_900) ** 0.5
+    # four standard errors of a share of 99,999
+    assert abs(sign_flip_p_value(values) - exact) < 4 * (exact * (1 - exact) / 99_999) ** 0.5
     assert sign_flip_p_value(values) != exact
+    assert sign_flip_interval(values) == pytest.approx(ends, abs=0.01)
+    assert sign_flip_interval(values) != ends
+
+
+def paired_case(generator: random.Random, n: int) -> list[float]:
+    """Normal differences, or those of a lattice of accuracies, with ties, zeros and heavy seeds."""
+    kind, shift = generator.randrange(5), generator.choice([0, 0.3, 0.5, 1])
+    values = [generator.gauss(shift, 1) for _ in range(n)]
+    lattice = [0.1 * round(2 * value) for value in values]
+    tied = [generator.choice([0.3, 0.1, 0.2, -0.3]) for _ in range(n)]
+    heavy = [*lattice[1:], 1e6]
+    return [values, lattice, tied, heavy, [lattice[0]] * n][kind]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ((6, 10), 600),
+        ((21, 48), 40),
+        pytest.param((6, 16), 9_000, marks=pytest.mark.slow),
+        pytest.param((6, 48), 1_000, marks=pytest.mark.slow),
+    ],
+)
+def test_the_interval_excludes_zero_if_and_only_if_p_is_small(sizes, cases):
+    generator = random.Random(cases)
+    significant = touching = 0
+    for _ in range(cases):
+        values = paired_case(generator, generator.randint(*sizes))
+        interval = sign_flip_interval(values)
+        assert interval is not None
+        low, high = interval
+        assert low <= high
+        excluded = low > 0 or high < 0
+        assert excluded == (sign_flip_p_value(values) <= 0.05), values
+        significant += excluded
+        touching += 0 in interval
+    assert min(significant, touching, cases - significant) > cases / 50
+
+
+def test_the_interval_holds_the_means_that_the_test_does_not_reject():
+    generator = random.Random(3)
+    for n in (6, 7, 8, 11, 25):
+        values = [generator.gauss(0.5, 1) for _ in range(n)]
+        for confidence in (0.8, 0.95):
+            ends = sign_flip_interval(values, confidence)
+            if n == 6 and confidence == 0.95:
+                assert ends == (min(values), max(values))
+            for sign, end in zip((-1, 1), ends or (), strict=True):
+                inside, outside = end - sign * 1e-9, end + sign * 1e-9
+                assert sign_flip_p_value([v - inside for v in values]) > 1 - confidence
+                assert sign_flip_p_value([v - outside for v in values]) <= 1 - confidence + 1e-12
+
+
+def test_the_interval_needs_six_differences_and_has_width_zero_where_they_are_equal():
+    assert sign_flip_interval([1.0, 2.0, 3.0, 4.0, 5.0]) is None
+    assert sign_flip_interval([1.0, 2.0, 3.0, 4.0, 5.0], 0.9) == (1.0, 5.0)
+    assert sign_flip_interval([]) is None
+    for n in (6, 13, 30):
+        assert sign_flip_interval([0.1] * n) == (0.1, 0.1)
+    with pytest.raises(ValueError, match="nan"):
+        sign_flip_interval([1.0, float("nan")])
+    with pytest.raises(ValueError, match="Found 95"):
+        sign_flip_interval([1.0, 2.0], 95)
+
+
+@pytest.mark.parametrize(
+    ("differences", "q_value", "words"),
+    [
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], None, "higher"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.1, -0.2], 0.05, "lower"),
+        ([0.1, 0.2, 0.3, 0.2, 0.1, 0.2], 0.06, "no clear difference"),
+        ([-0.1, -0.2, -0.3, -0.2, -0.2], None, "too few seeds"),
+        ([0.1], 0.01, "too few seeds"),
+        # p of 4 / 64 beside a t interval without 0
+        ([-0.01, 0.02, 0.03, 0.04, 0.05, 0.06], None, "no clear difference"),
+        # one heavy seed: all eight have one sign
+        ([-0.1, -0.2, -0.3, -0.2, -0.2, -0.1, -0.3, -2e5], None, "lower"),
+        ([0.0], None, "identical"),
+        ([0.0] * 8, None, "identical"),
+    ],
+)
+def test_a_finding_has_a_direction_if_p_and_q_are_small(differences, q_value, words):
+    assert finding(paired_difference(differences, [0.0] * len(differences)), q_value) == words
+
+
+def test_a_summary_of_eight_differences_computed_by_hand():
+    found = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], [0.0] * 8)
+    # the 6th smallest mean of a subset: after 1, 1.5 (1, 2), 2 (2; 1, 3; 1, 2, 3)
+    assert found.interval == (2 + 1 / 3, 6 + 2 / 3)
+    assert (found.range, found.p_value) == ((1.0, 8.0), 2 / 256)
+    assert found.effect_size == pytest.approx(4.5 / 6**0.5)
+    assert (found.t_low, found.t_high) == (found.low, found.high)
+    one = paired_difference([1.0], [0.0])
+    assert (one.interval, one.effect_size, one.t_low) == (None, None, None)
+    assert paired_difference([1.0] * 6, [0.0] * 6).effect_size is None
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=14), st.randoms())
