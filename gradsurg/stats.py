@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import ceil, comb, floor, fsum, isclose, isfinite, isnan, log2, sqrt
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -29,6 +29,9 @@ _DRAWS_PER_BATCH = 9_000
 NUM_POSTERIOR_DRAWS = 20_000
 _T_TEST_SHARE = {6: 0.8, 7: 0.955, 8: 0.971, 9: 0.98}
 """By n, the effect that the t test finds, as a share of the one that the sign-flip test finds."""
+
+MAX_COMPARED_DOSES = 20
+"""Doses of a trend that are all compared with each other; of more, neighbours are."""
 
 ROUNDING = 1e-12
 """Relative difference up to which two numbers count as equal."""
@@ -476,7 +479,8 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
         for sign in (1, -1)
     )
     contrast = paired_difference(upper, lower)
-    steps = combinations(zip(*ordered, strict=True), 2)
+    columns = [*zip(*ordered, strict=True)]
+    steps = combinations(columns, 2) if k <= MAX_COMPARED_DOSES else pairwise(columns)
     found = {finding(paired_difference(later, earlier)) for earlier, later in steps}
     direction = ""
     match finding(contrast):

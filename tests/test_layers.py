@@ -15,7 +15,7 @@ FLOORS = (
     ("sites", "hooks", "testing"),
     ("multitask", "per_example", "surgery", "integrations"),
     ("__init__", "packaging", "training", "stacked"),
-    ("report", "config"),
+    ("report", "newreport", "config"),
     ("reproduce", "run", "__main__"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
@@ -32,10 +32,10 @@ DOORS = {
     "omegaconf": ("run", "config"),
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
-    "rich": ("effects.tables", "loggers.console", "report", "training"),
-    "polars": ("training", "report"),
-    "altair": ("report",),
-    "vl_convert": ("report",),
+    "rich": ("effects.tables", "loggers.console", "report", "newreport", "training"),
+    "polars": ("training", "report", "newreport"),
+    "altair": ("report", "newreport"),
+    "vl_convert": ("report", "newreport"),
     "matplotlib": ("report", "reproduce"),
     "plotly": (),
     "sklearn": ("tasks",),
@@ -48,6 +48,7 @@ DOORS = {
 
 WITHOUT_TORCH = (
     "report",
+    "newreport",
     "stats",
     "effects.numbers",
     "effects.tables",

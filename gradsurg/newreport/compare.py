@@ -14,6 +14,7 @@ from gradsurg.newreport.arms import Arm, option_of, split_of
 from gradsurg.newreport.load import LoadedRun
 from gradsurg.newreport.study import AREA, Study
 from gradsurg.stats import (
+    Direction,
     Margin,
     benjamini_hochberg,
     finding,
@@ -236,7 +237,7 @@ def _row(
     }
 
 
-BETTER = {number.name: number.better for number in TASK_METRICS}
+BETTER: dict[str, Direction | None] = {number.name: number.better for number in TASK_METRICS}
 """The direction in which a metric is better, by the last part of its name."""
 
 
@@ -300,13 +301,14 @@ def _pairs(
     pairs = []
     for run, other in runs:
         why = "with a vacuous control" if vacuous else why_not(run, other, kind)
-        values = [None, None]
+        treated = control = None
         if not why and other:
-            values = [study.outcome(run, metric), study.outcome(other, metric)]
-            if None in values:
+            treated, control = study.outcome(run, metric), study.outcome(other, metric)
+            if treated is None or control is None:
                 continue
         state = other.state if other else "missing"
-        pairs.append(Pair(run.seed, study.block_of[run.name], *values, run.state, state, why, same))
+        block = study.block_of[run.name]
+        pairs.append(Pair(run.seed, block, treated, control, run.state, state, why, same))
     return pairs
 
 
