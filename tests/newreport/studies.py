@@ -1,0 +1,226 @@
+"""Small studies on disk whose every number is made up by hand."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gradsurg.training.run_directory import RunDirectory
+from gradsurg.training.run_identity import directory_name
+
+SITES = ("first.weight", "last.weight")
+STEPS = 40
+
+
+def config(label: str, seed: int, **more: object) -> dict[str, object]:
+    """A config as a run has it; a control has no transform, `clip+noise` has two links."""
+    found: dict[str, object] = {"seed": seed, "steps": STEPS, "model": {"name": "mlp"}, **more}
+    if label != "none" and "aggregator" not in more:
+        links = label.split("+")
+        found["transform"] = {
+            link: {"name": link, "value": more.get("value", 0.01)} for link in links
+        }
+        found["order"] = links
+    found.pop("value", None)
+    return found
+
+
+def paired(folder: Path, label: str, differences: Sequence[float], **more: object) -> Path:
+    """Runs of the control with an accuracy of 0.5, and of an arm with these differences to it."""
+    for seed, difference in enumerate(differences):
+        control = whole(folder, "none", seed, 0.5, **more)
+        whole(folder, label, seed, 0.5 + difference, control, **more)
+    return folder
+
+
+def plan(
+    folder: Path, label: str, seed: int, control: str | None = None, **more: object
+) -> RunDirectory:
+    """A run that has not started; `arm` goes into its facts."""
+    known = {key: more.pop(key) for key in ("arm",) if key in more}
+    own = config(label, seed, **more)
+    place = RunDirectory(folder / directory_name(f"{label}-seed{seed}", own))
+    facts: dict[str, object] = {
+        "study": folder.name,
+        "arm": "control" if label == "none" else "treated",
+        "label": label,
+        "seed": seed,
+        "tags": [label],
+        "steps": STEPS,
+        "control": control,
+    }
+    place.plan(facts | known, own)
+    return place
+
+
+def log(place: RunDirectory, label: str, steps: int = STEPS, loss: float = 1.0) -> None:
+    """A line of metrics and one of effects for each site, every ten steps."""
+    for step in range(10, steps + 1, 10):
+        place.append_metrics({"step": step, "train/loss": loss / step})
+        place.append_effects([effect(label, site, step) for site in SITES])
+
+
+def effect(label: str, site: str, step: int, **more: object) -> dict[str, object]:
+    numbers = {"cosine": 0.5, "changed": 0.25, "flipped": 0.0, "zeroed": 0.125, "distance": 0.5}
+    counts = {"seen": 10, "calls": 10, "sampled": 1, "nonfinite": 0}
+    norms = {"norm_before": 2.0, "norm_after": 1.0}
+    return {"step": step, "transform": label, "site": site, **counts, **numbers, **norms, **more}
+
+
+def conflict(
+    aggregator: str, step: int, cosine: float | None = 0.5, count: int = 2, **more: object
+) -> dict[str, object]:
+    """A row of conflicts of that many tasks, each pair with that cosine; all norms are 1."""
+    one = range(count)
+    other = {"weights": [0.25] * count, "cosine": 0.75}
+    return {
+        "step": step,
+        "aggregator": aggregator,
+        "group": "shared",
+        "tasks": [f"task{place}" for place in one],
+        "norms": [1.0] * count,
+        "cosines": [[1.0 if a == b else cosine for a in one] for b in one],
+        "conflict_rate": float((cosine or 0) < 0),
+        "norm_spread": 1.0,
+        "condition": 3.0,
+        "weights": [1.0] * count,
+        "decrease": [0.5 + place for place in one],
+        "cosine_to_mean": 1.0,
+        "norm_to_mean": float(count),
+        "weight_entropy": 1.0,
+        "others": {"mgda": other, "mean": {**other, "cosine": 1.0}},
+        **more,
+    }
+
+
+def clashing(folder: Path, count: int = 2, arms: tuple[str, ...] = ("pcgrad",)) -> Path:
+    """Two seeds of aggregators and of the control, whose tasks conflict more and more."""
+    shared = {"task": {"name": "overlay"}}
+    controls: dict[int, str] = {}
+    for label in ("none", *arms):
+        for seed in range(2):
+            mine = {} if label == "none" else {"aggregator": {"name": label}, "transform": {}}
+            place = plan(folder, label, seed, controls.get(seed), **shared, **mine)
+            for step in range(10, STEPS + 1, 10):
+                place.append_metrics({"step": step, "train/loss": 1 / step})
+                lost = [-0.25, *(0.5 + 0.1 * task for task in range(1, count))]
+                more = {"decrease": lost} if label == "none" and step == STEPS else {}
+                row = conflict(label, step - 10, 0.1 * seed + 0.25 - step / 100, count, **more)
+                place.append_conflicts([row])
+            end(place, label, 0.9 - seed / 10 if label == "none" else 0.95 - seed / 10)
+            controls.setdefault(seed, place.path.name)
+    return folder
+
+
+def end(
+    place: RunDirectory, label: str, accuracy: float, state: str = "finished", **more: object
+) -> None:
+    summary: Mapping[str, object] = {
+        "state": state,
+        "label": label,
+        "steps": STEPS,
+        "train/loss": 0.5,
+        "test/accuracy": accuracy,
+        "time/step_ms": 1.0 if label == "none" else 1.5,
+        "time/measured_step_ms": 2.0,
+        "effects_every": 10,
+        "notes": [],
+        **more,
+    }
+    place.write_summary(summary)
+
+
+def whole(
+    folder: Path, label: str, seed: int, accuracy: float, control: str | None = None, **more: object
+) -> str:
+    """A finished run; the name of its directory."""
+    place = plan(folder, label, seed, control, **more)
+    log(place, label)
+    end(place, label, accuracy)
+    return place.path.name
+
+
+def chain(folder: Path) -> Path:
+    """Two seeds of clip+noise, of each link alone and of the control, all with updates."""
+    outcomes = {
+        "none": (0.9, 0.9),
+        "clip+noise": (0.8, 0.7),
+        "clip": (0.9, 0.84),
+        "noise": (0.8, 0),
+    }
+    controls: dict[int, str] = {}
+    for label, by_seed in outcomes.items():
+        for seed, accuracy in enumerate(by_seed):
+            place = plan(folder, label, seed, controls.get(seed))
+            log(place, label)
+            state = "finished" if accuracy else "diverged"
+            more = {} if label == "none" else update(0.5 + seed / 4)
+            end(place, label, accuracy, state, **more)
+            controls.setdefault(seed, place.path.name)  # the first are the plain ones
+    return folder
+
+
+def update(cosine: float | None) -> dict[str, object]:
+    """What a summary says of a run's updates; one that never moved has no cosine."""
+    found = {"sampled": 4, "norm_ratio": 2.0, "loss_change": -0.25, "loss_change_without": -0.5}
+    numbers = {f"update/{key}": value for key, value in found.items()}
+    return numbers if cosine is None else {**numbers, "update/cosine": cosine}
+
+
+def mixed(folder: Path) -> Path:
+    """Three seeds of clip and control, and a run in each other state."""
+    controls = [whole(folder, "none", seed, 0.9) for seed in range(3)]
+    for seed, accuracy in enumerate((0.80, 0.84, 0.91)):
+        whole(folder, "clip", seed, accuracy, controls[seed])
+    for seed, accuracy in enumerate((0.7, 0.71)):
+        whole(folder, "zero", seed, accuracy, controls[seed])
+    broken = plan(folder, "zero", 2, controls[2])
+    broken.append_metrics({"step": 10, "train/loss": 2.0})
+    broken.append_metrics({"step": 20, "train/loss": float("nan")})
+    end(broken, "zero", float("nan"), "diverged", steps=20)
+    failed = plan(folder, "noise", 0, controls[0])
+    failed.write_error("Traceback (most recent call last):\n  x\nValueError: <b>no</b> room\n")
+    stopped = plan(folder, "noise", 1, controls[1])
+    log(stopped, "noise", steps=20)
+    plan(folder, "noise", 2, "none-seed9-00000000")
+    return folder
+
+
+GROUND = {
+    "names": ["1", "2"],
+    "x1": [0.0, 1.0, 2.0],
+    "x2": [-1.0, 1.0],
+    "values": {"1": [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]], "2": [[4.0, 1.0, 0.0], [5.0, 2.0, 1.0]]},
+    "pareto": [[0.0, -1.0], [2.0, -1.0]],
+    "closed": False,
+}
+"""What a task's losses are on six places."""
+
+
+def toy(folder: Path) -> Path:
+    """Two starts of clip and of the control, with a landscape and the way from each start."""
+    controls: dict[float, str] = {}
+    for label in ("none", "clip"):
+        for start in (0.0, 2.0):
+            task = {"name": "toy", "start": [start, 1.0]}
+            place = plan(folder, label, 0, controls.get(start), task=task)
+            controls.setdefault(start, place.path.name)
+            place.write_landscape({**GROUND, "start": [start, 1.0]})
+            for step in (10, 20):
+                place.append_metrics({"step": step, "test/x1": start, "test/x2": 1 - step / 20})
+            end(place, label, 0.5, **{"test/x1": 1.0, "test/x2": -1.0}, **several(start, 1.0))
+    return folder
+
+
+def several(*losses: float) -> dict[str, object]:
+    """What a summary says of losses of several tasks."""
+    names = ("first", "second", "third")
+    return {f"test/loss_{name}": loss for name, loss in zip(names, losses, strict=False)}
+
+
+def tasks(folder: Path, **arms: list[tuple[float, ...]]) -> Path:
+    """Arms that were trained on several tasks: of each the losses of its runs, seed by seed."""
+    for label, runs in arms.items():
+        for seed, losses in enumerate(runs):
+            place = plan(folder, label, seed, task={"name": "pair"})
+            log(place, label)
+            end(place, label, 0.5, **several(*losses))
+    return folder
