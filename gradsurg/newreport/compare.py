@@ -145,7 +145,8 @@ def compare_values(
     """
     rows = []
     for metric, pairs in metrics.items():
-        blocks = sorted({pair.block for pair in pairs}, key=lambda name: (len(name), name))
+        pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
+        blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
         texts = {**about, "metric": metric}
         rows.append(texts | {"block": None} | _row(pairs, metric, unit if several else "", margin))

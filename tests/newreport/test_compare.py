@@ -1,0 +1,338 @@
+"""The comparison of arms with their controls, against numbers worked out by hand."""
+
+import json
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import polars as pl
+import pytest
+
+from gradsurg.newreport.compare import SCHEMA, compare, compare_pairs
+from gradsurg.newreport.measures import (
+    costs,
+    left_out,
+    link_shares,
+    times_to_target,
+    update_effects,
+)
+from gradsurg.newreport.study import read_study
+from gradsurg.stats import parse_margin, sign_flip_interval
+from gradsurg.training.run_directory import RunDirectory
+from tests.newreport import studies
+
+T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom
+
+
+def row(frame: pl.DataFrame, arm: str, metric: str = "test/accuracy", block: str | None = None):
+    """The row of an arm, metric and block."""
+    where = pl.col("block").is_null() if block is None else pl.col("block") == block
+    return frame.filter(where, arm=arm, metric=metric).row(0, named=True)
+
+
+def of_folder(folder: Path) -> pl.DataFrame:
+    return compare(read_study(folder))
+
+
+def test_the_difference_is_that_of_pairs_with_its_details(tmp_path: Path) -> None:
+    clip = row(of_folder(studies.mixed(tmp_path / "first")), "clip")
+    differences = [-0.10, -0.06, 0.01]
+    mean, sd = fmean(differences), stdev(differences)
+    assert clip["differences"] == pytest.approx(differences)
+    assert (clip["n"], clip["planned"], clip["unit"], clip["seeds"]) == (3, 3, "seed", [0, 1, 2])
+    assert (clip["treated"], clip["control"]) == pytest.approx((0.85, 0.9))
+    assert clip["difference"] == pytest.approx(mean)
+    assert (clip["higher"], clip["lower"], clip["against"]) == (1, 2, "control")
+    assert clip["p"] == 4 / 8  # of the signings of .10, .06 and .01 four reach .15
+    assert clip["interval"] == "range"
+    assert (clip["low"], clip["high"]) == pytest.approx((-0.1, 0.01))
+    assert clip["median"] == pytest.approx(-0.06)
+    assert clip["t_low"] == pytest.approx(mean - T_975_2 * sd / sqrt(3))
+    assert clip["effect_size"] == pytest.approx(mean / sd)
+    assert clip["verdict"] == "too few seeds"
+
+
+def test_the_interval_inverts_the_test_from_six_seeds_on(tmp_path: Path) -> None:
+    differences = [0.01, 0.02, 0.03, 0.04, 0.05, -0.01]
+    clip = row(of_folder(studies.paired(tmp_path, "clip", differences)), "clip")
+    assert clip["interval"] == "95 %"
+    assert (clip["low"], clip["high"]) == pytest.approx(sign_flip_interval(differences))
+    assert (clip["p"], clip["verdict"]) == (6 / 64, "no clear difference")
+
+
+def test_runs_that_did_not_finish_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    frame = of_folder(studies.mixed(tmp_path / "first"))
+    zero, noise = row(frame, "zero"), row(frame, "noise")
+    assert (zero["n"], zero["planned"], zero["not_compared"]) == (2, 3, "1 diverged")
+    assert zero["difference"] == pytest.approx(-0.195)
+    assert (noise["n"], noise["difference"], noise["verdict"]) == (0, None, "")
+    assert noise["not_compared"] == "1 failed, 1 interrupted, 1 planned"
+
+
+def test_divergence_is_counted_with_an_exact_test(tmp_path: Path) -> None:
+    for seed in range(8):
+        control = studies.plan(tmp_path, "none", seed)
+        studies.end(control, "none", 0.5, "diverged" if seed < 7 else "finished")
+        studies.whole(tmp_path, "clip", seed, 0.9, control.path.name)
+    clip = row(of_folder(tmp_path), "clip")
+    counts = [clip[key] for key in ("ended", "diverged", "diverged_control", "p_diverged")]
+    assert counts == [8, 0, 7, 2 / 2**7]
+    assert (clip["n"], clip["difference"], clip["p"]) == (1, pytest.approx(0.4), None)
+
+
+def test_without_divergence_there_is_no_test_of_it(tmp_path: Path) -> None:
+    assert row(of_folder(studies.paired(tmp_path, "clip", [0.1])), "clip")["p_diverged"] is None
+
+
+def test_q_is_among_the_arms_of_one_metric(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.5 + (-1) ** seed / 10, control)
+        studies.whole(tmp_path, "sign", seed, 0.5 + (seed + 1) / 100 - 0.02 * (not seed), control)
+        studies.whole(tmp_path, "zero", seed, 0.4 - seed / 1e9, control)
+    frame = of_folder(tmp_path)
+    found = [row(frame, name) for name in ("zero", "sign", "clip")]
+    # all alike; the smallest against the rest: it and none below; three of six each way
+    assert [one["p"] for one in found] == [2 / 64, 4 / 64, 1.0]
+    assert [one["q"] for one in found] == pytest.approx([3 * 2 / 64, 3 / 2 * 4 / 64, 1.0])
+    assert [one["verdict"] for one in found] == ["no clear difference"] * 3
+    losses = [row(frame, name, "train/loss")["q"] for name in ("zero", "sign", "clip")]
+    assert losses == [1.0, 1.0, 1.0]  # equal in all runs, and in a family of their own
+
+
+def test_arms_tied_at_the_smallest_p_are_all_clear(tmp_path: Path) -> None:
+    for seed in range(8):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        for place in range(10):
+            studies.whole(tmp_path, f"arm{place}", seed, 0.4 - seed / 1e3, control)
+    frame = of_folder(tmp_path).filter(metric="test/accuracy")
+    assert frame["q"].to_list() == [pytest.approx(2 / 2**8)] * 10
+    assert frame["verdict"].to_list() == ["lower"] * 10
+
+
+def test_a_single_arm_has_no_q(tmp_path: Path) -> None:
+    frame = of_folder(studies.paired(tmp_path, "clip", [-0.1 - k / 100 for k in range(6)]))
+    assert frame["q"].null_count() == len(frame)
+    assert row(frame, "clip")["verdict"] == "lower"
+
+
+def test_seeds_that_all_gave_the_same_numbers_count_as_one(tmp_path: Path) -> None:
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5)
+        studies.whole(tmp_path, "clip", seed, 0.4, control)
+        studies.whole(tmp_path, "sign", seed, 0.4 + seed / 1e9, control)
+    frame = of_folder(tmp_path)
+    clip, sign = row(frame, "clip"), row(frame, "sign")
+    assert (clip["n"], clip["p"], clip["planned"], clip["repeats"]) == (1, None, 6, 6)
+    assert (sign["n"], sign["repeats"]) == (6, 0)
+
+
+def test_the_metric_that_was_planned_comes_first(tmp_path: Path) -> None:
+    studies.paired(tmp_path, "clip", [0.1])
+    for file in tmp_path.glob("*/run.json"):
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        text = json.dumps({**facts, "measured": {"metric": "train/loss"}})
+        file.write_text(text, encoding="utf-8")
+    study = read_study(tmp_path)
+    assert [*study.metrics_of][:2] == ["train/loss", "test/accuracy"]
+    assert compare(study)["metric"][0] == "train/loss"
+
+
+def test_a_metric_of_another_task_is_not_told_of_an_arm(tmp_path: Path) -> None:
+    for label, more in (("clip", {"test/f1": 0.5}), ("sign", {})):
+        for seed in range(2):
+            control = studies.plan(tmp_path, "none", seed)
+            studies.end(control, "none", 0.9, **{"test/f1": 0.4})
+            place = studies.plan(tmp_path, label, seed, control.path.name)
+            studies.end(place, label, 0.8 + seed / 10, **more)
+    frame = of_folder(tmp_path)
+    assert row(frame, "clip", "test/f1")["n"] == 2
+    assert row(frame, "sign", "test/f1")["n"] == 0
+    assert row(frame, "sign", "test/f1")["not_compared"] == ""
+
+
+def in_splits(folder: Path, by_split: Mapping[int, list[float]]) -> Path:
+    """Differences of clip to the control, seed by seed, in each split."""
+    for split, differences in by_split.items():
+        task = {"name": "digits", "split_seed": split}
+        studies.paired(folder, "clip", differences, task=task)
+    return folder
+
+
+def test_several_splits_are_a_random_factor(tmp_path: Path) -> None:
+    means = {split: 0.01 * (split + 1) for split in range(6)}
+    study = in_splits(
+        tmp_path, {split: [mean - 0.005, mean + 0.005] for split, mean in means.items()}
+    )
+    frame = of_folder(study)
+    whole = row(frame, "clip")
+    assert (whole["unit"], whole["n"], whole["planned"], whole["seeds"]) == ("split", 6, 12, None)
+    assert whole["differences"] == pytest.approx([*means.values()])
+    assert (whole["p"], whole["verdict"]) == (2 / 64, "higher")
+    assert whole["population"] == "6 splits"
+    one = row(frame, "clip", block="split 3")
+    assert (one["n"], one["unit"], one["q"]) == (2, "seed", None)
+    assert one["difference"] == pytest.approx(0.04)
+
+
+def test_a_split_with_more_seeds_counts_as_much_as_another(tmp_path: Path) -> None:
+    frame = of_folder(in_splits(tmp_path, {0: [0.1, 0.1, 0.1, 0.4], 1: [0.3]}))
+    assert row(frame, "clip")["differences"] == pytest.approx([0.175, 0.3])
+
+
+def test_the_population_names_the_split_and_the_test_examples(tmp_path: Path) -> None:
+    in_splits(tmp_path, {0: [0.1, 0.2]})
+    for file in tmp_path.glob("*/summary.json"):
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**summary, "test_examples": 1450}), encoding="utf-8")
+    assert row(of_folder(tmp_path), "clip")["population"] == "one split, 1,450 test examples"
+
+
+def test_several_models_are_compared_within_each(tmp_path: Path) -> None:
+    for model, difference in (("mlp", 0.1), ("convnet", 0.3)):
+        studies.paired(tmp_path, "clip", [difference] * 2, model={"name": model})
+    whole = row(of_folder(tmp_path), "clip")
+    assert (whole["unit"], whole["n"], whole["population"]) == ("model", 2, "2 models")
+    assert whole["difference"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("margin", "differences", "verdict"),
+    [
+        ("1pp", [0.001, -0.001, 0.002, -0.002, 0.003, -0.003], "equivalent"),
+        ("0.01", [0.001, -0.001, 0.002, -0.002, 0.003, 0.2], "not worse"),
+        ("1%", [0.1, 0.11, 0.12, 0.13, 0.14, 0.15], "better"),
+        ("0.01", [0.1, -0.11, 0.12, -0.13, 0.14, -0.15], "undecided"),
+        ("1pp", [0.001, -0.001, 0.002], ""),
+    ],
+)
+def test_a_margin_asks_for_equivalence(
+    tmp_path: Path, margin: str, differences: list[float], verdict: str
+) -> None:
+    study = read_study(studies.paired(tmp_path, "clip", differences))
+    assert row(compare(study, parse_margin(margin)), "clip")["margin"] == verdict
+    assert row(compare(study), "clip")["margin"] == ""
+
+
+def test_an_arm_whose_control_is_the_treatment_itself_is_in_no_correction(tmp_path: Path) -> None:
+    for seed in range(2):
+        for label, cosine in (("scale", 1.0), ("clip", 0.5), ("sign", 0.25)):
+            control = studies.whole(tmp_path, f"norm_matched-{label}", seed, 0.8, arm="control")
+            place = studies.plan(tmp_path, label, seed, control)
+            rows = [studies.effect(label, site, 10, cosine=cosine) for site in studies.SITES]
+            place.append_effects(rows)
+            studies.end(place, label, 0.9 + seed / 100)
+    frame = of_folder(tmp_path)
+    scale, clip = row(frame, "scale"), row(frame, "clip")
+    assert (scale["vacuous"], scale["difference"]) == ("norm-matched", None)
+    assert scale["not_compared"] == "2 with a vacuous control"
+    assert (clip["vacuous"], clip["against"], clip["q"]) == ("", "norm-matched", 0.5)
+
+
+def test_two_arms_are_compared_with_each_other_seed_by_seed(tmp_path: Path) -> None:
+    study = read_study(studies.mixed(tmp_path / "first"))
+    frame = compare_pairs(study, ["clip", "zero"])
+    pair = row(frame, "clip - zero")
+    assert (pair["against"], pair["n"]) == ("zero", 2)
+    assert pair["differences"] == pytest.approx([0.1, 0.13])
+    assert pair["not_compared"] == "1 run of that seed diverged"
+    for names, words in ((["clip"], "at least two"), (["clip", "clap"], "no arm is named 'clap'")):
+        with pytest.raises(LookupError, match=f"{words}.*'clip'; 'noise'; 'zero'"):
+            compare_pairs(study, names)
+
+
+def test_a_study_without_a_pair_has_the_columns(tmp_path: Path) -> None:
+    studies.whole(tmp_path, "none", 0, 0.9)
+    assert dict(of_folder(tmp_path).schema) == SCHEMA
+
+
+def test_a_links_share_is_the_chain_minus_the_chain_without_it(tmp_path: Path) -> None:
+    frame = link_shares(read_study(studies.chain(tmp_path))).filter(metric="test/accuracy")
+    assert frame.select("arm", "link", "planned").rows() == [
+        ("clip+noise", "clip", 2),
+        ("clip+noise", "noise", 2),
+    ]
+    clip, noise = frame.rows(named=True)
+    assert noise["differences"] == pytest.approx([-0.1, -0.14])
+    assert (noise["p"], noise["q"]) == (0.5, None)  # one p is no family
+    assert clip["differences"] == pytest.approx([0.0])
+    assert clip["not_compared"] == "1 shorter chain diverged"
+
+
+def test_a_chain_without_a_link_has_the_same_rest(tmp_path: Path) -> None:
+    for links, more in (
+        ("clip+noise+sign", {}),
+        ("clip+sign", {}),
+        ("noise+sign", {"site": {"name": "outputs"}}),
+        ("noise+clip", {}),
+    ):
+        studies.whole(tmp_path, links, 0, 0.8, **more)
+    studies.whole(tmp_path, "clip", 0, 0.8, arm="control")
+    found = left_out(read_study(tmp_path))
+    pairs = [
+        (whole.split("-")[0], link, rest.split("-")[0]) for (whole, link), rest in found.items()
+    ]
+    assert pairs == [("clip+noise+sign", "noise", "clip+sign")]
+
+
+def test_a_dotted_path_that_was_edited_in_between_is_another_link(tmp_path: Path) -> None:
+    studies.whole(tmp_path, "clip+mine", 0, 0.8, sources={"mine": "0123"})
+    studies.whole(tmp_path, "clip", 0, 0.8, sources={})
+    studies.whole(tmp_path, "mine", 0, 0.8, sources={"mine": "4567"})
+    assert [link for _, link in left_out(read_study(tmp_path))] == ["mine"]
+
+
+def test_the_updates_of_an_arm_are_means_over_runs(tmp_path: Path) -> None:
+    frame = update_effects(read_study(studies.chain(tmp_path)))
+    assert frame["arm"].unique(maintain_order=True).to_list() == ["clip", "clip+noise", "noise"]
+    clip, noise = (
+        frame.filter(arm=arm, number="update/cosine").row(0, named=True)
+        for arm in ("clip", "noise")
+    )
+    assert (clip["runs"], clip["steps"], clip["mean"], clip["low"]) == (2, 8, 0.625, None)
+    assert noise["runs"] == 1  # the other has diverged
+
+
+def test_an_update_of_zero_has_no_cosine_and_its_other_numbers(tmp_path: Path) -> None:
+    studies.end(studies.plan(tmp_path, "zero", 0), "zero", 0.5, **studies.update(None))
+    means = dict(update_effects(read_study(tmp_path)).select("number", "mean").iter_rows())
+    assert (means["update/cosine"], means["update/norm_ratio"]) == (None, 2.0)
+
+
+def test_the_cost_is_the_ratio_pair_by_pair(tmp_path: Path) -> None:
+    frame = costs(read_study(studies.mixed(tmp_path)))
+    assert frame.select("arm", "pairs", "ratio", "low", "high", "measured_ms").rows() == [
+        ("clip", 3, 1.5, 1.5, 1.5, 2.0),
+        ("zero", 2, 1.5, 1.5, 1.5, 2.0),
+    ]
+
+
+def ended(folder: Path, label: str, seed: int, step: int | str | None, control: str | None) -> str:
+    """A run that reached its target at a step, did not (None), or diverged (a state)."""
+    place = studies.plan(folder, label, seed, control)
+    summary: dict[str, object] = {"state": step if isinstance(step, str) else "finished"}
+    summary |= {"until": "test/loss <= 0.5", "until/reached": int(isinstance(step, int))}
+    summary |= {"until/step": step} if isinstance(step, int) else {}
+    RunDirectory(place.path).write_summary(summary)
+    return place.path.name
+
+
+@pytest.mark.parametrize(
+    ("treated", "control", "expected"),
+    [
+        # sooner in four, later in one, and in one neither got there: p = 2 * (1 + 5) / 2^5
+        ([10, 16, 22, 30, None, None], [20, 24, 32, None, 36, None], (4, 1, 0.375, -10.0)),
+        ([10, "diverged"], [1210, 20], (1, 1, 1.0, -1200.0)),
+        ([10, 20, 30, 40, 50, 60], [None] * 6, (6, 0, 2 / 64, None)),
+    ],
+)
+def test_a_seed_that_never_got_there_counts_as_latest(
+    tmp_path: Path, treated: list, control: list, expected: tuple
+) -> None:
+    for seed, steps in enumerate(zip(treated, control, strict=True)):
+        name = ended(tmp_path, "none", seed, steps[1], None)
+        ended(tmp_path, "clip", seed, steps[0], name)
+    (found,) = times_to_target(read_study(tmp_path)).rows(named=True)
+    assert (found["sooner"], found["later"], found["p"], found["median"]) == expected
+    assert (found["arm"], found["until"], found["q"]) == ("clip", "test/loss <= 0.5", None)
