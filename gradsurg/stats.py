@@ -389,9 +389,9 @@ def parse_margin(text: str | float) -> Margin:
     A share is of the mean of the control.
     """
     written = str(text).strip()
-    number = written.removesuffix("pp").removesuffix("%")
+    unit = next((unit for unit in ("pp", "%") if written.endswith(unit)), "")
     try:
-        amount = float(number)
+        amount = float(written.removesuffix(unit))
     except ValueError:
         amount = 0.0
     if not 0 < amount < float("inf"):
@@ -399,7 +399,7 @@ def parse_margin(text: str | float) -> Margin:
             "margin needs a positive number in the metric's unit, such as 0.02, percentage points, "
             f"such as 0.5pp, or a share of the control's mean, such as 2%. Found {text!r}."
         )
-    return Margin(amount if number == written else amount / 100, written.endswith("%"))
+    return Margin(amount / 100 if unit else amount, is_share=unit == "%")
 
 
 def margin_verdict(low: float, high: float, margin: float, better: Direction | None) -> str:

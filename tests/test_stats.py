@@ -27,14 +27,18 @@ from gradsurg.stats import (
     adjusted_p_values,
     bca_interval,
     benjamini_hochberg,
+    detectable_effect,
     finding,
+    margin_verdict,
     median_interval,
     paired_difference,
+    parse_margin,
     seeds_needed,
     sign_flip_interval,
     sign_flip_is_exact,
     sign_flip_p_value,
     sign_test_p_value,
+    trend,
     trend_p_value,
     verdict,
 )
@@ -123,6 +127,115 @@ def test_the_seeds_needed_are_the_fewest_with_which_the_best_arm_can_be_signific
         assert min(q for q in benjamini_hochberg(best) if q) <= 0.05
         assert min(q for q in benjamini_hochberg(one_less) if q) > 0.05
     assert [seeds_needed(arms) for arms in (1, 2, 3, 4, 6, 7, 12)] == [6, 7, 7, 8, 8, 9, 9]
+
+
+def test_six_seeds_can_be_enough_for_any_number_of_arms_that_all_differ():
+    assert benjamini_hochberg([2 / 2**stats.MIN_FOR_P] * 10) == [2 / 2**6] * 10
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "better", "words"),
+    [
+        (-0.5, 0.5, "higher", "equivalent"),
+        (-0.5, 0.5, None, "equivalent"),
+        (0.1, 0.5, "higher", "equivalent"),
+        (0.1, 0.6, "higher", "better"),
+        (-0.6, -0.1, "lower", "better"),
+        (-0.4, 0.6, "higher", "not worse"),
+        (-0.6, 0.4, "lower", "not worse"),
+        (0.0, 0.6, "higher", "not worse"),
+        (-0.5, 0.6, "higher", "undecided"),
+        (-0.6, 0.4, "higher", "undecided"),
+        (0.1, 0.6, "lower", "undecided"),
+        (0.1, 0.6, None, "undecided"),
+    ],
+)
+def test_an_interval_is_placed_against_a_margin(low, high, better, words):
+    assert margin_verdict(low, high, 0.5, better) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "margin"),
+    [("0.5pp", 0.005), ("0.02", 0.02), (0.02, 0.02), ("2%", 0.016), ("2 %", 0.016)],
+)
+def test_a_margin_is_a_number_points_or_a_share_of_the_control(text, margin):
+    assert parse_margin(text).of(-0.8) == pytest.approx(margin)
+
+
+@pytest.mark.parametrize("text", ["", "pp", "0", "-1%", "nan", "inf", "2%pp", "half", 0.0])
+def test_a_margin_that_is_no_positive_number_is_refused(text):
+    with pytest.raises(ValueError, match=rf"margin needs a positive number .* Found {text!r}\."):
+        parse_margin(text)
+    with pytest.raises(ValueError, match="Found -1"):
+        margin_verdict(0.0, 1.0, -1, "higher")
+
+
+def test_the_detectable_effect_of_six_seeds_computed_by_hand():
+    # all six must have one sign: P(N(d, 1) > 0)^6 = 0.8
+    expected = NormalDist().inv_cdf(0.8 ** (1 / 6))
+    assert detectable_effect(6, 1.0) == pytest.approx(expected, rel=0.02)
+    assert detectable_effect(6, 0.02) == pytest.approx(0.02 * expected, rel=0.02)
+    assert detectable_effect(5, 1.0) is None
+    with pytest.raises(ValueError, match="Found 80"):
+        detectable_effect(8, 1.0, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [7, 8, 9, 10, 12, 16])
+@pytest.mark.parametrize("power", [0.5, 0.8])
+def test_the_detectable_effect_is_detected_with_that_power(n, power):
+    generator, studies = numpy.random.default_rng(n), 20_000 if n < 12 else 4_000
+    effect = detectable_effect(n, 2.0, power)
+    assert effect is not None
+    draws = generator.normal(effect, 2.0, (studies, n))
+    found = sum((sign_flip_interval(row) or (0, 0))[0] > 0 for row in draws.tolist())
+    assert found / studies == pytest.approx(power, abs=0.02 + 3 * (0.25 / studies) ** 0.5)
+
+
+STEADY = [(0.0, 0.3, 1.0, 1.1), (0.1, 0.2, 0.9, 1.3)] * 4
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "direction"),
+    [
+        (STEADY, "rises"),
+        ([[-y for y in ys] for ys in STEADY], "falls"),
+        (STEADY[:5], ""),
+        ([(0.0, 1.0, 0.5, 0.5)] * 8, ""),
+        ([(0.0, -1.0, -0.5, -0.5)] * 8, ""),
+        ([(0.0, 1.0, 1.0, 1.0)] * 8, "rises"),
+        # seeds that disagree
+        ([(0.0, 0.3, 1.0, 1.1), (1.1, 1.0, 0.3, 0.0)] * 4, ""),
+        ([(0.7, 0.7, 0.7, 0.7)] * 8, ""),
+    ],
+)
+def test_a_trend_has_a_direction_if_no_later_dose_contradicts_it(by_seed, direction):
+    found = trend([1, 2, 3, 4], by_seed)
+    assert found.direction == direction
+    shuffled = trend([4, 1, 3, 2], [[ys[3], ys[0], ys[2], ys[1]] for ys in by_seed])
+    assert shuffled == found
+
+
+def test_the_size_of_a_trend_is_the_last_outcome_minus_the_first_on_a_line():
+    shares = [0.9, 0.7, 1.1, 1.0, 1.2, 0.8]
+    found = trend([0.1, 1, 10, 100, 1000], [[0, s, 2 * s, 3 * s, 4 * s] for s in shares])
+    assert found.size == pytest.approx(4 * sum(shares) / 6)
+    assert found.interval == pytest.approx((4 * 0.7, 4 * 1.2))
+    assert (found.n, found.p_value, found.direction) == (6, 2 / 64, "rises")
+    # Abelson and Tukey's coefficients for three doses: -0.816, 0, 0.816
+    assert trend([1, 2, 3], [[0.0, 5.0, 1.0]]).size == pytest.approx(1.0)
+    assert trend([1, 2, 3], [[0.0, 5.0, 1.0]]).p_value is None
+    # for four: -0.866, -0.134, 0.134, 0.866; on a line of 3 steps 2.732
+    expected = (0.866 * 2 - 0.134) * 3 / (0.866 * 3 + 0.134)
+    assert trend([1, 2, 3, 4], [[0, 1, 0, 2]]).size == pytest.approx(expected, rel=1e-3)
+
+
+def test_doses_that_are_equal_or_alone_are_refused():
+    for doses in ([1.0], [1.0, 2.0, 1.0]):
+        with pytest.raises(
+            ValueError, match=r"trend needs two or more different doses. Found \[1.0"
+        ):
+            trend(doses, [[0.0] * len(doses)] * 6)
 
 
 def test_the_trend_is_spearmans_correlation_seed_by_seed():

@@ -343,7 +343,7 @@ def test_the_bootstrap_is_that_of_stats_from_20_seeds_and_p_has_no_limit(tmp_pat
     clip, zero = of(outcomes, "clip"), of(outcomes, "zero")
     assert clip.bootstrap == bca_interval(clip.differences)
     assert zero.bootstrap is None
-    assert clip.p_value == 1 / 99_901  # none of those that were drawn reaches it
+    assert clip.p_value == 1 / 100_000  # none of those that were drawn reaches it
     assert zero.p_value == 2 / 2**19
 
 
