@@ -42,6 +42,7 @@ from gradsurg.stats import (
     trend_p_value,
     verdict,
 )
+from tests import verdict_rates
 
 NUMBERS = st.floats(-1e6, 1e6).map(lambda value: round(value, 6))
 P_VALUES = st.floats(0, 1) | st.none() | st.just(float("nan"))
@@ -554,59 +555,81 @@ def test_the_direction_is_that_of_the_exact_test(differences, q_value, words):
     assert verdict(paired_difference(differences, [0.0] * len(differences)), q_value) == words
 
 
-COLLAPSE = 0.1
+MEANS = {"normal": 0.3, "skewed": exp(0.5), "collapsed": 0.1 * -30 + 0.9 * 0.3}
+SIZES = (6, 8, 12)
 
 
 def draw(kind: str, generator: random.Random) -> float:
-    """A difference whose median is known: see `MEDIANS`."""
-    if kind == "normal":
-        return generator.gauss(0.3, 0.5)
+    """A difference whose mean is known: see `MEANS`."""
     if kind == "skewed":
         return generator.lognormvariate(0, 1)
-    collapsed = generator.random() < COLLAPSE
-    return -1000.0 if collapsed else generator.gauss(0.3, 0.5)
-
-
-MEANS = {"normal": 0.3, "skewed": exp(0.5), "collapse": COLLAPSE * -1000 + (1 - COLLAPSE) * 0.3}
-MEDIANS = {
-    "normal": 0.3,
-    "skewed": 1.0,
-    "collapse": NormalDist(0.3, 0.5).inv_cdf((0.5 - COLLAPSE) / (1 - COLLAPSE)),
-}
+    value = generator.gauss(0.3, 0.5)
+    return -30.0 if kind == "collapsed" and generator.random() < 0.1 else value
 
 
 @cache
 def coverage(kind: str, n: int, experiments: int = 4_000) -> tuple[float, float]:
-    """The coverage of the median's interval and of the mean's, of experiments with fixed seeds."""
+    """How often the inverted interval and the t interval cover the mean, with fixed seeds."""
     generator = random.Random(n)
-    of_median = of_mean = 0
+    inverted = by_t = 0
     for _ in range(experiments):
         found = paired_difference([draw(kind, generator) for _ in range(n)], [0.0] * n)
-        assert found.median_interval is not None
-        assert found.low is not None
-        assert found.high is not None
-        of_median += found.median_interval[0] <= MEDIANS[kind] <= found.median_interval[1]
-        of_mean += found.low <= MEANS[kind] <= found.high
-    return of_median / experiments, of_mean / experiments
+        assert found.interval is not None
+        assert found.t_low is not None
+        assert found.t_high is not None
+        inverted += found.interval[0] <= MEANS[kind] <= found.interval[1]
+        by_t += found.t_low <= MEANS[kind] <= found.t_high
+    return inverted / experiments, by_t / experiments
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [6, 8, 10])
-@pytest.mark.parametrize("kind", MEDIANS)
-def test_the_medians_interval_covers_the_median_where_the_means_interval_fails(kind, n) -> None:
-    of_median, of_mean = coverage(kind, n)
-    assert of_median >= 0.95 - 3 * (0.95 * 0.05 / 4_000) ** 0.5
-    assert (of_mean < 0.7) == (kind == "collapse")
+@pytest.mark.parametrize("n", SIZES)
+def test_the_interval_covers_the_mean_of_symmetric_differences(n) -> None:
+    covered, _ = coverage("normal", n)
+    # with 6 seeds the test's level is 2 / 64
+    level = {6: 1 / 32}.get(n, 0.05)
+    assert abs(covered - (1 - level)) < 0.006 + 3 * (0.95 * 0.05 / 4_000) ** 0.5
+
+
+def docs() -> list[str]:
+    return (Path(__file__).parents[1] / "docs" / "studies.md").read_text("utf-8").splitlines()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MEDIANS)
+@pytest.mark.parametrize("kind", MEANS)
 def test_the_coverage_in_the_docs_is_the_simulated_one(kind) -> None:
-    lines = (Path(__file__).parents[1] / "docs" / "studies.md").read_text("utf-8").splitlines()
-    (row,) = [line for line in lines if line.startswith(f"| {kind}")]
-    columns = zip(*(coverage(kind, n) for n in (6, 8, 10)), strict=True)
-    cells = [", ".join(f"{share:.0%}" for share in column).replace("%", " %") for column in columns]
-    assert row.split(" | ")[1:] == [cells[0], f"{cells[1]} |"]
+    columns = zip(*(coverage(kind, n) for n in SIZES), strict=True)
+    cells = [", ".join(f"{100 * share:.0f} %" for share in column) for column in columns]
+    assert f"| {kind} | {' | '.join(cells)} |" in docs()
+
+
+def test_the_detectable_effects_in_the_docs_are_those_of_the_function() -> None:
+    (header,) = [line for line in docs() if line.startswith("| seeds |")]
+    sizes = [int(cell) for cell in header.strip("| ").split(" | ")[1:]]
+    for power in (0.5, 0.8, 0.9):
+        effects = [f"{detectable_effect(n, 1.0, power) or 0:.2f}" for n in sizes]
+        assert f"| found in {100 * power:.0f} % | {' | '.join(effects)} |" in docs()
+
+
+def test_the_simulated_p_values_are_those_of_the_test() -> None:
+    for kind in (*verdict_rates.SYMMETRIC, verdict_rates.skewed):
+        values = kind(numpy.random.default_rng(1), (40, 2, verdict_rates.SEEDS))
+        differences = values[:, 1] - values[:, 0]
+        expected = [sign_flip_p_value(row) for row in differences.tolist()]
+        assert verdict_rates.p_values(differences).tolist() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", verdict_rates.DESIGNS)
+@pytest.mark.parametrize("kind", verdict_rates.SYMMETRIC)
+def test_a_metric_of_a_study_without_effects_has_a_direction_in_one_study_of_twenty(kind, design):
+    *by_metric, _ = verdict_rates.rates(kind, *design)
+    assert max(by_metric) <= 0.055
+
+
+@pytest.mark.slow
+def test_the_rates_in_the_docs_are_the_simulated_ones() -> None:
+    assert set(verdict_rates.rows()) <= set(docs())
 
 
 def test_importing_stats_imports_no_scipy():
