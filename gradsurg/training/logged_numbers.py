@@ -187,6 +187,8 @@ class RunLog:
             "steps": self.done,
             "skipped_steps": self.skipped,
         }
+        if data.start is None:  # a point in the plane is tested at no examples
+            outcome["test_examples"] = len(data.test_targets)
         parts: dict[Part, None] = dict.fromkeys(("train", data.watched, "test"))
         for part in parts:
             metrics = self._metrics(part, data, model)

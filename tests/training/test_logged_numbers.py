@@ -17,6 +17,7 @@ from gradsurg.training.logged_numbers import hardware
 from gradsurg.training.run import Run
 from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
+from tests.builds import built
 from tests.runs import (
     SHORT,
     Listening,
@@ -137,6 +138,14 @@ def test_a_summary_has_the_hardware_and_the_training_time(tmp_path: Path) -> Non
     assert 0 < checkpoint["seconds"] < ended(record)["time/train_s"]
     assert ended(record)["hardware"] == hardware(torch.device("cpu"))
     assert ended(record)["skipped_steps"] == 0
+
+
+def test_a_summary_has_the_number_of_test_examples_unless_the_task_moves_a_point(
+    tmp_path: Path,
+) -> None:
+    assert ended(execute(evaluated(0), tmp_path, []))["test_examples"] == 450
+    run = built("task=quadratics_toy", "model=point", "steps=2").pairs[0].runs[0]
+    assert "test_examples" not in ended(execute(run, tmp_path, []))
 
 
 def test_the_hardware_names_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
