@@ -322,7 +322,8 @@ def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") 
 
     settings = experiment.settings
     out = Path(settings.out)
-    name = printable(f"{run.label}, seed {run.seed}")
+    split = "" if run.split_seed is None else f", split {run.split_seed}"
+    name = printable(f"{run.label}, seed {run.seed}{split}")
     try:
         with chdir(Path.cwd()):  # which a user's code may change
             record = stacked.get(run.name) or execute(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -320,3 +321,37 @@ def test_another_text_in_the_file_is_another_run_and_another_control(
         assert ended.code == 0, ended.err
         for label in ("none", "clip"):
             assert len([*folder.glob(f"runs/char_lm-gpt/{label}-seed0-*")]) == count
+
+
+def facts(folder: Path, stem: str) -> dict[str, Any]:  # Any: any JSON value
+    (path,) = folder.glob(f"runs/digits-mlp/{stem}-*/run.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_runs_that_are_added_to_finished_ones_of_their_arm_say_so(here: Here, folder: Path) -> None:
+    words = ("transform=clip", *SHORT[:1], *SHORT[2:])
+    here(*words, "seeds=2")
+    here(*words, "seeds=3")
+    for arm in ("clip", "none"):
+        assert [facts(folder, f"{arm}-seed{n}").get("looked") for n in range(3)] == [None, None, 2]
+    here(*words, "seeds=4")
+    here(*words, "seeds=4", "force=true")
+    assert [facts(folder, f"clip-seed{n}").get("looked") for n in range(4)] == [None, None, 2, 3]
+    here("transform=sign", *words[1:], "seeds=1")
+    assert "looked" not in facts(folder, "sign-seed0")
+
+
+def test_a_margin_can_be_given_later_and_is_marked(here: Here, folder: Path) -> None:
+    words = ("transform=clip", "seeds=1", *SHORT[:1], *SHORT[2:])
+    here(*words)
+    assert "margin" not in facts(folder, "clip-seed0")["measured"]
+    assert "force=true trains" not in here(*words, "margin=0.5pp").err
+    for stem in ("clip-seed0", "none-seed0"):
+        assert facts(folder, stem)["measured"]["margin"] == "0.5pp"
+        assert facts(folder, stem)["margin_after"]
+    here(*words)
+    assert facts(folder, "clip-seed0")["measured"]["margin"] == "0.5pp"
+    here("transform=sign", *words[1:], "margin=0.01")
+    given = facts(folder, "sign-seed0")
+    assert given["measured"]["margin"] == "0.01"
+    assert "margin_after" not in given

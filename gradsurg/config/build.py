@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from gradsurg.config.dry_run import (
 from gradsurg.config.errors import ConfigError, ErrorCollector, joined
 from gradsurg.config.instantiate import Config, instantiate, user_code
 from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
-from gradsurg.config.runs import Pair, Plan, create_model
+from gradsurg.config.runs import Pair, Plan, create_model, split_plans
 from gradsurg.config.settings import Settings
 from gradsurg.config.tuning import FIRST_SEED, Candidate, Tuning, configs, tuning_metric
 from gradsurg.effects.ledger import SurgeryWarning
@@ -138,7 +138,8 @@ def build(config: Config, trial: bool = True) -> Experiment:
         _check_number_of_runs(plan)
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
-        experiment = _experiment(plan, loggers)
+        plans = errors.attempt("splits", lambda: split_plans(plan, data)) or [plan]
+        experiment = _experiment(plans, loggers)
         if settings.tune is not None and model is not None and data is not None:
             made = model
             tuning = errors.attempt("tune", lambda: _tuning(config, settings, task, made, data))
@@ -190,9 +191,9 @@ def build_surgery(config: Config) -> Surgery:
     return Surgery(*items, seed=seed)
 
 
-def _experiment(plan: Plan, loggers: tuple[GuardedLogger, ...]) -> Experiment:
-    settings = plan.settings
-    pairs = tuple(plan.pair(seed) for seed in settings.all_seeds)
+def _experiment(plans: Sequence[Plan], loggers: tuple[GuardedLogger, ...]) -> Experiment:
+    plan, settings = plans[0], plans[0].settings
+    pairs = tuple(split.pair(seed) for split in plans for seed in settings.all_seeds)
     return Experiment(settings, pairs, plan.surgery(0), plan.config, plan.task, loggers, plan)
 
 
@@ -223,7 +224,7 @@ def _check_number_of_runs(plan: Plan) -> None:
     seeds, grid = len(plan.settings.all_seeds), plan.settings.tune
     if grid is not None:
         seeds += plan.settings.tune_seeds * len(grid)
-    count = seeds * len(plan.pair(0).runs)
+    count = seeds * plan.settings.splits * len(plan.pair(0).runs)
     if count > MAX_RUNS and not plan.settings.yes:
         key = "tune" if grid is not None else "seeds"
         raise ConfigError([f"{key}: {too_many(count, 'runs')}"])

@@ -6,11 +6,13 @@ import sys
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from glob import escape
+from math import sqrt
 from pathlib import Path
+from statistics import stdev
 
 from omegaconf import DictConfig
 
@@ -20,11 +22,12 @@ from gradsurg.config.dry_run import step_seconds
 from gradsurg.config.errors import ConfigError
 from gradsurg.config.instantiate import Config
 from gradsurg.config.overrides import MAX_RUNS, too_many
+from gradsurg.config.tuning import HEADLINE
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.plugins.messages import printable, tell, terminal_width
-from gradsurg.stats import seeds_needed
+from gradsurg.stats import detectable_effect, seeds_needed
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import ERROR, RunDirectory, RunState, merged_facts
 from gradsurg.training.run_identity import edited_modules
@@ -33,6 +36,7 @@ from gradsurg.training.run_reader import BrokenFile
 WRONG_INPUT = 2
 
 ANNOUNCED_RUNS = 100  # more are announced with a time before they start
+MIN_CONTROLS = 3  # finished control runs by whose spread an effect is told before training
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",
@@ -160,6 +164,7 @@ def read_command(arguments: Namespace) -> Command:
         sys.exit()
     for text in dict.fromkeys(filter(None, map(_edited, command.jobs))):
         tell(text)
+    power = _power([*_experiments.values()])
     try:
         states = plan_runs(command.jobs, command.force)
     except OSError as error:
@@ -170,6 +175,8 @@ def read_command(arguments: Namespace) -> Command:
         tell(f"tuning{each}: {text}")
     command.has_new_runs = set(states) != {"finished"}
     command.num_unfinished = states.total() - states["finished"] - states["diverged"]
+    if power and command.num_unfinished:
+        tell(power)
     if command.sweeping:
         tell(summary_line(len(command.jobs), states, command.retry_failed))
     return command
@@ -218,19 +225,24 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
     """Write down each run once as planned, and return how many runs are in each state.
 
     With `force` the files of earlier runs are removed here, once: two jobs may share a control, and
-    a job that is started again on another machine must resume from its checkpoint.
+    a job that is started again on another machine must resume from its checkpoint. A run that is
+    new has the number of finished runs of its arm as `looked`, if there are some.
     """
     states: Counter[RunState] = Counter()
-    for run in _distinct_runs(jobs):
+    runs = _distinct_runs(jobs)
+    ended = {run.path for run in runs if not force and RunDirectory(run.path).finished}
+    looked = Counter(_arm(run.identity) for run in runs if run.path in ended)
+    for run in runs:
         directory = RunDirectory(run.path)
         state: RunState
-        if not force and directory.finished:
+        if run.path in ended:
             state = directory.recorded_state
             with suppress(BrokenFile):  # the job tells it, the other runs go on
-                directory.add_controls(run.facts)
+                directory.add_facts(run.facts)
         else:
             try:
-                state = _planned(run, directory, force)
+                seen = looked[_arm(run.identity)] if looked else 0
+                state = _planned(run, directory, force, seen)
             except BrokenFile:  # as above
                 state = "failed"
         states[state] += 1
@@ -260,12 +272,15 @@ def _file_of(name: str) -> str:
     return name
 
 
-def _planned(run: JobRun, directory: RunDirectory, force: bool) -> RunState:
+def _planned(run: JobRun, directory: RunDirectory, force: bool, looked: int) -> RunState:
     """Write down one run as planned and return its state before that."""
     with directory.lock(wait=force) as alone:
         if not alone:
             return "running"
-        facts = merged_facts(directory.known_facts(), run.facts)
+        before = directory.known_facts()
+        facts = merged_facts(before, run.facts)
+        if looked and not before:
+            facts["looked"] = looked
         if force:
             directory.clear()
         state = directory.recorded_state
@@ -308,9 +323,8 @@ def _check(arguments: Namespace, command: Command) -> None:
 
 
 def _announce(experiment: Experiment, num_jobs: int) -> None:
-    """Print the number of runs of many jobs like this one, and about how long they take.
+    """Print the number of runs of many jobs or of several splits, and about how long they take.
 
-    Also print how many seeds they need, if with these no arm can be significant.
     Raises ConfigError if there are very many runs without `yes`.
     """
     settings = experiment.settings
@@ -319,19 +333,73 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
     count = num_jobs * (len(runs) + len(tuned))
     if count > MAX_RUNS and not settings.yes:
         raise ConfigError([f"sweep: {too_many(count, 'runs')}"])
-    if count > ANNOUNCED_RUNS:
+    if count > ANNOUNCED_RUNS or (settings.splits > 1 and not experiment.is_finished):
         seconds = count * settings.steps * settings.accumulate * step_seconds(runs[0])
-        jobs = f"{num_jobs:,} jobs, " if num_jobs > 1 else ""
-        text = f"{jobs}{count:,} runs of {settings.steps:,} steps: about {_duration(seconds)}"
-        tell(f"{text} on {runs[0].device}, by a step without surgery")
-    seeds, compares = len(settings.all_seeds), settings.control != "none"
-    compares &= num_jobs > 1 or experiment.pairs[0].treated is not None
-    if compares and 1 < seeds < (least := seeds_needed(num_jobs)):
-        arms, level = ("1 arm", "p") if num_jobs == 1 else (f"{num_jobs} arms", "q")
-        tell(
-            f"{arms} with {seeds} seeds: none can be significant ({level} <= 0.05); "
-            f"seeds={least} are the fewest that allow it"
-        )
+        text = f"{count:,} runs of {settings.steps:,} steps"
+        if num_jobs > 1:
+            text = f"{num_jobs:,} jobs, {text}"
+        elif settings.splits > 1:
+            seeds, arms = len(settings.all_seeds), len(experiment.pairs[0].runs)
+            text += f" ({seeds} seeds x {settings.splits} splits x {arms} arms)"
+        tell(f"{text}: about {_duration(seconds)} on {runs[0].device}, by a step without surgery")
+
+
+def _power(experiments: Sequence[Experiment]) -> str:
+    """Return a line if the seeds or splits of a command are too few for its arms, else one with the
+    difference that they can find; empty if nothing is compared or known.
+    """
+    pairs = [pair for experiment in experiments for pair in experiment.pairs]
+    treated = [pair.treated for pair in pairs if pair.treated and pair.treated.controls]
+    seeds = {run.seed for run in treated}
+    splits = {_task_of(run.identity).get("split_seed") for run in treated}
+    n, unit = (len(splits), "splits") if len(splits) > 1 else (len(seeds), "seeds")
+    if n < 2:
+        return ""
+    if n < (least := seeds_needed(1)):
+        rule = "no difference can be significant (p <= 0.05)"
+        return f"{n} {unit}: {rule}; {unit}={least} are the fewest that allow it"
+    arms = len({_arm(run.identity, "model", "task") for run in treated})
+    if arms < len({_arm(run.identity) for run in treated}):  # of several models or tasks
+        return ""
+    if n < (least := seeds_needed(arms)):
+        rule = f"an arm that differs alone needs {unit}={least} to be significant (q <= 0.05)"
+        return f"{arms} arms with {n} {unit}: {rule}"
+    return _detectable(experiments[0], n) if unit == "seeds" else ""
+
+
+def _detectable(experiment: Experiment, seeds: int) -> str:
+    """Return a line with the difference that so many seeds can find, by the finished controls."""
+    out = Path(experiment.settings.out)
+    controls = {pair.control.name: pair.control for pair in experiment.pairs if pair.control}
+    directories = [RunDirectory(run.directory(out)) for run in controls.values()]
+    ended = [each.read_summary() for each in directories if each.finished]
+    ended = [summary for summary in ended if summary["state"] == "finished"]
+    headline = [f"test/{name}" for name in HEADLINE if any(f"test/{name}" in one for one in ended)]
+    metric = experiment.settings.metric or next(iter(headline), "")
+    found = [summary.get(metric) for summary in ended]
+    values = [float(value) for value in found if isinstance(value, int | float)]
+    if len(values) < MIN_CONTROLS or len(set(values)) == 1:
+        return ""
+    effect = detectable_effect(seeds, sqrt(2) * stdev(values))
+    share = metric.rpartition("/")[2].startswith("accuracy")
+    size = f"{100 * effect:.2g} pp" if share else f"{effect:.2g}"
+    return (
+        f"{seeds} seeds can find a difference of {size} in {metric.replace('/', ' ')} (80 % power, "
+        f"from the spread of {len(values)} control runs)"
+    )
+
+
+def _arm(identity: Mapping[str, object], *groups: str) -> str:
+    """Return a text that is equal for the runs of one arm, whatever the seed, split and groups."""
+    task = {**_task_of(identity), "split_seed": None}
+    same = {**identity, "task": task, **dict.fromkeys(("seed", *groups))}
+    return json.dumps(same, sort_keys=True, default=repr)
+
+
+def _task_of(identity: Mapping[str, object]) -> Mapping[str, object]:
+    task = identity["task"]
+    assert isinstance(task, Mapping)
+    return task
 
 
 def _budget(experiment: Experiment) -> str:

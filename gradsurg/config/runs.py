@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from gradsurg.aggregators.sum import Sum
-from gradsurg.config.instantiate import Config, fields_of, target_of, user_code
+from gradsurg.config.instantiate import Config, fields_of, instantiate, target_of, user_code
 from gradsurg.config.settings import Settings
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
@@ -50,7 +51,8 @@ class Plan:
     """The settings that the runs of an experiment share; makes the runs of each seed.
 
     `joint` is the intervention of the aggregator, `data_hash` that of the files of the task,
-    `without` the plans of the chain without each of its links.
+    `without` the plans of the chain without each of its links, `split_seed` that of the task if the
+    experiment has several.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Plan:
     joint: Intervention | None
     data_hash: str
     without: "Mapping[str, Plan]" = field(default_factory=dict)
+    split_seed: int | None = None
 
     def pair(self, seed: int) -> Pair:
         """Make the runs of one seed."""
@@ -73,6 +76,12 @@ class Plan:
             treated = replace(treated, controls={self.settings.control: control.name})
         shorter = {link: plan.pair(seed).treated for link, plan in self.without.items()}
         return Pair(seed, treated, control, {link: run for link, run in shorter.items() if run})
+
+    def at_split(self, fields: Config, task: Task, split_seed: int) -> "Plan":
+        """Return the plan of the same arms on another split of the data, `task` with `fields`."""
+        without = {k: plan.at_split(fields, task, split_seed) for k, plan in self.without.items()}
+        config = {**self.config, "task": fields}
+        return replace(self, config=config, task=task, split_seed=split_seed, without=without)
 
     def surgery(self, seed: int) -> Surgery:
         """Make the surgery of the treated run; a plain run has an empty one."""
@@ -171,8 +180,43 @@ class Plan:
             device=self.device,
             compute=settings.compute,
             metric=settings.metric,
+            margin=settings.margin,
+            split_seed=self.split_seed,
             make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )
+
+
+def split_plans(plan: Plan, data: Data | None) -> list[Plan]:
+    """Return the plan of each split of the data, the first of them with the task as it is.
+
+    `data` are those of the first split. Raises ValueError for a task without several splits.
+    """
+    fields, count = plan.config["task"], plan.settings.splits
+    if count == 1:
+        return [plan]
+    known = _parameters(target_of("tasks", fields))
+    if "split_seed" not in known:
+        others = [
+            name for name in names("tasks") if "split_seed" in _parameters(find("tasks", name))
+        ]
+        raise ValueError(
+            f"must be 1 for a task without split_seed, found {count}; tasks with one: "
+            f"{', '.join(others)}"
+        )
+    first = fields.get("split_seed", known["split_seed"].default)
+    plans = [plan.at_split(fields, plan.task, first)]
+    for seed in range(first + 1, first + count):
+        changed = {**fields, "split_seed": seed}
+        plans.append(plan.at_split(changed, instantiate("tasks", changed, Task), seed))
+    other = plans[1].task.load_with_validation(plan.settings.set_aside)
+    if data and torch.equal(data.train_inputs, other.train_inputs):
+        rule = "must be 1 where task.split_seed changes no training data, as with num_train=null"
+        raise ValueError(f"{rule}, found {count}")
+    return plans
+
+
+def _parameters(task: object) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(task).parameters if callable(task) else {}
 
 
 def optimizer_config(config: Config, settings: Settings | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from gradsurg.config.grid import Grid
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.messages import one_line
+from gradsurg.stats import parse_margin
 from gradsurg.training.run import VALIDATION, Backend, ComputeOptions, Precision, Until
 
 DEFAULT_VALIDATION = 0.2  # of the training examples, where something is decided on them
@@ -60,6 +61,18 @@ def _until(told: object) -> object:
     return Until.of(told if isinstance(told, str) else repr(told))
 
 
+def _margin(told: object) -> object:
+    """Return a margin as text; ValueError if it is none."""
+    if told is None:
+        return None
+    text = str(told)
+    try:
+        parse_margin(text)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("margin ").partition(". Found")[0]) from None
+    return text
+
+
 def _grid(told: object) -> object:
     return told if told is None or isinstance(told, Grid) else Grid.of(told)
 
@@ -79,6 +92,7 @@ class Settings:
     control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"]
     device: Annotated[str, Field(min_length=1)]
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    splits: Positive = 1
     lr: Annotated[float, Field(gt=0)] | None = None
     accumulate: Positive = 1
     precision: Precision = "float32"
@@ -100,6 +114,7 @@ class Settings:
     attribute: bool = False
     dry_run: bool = False
     metric: Annotated[Text, Field(min_length=1)] | None = None
+    margin: Annotated[str, BeforeValidator(_margin)] | None = None
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
     runner: Literal["sequential", "stacked"] = "sequential"
@@ -114,6 +129,9 @@ class Settings:
         if self.validation == 0 and self.decides_on_validation:
             decides = "tune chooses" if self.tune else f"until='{self.until}' is decided"
             raise Contradiction("validation", f"must be above 0: {decides} on it, found 0")
+        if self.splits > 1 and self.tune is not None:
+            rule = "must be 1 with tune, which would choose on examples that other splits test on"
+            raise Contradiction("splits", f"{rule}, found {self.splits}")
 
     @property
     def all_seeds(self) -> Sequence[int]:

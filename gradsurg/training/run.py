@@ -183,7 +183,8 @@ DEFAULT_COMPUTE = ComputeOptions()
 class Run:
     """One arm with one seed. `identity` is the config that identifies it (see `run_identity`).
 
-    `metric` is the outcome that the verdict is about; None: the first of the task's.
+    `metric` is the outcome that the verdict is about; None: the first of the task's. `margin` is
+    the difference up to which it calls two arms equivalent.
     """
 
     study: str
@@ -202,6 +203,8 @@ class Run:
     controls: Mapping[str, str] = field(default_factory=dict)  # directory names, by kind of control
     compute: ComputeOptions = DEFAULT_COMPUTE
     metric: str | None = None
+    margin: str | None = None
+    split_seed: int | None = None  # of the task, in a study of several splits
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
     def load_data(self) -> Data:
@@ -234,7 +237,10 @@ class Run:
 
     @property
     def measured(self) -> dict[str, int | str | None]:
-        """The intervals of measurements, and the metric of the verdict: not in the identity."""
+        """The intervals of measurements, and metric and margin of the verdict: not in the identity.
+
+        Without a margin that key is left out.
+        """
         schedule = self.schedule
         return {
             "effects_every": schedule.effects_every,
@@ -242,6 +248,7 @@ class Run:
             "eval_every": schedule.eval_every,
             "update_effect_every": 0 if self.shadow else schedule.update_effect_every,
             "metric": self.metric,
+            **({"margin": self.margin} if self.margin is not None else {}),
         }
 
     def measurement_note(self, facts: Mapping[str, object]) -> str:
@@ -252,11 +259,17 @@ class Run:
         different = [
             f"{key}={'null' if before[key] is None else before[key]}"
             for key, asked in self.measured.items()
-            if asked and before.get(key, asked) != asked
+            if asked and key != "margin" and before.get(key, asked) != asked
         ]
         if not different:
             return ""
         return f"measured with {', '.join(different)}"
+
+    @property
+    def title(self) -> str:
+        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`."""
+        split = "" if self.split_seed is None else f"-split{self.split_seed}"
+        return f"{self.label}-seed{self.seed}{split}"
 
     @property
     def name(self) -> str:

@@ -50,6 +50,8 @@ NOT_FINITE = "not_finite"
 UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
 """Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
 
+KEPT_FACTS = ("command", "looked", "margin_after")
+
 DIGEST_BYTES = sha256().digest_size
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
@@ -123,24 +125,29 @@ class RunDirectory:
         if not path.is_file() or path.read_bytes() != text:
             self._replace(FACTS, text)
 
-    def add_controls(self, facts: Mapping[str, object], locked: bool = False) -> None:
-        """Add the controls in `facts` to those that a finished run's facts name.
+    def add_facts(self, facts: Mapping[str, object], locked: bool = False) -> None:
+        """Add the controls and the margin in `facts` to the facts of a finished run.
 
-        Writes nothing if they are known already. The lock is taken unless the caller has it
+        `margin_after` then marks a margin that is younger than the outcome. Writes nothing if both
+        are known already. The lock is taken unless the caller has it
         (`locked`); if another process has it, nothing is written.
         """
         before = self.known_facts()
         if "controls" not in facts or not before:
             return
         after = merged_facts(before, {**before, "controls": facts["controls"]})
-        if after["controls"] == _controls_of(before):
+        margin = _margin_of(facts)
+        if margin not in (None, _margin_of(before)):
+            measured = {**(before.get("measured") or {}), "margin": margin}
+            after |= {"measured": measured, "margin_after": True}
+        elif after["controls"] == _controls_of(before):
             return
         if locked:
             self._replace(FACTS, _facts_text(after))
             return
         with self.lock(wait=False) as obtained:
             if obtained:
-                self.add_controls(facts, locked=True)
+                self.add_facts(facts, locked=True)
 
     def known_facts(self) -> dict[str, Any]:  # Any: any JSON value
         """Return the facts of the run, or {} if the file is missing or broken."""
@@ -347,12 +354,12 @@ def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
-    The command line of `before` stays where `now` has none.
+    The command line of `before` stays where `now` has none, and so do `looked`, the number of
+    finished runs of the arm when the run was planned, and `margin_after` (see `add_facts`).
 
     Any: any JSON value.
     """
-    if "command" in before:
-        now = {"command": before["command"], **now}
+    now = {key: before[key] for key in KEPT_FACTS if key in before} | {**now}
     if "controls" not in now:
         return dict(now)
     controls = {**_controls_of(before), **now["controls"]}
@@ -372,6 +379,10 @@ def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
     kind = str(control).partition("-")[0]
     kind = kind if kind in ("norm_matched", "update_norm_matched", "placebo") else "plain"
     return {kind: control} if isinstance(control, str) else {}
+
+
+def _margin_of(facts: Mapping[str, Any]) -> str | None:
+    return (facts.get("measured") or {}).get("margin")
 
 
 def _facts_text(facts: Mapping[str, object]) -> bytes:

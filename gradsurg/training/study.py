@@ -74,12 +74,12 @@ def execute(
     """
     directory = RunDirectory(run.directory(out).absolute())  # a user's code may call os.chdir
     if directory.finished:
-        directory.add_controls(run.facts)
+        directory.add_facts(run.facts)
         return _skipped(run, directory)
     with directory.lock():
         state = directory.recorded_state
         if state in ("finished", "diverged"):  # by another process, which had the lock
-            directory.add_controls(run.facts, locked=True)
+            directory.add_facts(run.facts, locked=True)
             return _skipped(run, directory)
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
@@ -139,7 +139,7 @@ def run_info(run: Run, directory: RunDirectory, checkpoint: Checkpoint | None) -
     return RunInfo(
         run.study,
         run.arm,
-        f"{run.label}-seed{run.seed}",
+        run.title,
         run.seed,
         directory.path,
         run.identity,

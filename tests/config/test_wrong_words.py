@@ -1,14 +1,17 @@
 """Command lines that are wrong in unusual ways: one line each, code 2, no traceback, no hang."""
 
+import json
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 
 from gradsurg.plugins.messages import full_message, printable
-from tests.conftest import Here
+from gradsurg.stats import detectable_effect
+from tests.conftest import Ended, Here
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SHORT = ("steps=1", "seeds=1", "logger=none", "report=false")
@@ -38,6 +41,7 @@ CLIP = "transform=clip"
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
         (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
+        ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
         ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true, as more than 10,"),
         (("-m", CLIP, "seeds=4000", "model=mlp,linear"), "sweep: 16,000 runs need yes=true"),
         ((CLIP, "logger=sys.exit"), "logger.exit: sys.exit raised SystemExit"),
@@ -113,23 +117,47 @@ def test_many_runs_are_counted_and_timed_before_they_start(
     assert first.endswith(" seconds on cpu, by a step without surgery")
 
 
-def test_too_few_seeds_for_the_arms_are_told_before_training(here: Here) -> None:
+def told(ended: Ended, about: str = "significant") -> list[str]:
+    return [line for line in ended.err.splitlines() if about in line]
+
+
+def test_too_few_seeds_for_any_arm_or_one_alone_are_told_before_training(here: Here) -> None:
     words = [word for word in SHORT if word != "seeds=1"]
-    ended = here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")
-    assert ended.err.splitlines()[0] == (
-        "2 arms with 2 seeds: none can be significant (q <= 0.05); seeds=7 are the fewest that "
-        "allow it"
-    )
-    assert here(CLIP, *words, "seeds=5").err.splitlines()[0] == (
-        "1 arm with 5 seeds: none can be significant (p <= 0.05); seeds=6 are the fewest that "
-        "allow it"
-    )
+    rule = "no difference can be significant (p <= 0.05); seeds=6 are the fewest that allow it"
+    assert told(here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")) == [f"2 seeds: {rule}"]
+    assert told(here(CLIP, *words, "seeds=5")) == [f"5 seeds: {rule}"]
+    assert told(here("-m", CLIP, *words, "seed=7,8")) == [f"2 seeds: {rule}"]
+    assert told(here("-m", "transform=clip,sign", *words, "seeds=6")) == [
+        "2 arms with 6 seeds: an arm that differs alone needs seeds=7 to be significant (q <= 0.05)"
+    ]
     for more in (
         (CLIP, *SHORT),
         (CLIP, "control=none", *words, "seeds=2"),
         ("transform=none", *words, "seeds=2"),
+        (CLIP, *words, "seeds=5"),  # which are finished
+        ("-m", CLIP, "model=mlp,linear", *words, "seeds=6"),
     ):
-        assert "none can be significant" not in here(*more).err
+        assert not told(here(*more))
+
+
+def test_the_difference_that_the_seeds_can_find_is_told_by_finished_controls(
+    here: Here, folder: Path
+) -> None:
+    words = [word for word in SHORT if word != "seeds=1"]
+    assert not told(here(CLIP, *words, "seeds=6"), "can find")
+    files = [*folder.rglob("none-seed*/summary.json")]
+    for place, file in enumerate(files):
+        summary = json.loads(file.read_text("utf-8"))
+        accuracy = {"test/accuracy": 0.9 + 0.01 * place, "test/loss": 1.0}
+        file.write_text(json.dumps(summary | accuracy), encoding="utf-8")
+    effect = 100 * (detectable_effect(8, 2**0.5 * stdev(0.01 * n for n in range(6))) or 0)
+    (line,) = told(here(CLIP, *words, "seeds=8"), "can find")
+    assert line == (
+        f"8 seeds can find a difference of {effect:.2g} pp in test accuracy (80 % power, from the "
+        "spread of 6 control runs)"
+    )
+    assert not told(here(CLIP, *words, "seeds=8"), "can find")
+    assert not told(here("transform=sign", "metric=test/loss", *words, "seeds=6"), "can find")
 
 
 def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
