@@ -176,6 +176,7 @@ class Plan:
                 settings.conflict_every,
                 settings.set_aside,
                 settings.check_ranks,
+                settings.log,
             ),
             device=self.device,
             compute=settings.compute,

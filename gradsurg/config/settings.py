@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.config.grid import Grid
+from gradsurg.effects.summary import AUTO
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.messages import one_line
 from gradsurg.stats import parse_margin
@@ -117,6 +118,7 @@ class Settings:
     margin: Annotated[str, BeforeValidator(_margin)] | None = None
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
+    log: Annotated[Text, Field(min_length=1)] = AUTO
     runner: Literal["sequential", "stacked"] = "sequential"
 
     def __post_init__(self) -> None:

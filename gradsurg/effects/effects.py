@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from gradsurg.effects.ledger import Entry, Ledger
-from gradsurg.effects.numbers import EFFECT_NAMES, effects_by_path
+from gradsurg.effects.numbers import EFFECT_NAMES
+from gradsurg.effects.summary import AUTO, effects_by_path
 from gradsurg.effects.sums import NUM_SUMS, Array, add_on_cpu, effect_numbers, is_in_memory, sums_of
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
@@ -197,13 +199,18 @@ class Effects:
                 slot.fetched_fired, slot.fetched_calls = fired, calls
         return rows
 
-    def numbers(self, prefix: str = "effect") -> dict[str, float]:
+    def numbers(self, prefix: str = "effect", log: str = AUTO) -> dict[str, float]:
         """Return the numbers since the last call, or `fetch`, for a logger of your own.
 
         The keys are `<prefix>/<transform>/<site>/<number>`, with the numbers of `EFFECT_NUMBERS`,
         the gradients `seen` and the `calls` of the transform; those without a value are left out.
+        If a transform has more than 12 sites they are at most 30 numbers about all of them, such as
+        `<prefix>/<transform>/mean/cosine`. With `log="sites"` they are those of each site, with a
+        pattern (`log="*.weight"`) those of the sites that match it, beside the summary. LookupError
+        if none matches.
         """
-        return {path: float(value) for path, value in effects_by_path(self.fetch(), prefix).items()}
+        numbers = effects_by_path(self.fetch(), self.rows(), log, prefix)
+        return {path: float(value) for path, value in numbers.items()}
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""
@@ -251,9 +258,17 @@ class Effects:
         self._collect()
         return self._first_nonfinite
 
-    def table(self) -> str:
-        """Return the rows of all gradients so far as a text table."""
-        return effect_table(self.rows())
+    def table(self, sites: str | None = None) -> str:
+        """Return the rows of all gradients so far as a text table.
+
+        With `sites` it has all sites that match this pattern; without, only those that stand out of
+        a transform with more than 20.
+        """
+        rows = self.rows()
+        if sites is None:
+            return effect_table(rows, rest='live.effects.table(sites="*")')
+        chosen = [row for row in rows if fnmatchcase(str(row["site"]), sites)]
+        return effect_table(chosen, most=len(chosen))
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
         """Quantiles of |g| before `transform`, from entries of a recent gradient of each site."""

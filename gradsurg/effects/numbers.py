@@ -1,6 +1,5 @@
 """The tables of logged numbers: the name, label and unit of each, for logs, terminal and report."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +35,9 @@ the share that became zero of the entries that were not; |after - before| / |bef
 the total of entries that are NaN or infinite before or after. A gradient that is zero before has no
 cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero.
 At `Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
+
+NORM_RATIO = Number("norm_ratio", "norm ratio")
+"""norm_after / norm_before, in summaries over many sites and in W&B."""
 
 UPDATE_NUMBERS = (
     Number("update/cosine", "cosine", "cosine"),
@@ -86,18 +88,3 @@ EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
 UPDATE_NAMES = tuple(number.name for number in UPDATE_NUMBERS)
 CONFLICT_NAMES = tuple(number.name for number in CONFLICT_NUMBERS)
 CONFLICT_TASK_NAMES = tuple(number.name for number in CONFLICT_TASK_NUMBERS)
-
-
-def effects_by_path(
-    rows: Iterable[Mapping[str, object]], prefix: str = "effect"
-) -> dict[str, float]:
-    """Return the numbers of effect rows as `effect/<transform>/<site>/<number>`.
-
-    Those without a value are left out.
-    """
-    return {
-        f"{prefix}/{row['transform']}/{row['site']}/{name}": value
-        for row in rows
-        for name in ("seen", "calls", *EFFECT_NAMES, "bytes")
-        if isinstance(value := row.get(name), int | float)
-    }

@@ -3,7 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from io import StringIO
 
-from gradsurg.effects.numbers import EFFECT_NUMBERS
+from gradsurg.effects.numbers import EFFECT_NAMES, EFFECT_NUMBERS
+from gradsurg.effects.summary import COMPARED, COUNTS, by_transform, over_sites, worst
+from gradsurg.plugins.messages import folded
+
+MAX_ROWS = 20  # of a transform; of more sites a few are shown
 
 _UNITS = {number.name: number.unit for number in EFFECT_NUMBERS} | {"fired": "fraction"}
 _COLUMNS = {
@@ -20,21 +24,29 @@ _BOX = "\n".join(["    ", "    ", " -- ", *["    "] * 5]) + "\n"
 _WIDTH = 1 << 16  # wider than any table: rich never cuts or wraps a cell
 
 
-def effect_table(rows: Sequence[Mapping[str, object]], width: int = _WIDTH) -> str:
+def effect_table(
+    rows: Sequence[Mapping[str, object]],
+    width: int = _WIDTH,
+    most: int = MAX_ROWS,
+    rest: str = "in effects.jsonl",
+) -> str:
     """Format effects, one row a site, transform by transform.
 
-    Columns in which no row differs from an unchanged gradient are left out. Names are folded if
-    the table would have more than `width` columns.
+    A transform with more than `most` sites has one row over all of them, with means and total
+    counts, and its sites with the lowest cosine and the norm ratio farthest from 1; a last line
+    says that the others are `rest`. Columns in which no row differs from an unchanged gradient are
+    left out. Names are folded if the table would have more than `width` columns.
     """
     if not rows:
         return "no gradient was measured"
-    order = {row.get("transform"): rank for rank, row in reversed(list(enumerate(rows)))}
-    rows = [{**row, "fired": _fired(row)} for row in rows]
-    rows = sorted(rows, key=lambda row: order[row.get("transform")])
+    parts = [(own, _few(own) if len(own) > most else []) for own in by_transform(rows).values()]
+    hidden = sum(len(own) - len(few) + 1 for own, few in parts if few)
+    rows = [{**row, "fired": _fired(row)} for own, few in parts for row in few or own]
     shown = [key for key in _COLUMNS if _is_shown(key, rows)]
     cells = [[_COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
-    return aligned(cells, 2 if "transform" in shown else 1, width)
+    table = aligned(cells, 2 if "transform" in shown else 1, width)
+    return f"{table}\n{folded(f'{hidden} other sites: {rest}', width)}" if hidden else table
 
 
 def aligned(
@@ -73,6 +85,14 @@ def number(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _few(rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Return a row over the many sites of a transform, and the rows that stand out."""
+    whole = {**rows[0], **over_sites(rows, (*EFFECT_NAMES, *COUNTS))}
+    changed = [row for name in COMPARED for row in worst(rows, name) if row.get("changed")]
+    chosen = {str(row["site"]): row for row in changed}
+    return [{**whole, "site": f"all {len(rows)} sites"}, *chosen.values()]
 
 
 def _fired(row: Mapping[str, object]) -> float | None:

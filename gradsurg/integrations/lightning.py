@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
+from gradsurg.effects.summary import AUTO
 from gradsurg.multitask.losses import Losses, scaled
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
@@ -19,14 +20,16 @@ class SurgeryCallback(pl.Callback):
 
     Stage `step` acts on accumulated and unscaled gradients, before Lightning clips them. The state
     of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are
-    logged by the module, every `log_every_n_steps` of the trainer. With manual optimization
-    `self.surgery.backward(losses)` in `training_step` replaces `self.manual_backward(loss)`; a loss
-    scale of `precision="16-mixed"` is in it. With several optimizers the first one counts steps.
+    logged by the module, every `log_every_n_steps` of the trainer; `log` is that of
+    `live.effects.numbers`. With manual optimization `self.surgery.backward(losses)` in
+    `training_step` replaces `self.manual_backward(loss)`; a loss scale of `precision="16-mixed"` is
+    in it. With several optimizers the first one counts steps.
     """
 
-    def __init__(self, surgery: Surgery, *, effects_every: int = 1) -> None:
+    def __init__(self, surgery: Surgery, *, effects_every: int = 1, log: str = AUTO) -> None:
         self.surgery = surgery
         self.effects_every = effects_every
+        self._log = log
         self.live: Live | None = None
         self._last_step = 0
 
@@ -59,7 +62,9 @@ class SurgeryCallback(pl.Callback):
         is_part = pl_module.automatic_optimization and trainer.global_step == before
         if self.live is None or is_part or not trainer._logger_connector.should_update_logs:
             return
-        pl_module.log_dict(self.live.effects.numbers() | self.live.conflicts.numbers())
+        pl_module.log_dict(
+            self.live.effects.numbers(log=self._log) | self.live.conflicts.numbers(log=self._log)
+        )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.live is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsurg.effects.summary import AUTO
 from gradsurg.multitask.losses import Losses, scaled
 from gradsurg.surgery.live import Live
 from gradsurg.surgery.surgery import Surgery
@@ -28,15 +29,21 @@ class SurgeryCallback(library.TrainerCallback):
     `max_grad_norm` (1.0 by default): for another order set `max_grad_norm=0` and end the surgery
     with `ClipGlobalNorm`. The state is saved as `gradsurg.pt` beside each checkpoint and loaded
     when training resumes from one in `output_dir`; for another folder pass it as `resume_from`.
-    Effects and conflicts are among the numbers that the Trainer logs. An exception in an epoch
-    removes the hooks.
+    Effects and conflicts are among the numbers that the Trainer logs; `log` is that of
+    `live.effects.numbers`. An exception in an epoch removes the hooks.
     """
 
     def __init__(
-        self, surgery: Surgery, *, effects_every: int = 1, resume_from: str | Path | None = None
+        self,
+        surgery: Surgery,
+        *,
+        effects_every: int = 1,
+        resume_from: str | Path | None = None,
+        log: str = AUTO,
     ) -> None:
         self.surgery = surgery
         self.effects_every = effects_every
+        self._log = log
         self.resume_from = resume_from
         self.live: Live | None = None
         self._trainer: ref[Any] | None = None
@@ -118,7 +125,9 @@ class SurgeryCallback(library.TrainerCallback):
         **_: object,
     ) -> None:
         if self.live is not None and logs is not None and "loss" in logs:
-            numbers = self.live.effects.numbers() | self.live.conflicts.numbers()
+            numbers = self.live.effects.numbers(log=self._log) | self.live.conflicts.numbers(
+                log=self._log
+            )
             logs.update(numbers)
             state.log_history[-1].update(numbers)
 

@@ -107,7 +107,7 @@ class Wandb(StudyLogger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         session = self._session
         if step > session.last_step:
-            values = {**values, **_norm_ratios(values)}
+            values = {**_norm_ratios(values), **values}
             if self.panels == "few":
                 self._hide(values)
                 self._tabulate(step, values)

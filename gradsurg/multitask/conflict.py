@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from math import inf, isfinite, nan
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gradsurg.aggregators.base import (
 )
 from gradsurg.aggregators.solvers import CACHED_GRAMIANS
 from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_NUMBERS, CONFLICT_TASK_NAMES
+from gradsurg.effects.summary import AUTO, MAX_SITES, SITES
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.registry import find, names
 from gradsurg.torch_internals.autograd import without_autocast
@@ -84,13 +86,17 @@ class Conflict:
         }
 
 
-def numbers(rows: Iterable[Mapping[str, Any]], others: bool = True) -> dict[str, float]:
+def numbers(
+    rows: Iterable[Mapping[str, Any]], others: bool = True, log: str = AUTO
+) -> dict[str, float]:
     """Return the finite numbers of the last row of each group, by logged path.
 
-    Without `others`, leaves out the aggregators that were not used. Any: the values of a row are
-    whatever JSON can hold.
+    Of an aggregator with more than MAX_SITES groups they are the means over the groups, as the
+    group `mean`, unless `log="sites"`. Without `others`, leaves out the aggregators that were not
+    used. Any: the values of a row are whatever JSON can hold.
     """
-    paths: dict[str, object] = {}
+    paths: dict[tuple[str, str, str, str], object] = {}
+    groups: dict[str, set[str]] = {}
     for row in rows:
         tasks = row["tasks"]
         of_group = {name: row.get(name) for name in CONFLICT_NAMES}
@@ -104,16 +110,19 @@ def numbers(rows: Iterable[Mapping[str, Any]], others: bool = True) -> dict[str,
                 of_group[f"cosine/{tasks[second]}~{name}"] = row["cosines"][first][second]
         beside = row["others"] if others else {}
         of_group |= {f"cosine_to/{name}": other["cosine"] for name, other in beside.items()}
-        place = f"{row['aggregator']}/{row['group']}"
-        paths |= {f"conflict/{place}/{name}": number for name, number in of_group.items()}
+        place = row["aggregator"], row["group"]
+        groups.setdefault(place[0], set()).add(place[1])
+        paths |= {("conflict", *place, name): number for name, number in of_group.items()}
         for name, other in beside.items():
             for task, weight in zip(tasks, other["weights"], strict=True):
-                paths[f"others/{place}/{name}/weight/{task}"] = weight
-    return {
-        path: number
-        for path, number in paths.items()
-        if isinstance(number, int | float) and isfinite(number)
-    }
+                paths["others", *place, f"{name}/weight/{task}"] = weight
+    columns: dict[str, list[float]] = {}
+    for (kind, aggregator, group, name), number in paths.items():
+        if isinstance(number, int | float) and isfinite(number):
+            is_mean = log != SITES and len(groups[aggregator]) > MAX_SITES
+            path = f"{kind}/{aggregator}/{'mean' if is_mean else group}/{name}"
+            columns.setdefault(path, []).append(number)
+    return {path: fmean(column) for path, column in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -243,16 +252,17 @@ class Conflicts:
         self._unfetched.clear()
         return conflicts
 
-    def numbers(self, others: bool = False) -> dict[str, float]:
+    def numbers(self, others: bool = False, log: str = AUTO) -> dict[str, float]:
         """Return the newest conflict of each group since the last call, or `fetch`.
 
+        Of more than 12 groups it is their mean, as the group `mean`, unless `log="sites"`.
         The keys are `conflict/<aggregator>/<group>/<number>`; numbers without a value are left out.
         With `others` also the update of each other aggregator: its cosine to the one used,
         `conflict/<aggregator>/<group>/cosine_to/<other>`, and its weights,
         `others/<aggregator>/<group>/<other>/weight/<task>`.
         """
         rows = (conflict.row() for conflict in self.fetch())
-        return {path: float(value) for path, value in numbers(rows, others).items()}
+        return numbers(rows, others, log)
 
     def table(self) -> str:
         """Return a table for each group: means over the sampled steps, one line a task."""

@@ -42,6 +42,8 @@ gradient was multiplied by a number other than 1; and the gradient noise scale. 
 are left out."""
 
 
+MAX_UNFETCHED = 1000
+"""Measured steps whose numbers are kept on the device until they are added up."""
 ENTRIES = 1 << 21
 """Entries of the rows that are in memory at a time."""
 WHOLE = slice(None)
@@ -65,8 +67,9 @@ class ExampleSource:
         self.is_mean = not isinstance(transform, PerSample) or transform.reduction == "mean"
         self._is_checked = False
         self._examples: ExampleGradients | None = None  # of this step, if it is measured
-        self._fresh: list[Tensor] = []  # since the last fetch, one tensor a measured step
+        self._fresh: list[Tensor] = []  # one tensor a measured step
         self._totals = torch.zeros(len(NUMBERS) + 2, dtype=torch.float64, device="cpu")
+        self._sums = torch.zeros_like(self._totals)  # since the last fetch, without `_fresh`
 
     def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> "ExampleGradients":
         """Return the gradients of the examples for the parameters with these names.
@@ -102,17 +105,22 @@ class ExampleSource:
         """Measure the step, and drop its records."""
         if self._examples is not None and self._examples.count > 1:
             self._fresh.append(_measured(self._examples, self.is_mean))
+            if len(self._fresh) == MAX_UNFETCHED:
+                self._add_up()
         self._examples = None
         self.recorder.clear()
 
     def fetch(self) -> dict[str, float]:
         """Return the means since the last call; empty if no step was measured."""
-        if not self._fresh:
-            return {}
-        fresh = torch.stack(self._fresh).sum(0).double().cpu()
-        self._fresh = []
+        self._add_up()
+        fresh, self._sums = self._sums, torch.zeros_like(self._sums)
         self._totals += fresh
-        return _named(fresh)
+        return _named(fresh) if fresh[-1] else {}
+
+    def _add_up(self) -> None:
+        if self._fresh:
+            self._sums += torch.stack(self._fresh).sum(0).double().cpu()
+            self._fresh = []
 
     def numbers(self) -> dict[str, float]:
         """Return the means over the measured steps so far; empty if there are none."""

@@ -1,9 +1,10 @@
 """The log of a run: interval rows for its files and loggers, and the summary of its outcome."""
 
 import platform
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.effects.effects import NonFinite
-from gradsurg.effects.numbers import effects_by_path
+from gradsurg.effects.summary import Row, effects_by_path
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
@@ -29,6 +30,8 @@ from gradsurg.training.run_directory import CONFLICTS, EFFECTS, METRICS, RunDire
 NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are copied to the host
+MAX_TIMES = 10_000  # the newest step times, for medians
+DIGITS = 8  # of the numbers of effects, which are float32's
 
 # A run has learned nothing if its train loss is not below this share of the best constant guess's,
 # and no metric has covered more than this share of the way from chance to its best value.
@@ -45,12 +48,12 @@ class RunLog:
     run: Run
     directory: RunDirectory
     loggers: Sequence[Logger]
-    seconds: list[float]
     loss: float = float("nan")
     done: int = 0
     diverged: bool = field(default=False)
     skipped: int = 0
-    earlier_seconds: float = 0.0  # of the steps that are not in `seconds`
+    trained_s: float = 0.0  # the seconds of all steps
+    seconds: deque[float] = field(default_factory=partial(deque, maxlen=MAX_TIMES))
     counterfactual: Counterfactual | None = None
     nonfinite: NonFinite | None = None  # the transform that made the first NaN or infinity
     bad_step: int | None = None  # the first step with a loss that is not finite
@@ -58,14 +61,10 @@ class RunLog:
     ranks: Ranks = ALONE
     _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
-    @property
-    def trained_s(self) -> float:
-        """The seconds of all steps."""
-        return self.earlier_seconds + sum(self.seconds)
-
     def add_step(self, step: Step) -> None:
         """Record the time and the loss of a step."""
         self.seconds.append(step.seconds)
+        self.trained_s += step.seconds
         if step.skipped:  # its loss left nothing in the weights
             self.skipped += 1
             return
@@ -88,7 +87,7 @@ class RunLog:
 
     def add_losses(self, done: int, losses: Sequence[float], seconds: float) -> None:
         """Record the losses of the steps up to `done`, and the seconds of all of them."""
-        self.earlier_seconds += seconds
+        self.trained_s += seconds
         if self.bad_step is None and not isfinite(sum(losses)):
             steps = enumerate(losses, done + 1 - len(losses))
             self.bad_step = next((step for step, loss in steps if not isfinite(loss)), None)
@@ -102,7 +101,7 @@ class RunLog:
         test metrics.
         """
         self.done, self.loss = done, loss
-        rows = live.effects.fetch()
+        rows = [_rounded(row) for row in live.effects.fetch()]
         if not self.run.shadow:
             self.nonfinite = live.effects.first_nonfinite
         update = self.counterfactual.fetch() if self.counterfactual is not None else {}
@@ -118,8 +117,9 @@ class RunLog:
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
         self.directory.append_conflicts(conflicts)
         if self.loggers:
-            times = {"time/step_ms": 1000 * median(self.seconds[-100:])}
-            self._log(done, {**values, **numbers(conflicts), **times}, rows)
+            times = {"time/step_ms": 1000 * median([*self.seconds][-100:])}
+            conflict_numbers = numbers(conflicts, log=self.run.schedule.log)
+            self._log(done, {**values, **conflict_numbers, **times}, rows, live.effects.rows())
         self.diverged = self.bad_step is not None or not isfinite(loss)
         return not self.diverged and not self._until_reached(tested)
 
@@ -143,22 +143,23 @@ class RunLog:
     def replay(self) -> None:
         """Send the loggers all rows from before an interruption: for them this is a new run."""
         effects: dict[int, list[dict[str, Any]]] = {}
-        for effect in self.directory.read_rows(EFFECTS):
+        rows = self.directory.read_rows(EFFECTS)
+        for effect in rows:
             effects.setdefault(effect["step"], []).append(effect)
+        seen = [*{(row["transform"], row["site"]): row for row in rows}.values()]
         conflicts = self.directory.read_rows(CONFLICTS)
         before = 0
         for row in self.directory.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
-            values |= numbers(
-                conflict for conflict in conflicts if before <= conflict["step"] < row["step"]
-            )
+            recent = [one for one in conflicts if before <= one["step"] < row["step"]]
+            values |= numbers(recent, log=self.run.schedule.log)
             before = row["step"]
-            self._log(row["step"], values, effects.get(row["step"], []))
+            self._log(row["step"], values, effects.get(row["step"], []), seen)
 
     def _log(
-        self, done: int, values: dict[str, float], effects: Sequence[Mapping[str, object]]
+        self, done: int, values: dict[str, float], effects: Sequence[Row], seen: Sequence[Row]
     ) -> None:
-        values |= effects_by_path(effects)
+        values |= effects_by_path(effects, seen, self.run.schedule.log)
         for logger in self.loggers:
             logger.log(done, values)
 
@@ -288,6 +289,14 @@ def _cpu_model(info: Path) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
+
+
+def _rounded(row: Row) -> Row:
+    """Return a row without the digits that no float32 has: a third of the bytes of the file."""
+    return {
+        key: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+        for key, value in row.items()
+    }
 
 
 def _median_ms(seconds: list[float]) -> float | None:

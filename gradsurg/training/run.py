@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsurg.effects.summary import AUTO
 from gradsurg.sites.base import Selector
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
@@ -94,7 +95,8 @@ class Schedule:
     Checkpoints are at least `checkpoint_seconds` apart, except for that of the last step. The run
     ends at the first evaluation that reaches `until`. With `validation`, the share of the training
     examples that is set aside, these are evaluated during training, and the test data at the end.
-    The weights of several processes are compared every `check_ranks` steps, never if 0.
+    The weights of several processes are compared every `check_ranks` steps, never if 0. `log` says
+    which sites' effects the loggers get.
     """
 
     steps: int
@@ -109,6 +111,7 @@ class Schedule:
     conflict_every: int = 1
     validation: float = 0.0
     check_ranks: int = 0
+    log: str = AUTO
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ gradsurg's own source can change some bits, and are not in it.) It has:
 
 Not in it:
 
-- output and logging: `study`, `out`, `logger`, `report`, `log_every`, `checkpoint_every` and
-  `checkpoint_seconds`;
+- output and logging: `study`, `out`, `logger`, `report`, `log_every`, `log`, `checkpoint_every`
+  and `checkpoint_seconds`;
 - measurements that do not change the training: `effects_every`, `conflict_every`,
   `update_effect_every`, `eval_every` without `until`, and `metric`; `Run.measured` records them
   beside the run;

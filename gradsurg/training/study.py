@@ -371,10 +371,10 @@ def _run_log(
         counterfactual = Counterfactual(
             training.model, training.optimizer, run.task.loss, every, run.compute.autocast
         )
-    log = RunLog(run, directory, loggers, seconds=[], counterfactual=counterfactual, ranks=ranks)
+    log = RunLog(run, directory, loggers, counterfactual=counterfactual, ranks=ranks)
     if checkpoint is not None:
         log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
-        log.earlier_seconds = checkpoint["seconds"]
+        log.trained_s = checkpoint["seconds"]
     log.replay()
     return log
 
