@@ -29,10 +29,17 @@ def prose_width() -> int:
     return min(table_width(), MAX_PROSE_WIDTH)
 
 
-def filled(text: str) -> str:
-    """Fold a paragraph to the width of sentences; `n = 2` and `95 %` stay in one line."""
-    unbroken = re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=(?:%|pp)(?!\w))", _hard, text)
-    return fill(unbroken, prose_width(), break_on_hyphens=False).replace("\u00a0", " ")
+def filled(text: str, indent: str = "") -> str:
+    """Fold a paragraph to the width of sentences; names, `n = 2` and `95 %` stay in one line."""
+    spaced = re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=(?:%|pp|ms)(?!\w))", _hard, text)
+    folded = fill(
+        spaced,
+        prose_width(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return folded.replace("\u00a0", " ")
 
 
 def _hard(spaced: re.Match[str]) -> str:
