@@ -22,7 +22,7 @@ KINDS = ("transforms", "sites", "triggers", "aggregators")
 FOLDERS = (*KINDS, "integrations", "packaging", "testing")
 
 HOMES = {
-    "Comparison": "training.compare",
+    "Comparison": "comparison",
     "Intervention": "hooks.intervention",
     "Live": "surgery.live",
     "SharedParameters": "multitask.shared_parameters",
@@ -30,7 +30,7 @@ HOMES = {
     "SurgeryWarning": "effects.ledger",
     "Trigger": "triggers.base",
     "check_ranks": "training.ranks",
-    "compare": "training.compare",
+    "compare": "comparison",
     "gpm_basis": "per_example.subspaces",
     "hook": "surgery.hook",
     "list": "config.catalogue",

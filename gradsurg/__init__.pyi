@@ -38,6 +38,8 @@ from gradsurg.aggregators.sum import Sum as Sum
 from gradsurg.aggregators.trimmed_mean import TrimmedMean as TrimmedMean
 from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as UncertaintyWeighting
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
+from gradsurg.comparison import Comparison as Comparison
+from gradsurg.comparison import compare as compare
 from gradsurg.config.catalogue import list as list
 from gradsurg.config.recipes import load as load
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
@@ -64,8 +66,6 @@ from gradsurg.sites.weights import Weights as Weights
 from gradsurg.surgery.hook import hook as hook
 from gradsurg.surgery.live import Live as Live
 from gradsurg.surgery.surgery import Surgery as Surgery
-from gradsurg.training.compare import Comparison as Comparison
-from gradsurg.training.compare import compare as compare
 from gradsurg.training.ranks import check_ranks as check_ranks
 from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradsurg.transforms.add_decayed import AddDecayed as AddDecayed

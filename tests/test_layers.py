@@ -16,7 +16,7 @@ FLOORS = (
     ("multitask", "per_example", "surgery", "integrations"),
     ("__init__", "packaging", "training", "stacked"),
     ("report", "newreport", "config"),
-    ("reproduce", "run", "__main__"),
+    ("reproduce", "run", "__main__", "comparison"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
 units that stand left of it on its own floor. Inside a folder there must be no cycle."""
@@ -33,7 +33,7 @@ DOORS = {
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
     "rich": ("effects.tables", "loggers.console", "report", "newreport", "training"),
-    "polars": ("training", "report", "newreport"),
+    "polars": ("training", "report", "newreport", "comparison"),
     "altair": ("report", "newreport"),
     "vl_convert": ("report", "newreport"),
     "matplotlib": ("report", "reproduce"),

@@ -11,10 +11,10 @@ from gradsurg.effects.tables import aligned
 from gradsurg.newreport.arms import Arm
 from gradsurg.newreport.measures import link_shares
 from gradsurg.newreport.study import Study
-from gradsurg.newreport.verdict import Row, cautions, rows_of, sentence
+from gradsurg.newreport.verdict import Row, rows_of
 from gradsurg.newreport.wording import amount, amounts, p_text, table_width, title, value
 from gradsurg.plugins.messages import printable
-from gradsurg.stats import UNCLEAR, Margin
+from gradsurg.stats import UNCLEAR
 
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows."""
@@ -136,9 +136,11 @@ def shares_text(shares: pl.DataFrame) -> list[str]:
     return texts
 
 
-def markdown(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> str:
-    """The outcomes as text for an issue or a README; names and reasons cannot be markup."""
-    texts = [f"# {study.folder.name}", sentence(frame, study, margin), *cautions(study, frame)]
+def markdown(study: Study, frame: pl.DataFrame, told: Sequence[str]) -> str:
+    """Return the outcomes as text for an issue or a README: what is `told`, then tables.
+
+    Names and reasons cannot be markup.
+    """
     shares, alone = link_shares(study), uncompared(study, frame)
     tables = [("", outcome_table(frame.to_dicts()))] if len(frame) else []
     if len(shares):
@@ -147,7 +149,7 @@ def markdown(study: Study, frame: pl.DataFrame, margin: Margin | None = None) ->
     if alone:
         caption = "Not compared: mean, and from the least to the most."
         tables.append((caption, alone_table(study, alone)))
-    parts = [_plain(text) for text in texts]
+    parts = [_plain(text) for text in (f"# {study.folder.name}", *told)]
     for caption, (heads, rows) in tables:
         cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
         lines = ["| " + " | ".join(map(_plain, row)) + " |" for row in cells]

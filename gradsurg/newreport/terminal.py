@@ -11,6 +11,7 @@ import polars as pl
 from gradsurg.effects.numbers import UPDATE_NAMES
 from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.effects.tables import number
+from gradsurg.newreport.cautions import cautions
 from gradsurg.newreport.compare import PLAIN, compare
 from gradsurg.newreport.measures import costs, link_shares, update_effects
 from gradsurg.newreport.study import Study, read_study
@@ -29,7 +30,6 @@ from gradsurg.newreport.tuning import read_tunings, tuning_text
 from gradsurg.newreport.verdict import (
     Row,
     best_sentence,
-    cautions,
     reached,
     rows_of,
     sentence,

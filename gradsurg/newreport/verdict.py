@@ -1,23 +1,18 @@
-"""The verdict of a study in one sentence, and its cautions: a table of rules."""
+"""The verdict of a study in one sentence, and sentences on targets and sweeps."""
 
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
 from gradsurg.newreport.measures import times_to_target
 from gradsurg.newreport.study import Study
-from gradsurg.newreport.tuning import read_tunings, unequal
 from gradsurg.newreport.wording import (
     amount,
     amounts,
     better,
     capital,
     count,
-    is_share,
     listed,
     p_text,
     size,
@@ -26,13 +21,10 @@ from gradsurg.newreport.wording import (
     value,
 )
 from gradsurg.stats import (
-    MAX_P,
     MIN_FOR_P,
     TOO_FEW,
     UNCLEAR,
     Margin,
-    detectable_effect,
-    seeds_needed,
     sign_flip_is_exact,
 )
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
@@ -69,7 +61,7 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
     vacuous = [row for row in rows if row["vacuous"]]
     lost = _diverged(rows)
     if not compared:
-        return f"{lost}." if lost else _vacuous(vacuous) if vacuous else _nothing(study)
+        return f"{lost}." if lost else vacuous_sentence(vacuous) if vacuous else _nothing(study)
     text = _of_one(compared[0], margin) if len(compared) == 1 else _of_many(compared, margin)
     if not lost:
         return f"{text}."
@@ -188,7 +180,8 @@ def _diverged(rows: Sequence[Row]) -> str:
     return listed(told, MAX_NAMED)
 
 
-def _vacuous(rows: Sequence[Row]) -> str:
+def vacuous_sentence(rows: Sequence[Row]) -> str:
+    """Return a sentence on controls that are the treatment itself."""
     names = listed([row["arm"] for row in rows])
     return (
         f"{names} turned no gradient (cosine 1 at every site), so the {rows[0]['vacuous']} arm is "
@@ -270,264 +263,3 @@ def best_sentence(row: Row) -> str:
         f"{usable} values are usable ({row['usable_treated']} against {row['usable_control']} of "
         f"{row['values']})."
     )
-
-
-def cautions(study: Study, frame: pl.DataFrame) -> list[str]:
-    """Return the cautions of a study, at most one sentence for each rule of `CAUTIONS`."""
-    return [text for rule in CAUTIONS.values() if (text := rule(study, frame))]
-
-
-Rule = Callable[[Study, pl.DataFrame], str]
-
-
-def _each(tell: Callable[[Row], str], text: str) -> Rule:
-    """Return a rule on the arms in the first metric: `text` with what `tell` says of them."""
-
-    def rule(study: Study, frame: pl.DataFrame) -> str:
-        rows = [row for row in rows_of(frame) if row["difference"] is not None]
-        told = list(dict.fromkeys(words for row in rows if (words := tell(row))))
-        return text.format(listed(told, MAX_NAMED)) if told else ""
-
-    return rule
-
-
-def _divergence(study: Study, frame: pl.DataFrame) -> str:
-    if not any(row["diverged"] or row["diverged_control"] for row in rows_of(frame)):
-        return ""
-    return (
-        "A seed that diverged in either arm is in no mean, interval or p: they describe the "
-        "surviving seeds alone."
-    )
-
-
-def _chance(study: Study, frame: pl.DataFrame) -> str:
-    told = {
-        arm: text
-        for arm in sorted(study.arms, key=lambda arm: not arm.is_control)
-        if (text := learned_nothing(arm.name, [run.summary or {} for run in arm.whole]))
-    }
-    weak = any(arm.is_control for arm in told)
-    useless = ", so a comparison with it tells little" if weak else ""
-    names = listed([*told.values()], MAX_NAMED)
-    return f"Training did not learn anything with {names}{useless}." if told else ""
-
-
-def learned_nothing(name: str, runs: Sequence[Mapping[str, Any]]) -> str:  # Any: JSON's values
-    """Return in how many seeds an arm is no better than chance; empty if it has learned."""
-    dead = [summary for summary in runs if summary.get("learned_nothing")]
-    if not dead:
-        return ""
-    evidence = dead[0]["learned_nothing"]
-    key = evidence["metric"]
-    own = value(key, fmean(summary[key] for summary in dead))
-    chance = value(key, fmean(summary["learned_nothing"]["beside"] for summary in dead))
-    seeds = f"{len(dead)} of {count(len(runs), 'seed')}"
-    return f"{name} in {seeds} ({title(key)} {own}, and {evidence['what']} {chance})"
-
-
-def _outweighed(row: Row) -> str:
-    key, (heaviest, *others) = row["metric"], sorted(row["differences"], key=abs, reverse=True)
-    if len(others) < 2 or abs(heaviest) <= sum(map(abs, others)):
-        return ""
-    return f"{row['arm']} ({amount(key, heaviest)}, median of all {amount(key, row['median'])})"
-
-
-def _skewed(row: Row) -> str:
-    """Skewness beyond twice its standard error under a normal distribution."""
-    n, mean, spread = row["n"], row["difference"], row["differences"]
-    sd = fmean((one - mean) ** 2 for one in spread) ** 0.5
-    if n < MIN_FOR_P or not sd or _outweighed(row):
-        return ""
-    skewness = fmean(((one - mean) / sd) ** 3 for one in spread)
-    if abs(skewness) <= 2 * (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5:
-        return ""
-    return f"{row['arm']} (median {amount(row['metric'], row['median'])})"
-
-
-def _on_one_split(row: Row) -> str:
-    """A claim about one split is none about the task: told only beside a claim."""
-    claims = {*DOES, "equivalent", "not worse", "better"}
-    if not {row["verdict"], row["margin"]} & claims or "one split" not in row["population"]:
-        return ""
-    examples = re.search(r"([\d,]+) test examples", row["population"])
-    if not examples or not is_share(row["metric"]):
-        return "new data"
-    one = size(row["metric"], 1 / int(examples[1].replace(",", "")))
-    return f"new data (one test example is {one})"
-
-
-def _vacuous_too(study: Study, frame: pl.DataFrame) -> str:
-    rows = rows_of(frame)
-    vacuous = [row for row in rows if row["vacuous"]]
-    return _vacuous(vacuous) if 0 < len(vacuous) < len(rows) else ""
-
-
-def _tuned(study: Study, frame: pl.DataFrame) -> str:
-    if not read_tunings(study.folder)[0]:
-        return ""
-    return (
-        "The arms are compared at their chosen values, which is not a comparison of the methods: "
-        f"two identical methods tuned like this differ at p <= {MAX_P} in more than 10 % of "
-        "studies."
-    )
-
-
-def _added(study: Study, frame: pl.DataFrame) -> str:
-    """Seeds of one arm that were planned by commands with different numbers of seeds."""
-    for arm in study.arms:
-        given = [
-            re.findall(r"\bseeds?=\S+", " ".join(run.command)) for run in arm.runs if run.command
-        ]
-        planned = list(dict.fromkeys(" ".join(words) or "the default" for words in given))
-        if len(planned) > 1 and not any(text.startswith("seed=") for text in planned):
-            return (
-                f"Seeds were added by a later command ({listed(planned)}): if after a look at the "
-                "first ones, p is too small (11 % false alarms with looks at 8, 12 and 16 seeds)."
-            )
-    return ""
-
-
-def _few(study: Study, frame: pl.DataFrame) -> str:
-    """The number of seeds for a test at all, or the size of the effect that so many find."""
-    rows = [row for row in rows_of(frame) if row["n"] and not row["repeats"]]
-    if not rows or all(row["verdict"] in (*DOES, "identical") for row in rows):
-        return ""
-    row = min(rows, key=lambda row: row["n"])
-    n, unit, key = row["n"], row["unit"], row["metric"]
-    needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P
-    controls = [run for arm in study.arms if arm.is_control for run in arm.whole]
-    values = [number for run in controls if (number := study.outcome(run, key)) is not None]
-    sd = stdev(values) if len(values) > 2 and unit == "seed" else 0.0
-    effect = detectable_effect(max(n, needed), 2**0.5 * sd) if sd else None
-    found = ""
-    if effect:
-        found = (
-            f" a difference of {size(key, effect)} in 80 % of studies, if both arms spread as the "
-            f"control does (sd {size(key, sd)})"
-        )
-    if n < needed:
-        alone = ", for an arm that differs alone," if len(rows) > 1 else ""
-        more = f", which find{found}" if found else ""
-        return f"A test at the level {MAX_P}{alone} needs {needed} {unit}s{more}."
-    return f"{n} {unit}s find{found}, and miss most smaller ones." if found else ""
-
-
-def _unfinished(study: Study, frame: pl.DataFrame) -> str:
-    if {*study.states} <= {"finished", "diverged"}:
-        return ""
-    lost = [f"{number} {state}" for state, number in study.states.items() if state != "finished"]
-    of = count(len(study.runs), "run")
-    return f"Of {of}, {listed(lost)}: the table of runs has the reasons, numbers are of the others."
-
-
-def _faults(study: Study, frame: pl.DataFrame) -> str:
-    faults = [*study.faults, *read_tunings(study.folder)[1]]
-    return f"Left out, because it cannot be read: {listed(faults, MAX_NAMED)}." if faults else ""
-
-
-def _skipped(study: Study, frame: pl.DataFrame) -> str:
-    steps = [n for run in study.all_runs if (n := (run.summary or {}).get("skipped_steps"))]
-    of = f"{count(len(steps), 'run')} skipped {count(sum(steps), 'step')}"
-    return f"{of}, because scaled gradients were not finite." if steps else ""
-
-
-def _metric(study: Study, frame: pl.DataFrame) -> str:
-    chosen, known = study.chosen_metrics, study.metrics_of
-    if chosen and known and chosen[0] not in known:
-        return f"metric={chosen[0]}: no finished run has it; there are {', '.join(known)}."
-    if len(chosen) > 1:
-        return f"Runs were planned with metric={listed(chosen)}; the verdict is about the first."
-    return ""
-
-
-def _against(kind: str) -> Callable[[Row], str]:
-    return lambda row: row["arm"] if row["against"] == kind else ""
-
-
-def _scale(study: Study, frame: pl.DataFrame) -> str:
-    names = {row["arm"] for row in rows_of(frame) if row["against"] == "norm-matched"}
-    configs = [run.config or {} for arm in study.arms if arm.name in names for run in arm.whole]
-    used = {str((config.get("optimizer") or {}).get("name")) for config in configs} & SCALE_FREE
-    if not used:
-        return ""
-    return (
-        f"A constant scale of the gradients cancels in the updates of {listed(sorted(used))}: "
-        "control=update_norm_matched matches the norms of the updates."
-    )
-
-
-def _other_controls(study: Study, frame: pl.DataFrame) -> str:
-    kinds = [
-        kind for run in study.all_runs for kind in run.controls if run.controls[kind] != run.control
-    ]
-    told = [f"{n} with control={kind}" for kind, n in Counter(kinds).items() if kind != "plain"]
-    if not told:
-        return ""
-    return (
-        f"Some runs have another control too ({listed(told)}), and are compared with the plain one "
-        "here; the command with it, given again, tells the other."
-    )
-
-
-def _lengths(study: Study, frame: pl.DataFrame) -> str:
-    if not any((run.config or {}).get("aggregator") for run in study.all_runs):
-        return ""
-    from gradsurg.newreport.conflicts import about_lengths  # it imports Altair
-
-    return " ".join(about_lengths(study))
-
-
-SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
-SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
-"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
-DIRECTION = "with the norm that it has with {}: a clear difference is due to the direction."
-CAUTIONS: dict[str, Rule] = {
-    "divergence": _divergence,
-    "control at chance": _chance,
-    "one seed outweighs": _each(_outweighed, "One seed outweighs all others together with {}."),
-    "one split only": _each(
-        _on_one_split,
-        "Interval and p are about new seeds on this split, not about {}: splits=6 tells more.",
-    ),
-    "vacuous control": _vacuous_too,
-    "tuned values": _tuned,
-    "runs added after a look": _added,
-    "few seeds": _few,
-    "skew": _each(
-        _skewed,
-        "The test assumes differences that are symmetric about their mean, and those of {} are "
-        "skewed: p can be too small.",
-    ),
-    "unfinished": _unfinished,
-    "unreadable files": _faults,
-    "skipped steps": _skipped,
-    "metric": _metric,
-    "norm-matched control": _each(
-        _against("norm-matched"),
-        f"The norm-matched arm has the gradient's direction {DIRECTION}",
-    ),
-    "update-norm-matched control": _each(
-        _against("update-norm-matched"),
-        f"The update-norm-matched arm has the direction of the plain update {DIRECTION}",
-    ),
-    "placebo control": _each(
-        _against("placebo"),
-        "The placebo arm turns each gradient as far as {}, to the same norm, in a random "
-        "direction: a clear difference is due to the direction chosen.",
-    ),
-    "scale of gradients": _scale,
-    "other controls": _other_controls,
-    "update lengths": _lengths,
-    "unequal tuning": lambda study, _: unequal(read_tunings(study.folder, study.arms)[0]),
-    "deterministic repeats": _each(
-        lambda row: f"the {row['repeats']} seeds of {row['arm']}" if row["repeats"] else "",
-        "The same numbers from {}: nothing in these runs is drawn at random, so they count as one.",
-    ),
-    "several arms": _each(
-        lambda row: "q" if row["q"] is not None and row["verdict"] != TOO_FEW else "",
-        f"Several arms are compared at once: {{}} is p corrected for that, metric by metric "
-        f"(Benjamini-Hochberg), and a difference is clear if both are at most {MAX_P}; an interval "
-        "is that of its arm alone.",
-    ),
-}
-"""The rules in the order in which they are told; each returns a sentence, or '' if it holds not."""

@@ -5,102 +5,90 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from gradsurg.effects.tables import aligned, number
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.loggers.base import RunInfo
 from gradsurg.loggers.console import Console
-from gradsurg.stats import (
-    Difference,
-    benjamini_hochberg,
-    paired_difference,
-    sign_test_p_value,
-    verdict,
-)
+from gradsurg.stats import Margin, parse_margin
 from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals import random_state
 from gradsurg.training.controls import ActingControl, control_interventions
 
+if TYPE_CHECKING:
+    import polars
+
 Numbers = float | Mapping[str, float]
 TrainFn = Callable[[nn.Module, Surgery], Numbers]
+COLUMNS = ("metric", "treated", "control", "difference", "95 % interval", "p", "higher")
+COLUMNS += ("verdict", "margin", "median", "effect size", "diverged")
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The outcomes of the treated and the control arm, one mapping of numbers per seed.
 
-    The first number carries the verdict; the p-values of all others are corrected together (q).
+    The first number carries the verdict. Numbers whose name has "accuracy" are shares of 1. A seed
+    in which a number is not finite in either arm counts as diverged, and is in no mean. `margin` is
+    the largest difference without practical importance, as "0.5pp", 0.02 or "2%" of the control.
     """
 
     seeds: tuple[int, ...]
     treated: tuple[Mapping[str, float], ...]
     control: tuple[Mapping[str, float], ...]
+    margin: str | float | None = None
+
+    def frame(self) -> "polars.DataFrame":
+        """Return a row for each number, with the columns that the report of a study has."""
+        from gradsurg.newreport.compare import Pair, compare_values, with_q
+
+        same = all(len({tuple(one.values()) for one in arm}) == 1 for arm in self._arms)
+        pairs = {
+            key: [
+                Pair(
+                    seed,
+                    treated=a[key] if all(map(isfinite, (a[key], b[key]))) else None,
+                    control=b[key],
+                    state="finished" if isfinite(a[key]) else "diverged",
+                    beside="finished" if isfinite(b[key]) else "diverged",
+                    same=same,
+                )
+                for seed, a, b in zip(self.seeds, *self._arms, strict=True)
+            ]
+            for key in self.treated[0]
+        }
+        about = {"arm": "the surgery", "against": "control", "population": "", "vacuous": ""}
+        return with_q(compare_values(pairs, about, margin=self._margin))
+
+    def verdict(self) -> str:
+        """Return the verdict on the first number in one sentence."""
+        from gradsurg.newreport.verdict import sentence
+
+        text = sentence(self.frame(), margin=self._margin)
+        return text[:1].upper() + text[1:]
 
     def table(self) -> str:
-        """Return the outcomes of both arms, their paired differences and the verdicts as text.
+        """Return the outcomes of both arms and their paired differences as text, a row a number.
 
-        First the seeds that are not finite in each arm, with McNemar's exact p. Then, over the
-        seeds that are finite in both: means, the seeds with a higher outcome, median and mean of
-        the difference with their 95 % intervals, the sign-flip p, and q of all numbers but the
-        first.
+        Means over the seeds that are finite in both arms, the difference with the interval that
+        inverts the sign-flip test (below 6 seeds the range), p, and the seeds with a higher
+        outcome.
         """
-        pairs = {key: self._finite(key) for key in self.treated[0]}
-        differences = {
-            key: paired_difference([a for a, _ in finite], [b for _, b in finite])
-            if finite
-            else None
-            for key, finite in pairs.items()
-        }
-        p_values = [one and one.p_value for one in differences.values()]
-        q_values = [None, *benjamini_hochberg(p_values[1:])]
-        rows = [
-            _row(key, pairs[key], one, q_value)
-            for (key, one), q_value in zip(differences.items(), q_values, strict=True)
-        ]
-        shown = [k for k in range(len(_HEADS)) if k == 0 or any(row[k] for row in rows)]
-        table = aligned([[row[k] for k in shown] for row in [list(_HEADS), *rows]])
-        return "\n\n".join(text for text in (self._diverged(), table) if text)
+        from gradsurg.newreport.tables import fitted, outcome_table
 
-    def _finite(self, key: str) -> list[tuple[float, float]]:
-        """Return a number of both arms for each seed in which it is finite in both."""
-        pairs = [(a[key], b[key]) for a, b in zip(self.treated, self.control, strict=True)]
-        return [(a, b) for a, b in pairs if isfinite(a) and isfinite(b)]
+        rows = self.frame().to_dicts()
+        return fitted(outcome_table(rows, columns=COLUMNS), ({"effect size"}, {"median"}))
 
-    def _diverged(self) -> str:
-        """Return how many seeds have a number that is not finite; empty if none."""
-        lost = [
-            tuple(not all(map(isfinite, arm.values())) for arm in pair)
-            for pair in zip(self.treated, self.control, strict=True)
-        ]
-        if not any(map(any, lost)):
-            return ""
-        p_value = sign_test_p_value(lost.count((True, False)), lost.count((False, True)))
-        treated, control = map(sum, zip(*lost, strict=True))
-        return (
-            f"{treated} of {len(lost)} seeds not finite in the treated arm, {control} of "
-            f"{len(lost)} in the control arm (exact McNemar p {p_value:.3g}).\n"
-            "The table is over the seeds that are finite in both."
-        )
+    @property
+    def _arms(self) -> tuple[tuple[Mapping[str, float], ...], ...]:
+        return self.treated, self.control
 
-
-_HEADS = (
-    "",
-    "treated",
-    "control",
-    "higher",
-    "median",
-    "its 95 % interval",
-    "mean",
-    "its 95 % interval",
-    "p",
-    "q",
-    "verdict",
-)
+    @property
+    def _margin(self) -> Margin | None:
+        return None if self.margin is None else parse_margin(self.margin)
 
 
 def compare(
@@ -109,6 +97,7 @@ def compare(
     surgery: Surgery,
     seeds: int = 8,
     control: Literal["plain"] | ActingControl = "plain",
+    margin: str | float | None = None,
 ) -> Comparison:
     """Train with `surgery` and without it, seed by seed, and restore the random generators.
 
@@ -119,15 +108,18 @@ def compare(
     The `plain` control gets an empty surgery, `norm_matched` the direction of the plain gradient
     with the norm of the treated one, `update_norm_matched` the same of the optimizer's update,
     `placebo` the norm of the treated gradient and its cosine to the plain one in a random
-    direction. On a terminal and in a notebook the progress is shown.
+    direction. `margin` asks for equivalence: the largest difference without practical importance,
+    as 0.02, "0.5pp" or "2%". On a terminal and in a notebook the progress is shown.
 
     Raises TypeError for an argument of another kind, and ValueError if `seeds` < 1; if the control
-    is unknown or not for this surgery; if the surgery was never attached; or if the arms return
-    different keys.
+    is unknown or not for this surgery; if the margin is no number; if the surgery was never
+    attached; or if the arms return different keys.
     """
     _check(make_model, train, surgery, seeds)
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")
+    if margin is not None:
+        parse_margin(margin)
     controls = () if control == "plain" else control_interventions(surgery.interventions, control)
     arms: tuple[list[Mapping[str, float]], ...] = ([], [])
     console = Console()
@@ -149,7 +141,7 @@ def compare(
                     console.finish("finished", arm[-1])
     finally:
         console.abandon()
-    return Comparison(tuple(range(seeds)), tuple(arms[0]), tuple(arms[1]))
+    return Comparison(tuple(range(seeds)), tuple(arms[0]), tuple(arms[1]), margin)
 
 
 def _outcome(
@@ -205,32 +197,3 @@ def _takes(function: Callable[..., object], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _row(
-    key: str,
-    pairs: Sequence[tuple[float, float]],
-    difference: Difference | None,
-    q_value: float | None,
-) -> list[str]:
-    if difference is None:
-        return [key, *[""] * (len(_HEADS) - 2), "nothing to compare"]
-    means = [number(fmean(values)) for values in zip(*pairs, strict=True)]
-    p_values = [f"{p:.3g}" if p is not None else "" for p in (difference.p_value, q_value)]
-    return [
-        key,
-        *means,
-        f"{difference.higher}/{difference.n}",
-        f"{difference.median:+.3g}",
-        _interval(difference.median_interval),
-        f"{difference.mean:+.3g}",
-        _interval((difference.low, difference.high)),
-        *p_values,
-        verdict(difference, q_value),
-    ]
-
-
-def _interval(ends: tuple[float | None, float | None] | None) -> str:
-    if ends is None or ends[0] is None or ends[1] is None:
-        return ""
-    return f"{ends[0]:+.3g} to {ends[1]:+.3g}"

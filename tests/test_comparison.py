@@ -60,15 +60,19 @@ def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() ->
     comparison = gs.compare(
         make_model, lambda model, surgery: next(outcomes), gs.Surgery(), seeds=3
     )
-    text = comparison.table()
-    assert text.startswith(
-        "1 of 3 seeds not finite in the treated arm, 0 of 3 in the control arm (exact McNemar p 1)."
+    assert comparison.verdict() == (
+        "1 of 3 seeds diverged with the surgery and 0 with control (exact McNemar p 1); over the "
+        "others, outcome of the surgery minus control: +1.25 (range over 2 seeds +1 to +1.5; "
+        "higher in 2 of 2 seeds); 2 seeds are too few for a test."
     )
-    assert "+1.25" in text
-    assert "2/2" in text
+    head, _, row = comparison.table().splitlines()
+    assert head.split()[-1] == "diverged"
+    assert row.endswith("1 and 0 of 3")
+    assert "+1.25" in row
+    assert "2/2" in row
 
 
-def test_eight_seeds_are_the_default_of_which_the_table_tells_wins_median_and_mean() -> None:
+def test_eight_seeds_are_the_default_of_which_the_first_number_carries_the_verdict() -> None:
     outcomes = iter(
         arm for seed in range(8) for arm in (-1e6 if seed == 3 else -1.0 - seed / 100, 0.0)
     )
@@ -79,12 +83,28 @@ def test_eight_seeds_are_the_default_of_which_the_table_tells_wins_median_and_me
 
     comparison = gs.compare(make_model, result, gs.Surgery())
     head, _, loss, other, third = comparison.table().splitlines()
-    assert head.split()[:4] == ["treated", "control", "higher", "median"]
-    for words in ("0/8", "-1e+06 to -1", "0.00781", "lower"):
+    assert head.split()[:4] == ["metric", "treated", "control", "difference"]
+    for words in ("-1.25e+05", "0.00781", "0/8", "lower"):
         assert words in loss
-    assert loss.split()[-1] == "lower"
-    assert other.split()[-2:] == ["0.0156", "lower"]  # q: corrected together with the third
-    assert third.endswith("identical")
+        assert words in other
+    assert "identical" in third
+    sizes = "by 1.25e+05 (95 % interval 1.02 to 5e+05; exact sign-flip p 0.00781; lower in 8 of 8"
+    assert comparison.verdict() == f"The surgery lowers loss {sizes} seeds)."
+    frame = comparison.frame()
+    assert frame["metric"].to_list() == ["loss", "other", "third"]
+    assert frame["q"].null_count() == 3
+
+
+def test_a_margin_asks_whether_the_arms_are_equivalent() -> None:
+    outcomes = iter(arm for seed in range(6) for arm in (1.0 + 0.001 * (seed - 2), 1.0))
+    comparison = gs.compare(
+        make_model, lambda model, surgery: {"loss": next(outcomes)}, gs.Surgery(), 6, margin="2%"
+    )
+    start = "The surgery and control are equivalent in loss within 0.02: +0.0005 (95 % interval "
+    assert comparison.verdict().startswith(start)
+    assert "equivalent" in comparison.table()
+    with pytest.raises(ValueError, match="^margin needs a positive number"):
+        gs.compare(make_model, lambda model, surgery: 1.0, gs.Surgery(), margin="much")
 
 
 def test_compare_restores_the_global_generator() -> None:
