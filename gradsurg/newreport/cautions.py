@@ -12,7 +12,14 @@ from gradsurg.newreport.study import Study
 from gradsurg.newreport.tuning import read_tunings, unequal
 from gradsurg.newreport.verdict import DOES, MAX_NAMED, Row, rows_of, vacuous_sentence
 from gradsurg.newreport.wording import amount, count, is_share, listed, size, title, value
-from gradsurg.stats import MAX_P, MIN_FOR_P, TOO_FEW, detectable_effect, seeds_needed
+from gradsurg.stats import (
+    MAX_P,
+    MIN_FOR_P,
+    MIN_INTERVAL_SEEDS,
+    TOO_FEW,
+    detectable_effect,
+    seeds_needed,
+)
 
 
 def cautions(study: Study, frame: pl.DataFrame) -> list[str]:
@@ -44,15 +51,12 @@ def _divergence(study: Study, frame: pl.DataFrame) -> str:
 
 
 def _chance(study: Study, frame: pl.DataFrame) -> str:
-    told = {
-        arm: text
-        for arm in sorted(study.arms, key=lambda arm: not arm.is_control)
-        if (text := learned_nothing(arm.name, [run.summary or {} for run in arm.whole]))
-    }
-    weak = any(arm.is_control for arm in told)
+    arms = sorted(study.arms, key=lambda arm: not arm.is_control)
+    told = [learned_nothing(arm.name, [run.summary or {} for run in arm.whole]) for arm in arms]
+    dead = [text for text in told if text]
+    weak = any(text and arm.is_control for text, arm in zip(told, arms, strict=True))
     useless = ", so a comparison with it tells little" if weak else ""
-    names = listed([*told.values()], MAX_NAMED)
-    return f"Training did not learn anything with {names}{useless}." if told else ""
+    return f"Training did not learn anything with {listed(dead, MAX_NAMED)}{useless}." * bool(dead)
 
 
 def learned_nothing(name: str, runs: Sequence[Mapping[str, Any]]) -> str:  # Any: JSON's values
@@ -138,15 +142,13 @@ def _few(study: Study, frame: pl.DataFrame) -> str:
     row = min(rows, key=lambda row: row["n"])
     n, unit, key = row["n"], row["unit"], row["metric"]
     needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P
-    controls = [run for arm in study.arms if arm.is_control for run in arm.whole]
-    values = [number for run in controls if (number := study.outcome(run, key)) is not None]
-    sd = stdev(values) if len(values) > 2 and unit == "seed" else 0.0
-    effect = detectable_effect(max(n, needed), 2**0.5 * sd) if sd else None
+    sd = stdev(row["differences"]) if n >= MIN_INTERVAL_SEEDS else 0.0
+    effect = detectable_effect(max(n, needed), sd)
     found = ""
     if effect:
         found = (
-            f" a difference of {size(key, effect)} in 80 % of studies, if both arms spread as the "
-            f"control does (sd {size(key, sd)})"
+            f" a difference of {size(key, effect)} in 80 % of studies (sd of the differences "
+            f"{size(key, sd)})"
         )
     if n < needed:
         alone = ", for an arm that differs alone," if len(rows) > 1 else ""

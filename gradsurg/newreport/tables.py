@@ -14,13 +14,15 @@ from gradsurg.newreport.study import Study
 from gradsurg.newreport.verdict import Row, rows_of
 from gradsurg.newreport.wording import amount, amounts, p_text, table_width, title, value
 from gradsurg.plugins.messages import printable
-from gradsurg.stats import UNCLEAR
+from gradsurg.stats import TOO_FEW, UNCLEAR
 
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows."""
 INTERVAL = "95 % interval"
 WORDS = ("arm", "link", "metric", "block", "verdict", "margin", "not compared", "reason")
 """Heads of columns that are aligned to the left, and folded in a narrow terminal."""
+SHORTER = {UNCLEAR: "unclear", TOO_FEW: "few seeds"}
+"""Verdicts as they stand in a table."""
 NARROWEST = 24  # columns of names, which are folded rather than numbers left out
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "arm": lambda row: row["arm"],
@@ -31,7 +33,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     INTERVAL: lambda row: interval(row),
     "p": lambda row: p_text(row["p"]) if row["interval"] != "range" else "",
     "q": lambda row: p_text(row["q"]) if row["interval"] != "range" else "",
-    "verdict": lambda row: "unclear" if row["verdict"] == UNCLEAR else row["verdict"],
+    "verdict": lambda row: SHORTER.get(row["verdict"], row["verdict"]),
     "margin": lambda row: row["margin"] or "",
     "higher": lambda row: f"{row['higher']}/{row['n']}" if row["n"] else "",
     "treated": lambda row: value(row["metric"], row["treated"]) if row["n"] else "",
@@ -104,22 +106,16 @@ def uncompared(study: Study, frame: pl.DataFrame) -> list[Arm]:
     ]
 
 
-def alone_table(study: Study, arms: Sequence[Arm]) -> Table:
-    """A row for each arm: name, number of finished runs, mean and ends of each metric."""
+def alone_table(study: Study, arms: Sequence[Arm], most: int | None = None) -> Table:
+    """A row for each arm and metric (the first `most`): mean, least and greatest of its runs."""
     rows = []
     for arm in arms:
-        row = [arm.name, str(len(arm.whole))]
-        for key in study.metrics_of:
+        for key, name in list(study.metrics_of.items())[:most]:
             values = [x for run in arm.whole if (x := study.outcome(run, key)) is not None]
-            row.append(spread(key, values) if values else "-")
-        rows.append(row)
-    return ["arm", "n", *study.metrics_of.values()], rows
-
-
-def spread(key: str, values: Sequence[float]) -> str:
-    """The mean, and from where to where if there are more than one: `78.67% (76.00% to 80.00%)`."""
-    ends = f" ({value(key, min(values))} to {value(key, max(values))})"
-    return f"{value(key, fmean(values))}{ends if len(values) > 1 else ''}"
+            if values:
+                texts = [value(key, x) for x in (fmean(values), min(values), max(values))]
+                rows.append([arm.name, name, str(len(values)), *texts])
+    return ["arm", "metric", "n", "mean", "least", "greatest"], rows
 
 
 def shares_text(shares: pl.DataFrame) -> list[str]:
@@ -147,7 +143,7 @@ def markdown(study: Study, frame: pl.DataFrame, told: Sequence[str]) -> str:
         caption = f"Each link's share, {ABOUT_SHARES}."
         tables.append((caption, outcome_table(shares.to_dicts(), SHARED)))
     if alone:
-        caption = "Not compared: mean, and from the least to the most."
+        caption = "Arms that are not compared."
         tables.append((caption, alone_table(study, alone)))
     parts = [_plain(text) for text in (f"# {study.folder.name}", *told)]
     for caption, (heads, rows) in tables:

@@ -17,7 +17,6 @@ from gradsurg.newreport.measures import costs, link_shares, update_effects
 from gradsurg.newreport.study import Study, read_study
 from gradsurg.newreport.sweeps import best_arms, trends
 from gradsurg.newreport.tables import (
-    COLUMNS,
     INTERVAL,
     SHORT,
     alone_table,
@@ -73,7 +72,7 @@ def report(runs: Sequence[Runs], margin: Margin | None = None) -> str:
     rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
     parts = [
         _head(study, frame, margin),
-        _job_table(study, rows) if rows else fitted(alone_table(study, study.arms), ()),
+        _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
         *shares,
         _lines([*update_lines(study), *_notes(study)]),
         conflicts := _conflicts(study),
@@ -100,7 +99,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
         _lines(effort(study)),
         *tables,
         _lines(tuning_text(*read_tunings(study.folder, study.arms))),
-        f"not compared: mean (least to most)\n{fitted(alone_table(study, alone))}" if alone else "",
+        f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
         *(shares_text(link_shares(study)) if few else []),
         _lines(update_lines(study)) if few else "",
@@ -191,23 +190,22 @@ def failures(paths: Sequence[Path]) -> str:
 
 def _job_table(study: Study, rows: Sequence[Row]) -> str:
     """A metric a row, both arms beside each other, and the step times."""
-    first = rows[0]
-    arms = {"treated": first["arm"], "control": first["against"]}
+    arms = {"treated": rows[0]["arm"], "control": rows[0]["against"]}
     columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
-    table = [[COLUMNS[head](row) for head in columns] for row in rows]
+    heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
-    if first["against"] != PLAIN:
+    if arms["control"] != PLAIN:
         notes = [
-            f"No step times: the {first['against']} arm runs a surgery too; control=plain tells "
-            f"what {first['arm']} costs."
+            f"No step times: the {arms['control']} arm runs a surgery too; control=plain tells "
+            f"what {arms['treated']} costs."
         ]
     for cost in costs(study).to_dicts() if not notes else ():
         times = [f"{cost[side]:.3g} ms" for side in ("treated_ms", "control_ms")]
         ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%} (range)" * (cost["pairs"] > 1)
-        table.append(["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", ""])
+        row = ["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]
+        table.append(row[: len(heads)])
         if cost["measured_ms"]:
             notes = [_about_times(study, cost)]
-    heads = ["", *arms.values(), *columns[3:]]
     spared = ({"higher"}, {*arms.values()}, {"p"})
     return "\n".join([fitted((heads, table), spared), *([_lines(notes)] if notes else [])])
 

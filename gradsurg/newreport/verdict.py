@@ -255,10 +255,11 @@ def best_sentence(row: Row) -> str:
     ]
     gain = {UNCLEAR: "no clear difference", better(key): "a gain"}.get(word, word)
     gain = "a loss" if gain in DOES else gain
+    chosen = title(row["chosen_on"]) + ", which flatters both" * (row["chosen_on"] == key)
     wider = row["usable_treated"] - row["usable_control"]
     usable = "as many" if not wider else "more" if wider > 0 else "fewer"
     return (
-        f"Each at its best {name}, chosen on {title(row['chosen_on'])}: {' against '.join(arms)}, "
+        f"Each at its best {name}, chosen on {chosen}: {' against '.join(arms)}, "
         f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
         f"{usable} values are usable ({row['usable_treated']} against {row['usable_control']} of "
         f"{row['values']})."
