@@ -55,7 +55,7 @@ def _chance(study: Study, frame: pl.DataFrame) -> str:
     told = [learned_nothing(arm.name, [run.summary or {} for run in arm.whole]) for arm in arms]
     dead = [text for text in told if text]
     weak = any(text and arm.is_control for text, arm in zip(told, arms, strict=True))
-    useless = ", so a comparison with it tells little" if weak else ""
+    useless = ": a comparison with a control at chance tells little" if weak else ""
     return f"Training did not learn anything with {listed(dead, MAX_NAMED)}{useless}." * bool(dead)
 
 
@@ -80,10 +80,10 @@ def _outweighed(row: Row) -> str:
 
 
 def _skewed(row: Row) -> str:
-    """Skewness beyond twice its standard error under a normal distribution."""
+    """Of a clear difference, skewness beyond twice its standard error under a normal one."""
     n, mean, spread = row["n"], row["difference"], row["differences"]
     sd = fmean((one - mean) ** 2 for one in spread) ** 0.5
-    if n < MIN_FOR_P or not sd or _outweighed(row):
+    if row["verdict"] not in DOES or not sd or _outweighed(row):
         return ""
     skewness = fmean(((one - mean) / sd) ** 3 for one in spread)
     if abs(skewness) <= 2 * (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5:
@@ -120,18 +120,16 @@ def _tuned(study: Study, frame: pl.DataFrame) -> str:
 
 
 def _added(study: Study, frame: pl.DataFrame) -> str:
-    """Seeds of one arm that were planned by commands with different numbers of seeds."""
+    told = []
     for arm in study.arms:
-        given = [
-            re.findall(r"\bseeds?=\S+", " ".join(run.command)) for run in arm.runs if run.command
-        ]
-        planned = list(dict.fromkeys(" ".join(words) or "the default" for words in given))
-        if len(planned) > 1 and not any(text.startswith("seed=") for text in planned):
-            return (
-                f"Seeds were added by a later command ({listed(planned)}): if after a look at the "
-                "first ones, p is too small (11 % false alarms with looks at 8, 12 and 16 seeds)."
-            )
-    return ""
+        added = [run.looked for run in arm.runs if run.looked]
+        told += [f"{len(added)} of {arm.name} after {min(added)}"] if added else []
+    if not told:
+        return ""
+    return (
+        f"Runs were added when others had finished ({listed(told, MAX_NAMED)}): if after a look at "
+        "them, p is too small (with looks at 8, 12 and 16 seeds 11 % false alarms instead of 5)."
+    )
 
 
 def _few(study: Study, frame: pl.DataFrame) -> str:
@@ -237,6 +235,10 @@ CAUTIONS: dict[str, Rule] = {
     "vacuous control": _vacuous_too,
     "tuned values": _tuned,
     "runs added after a look": _added,
+    "margin after a look": lambda study, _: (
+        "The margin was chosen when outcomes were known."
+        * any(r.margin_after for r in study.all_runs)
+    ),
     "few seeds": _few,
     "skew": _each(
         _skewed,

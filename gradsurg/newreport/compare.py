@@ -89,8 +89,9 @@ def compare(study: Study, margin: Margin | None = None) -> pl.DataFrame:
 
     The columns are those of `SCHEMA`. Where a study has several blocks (splits, tasks or models),
     the row of an arm is over blocks, each with the mean over its seeds, and a row with a `block`
-    has the details of one.
+    has the details of one. Without a `margin` that of the study is used.
     """
+    margin = margin or study.margin
     treated = [arm for arm in study.arms if not arm.is_control]
     controls = {arm.name: {run.name: run.control for run in arm.runs} for arm in treated}
     return compared(study, treated, controls, margin)
@@ -149,6 +150,8 @@ def compare_values(
         blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
         texts = {**about, "metric": metric}
+        if rows and margin and not margin.is_share:
+            margin = None  # it has the unit of the first metric
         rows.append(texts | {"block": None} | _row(pairs, metric, unit if several else "", margin))
         for block in blocks if several else ():
             inside = [pair for pair in pairs if pair.block == block]

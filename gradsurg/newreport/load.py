@@ -73,6 +73,8 @@ class LoadedRun:
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
     measured: Mapping[str, Any] = field(default_factory=dict)  # such as the metric of the verdict
     command: tuple[str, ...] = ()  # the words of the command line that planned it
+    looked: int = 0  # finished runs of its arm when it was planned
+    margin_after: bool = False  # the margin was given when the run had finished
     made_with: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
@@ -191,6 +193,8 @@ def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
         controls=facts.get("controls") or {},
         measured=facts.get("measured") or {},
         command=tuple(map(str, facts.get("command") or ())),
+        looked=facts.get("looked") or 0,
+        margin_after=bool(facts.get("margin_after")),
         made_with=facts.get("made_with") or {},
     )
     return run if reason else replace(run, reason=_reason(run, directory, last))

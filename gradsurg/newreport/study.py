@@ -10,6 +10,7 @@ import polars as pl
 from gradsurg.newreport.arms import Arm, block_factors, block_names, flat, group
 from gradsurg.newreport.load import LoadedRun, read_runs
 from gradsurg.newreport.wording import HEADLINE, title, titles
+from gradsurg.stats import Margin, parse_margin
 from gradsurg.training.frames import (
     METRICS_KEYS,
     read_conflicts,
@@ -111,6 +112,12 @@ class Study:
     def chosen_metrics(self) -> list[str]:
         """The metrics that runs were planned to be judged by, each once."""
         return list(dict.fromkeys(run.metric for run in self.all_runs if run.metric))
+
+    @cached_property
+    def margin(self) -> Margin | None:
+        """The largest difference without importance that a run was planned with."""
+        given = [text for run in self.all_runs if (text := run.measured.get("margin"))]
+        return parse_margin(given[0]) if given else None
 
     @property
     def all_runs(self) -> list[LoadedRun]:

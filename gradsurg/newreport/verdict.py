@@ -56,6 +56,7 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
     arms those with a clear difference are named, and the others counted. `study` tells what there
     is where nothing can be compared, `margin` is the one that was given to `compare`.
     """
+    margin = margin or (study.margin if study else None)
     rows = rows_of(frame)
     compared = [row for row in rows if row["difference"] is not None]
     vacuous = [row for row in rows if row["vacuous"]]
