@@ -309,12 +309,15 @@ def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> 
     generator = random.Random(7)
     values = [generator.gauss(0.3, 1) for _ in range(20)]
     exact, ends = sign_flip_p_value(values), sign_flip_interval(values)
+    of_eleven = sign_flip_interval(values[:11])
     monkeypatch.setattr(stats, "MAX_EXACT_SEEDS", 10)
     # four standard errors of a share of 99,999
     assert abs(sign_flip_p_value(values) - exact) < 4 * (exact * (1 - exact) / 99_999) ** 0.5
     assert sign_flip_p_value(values) != exact
     assert sign_flip_interval(values) == pytest.approx(ends, abs=0.01)
     assert sign_flip_interval(values) != ends
+    # some of those drawn flip none of eleven signs, or all
+    assert sign_flip_interval(values[:11]) == pytest.approx(of_eleven, abs=0.05)
 
 
 def paired_case(generator: random.Random, n: int) -> list[float]:
@@ -346,7 +349,12 @@ def test_the_interval_excludes_zero_if_and_only_if_p_is_small(sizes, cases):
         low, high = interval
         assert low <= high
         excluded = low > 0 or high < 0
-        assert excluded == (sign_flip_p_value(values) <= 0.05), values
+        p = sign_flip_p_value(values)
+        assert excluded == (p <= 0.05), values
+        units = [round(10 * value) for value in values]
+        if units == pytest.approx([10 * value for value in values], rel=1e-12, abs=1e-12):
+            # whole numbers have no rounding
+            assert p == sign_flip_p_value(units)
         significant += excluded
         touching += 0 in interval
     assert min(significant, touching, cases - significant) > cases / 50
@@ -499,22 +507,6 @@ def test_adjusted_p_values_keep_the_keys_of_a_mapping() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [3, 5, 20])
-def test_the_t_interval_covers_the_true_mean_at_its_nominal_rate(n) -> None:
-    """Of 4,000 experiments with fixed seeds; three standard errors are 0.0103."""
-    generator = random.Random(n)
-    covered = 0
-    for _ in range(4_000):
-        control = [generator.gauss(0, 1) for _ in range(n)]
-        treated = [value + generator.gauss(0.3, 0.5) for value in control]
-        found = paired_difference(treated, control)
-        assert found.low is not None
-        assert found.high is not None
-        covered += found.low <= 0.3 <= found.high
-    assert abs(covered / 4_000 - 0.95) < 0.0103
-
-
-@pytest.mark.slow
 def test_the_bca_interval_of_twenty_covers_nearly_at_its_nominal_rate() -> None:
     generator = random.Random(0)
     covered = 0
@@ -522,15 +514,6 @@ def test_the_bca_interval_of_twenty_covers_nearly_at_its_nominal_rate() -> None:
         low, high = bca_interval([generator.gauss(0.3, 0.5) for _ in range(20)])
         covered += low <= 0.3 <= high
     assert 0.91 < covered / 1_000 < 0.97
-
-
-@pytest.mark.slow
-def test_the_sign_flip_test_rejects_at_most_at_its_level() -> None:
-    generator = random.Random(0)
-    p_values = [sign_flip_p_value([generator.gauss(0, 1) for _ in range(8)]) for _ in range(4_000)]
-    for level in (0.01, 0.05, 0.2):
-        found = sum(p <= level for p in p_values) / 4_000
-        assert found <= level + 3 * (level * (1 - level) / 4_000) ** 0.5
 
 
 @pytest.mark.parametrize(
