@@ -121,16 +121,14 @@ def test_a_median_of_five_has_no_interval_and_seeds_below_none_are_refused():
         sign_test_p_value(3, -1)
 
 
-def test_the_seeds_needed_are_the_fewest_with_which_the_best_arm_can_be_significant():
+def test_the_seeds_needed_are_the_fewest_with_which_an_arm_alone_can_be_significant():
     for arms in range(1, 14):
         best = [2 / 2 ** seeds_needed(arms), *[1.0] * (arms - 1)]
         one_less = [2 * best[0], *best[1:]]
         assert min(q for q in benjamini_hochberg(best) if q) <= 0.05
         assert min(q for q in benjamini_hochberg(one_less) if q) > 0.05
     assert [seeds_needed(arms) for arms in (1, 2, 3, 4, 6, 7, 12)] == [6, 7, 7, 8, 8, 9, 9]
-
-
-def test_six_seeds_can_be_enough_for_any_number_of_arms_that_all_differ():
+    # ten arms that all differ: six seeds can be enough
     assert benjamini_hochberg([2 / 2**stats.MIN_FOR_P] * 10) == [2 / 2**6] * 10
 
 
@@ -295,14 +293,10 @@ def test_the_sign_flip_test_of_twenty_differences_is_exact() -> None:
     # of five ones and odd ones out that weigh as much as nothing, half the signings at each
     assert sign_flip_p_value([1.0] * 5 + [0.0] * 15) == 2 / 2**5
     assert sign_flip_is_exact(20)
+    # of more, sign vectors are drawn
     assert not sign_flip_is_exact(21)
-
-
-def test_beyond_twenty_differences_sign_vectors_are_drawn() -> None:
-    assert sign_flip_p_value([1.0] * 41) == pytest.approx(1 / 100_000)
+    assert sign_flip_p_value([1.0] * 21) == 1 / 100_000
     assert sign_flip_p_value([1.0, -1.0] * 15) == 1
-    values = [random.Random(5).gauss(0.2, 1) for _ in range(41)]
-    assert sign_flip_p_value(values) == sign_flip_p_value(values)
 
 
 def test_the_monte_carlo_estimate_agrees_with_the_exact_p_value(monkeypatch) -> None:
@@ -563,15 +557,6 @@ def coverage(kind: str, n: int, experiments: int = 4_000) -> tuple[float, float]
         inverted += found.interval[0] <= MEANS[kind] <= found.interval[1]
         by_t += found.t_low <= MEANS[kind] <= found.t_high
     return inverted / experiments, by_t / experiments
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", SIZES)
-def test_the_interval_covers_the_mean_of_symmetric_differences(n) -> None:
-    covered, _ = coverage("normal", n)
-    # with 6 seeds the test's level is 2 / 64
-    level = {6: 1 / 32}.get(n, 0.05)
-    assert abs(covered - (1 - level)) < 0.006 + 3 * (0.95 * 0.05 / 4_000) ** 0.5
 
 
 def docs() -> list[str]:
