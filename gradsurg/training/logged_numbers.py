@@ -4,7 +4,7 @@ import platform
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -53,7 +53,7 @@ class RunLog:
     diverged: bool = field(default=False)
     skipped: int = 0
     trained_s: float = 0.0  # the seconds of all steps
-    seconds: deque[float] = field(default_factory=partial(deque, maxlen=MAX_TIMES))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     counterfactual: Counterfactual | None = None
     nonfinite: NonFinite | None = None  # the transform that made the first NaN or infinity
     bad_step: int | None = None  # the first step with a loss that is not finite

@@ -235,6 +235,7 @@ OUTSIDE = (
     "out=elsewhere",
     "study=other",
     "log_every=7",
+    "log=sites",
     "logger=console",
     "force=true",
     "dry_run=true",

@@ -70,11 +70,12 @@ def at_step(*transforms: Any) -> gs.Surgery:
 
 def fit(module: Any, surgery: gs.Surgery, folder: Path, max_steps: int = 8, **options: Any) -> Any:
     path, loader = options.pop("ckpt_path", None), data(options.pop("size", 32))
+    log = options.pop("log", "auto")
     trainer = pl.Trainer(
         max_steps=max_steps,
         callbacks=[
             pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1),
-            gs.integrations.lightning.SurgeryCallback(surgery),
+            gs.integrations.lightning.SurgeryCallback(surgery, log=log),
         ],
         logger=pl.loggers.CSVLogger(folder),
         log_every_n_steps=2,
@@ -133,10 +134,11 @@ def test_an_exception_leaves_no_hook(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_lightnings_own_logger_gets_the_effects_of_all_batches(tmp_path: Path) -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0), gs.Parameters("net.0.weight")))
-    trainer = fit(module_of(), surgery, tmp_path, 4, accumulate_grad_batches=2)
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    trainer = fit(module_of(), surgery, tmp_path, 4, accumulate_grad_batches=2, log="net.0.weight")
     trainer.logger.save()
     with open(Path(trainer.logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     # Two rows of two steps with two batches each.
     assert [float(line["effect/scale/net.0.weight/calls"]) for line in lines] == [4, 4]
+    assert not any("net.0.bias" in name for name in lines[0])

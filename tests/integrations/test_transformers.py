@@ -157,6 +157,21 @@ def test_effects_are_in_the_logs_and_reach_loggers_that_were_there_before(tmp_pa
 
 
 @pytest.mark.full
+def test_many_sites_are_logged_as_a_summary_beside_those_asked_for(tmp_path: Path) -> None:
+    net = Net()
+    net.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)), nn.Linear(4, 1))
+    trainer = trainer_of(net, gs.Surgery(gs.Intervention(gs.Scale(2.0))), tmp_path)
+    other = gs.Surgery(gs.Intervention(gs.Scale(0.5), names=("half",)))
+    trainer.add_callback(gs.integrations.transformers.SurgeryCallback(other, log="net.0.*"))
+    trainer.train()
+    logged = [path for path in trainer.state.log_history[0] if path.startswith("effect/")]
+    assert len([path for path in logged if path.startswith("effect/scale/")]) <= 30
+    assert "effect/scale/mean/cosine" in logged
+    sites = {path.split("/")[2] for path in logged if "/net." in path and "/block/" not in path}
+    assert sites == {"net.0.weight", "net.0.bias"}
+
+
+@pytest.mark.full
 def test_an_exception_leaves_no_hook_and_training_may_begin_again(tmp_path: Path) -> None:
     class Failing(transformers.Trainer):
         fails = True

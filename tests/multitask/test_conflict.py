@@ -96,6 +96,20 @@ def test_the_weights_of_other_aggregators_are_logged() -> None:
     assert not any(path.startswith("others/") or "cosine_to/" in path for path in short)
 
 
+def test_of_many_groups_the_means_are_logged() -> None:
+    rows = [
+        replace(
+            found(torch.tensor([[3.0, 4.0], [k, 0.0]]), None, torch.ones(2)), group=f"{k}"
+        ).row()
+        for k in range(1, 14)
+    ]
+    assert numbers(rows)["conflict/mine/mean/norm/b"] == 7
+    assert {path.split("/")[2] for path in numbers(rows)} == {"mean"}
+    for each in (numbers(rows, log="sites"), numbers(rows[:12])):
+        assert each["conflict/mine/12/norm/b"] == 12
+        assert "conflict/mine/mean/norm/b" not in each
+
+
 def test_undefined_numbers_are_nan_and_not_logged() -> None:
     rows = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     conflict = found(rows, None, torch.zeros(2, dtype=torch.float64))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import gradsurg as gs
+from gradsurg.models.mlp import MLP
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import environment
 from gradsurg.training.study import Record, execute
@@ -87,11 +88,18 @@ def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> No
     assert {value.item() for state in memories for value in state.values()} == {True, False}
 
 
-@pytest.mark.parametrize("step", [5, 21])
-def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step) -> None:
+@pytest.mark.parametrize(("step", "layers"), [(5, 1), (21, 1), (21, 7)])
+def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step, layers) -> None:
     expected, torn, resumed = Listening(), Listening(), Listening()
-    execute(a_run(MIXED), tmp_path / "whole", [expected])
-    run = a_run(MIXED, task=Wrapped(step, "raise"))
+    run = a_run(MIXED)
+    run = replace(run, make_model=lambda data: MLP(data.input_shape, 10, hidden=(16,) * layers))
+    record = execute(run, tmp_path / "whole", [expected])
+    assert ("effect/clip/mean/cosine" in expected.logged[0][1]) == (layers == 7)
+    rows = lines(record, "effects.jsonl")
+    assert len({row["site"] for row in rows}) == 2 * layers + 2
+    norms = [float(str(row["norm_before"])) for row in rows]
+    assert norms == [float(f"{norm:.8g}") for norm in norms]
+    run = replace(run, task=Wrapped(step, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [torn])
     execute(run, tmp_path / "torn", [resumed])
