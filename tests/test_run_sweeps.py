@@ -339,6 +339,10 @@ def test_runs_that_are_added_to_finished_ones_of_their_arm_say_so(here: Here, fo
     assert [facts(folder, f"clip-seed{n}").get("looked") for n in range(4)] == [None, None, 2, 3]
     here("transform=sign", *words[1:], "seeds=1")
     assert "looked" not in facts(folder, "sign-seed0")
+    tuned = ("transform=zero", *words[1:], "tune='lr=[0.1,0.2]'", "tune_seeds=3")
+    here(*tuned, "seeds=1")
+    here(*tuned, "seeds=2")
+    assert facts(folder, "zero-seed1")["looked"] == 1  # and no tuning run
 
 
 def test_a_margin_can_be_given_later_and_is_marked(here: Here, folder: Path) -> None:

@@ -231,7 +231,8 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
     states: Counter[RunState] = Counter()
     runs = _distinct_runs(jobs)
     ended = {run.path for run in runs if not force and RunDirectory(run.path).finished}
-    looked = Counter(_arm(run.identity) for run in runs if run.path in ended)
+    arms = {run.path: (run.path.parent, _arm(run.identity)) for run in runs}  # tunings apart
+    looked = Counter(arms[path] for path in ended)
     for run in runs:
         directory = RunDirectory(run.path)
         state: RunState
@@ -241,8 +242,7 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
                 directory.add_facts(run.facts)
         else:
             try:
-                seen = looked[_arm(run.identity)] if looked else 0
-                state = _planned(run, directory, force, seen)
+                state = _planned(run, directory, force, looked[arms[run.path]])
             except BrokenFile:  # as above
                 state = "failed"
         states[state] += 1
@@ -381,6 +381,7 @@ def _detectable(experiment: Experiment, seeds: int) -> str:
     if len(values) < MIN_CONTROLS or len(set(values)) == 1:
         return ""
     effect = detectable_effect(seeds, sqrt(2) * stdev(values))
+    assert effect is not None  # as there are enough seeds for the test
     share = metric.rpartition("/")[2].startswith("accuracy")
     size = f"{100 * effect:.2g} pp" if share else f"{effect:.2g}"
     return (

@@ -188,7 +188,7 @@ class Plan:
 
 
 def split_plans(plan: Plan, data: Data | None) -> list[Plan]:
-    """Return the plan of each split of the data, the first of them with the task as it is.
+    """Return the plan of each split of the data.
 
     `data` are those of the first split. Raises ValueError for a task without several splits.
     """
@@ -205,8 +205,8 @@ def split_plans(plan: Plan, data: Data | None) -> list[Plan]:
             f"{', '.join(others)}"
         )
     first = fields.get("split_seed", known["split_seed"].default)
-    plans = [plan.at_split(fields, plan.task, first)]
-    for seed in range(first + 1, first + count):
+    plans = []
+    for seed in range(first, first + count):
         changed = {**fields, "split_seed": seed}
         plans.append(plan.at_split(changed, instantiate("tasks", changed, Task), seed))
     other = plans[1].task.load_with_validation(plan.settings.set_aside)

@@ -23,10 +23,10 @@ Not in it:
 - output and logging: `study`, `out`, `logger`, `report`, `log_every`, `log`, `checkpoint_every`
   and `checkpoint_seconds`;
 - measurements that do not change the training: `effects_every`, `conflict_every`,
-  `update_effect_every`, `eval_every` without `until`, and `metric`; `Run.measured` records them
-  beside the run;
+  `update_effect_every`, `eval_every` without `until`, `metric` and `margin`; `Run.measured` records
+  them beside the run;
 - launching: `hydra`, `threads`, `force` and `retry_failed`;
-- the runs that it is compared with: `control` (except those that act), `seeds` and
+- the runs that it is compared with: `control` (except those that act), `seeds`, `splits` and
   `attribute`.
 
 A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
