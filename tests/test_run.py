@@ -198,7 +198,7 @@ def test_progress_goes_to_stderr_a_line_a_run_and_nothing_else(first) -> None:
     _, done = first
     lines = [line.partition(":")[0] for line in done.stderr.splitlines()]
     assert lines == [
-        "1 arm with 2 seeds",  # too few for a significant difference
+        "2 seeds",  # too few for a significant difference
         "1/4 control seed0",
         "2/4 treated clip-seed0",
         "3/4 control seed1",

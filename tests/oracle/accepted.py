@@ -6,6 +6,12 @@ ACCEPTED: dict[str, str] = {
     "runs *test_examples: only in the working tree": (
         "the verdict names the population, so a run's summary has its number of test examples"
     ),
+    "runs *: composed config splits: only in the working tree": (
+        "splits= trains the seeds of one study on several splits; 1, the default, is as before"
+    ),
+    "runs *: composed config margin: only in the working tree": (
+        "margin= asks for equivalence; null, the default, leaves the files of a run as before"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 
