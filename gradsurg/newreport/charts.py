@@ -1,0 +1,654 @@
+"""Charts of a study: functions from data frames to Altair charts, for the page and for files.
+
+Choices, such as the metric, are parameters of the chart. Data is aggregated and thinned before.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import isfinite, log2, sqrt
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from gradsurg.effects.numbers import EFFECT_NUMBERS, UPDATES_SAMPLED
+from gradsurg.newreport.wording import HEADLINE, amount, amounts, is_share, title
+from gradsurg.stats import t_critical
+
+Chart = alt.Chart | alt.LayerChart
+Json = Any  # Any: what JSON can hold; Altair's own types are wider
+# Okabe and Ito: distinct for all kinds of colour vision, and in grey.
+TREATED, CONTROL, UNCLEAR, BAD = "#0072b2", "#d55e00", "#767676", "#a3261d"
+INK, SOFT, LINE, GRID, PAPER = "#1b1d22", "#565b66", "#b9b6af", "#eceae6", "#ffffff"
+TASKS = (TREATED, CONTROL, "#009e73", "#cc79a7", "#8c6d00", "#3d3db8", "#222222", UNCLEAR)
+DASHES = ([1, 0], [6, 3], [2, 3], [8, 3, 2, 3])
+CONTROL_DASHES = ([5, 3], [2, 2], [8, 3, 2, 3], [12, 4])
+DARK = {
+    TREATED: "#74b9f5",
+    CONTROL: "#f0a860",
+    UNCLEAR: "#a4a9b4",
+    BAD: "#ff9d92",
+    INK: "#e9e8e4",
+    SOFT: "#a9aeb9",
+    LINE: "#4a505c",
+    GRID: "#282c34",
+    PAPER: "#14161a",
+    "#009e73": "#4fd1a5",
+    "#cc79a7": "#ef9bc9",
+    "#8c6d00": "#e6d36a",
+    "#3d3db8": "#a9a6ff",
+    "#222222": "#f4f4f2",
+}
+"""The colours of the dark theme, by those of the light one."""
+TEXT = {"labelColor": SOFT, "titleColor": SOFT, "labelFontSize": 12, "titleFontSize": 12}
+TEXT |= {"titleFontWeight": "normal", "labelLimit": 260}
+STROKES = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 200}
+CONFIG: dict[str, Json] = {
+    "aria": False,
+    "background": PAPER,
+    "view": {"stroke": None},
+    "axis": {**TEXT, "gridColor": GRID, "domainColor": LINE, "tickColor": LINE, "labelPadding": 5},
+    "axisQuantitative": {"tickCount": 5, "labelOverlap": True},
+    "axisXQuantitative": {"grid": False},
+    "axisYDiscrete": {"grid": True, "ticks": False, "domain": False},
+    "legend": {**TEXT, **STROKES, "orient": "bottom", "columns": 2, "titleLimit": 320},
+    "title": {"color": SOFT, "anchor": "start", "fontSize": 12, "fontWeight": "normal"},
+    "line": {"strokeWidth": 2},
+    "rule": {"strokeWidth": 2},
+    "tick": {"thickness": 1.2},
+    "point": {"size": 60, "opacity": 1, "strokeWidth": 2},
+    "rect": {"stroke": GRID, "strokeWidth": 0.5},
+}
+DIGITS = 4  # of a number in a chart
+ROW = 24  # height of an arm, in pixels
+CLEAR = ("higher", "lower")
+MAX_STEPS = 60  # of a curve: more are not seen
+MAX_SEEDS = 400  # curves of single seeds, over all arms and metrics
+MAX_INTERVALS = 24  # of steps, in a map of effects
+MIN_FOR_BAND = 3  # seeds
+NUM_BINS = 40  # of a histogram
+LOG_KEYS = ("run", "arm", "seed", "state", "step")
+REACHED, STEP_REACHED = "until/reached", "until/step"
+LABELS = {number.name: number.label for number in EFFECT_NUMBERS}
+MEASURES = {"cosine": LABELS["cosine"], "ratio": "norm ratio"}
+MEASURES |= {name: LABELS[name] for name in ("changed", "flipped", "zeroed")}
+"""The measures of a map of effects, with their labels."""
+
+
+def finished(chart: Chart, text: str, height: Json = 220, heading: Json = None) -> Chart:
+    """Return a chart with the style of all, and a text for those who cannot see it."""
+    above = {"title": heading} if heading else {}
+    return chart.properties(description=text, width=480, height=height, **above).configure(**CONFIG)
+
+
+def inline(frame: pl.DataFrame, by: Sequence[str] = ()) -> alt.Data:
+    """Return a frame as data of a chart, with few digits.
+
+    With `by`, all rows of a group are one row of lists, which `transform_flatten` separates: keys
+    and names are written once.
+    """
+    if floats := [name for name, kind in frame.schema.items() if kind.is_float()]:
+        numbers = pl.col(floats)
+        few = pl.when(numbers.is_finite()).then(numbers.round_sig_figs(DIGITS))
+        frame = frame.with_columns(few)
+    if by:
+        frame = frame.group_by(by, maintain_order=True).agg(pl.all())
+    return alt.Data(values=frame.to_dicts())
+
+
+def choice(name: str, label: str, options: Iterable[Json], labels: Sequence[str] = ()) -> Json:
+    """Return a parameter with a drop-down list, without one if there is a single option."""
+    values = list(options)
+    if len(values) < 2:
+        return alt.param(name=name, value=values[0] if values else "")
+    bind = alt.binding_select(options=values, labels=labels or alt.Undefined, name=f"{label} ")
+    return alt.param(name=name, value=values[0], bind=bind)
+
+
+def expression(text: str) -> Json:
+    """Return an expression of Vega that is computed in the chart."""
+    return alt.ExprRef(text)
+
+
+def label_of(metric: str, unit: str = "%") -> str:
+    """The title of a metric with its unit: `test accuracy (pp)` for differences."""
+    return f"{title(metric)} ({unit})" if is_share(metric) else title(metric)
+
+
+def short(number: float | None, factor: float = 1) -> float | None:
+    """A number with few digits, None for NaN and infinity."""
+    if number is None or not isfinite(number):
+        return None
+    return float(f"{factor * number:.{DIGITS}g}")
+
+
+def _factor(metric: str) -> int:
+    return 100 if is_share(metric) else 1
+
+
+def _when(test: str, yes: Json, no: Json) -> Json:
+    yes, no = (one if isinstance(one, alt.Color) else alt.value(one) for one in (yes, no))
+    return alt.condition(test, yes, no)
+
+
+def _zero(channel: str, at: float = 0) -> alt.Chart:
+    """A dashed line at 0, or where nothing would have changed."""
+    rule = alt.Chart(alt.sequence(1)).mark_rule(color=SOFT, strokeDash=[2, 2], strokeWidth=1)
+    return rule.encode(**{channel: alt.datum(at)})
+
+
+def _drawn(row: Mapping[str, Json]) -> dict[str, Json]:
+    """The numbers of a comparison that are drawn, and the texts that are shown at them."""
+    metric, ends = row["metric"], (row["low"], row["high"])
+    return {
+        "metric": label_of(metric, "pp"),
+        "mean": short(row["difference"], _factor(metric)),
+        "low": short(ends[0], _factor(metric)),
+        "high": short(ends[1], _factor(metric)),
+        "is_clear": row["verdict"] in CLEAR,
+        "interval": row.get("interval"),
+        "said": amount(metric, row["difference"]),
+        "between": "" if None in ends else amounts(metric, *ends),
+    }
+
+
+DIFFERENCES = alt.Axis(labelExpr="datum.value ? format(datum.value, '+.3~g') : '0'")
+SAID = (
+    alt.Tooltip("said:N", title="difference"),
+    alt.Tooltip("between:N", title="interval or range"),
+)
+
+
+def _forest(rows: Sequence[Mapping[str, Json]], at: float, name: str, **x: Json) -> alt.LayerChart:
+    """Each arm with its mean, its interval (a range is dashed) and its seeds."""
+    color = _when("datum.is_clear", TREATED, UNCLEAR)
+    fill = _when("datum.is_clear", TREATED, PAPER)
+    dash = _when("datum.interval == 'range'", [4, 3], [1, 0])
+    scale = alt.Scale(zero=False)
+    y, base = alt.Y(f"{name}:N", sort=None, title=None), alt.Chart()
+    low, each, mean = (alt.X(f"{key}:Q", scale=scale, **x) for key in ("low", "each", "mean"))
+    seeds = base.transform_flatten(["each", "seed"]).mark_tick(size=8, yOffset=7, color=SOFT)
+    return alt.layer(
+        base.mark_rule().encode(low, y, x2="high:Q", color=color, strokeDash=dash),
+        _zero("x", at),
+        seeds.encode(each, y, tooltip=[f"{name}:N", "seed:Q", "each:Q"]),
+        base.mark_point().encode(mean, y, stroke=color, fill=fill, tooltip=[f"{name}:N", *SAID]),
+        data=alt.Data(values=list(rows)),
+    )
+
+
+def outcome_chart(frame: pl.DataFrame, metric: str = "", name: str = "arm") -> Chart:
+    """The forest plot of a comparison: difference, interval and seeds of each arm.
+
+    Without `metric` it is chosen in the chart. `name` is the column with the names of the rows.
+    """
+    known = frame.filter(pl.col("block").is_null() & pl.col("difference").is_not_null())
+    known = known.filter(pl.col("metric") == metric) if metric else known
+    sizes = known.select("n", "planned").unique().rows()
+    alike = len(sizes) == 1 and sizes[0][0] == sizes[0][1]
+    rows = [
+        {
+            **_drawn(row),
+            name: row[name] if alike else f"{row[name]} (n = {row['n']})",
+            "each": [short(one, _factor(row["metric"])) for one in row["differences"]],
+            "seed": row["seeds"] or [],
+        }
+        for row in known.iter_rows(named=True)
+    ]
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    chart = _forest(rows, 0, name, title=None, axis=DIFFERENCES).transform_filter(
+        "datum.metric == metric"
+    )
+    text = expression("'difference in ' + metric + ', treated minus control'")
+    below = alt.Title(text, orient="bottom", anchor="middle", offset=8)
+    first = [f"{row[name]} {row['said']}" for row in rows if row["metric"] == metrics[0]]
+    about = f"Differences in {metrics[0]} with their intervals: {'; '.join(first[:12])}"
+    chart = chart.add_params(choice("metric", "Metric", metrics))
+    return finished(chart, about, alt.Step(ROW), below)
+
+
+def cost_chart(costs: pl.DataFrame) -> Chart:
+    """Step time over the control's: each pair, their range and their median."""
+    rows = [
+        {
+            "arm": row["arm"],
+            **{key: short(row[of]) for key, of in (("mean", "ratio"), ("low", "low"))},
+            "high": short(row["high"]),
+            "each": [short(one) for one in row["ratios"]],
+            "seed": [],
+            "is_clear": True,
+            "said": f"{row['ratio']:.3g}×",  # noqa: RUF001 - the sign of multiplication
+            "between": f"{row['low']:.3g} to {row['high']:.3g}",
+        }
+        for row in costs.iter_rows(named=True)
+    ]
+    axis = alt.Axis(format="~g", labelExpr=r"datum.label + '\u00d7'")
+    chart = _forest(rows, 1, "arm", title="step time over the control's", axis=axis)
+    said = "; ".join(f"{row['arm']} {row['said']}" for row in rows)
+    return finished(chart, f"Step time over the control's: {said}", alt.Step(ROW))
+
+
+def _value_axis(values: pl.Series, key: str) -> alt.X:
+    """The axis of a hyperparameter; by logarithm if its values are of several sizes."""
+    if not values.dtype.is_numeric():
+        return alt.X(f"{values.name}:N", sort=None, axis=alt.Axis(labelAngle=0), title=key)
+    every = sorted(set(values))
+    by_log = every[0] > 0 and every[-1] >= 10 * every[0]
+    return alt.X(
+        f"{values.name}:Q",
+        scale=alt.Scale(type="log" if by_log else "linear", zero=False, nice=False, padding=14),
+        axis=alt.Axis(format="~g", values=every),
+        title=f"{key}{' (log scale)' if by_log else ''}",
+    )
+
+
+def _colors(column: str, names: Sequence[str]) -> alt.Color:
+    legend = alt.Legend(title=None, orient="top") if len(names) > 1 else None
+    scale = alt.Scale(domain=list(names), range=list(TASKS))
+    return alt.Color(f"{column}:N", sort=None, scale=scale, legend=legend)
+
+
+def dose_chart(doses: pl.DataFrame) -> Chart:
+    """The difference to the control over the one number in which arms differ.
+
+    `doses` are rows of one transform and key: a line for each other setting, as the optimizer.
+    """
+    known = doses.filter(pl.col("difference").is_not_null())
+    label, key = known["label"][0], known["key"][0]
+    rows = [
+        {**_drawn(row), "setting": row["name"], "dose": row["dose"]}
+        for row in known.iter_rows(named=True)
+    ]
+    x = _value_axis(known["dose"], key)
+    color, base = _colors("setting", known["name"].unique(maintain_order=True)), alt.Chart()
+    mean, low = (alt.Y(f"{part}:Q", title=None, axis=DIFFERENCES) for part in ("mean", "low"))
+    tips = ["setting:N", alt.Tooltip("dose:Q", title=key), *SAID]
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    layers = alt.layer(
+        base.mark_line().encode(x, mean, color=color),
+        _zero("y"),
+        base.mark_rule(strokeOpacity=0.6).encode(x, low, y2="high:Q", color=color),
+        base.mark_point(filled=True).encode(x, mean, color=color, tooltip=tips),
+        data=alt.Data(values=rows),
+    )
+    chart = layers.transform_filter("datum.metric == metric")
+    chart = chart.add_params(choice("metric", "Metric", metrics))
+    said = "; ".join(
+        f"{row['dose']:g} {row['said']}" for row in rows if row["metric"] in metrics[:1]
+    )
+    about = f"{label}: difference in {metrics[0]} over {key}: {said}"
+    heading = alt.Title(expression(f"{json.dumps(label)} + ': difference in ' + metric"))
+    return finished(chart, about, heading=heading)
+
+
+def tuning_chart(rows: pl.DataFrame) -> Chart:
+    """The score of each arm on validation data over the values of one tuned key.
+
+    A row is a seed: arm, key, metric, value, seed, score (null if it diverged), is_chosen.
+    """
+    metric, key = rows["metric"][0], rows["key"][0]
+    rows = rows.with_columns(pl.col("score") * _factor(metric))
+    means = rows.group_by("arm", "value", "is_chosen", maintain_order=True).agg(
+        pl.col("score").mean().alias("mean"), pl.col("score").null_count().alias("diverged")
+    )
+    low, high = curve_limits(means["mean"].drop_nulls())
+    means = means.with_columns(shown=pl.col("mean").fill_null(high).clip(low, high))
+    x, color = _value_axis(rows["value"], key), _colors("arm", rows["arm"].unique().sort())
+    scale = alt.Scale(domain=[low, high], nice=False)
+    score, mean, shown = (
+        alt.Y(f"{name}:Q", title=label_of(metric), scale=scale)
+        for name in ("score", "mean", "shown")
+    )
+    base, tips = alt.Chart(inline(means)), ["arm:N", "value", "mean:Q", "diverged:Q"]
+    shape = _when("datum.diverged > 0", "cross", "circle")
+    seeds = alt.Chart(inline(rows)).mark_point(size=18, filled=True, opacity=0.55, clip=True)
+    chosen = base.transform_filter("datum.is_chosen").mark_point(size=170)
+    chart = alt.layer(
+        base.mark_line(clip=True).encode(x, mean, color=color),
+        seeds.encode(x, score, color=color),
+        base.mark_point(filled=True).encode(x, shown, color=color, shape=shape, tooltip=tips),
+        chosen.encode(x, shown, color=color, tooltip=tips),
+    )
+    said = [f"{arm} {at}" for arm, at in means.filter("is_chosen")["arm", "value"].iter_rows()]
+    return finished(chart, f"{label_of(metric)} over {key}, by arm. Chosen: {'; '.join(said)}")
+
+
+def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return the share of each arm's seeds that have reached the stopping condition, by steps.
+
+    A seed that diverged has not reached it.
+    """
+    schema = {"arm": pl.String, "role": pl.String, "step": pl.Int64, "share": pl.Float64}
+    frames = [pl.DataFrame(schema=schema)]
+    known = runs.filter(pl.col(REACHED).is_not_null()) if REACHED in runs.columns else runs.clear()
+    for (arm, role), rows in known.group_by("arm", "role", maintain_order=True):
+        steps = rows.filter(pl.col(REACHED).cast(pl.Boolean))[STEP_REACHED].sort().to_list()
+        ends = [0, *map(int, steps), max(map(int, [*rows["done"], *steps]))]
+        shares = [min(place, len(steps)) / len(rows) for place in range(len(ends))]
+        name = f"{arm} (n = {len(rows)})"
+        frames.append(pl.DataFrame([[name] * len(ends), [role] * len(ends), ends, shares], schema))
+    return pl.concat(frames)
+
+
+def reached_chart(rows: pl.DataFrame) -> Chart:
+    """The share of seeds that have reached the stopping condition, over the steps."""
+    arms = rows.select("arm", "role").unique(maintain_order=True)
+    color, dash = _looks(arms["arm"].to_list(), (arms["role"] == "control").to_list())
+    share = alt.Tooltip("share:Q", format=".0%")
+    y = alt.Y("share:Q", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="~%"))
+    y = y.title("seeds that reached the target")
+    chart = alt.Chart(inline(rows)).mark_line(interpolate="step-after")
+    tips = ["arm:N", "step:Q", share]
+    chart = chart.encode(_steps_axis(), y, color=color, strokeDash=dash, tooltip=tips)
+    last = rows.group_by("arm", maintain_order=True).last()["arm", "share"]
+    said = "; ".join(f"{arm} {share:.0%}" for arm, share in last.iter_rows())
+    return finished(chart, f"Share of seeds that reached the target, over the steps: {said}")
+
+
+def _steps_axis(last: Json = alt.Undefined) -> alt.X:
+    domain = alt.Undefined if last is alt.Undefined else [0, last]
+    scale = alt.Scale(nice=False, domain=domain)
+    return alt.X("step:Q", scale=scale, axis=alt.Axis(format="~s"), title="optimizer step")
+
+
+def _looks(names: Sequence[str], controls: Sequence[bool]) -> tuple[alt.Color, alt.StrokeDash]:
+    """Return colour and dash of each arm; all controls have one colour, and are dashed."""
+    palette = [colour for colour in TASKS if colour != CONTROL]
+    places, colours, dashes = {True: 0, False: 0}, [], []
+    for control in controls:
+        place, around = places[control], len(palette)
+        of_control = CONTROL_DASHES[place % len(CONTROL_DASHES)]
+        colours.append(CONTROL if control else palette[place % around])
+        dashes.append(of_control if control else DASHES[place // around % len(DASHES)])
+        places[control] += 1
+    color, dash = (alt.Scale(domain=list(names), range=look) for look in (colours, dashes))
+    legend = alt.Legend(title=None)
+    return (
+        alt.Color("arm:N", sort=None, scale=color, legend=legend),
+        alt.StrokeDash("arm:N", sort=None, scale=dash, legend=legend),
+    )
+
+
+def curve_metrics(metrics: pl.DataFrame) -> list[str]:
+    """The names of the logged metrics, the headline first."""
+    known = [name for name in metrics.columns if name not in (*LOG_KEYS, UPDATES_SAMPLED)]
+    return list(dict.fromkeys([*(name for name in HEADLINE if name in known), *known]))
+
+
+def curve_frames(metrics: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return the learning curves of arms, and of single seeds, at no more than 60 steps.
+
+    A mean has the 95 % t interval over at least three seeds; a seed that diverged is in no mean.
+    """
+    means, seeds = [], []
+    metrics = metrics.with_columns(pl.col("run", "arm", "state").cast(pl.String))
+    for metric in curve_metrics(metrics):
+        named = pl.lit(label_of(metric)).alias("metric")
+        value = (pl.col(metric) * _factor(metric)).alias("value")
+        rows = metrics.select("run", "arm", named, "seed", "state", "step", value)
+        rows = rows.drop_nulls("value").unique(["run", "step"], maintain_order=True)
+        place = pl.col("step").rank("dense").over("arm").cast(pl.Int64) - 1
+        part = place * (MAX_STEPS - 1) // pl.max_horizontal(place.max().over("arm"), MAX_STEPS - 1)
+        rows = rows.filter((place == 0) | (part != part.shift().over("run")))
+        seeds.append(rows.drop("run"))
+        means.append(_means(rows.filter(pl.col("state") != "diverged")))
+    return pl.concat(means), pl.concat(seeds)
+
+
+def _means(rows: pl.DataFrame) -> pl.DataFrame:
+    """The mean of each arm at each step, with its t interval."""
+    value = pl.col("value")
+    keys = ["arm", "metric", "step"]
+    means = rows.group_by(keys, maintain_order=True).agg(
+        mean=value.mean(), sd=value.std(), n=pl.len()
+    )
+    reach = {n: t_critical(n) / sqrt(n) for n in set(means["n"]) if n >= MIN_FOR_BAND}
+    room = pl.col("sd") * pl.col("n").replace_strict(reach, default=None, return_dtype=pl.Float64)
+    means = means.with_columns(low=pl.col("mean") - room, high=pl.col("mean") + room).drop("sd")
+    return means.sort("arm", "step", maintain_order=True)
+
+
+def curve_limits(numbers: pl.Series, by_log: bool = False) -> tuple[float, float]:
+    """Return limits of an axis that leave out numbers far from most others."""
+    known = numbers.filter(numbers.is_finite() & ((numbers > 0) | (not by_log))).sort()
+    if known.is_empty():
+        return 0.0, 1.0
+    if by_log:
+        known = known.log(10)
+    first, end = (float(known[round(part * (len(known) - 1))]) for part in (0.1, 0.9))
+    room = (10 if by_log else 0.5) * (end - first) or 1.0
+    low, high = max(float(known[0]), first - room), min(float(known[-1]), end + room)
+    pad = 0.03 * ((high - low) or abs(high) or 1)
+    return (low - pad if low else low), high + pad
+
+
+ON = "(!isValid(clicked.arm) || indexof(clicked.arm, datum.arm) >= 0)"
+ON += " && (arm == '' || arm == datum.arm)"
+"""Whether the arm of a row is among those chosen in the legend and by the list."""
+
+
+def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
+    """The learning curves of all arms; metric, scale and arm are chosen in the chart.
+
+    `controls` are the names of the control arms. Only the chosen arm shows its seeds, and all
+    seeds that diverged.
+    """
+    means, seeds = curve_frames(metrics)
+    arms = sorted(means["arm"].unique(maintain_order=True), key=lambda arm: arm in controls)
+    names = means["metric"].unique(maintain_order=True).to_list()
+    of_metric = {name: means.filter(pl.col("metric") == name)["mean"] for name in names}
+    limits = {
+        name: {scale: curve_limits(of_metric[name], scale == "log") for scale in ("linear", "log")}
+        for name in names
+    }
+    chart = _curve_layers(means, seeds, _looks(arms, [arm in controls for arm in arms]))
+    heading = alt.Title(expression("metric + (scale == 'log' ? ' (log scale)' : '')"))
+    last = means.filter(pl.col("metric") == names[0]).group_by("arm", maintain_order=True).last()
+    said = "; ".join(f"{arm} {mean:.4g}" for arm, mean in last["arm", "mean"].iter_rows())
+    about = f"{names[0]} of all arms over the steps. Last means: {said}"
+    chart = chart.add_params(
+        alt.param(name="limits", value=limits),
+        alt.param(name="arms", value=len(arms)),
+        choice("metric", "Metric", names),
+        choice("arm", "Arm", ["", *arms], ["all, without their seeds", *arms]),
+        choice("scale", "Scale", ["linear", "log"]),
+    )
+    return finished(chart, about, 300, heading)
+
+
+def _curve_layers(
+    means: pl.DataFrame,
+    seeds: pl.DataFrame,
+    looks: tuple[alt.Color, alt.StrokeDash],
+) -> alt.LayerChart:
+    (color, dash), base, number = looks, alt.Chart(), "format(scale == 'log' ? pow(10, datum.value)"
+    ends = [expression(f"limits[metric][scale][{place}]") for place in (0, 1)]
+    scale = alt.Scale(domain=ends, nice=False, zero=False)
+    axis = alt.Axis(labelExpr=f"{number} : datum.value, '.3~g')")
+    x = _steps_axis(means["step"].max())
+    at, low = (alt.Y(f"{name}:Q", title=None, scale=scale, axis=axis) for name in ("at", "from"))
+    shown, state = alt.condition(ON, alt.value(1), alt.value(0.15)), "datum.state == 'diverged'"
+    tips = ["arm:N", "step:Q", *(f"{name}:Q" for name in ("mean", "low", "high", "n"))]
+    one = alt.Chart(inline(_few(seeds), SERIES)).transform_filter("datum.metric == metric")
+    one = one.transform_filter(f"{state} || arm == datum.arm || arms < 3")
+    one = one.transform_flatten(["step", "value"]).transform_calculate(at=_scaled("value"))
+    one = one.mark_line(clip=True, strokeWidth=1, strokeOpacity=0.5)
+    band = base.transform_filter(f"isValid(datum.low) && {ON}").mark_area(clip=True)
+    alone = base.transform_joinaggregate(points="count()", groupby=["arm"])
+    alone = alone.transform_filter("datum.points < 5").mark_circle(size=45)
+    runs = ["arm:N", "seed:N"]
+    faint = 0.14 if means["arm"].n_unique() < 5 else 0.05
+    layers = alt.layer(
+        band.encode(x, low, y2="to:Q", color=color, fillOpacity=alt.value(faint)),
+        one.encode(x, at, detail=runs, color=_when(state, BAD, color), tooltip=[*runs, "state:N"]),
+        base.mark_line(clip=True).encode(x, at, color=color, strokeDash=dash, opacity=shown),
+        alone.encode(x, at, color=color),
+        base.mark_point(size=80, opacity=0).encode(x, at, tooltip=tips),
+        data=inline(means, ["arm", "metric"]),
+    )
+    layers = layers.transform_filter("datum.metric == metric")
+    layers = layers.transform_flatten(["step", "mean", "low", "high", "n"])
+    ends = {"from": _scaled("low", "-30"), "to": _scaled("high"), "at": _scaled("mean")}
+    layers = layers.transform_calculate(**ends)
+    shifted = "[pointerdown[event.shiftKey], window:pointerup] > window:pointermove!"
+    zoom = alt.selection_interval(
+        name="zoom", bind="scales", zoom="wheel![event.shiftKey]", translate=shifted
+    )
+    return layers.add_params(
+        alt.selection_point(name="clicked", fields=["arm"], bind="legend"), zoom
+    )
+
+
+SERIES = ["arm", "metric", "seed", "state"]
+
+
+def _few(seeds: pl.DataFrame) -> pl.DataFrame:
+    """Keep the seeds of as many curves as a page holds, those that diverged first."""
+    series = seeds.select(SERIES).unique(maintain_order=True)
+    series = series.sort(pl.col("state") != "diverged", maintain_order=True).head(MAX_SEEDS)
+    return seeds.join(series, on=SERIES, how="semi", maintain_order="left")
+
+
+def _scaled(name: str, least: str = "null") -> str:
+    """An expression for a number on the chosen scale; `least` stands for numbers without a log."""
+    of_log = f"isValid(datum.{name}) && datum.{name} > 0 ? log(datum.{name}) / LN10 : {least}"
+    return f"scale != 'log' ? datum.{name} : {of_log}"
+
+
+def effect_frame(effects: pl.DataFrame, max_cells: int = 8000) -> pl.DataFrame:
+    """Return the effects of each arm and transform by site and interval of steps.
+
+    Means over the sampled gradients of a run, then over runs. `step` is the end of an interval;
+    the rows without a step are means of the whole training.
+    """
+    before = pl.col("norm_before")
+    ratio = pl.when(before > 0).then(pl.col("norm_after") / before).alias("ratio")
+    rows = _named(effects).with_columns(ratio)
+    parts = max_cells // max(1, rows.select("name", "site").n_unique())
+    parts = pl.min_horizontal(max(4, min(MAX_INTERVALS, parts)), pl.col("step").n_unique())
+    width = pl.max_horizontal(pl.col("step").max() / parts, 1).over("name")
+    end = ((pl.col("step") / width).ceil().clip(1) * width).round().cast(pl.Int64)
+    weight = pl.col("sampled")
+    means = [
+        (pl.col(key) * weight).sum() / weight.filter(pl.col(key).is_not_null()).sum()
+        for key in MEASURES
+    ]
+    frames = []
+    for step in (end, pl.lit(None, pl.Int64)):
+        keys = ["name", "site", "step"]
+        runs = rows.with_columns(step.alias("step")).group_by(*keys, "run", maintain_order=True)
+        numbers = pl.col(list(MEASURES)).fill_nan(None).mean()
+        frames.append(
+            runs.agg(means).group_by(keys, maintain_order=True).agg(numbers, runs=pl.len())
+        )
+    return pl.concat(frames)
+
+
+def _named(effects: pl.DataFrame) -> pl.DataFrame:
+    """The measured rows with a `name`: the arm, and the transform where an arm has several."""
+    texts = pl.col("run", "arm", "transform", "site").cast(pl.String)
+    rows = effects.filter(pl.col("sampled") > 0).with_columns(texts)
+    several = rows.select("arm", "transform").n_unique() > rows["arm"].n_unique()
+    both = pl.concat_str("arm", "transform", separator=": ")
+    return rows.with_columns((both if several else pl.col("arm")).alias("name"))
+
+
+SHADES = dict.fromkeys(MEASURES, "-datum.number / limits[measure]")
+SHADES |= {"ratio": "datum.number > 0 ? log(datum.number) / LN2 / limits[measure] : -1"}
+SHADES |= {"cosine": "(datum.number - 1) / limits[measure]"}
+"""Expressions from -1 to 1 whose zero is no change, and for their legend the way back."""
+BACK = dict.fromkeys(MEASURES, "format(-datum.value * limits[measure], '.2~g')")
+BACK |= {"ratio": "format(pow(2, datum.value * limits[measure]), '.2~g')"}
+BACK |= {"cosine": "format(1 + datum.value * limits[measure], '.2~f')"}
+
+
+def _by_measure(texts: Mapping[str, str]) -> str:
+    """An expression that depends on the chosen measure."""
+    cases = [f"measure == '{label}' ? ({texts[name]}) : " for name, label in MEASURES.items()]
+    return f"{''.join(cases)}null"
+
+
+def _reach(numbers: pl.Series) -> float:
+    """The largest change that has a colour of its own."""
+    known = [float(number) for number in numbers if number is not None and isfinite(number)]
+    if numbers.name == "ratio":
+        return min(6.0, max([0.5, *(abs(log2(number)) for number in known if number > 0)]))
+    return max([0.1, *(1 - one for one in known)] if numbers.name == "cosine" else [0.01, *known])
+
+
+def effect_map(frame: pl.DataFrame) -> Chart:
+    """The effect at each site over the steps as colours; arm and measure are chosen in the chart.
+
+    `frame` is from `effect_frame`. A colour means the same in all arms; without one, no change.
+    """
+    cells = frame.filter(pl.col("step").is_not_null()).drop("runs")
+    names = cells["name"].unique(maintain_order=True).to_list()
+    limits = {label: short(_reach(cells[key])) for key, label in MEASURES.items()}
+    legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=_by_measure(BACK))
+    both = expression("measure == 'norm ratio' ? 1 : 0.001")
+    scale = alt.Scale(domain=[-1, 0, both], range=[TREATED, PAPER, CONTROL], interpolate="rgb")
+    axis = alt.Axis(labelOverlap=True, labelAngle=0)
+    base = alt.Chart(inline(cells, ["name", "site"])).transform_filter("datum.name == arm")
+    base = base.transform_flatten(["step", *MEASURES])
+    base = base.transform_calculate(
+        number=_by_measure({name: f"datum.{name}" for name in MEASURES})
+    )
+    base = base.transform_calculate(shade=_by_measure(SHADES)).transform_filter(
+        "isValid(datum.number)"
+    )
+    number, step = alt.Tooltip("number:Q", format=".3~g"), alt.Tooltip("step:O", title="up to step")
+    chart = base.mark_rect().encode(
+        alt.X("step:O", title="up to optimizer step", axis=axis),
+        alt.Y("site:N", sort=None, title=None),
+        alt.Color("shade:Q", scale=scale, legend=legend),
+        tooltip=["site:N", step, number],
+    )
+    chart = chart.add_params(
+        alt.param(name="limits", value=limits),
+        choice("arm", "Arm", names),
+        choice("measure", "Measure", MEASURES.values()),
+    )
+    whole = frame.filter(pl.col("step").is_null() & pl.col("cosine").is_not_null()).head(12)
+    said = "; ".join(f"{site} {one:.3g}" for site, one in whole["site", "cosine"].iter_rows())
+    about = f"Effect of {names[0]} at each site over the steps. Mean cosine of before and after: "
+    rows = alt.Step(13 if cells["site"].n_unique() > 40 else 22)
+    return finished(chart, f"{about}{said}", rows)
+
+
+def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
+    """Return the share of gradients in each interval of norms, before and after a transform."""
+    log, sizes = pl.col("norm").log(10), {"norm_before": "before", "norm_after": "after"}
+    rows = _named(effects).rename(sizes)
+    rows = rows.unpivot(
+        list(sizes.values()), index=["name", "sampled"], variable_name="when", value_name="norm"
+    ).drop_nulls("norm")
+    share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")
+    rows = rows.with_columns(share=share)
+    rows = rows.filter((pl.col("norm") > 0) & pl.col("norm").is_finite())
+    low = log.min().over("name")
+    width = pl.max_horizontal((log.max().over("name") - low) / NUM_BINS, 0.1 / NUM_BINS)
+    place = ((log - low) / width).floor().clip(0, NUM_BINS - 1).alias("place")
+    rows = rows.with_columns(place, low=low, width=width)
+    counted = rows.group_by("name", "when", "low", "width", "place", maintain_order=True).agg(
+        pl.col("share").sum()
+    )
+    edges = [10 ** (pl.col("low") + pl.col("width") * (pl.col("place") + k)) for k in (0, 1)]
+    return counted.select("name", "when", "share", least=edges[0], most=edges[1])
+
+
+def norms_chart(frame: pl.DataFrame) -> Chart:
+    """Histograms of gradient norms before and after a transform, over all sites and steps."""
+    names = frame["name"].unique(maintain_order=True).to_list()
+    x = alt.X("least:Q", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(format="~g"))
+    y = alt.Y("share:Q", stack=None, axis=alt.Axis(format="~%"), title="gradients")
+    scale = alt.Scale(domain=["before", "after"], range=[UNCLEAR, TREATED])
+    legend = alt.Legend(title=None, orient="top", symbolType="square")
+    color = alt.Color("when:N", scale=scale, legend=legend)
+    tips = ["when:N", "least:Q", "most:Q", alt.Tooltip("share:Q", format=".1%")]
+    bars = alt.Chart(inline(frame, ["name"])).transform_filter("datum.name == arm")
+    bars = bars.transform_flatten(["when", "share", "least", "most"]).mark_bar(opacity=0.55)
+    x = x.title("norm of the gradient (log scale)")
+    chart = bars.encode(x, y, x2="most:Q", y2=alt.datum(0), color=color, tooltip=tips)
+    chart = chart.add_params(choice("arm", "Arm", names))
+    about = f"Norms of the gradients before and after {names[0]}, all sites and measured steps"
+    return finished(chart, about, 170)

@@ -1,0 +1,374 @@
+"""The page of a study: one HTML file with charts, tables, style and scripts; nothing is fetched."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import polars as pl
+
+from gradsurg.effects.numbers import UPDATE_NUMBERS
+from gradsurg.newreport import charts, tables
+from gradsurg.newreport.arms import Arm, value_text
+from gradsurg.newreport.measures import costs, link_shares, times_to_target, update_effects
+from gradsurg.newreport.study import Study
+from gradsurg.newreport.sweeps import best_arms, doses, trends
+from gradsurg.newreport.tuning import HEADS, read_tunings, tuning_frames
+from gradsurg.newreport.verdict import best_sentence, reached, trend_sentence
+from gradsurg.newreport.wording import count, title
+
+PARTS = Path(__file__).parent / "page"
+MAX_DRAWN = 60  # arms of a forest plot
+MAX_CURVES = 24  # arms with learning curves, and with a map of effects
+MAX_ROWS = 200  # of a table
+MAX_RUN_METRICS = 4  # columns of the table of runs
+NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts with its caption; it is folded unless `is_open`."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    is_open: bool = False
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """The heads, each with the class `num` if its column has numbers, aligned to the right."""
+        columns = [
+            [cell for cell in cells if cell not in ("", "-")]
+            for cells in zip(*self.rows, strict=True)
+        ]
+        kinds = ["num" if cells and all(map(NUMBER.match, cells)) else "" for cells in columns]
+        return list(zip(self.heads, kinds or [""] * len(self.heads), strict=True))
+
+    @property
+    def note(self) -> str:
+        there = len(self.rows)
+        return f"The first {MAX_ROWS} of {there} rows." if there > MAX_ROWS else ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: how to read it, its charts, and the same as numbers."""
+
+    key: str
+    title: str
+    how: str = ""
+    charts: Sequence[Any] = ()  # Any: kinds of charts
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+
+def frame_table(caption: str, frame: pl.DataFrame, is_open: bool = False) -> Table:
+    """Return a frame as a table of texts."""
+    texts = [
+        ["" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in row]
+        for row in frame.iter_rows()
+    ]
+    return Table(caption, frame.columns, texts, is_open)
+
+
+def page(
+    study: Study,
+    frame: pl.DataFrame,
+    verdict: str,
+    cautions: Sequence[str] = (),
+    experiment: Sequence[tuple[str, str]] = (),
+    more: Sequence[Section] = (),
+    effort: Sequence[str] = (),
+    refresh: float | None = None,
+) -> str:
+    """Return the page of a study as HTML; with `refresh` it reloads itself every so many seconds.
+
+    `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
+    `effort` sentences on time and hardware.
+    """
+    tunings, _ = read_tunings(study.folder, study.arms)
+    built = [
+        *(_outcome(study, frame) if len(frame) else []),
+        *_best(study),
+        *_reached(study),
+        *(_tuning(tunings) if tunings else []),
+        *_alone(study, frame),
+        *_shares(study),
+        *_doses(study, frame),
+        _curves(study),
+        *_effects(study),
+        *more,
+        *_updates(study),
+        _cost(study, effort),
+    ]
+    specs = [chart.to_dict() for one in built for chart in one.charts]
+    places = iter(range(len(specs)))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    metrics = [*study.metrics_of][:MAX_RUN_METRICS]
+    return environment.get_template("page.html").render(
+        study=study,
+        experiment=experiment,
+        failures=_failures(study.arms),
+        verdict=verdict,
+        cautions=cautions,
+        sections=[(one, [(next(places), chart) for chart in one.charts]) for one in built],
+        most=MAX_ROWS,
+        heads=["run", "arm", "seed", "state", "steps", *map(title, metrics), "step, ms"],
+        made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        data={"charts": specs, "dark": charts.DARK, "refresh": refresh}
+        | {"runs": _runs(study, metrics), **_configs(study.arms)},
+        library=_library(),
+        **{end: (PARTS / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
+    )
+
+
+def _library() -> str:
+    """Vega, Vega-Lite and vega-embed as one script.
+
+    Bundling takes seconds, so the script is stored in the folder of the byte code, if that can be
+    written.
+    """
+    file = PARTS.parent / "__pycache__" / f"vega-{version('vl-convert-python')}.js"
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8")
+    import vl_convert
+
+    script = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    # its names are its own, and nothing in it ends the script
+    script = "(() => {" + script.replace("</script", "<\\/script") + "})();"
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(script, encoding="utf-8")
+        draft.replace(file)
+    return script
+
+
+def _failures(arms: Sequence[Arm]) -> list[str]:
+    """For each arm its failed runs with the reason of the first, and the first NaN or infinity
+    that a transform made."""
+    texts = []
+    for arm in arms:
+        of = f"of {count(len(arm.runs), 'run')} of {arm.name}"
+        failed = [run.reason for run in arm.runs if run.state == "failed"]
+        texts += [f"{len(failed)} {of} failed: {failed[0]}"] if failed else []
+        made = [(run.seed, x) for run in arm.runs if (x := (run.summary or {}).get("nonfinite"))]
+        for seed, first in made[:1]:
+            texts.append(
+                f"{len(made)} {of} diverged after {first['transform']} had returned NaN or infinity"
+                f" for a finite gradient; seed {seed} at site '{first['site']}', step "
+                f"{first['step']}."
+            )
+    return texts
+
+
+def _first(frame: pl.DataFrame, most: int) -> tuple[pl.DataFrame, list[str]]:
+    """Return the rows of the first arms, and a note if there are more."""
+    names = frame["arm"].cast(pl.String).unique(maintain_order=True)
+    note = f"The first {most} of {len(names)} arms are drawn; the Parquet files have all."
+    shown = frame.filter(pl.col("arm").cast(pl.String).is_in(names.head(most).implode()))
+    return shown, [note] * (len(names) > most)
+
+
+def _outcome(study: Study, frame: pl.DataFrame) -> list[Section]:
+    how = (
+        "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the exact "
+        "sign-flip test (dashed: too few seeds for a test, the range instead), and each seed as a "
+        "small mark. Filled: a clear difference. Runs that did not finish are counted, never "
+        "averaged. The verdict is that of p, and of q where there are several arms; median, t "
+        "interval and effect size (the mean over the standard deviation) are details."
+    )
+    shown, notes = _first(frame.filter(pl.col("difference").is_not_null()), MAX_DRAWN)
+    numbers = []
+    for (metric,), rows in frame.group_by("metric", maintain_order=True):
+        caption = f"Differences in {title(str(metric))}" if metric else "Arms without an outcome"
+        blocks = rows.filter(pl.col("block").is_not_null()).to_dicts()
+        whole = tables.outcome_table(rows.filter(pl.col("block").is_null()).to_dicts())
+        numbers.append(Table(caption, *whole, is_open=not numbers))
+        if blocks:
+            numbers.append(Table(f"{caption}: each block", *tables.outcome_table(blocks)))
+    drawn = [charts.outcome_chart(shown)] if len(shown) else []
+    name = "Outcome compared with the control"
+    return [Section("outcome", name, how, drawn, numbers, notes)]
+
+
+def _best(study: Study) -> list[Section]:
+    rows = best_arms(study).to_dicts()
+    how = (
+        "Each arm at its best value of a number that was swept for both. Usable: no seed diverged, "
+        "and the mean is close to the best."
+    )
+    table = Table("Best arm against best arm", *tables.outcome_table(rows), is_open=True)
+    notes = [best_sentence(row) for row in rows]
+    return [Section("best", "Best against best", how, (), [table], notes)] if rows else []
+
+
+def _reached(study: Study) -> list[Section]:
+    shown, notes = _first(charts.reached_frame(study.runs), MAX_CURVES)
+    if shown.is_empty():
+        return []
+    how = "The share of seeds that have reached the stopping condition, over the steps."
+    table = frame_table("The same as numbers", times_to_target(study).drop("both"))
+    drawn, said = [charts.reached_chart(shown)], [*notes, *reached(study)]
+    return [Section("reached", "Steps to the target", how, drawn, [table], said)]
+
+
+def _tuning(tunings: Sequence[Any]) -> list[Section]:
+    how = (
+        "Each arm chose its values on validation data, with seeds that are not compared: a dot is "
+        "a seed, the line their mean, a ring the chosen value, a cross a value with which seeds "
+        "diverged. With several keys, a chart shows the points with the chosen values of the "
+        "others."
+    )
+    drawn = [charts.tuning_chart(frame) for frame in tuning_frames(tunings)]
+    table = Table("Chosen values", HEADS, [one.row for one in tunings], is_open=True)
+    return [Section("tuning", "Tuning", how, drawn, [table])]
+
+
+def _alone(study: Study, frame: pl.DataFrame) -> list[Section]:
+    arms = tables.uncompared(study, frame)
+    how = "Finished runs without a finished control: the mean, and the least to the greatest value."
+    table = Table("Arms not compared", *tables.alone_table(study, arms), is_open=True)
+    return [Section("alone", "Not compared", how, (), [table])] if arms else []
+
+
+def _shares(study: Study) -> list[Section]:
+    how = (
+        "The whole chain minus the chain without a link, seed by seed. Shares need not add up: two "
+        "links that do the same have a share of zero each."
+    )
+    drawn, numbers = [], []
+    for (arm,), rows in link_shares(study).group_by("arm", maintain_order=True):
+        drawn += [charts.outcome_chart(rows, name="link")] if rows["difference"].count() else []
+        table = tables.outcome_table(rows.to_dicts(), tables.SHARED)
+        numbers.append(Table(f"Share of each link of {arm}", *table, is_open=True))
+    name = "Share of each link"
+    return [Section("shares", name, how, drawn, numbers)] if numbers else []
+
+
+def _doses(study: Study, frame: pl.DataFrame) -> list[Section]:
+    rows, notes = _first(doses(study, frame), MAX_DRAWN)
+    how = "Arms that differ in one number only: the difference to the control over that number."
+    drawn = [
+        charts.dose_chart(part) for _, part in rows.group_by("label", "key", maintain_order=True)
+    ]
+    heads = ("arm", "metric", "difference", tables.INTERVAL, "verdict", "n")
+    numbers = tables.outcome_table(rows.to_dicts(), columns=heads)
+    table = Table("The same as numbers", *numbers)
+    found = trends(study, frame).filter(pl.col("metric") == next(iter(study.metrics_of), ""))
+    said = [*notes, *map(trend_sentence, found.iter_rows(named=True))]
+    return [Section("doses", "Dose and response", how, drawn, [table], said)] if drawn else []
+
+
+def _curves(study: Study) -> Section:
+    controls = [arm.name for arm in study.arms if arm.is_control]
+    is_control = pl.col("arm").cast(pl.String).is_in(controls)
+    few = is_control & ~pl.col("arm").cast(pl.String).is_in(controls[: MAX_CURVES // 4])
+    ordered = study.metrics.sort(pl.when(few).then(2).when(is_control).then(0).otherwise(1))
+    logged, notes = _first(ordered, MAX_CURVES)
+    if logged.is_empty():
+        return Section("curves", "Learning curves", "Nothing has been logged yet.")
+    how = (
+        "Means over seeds with their 95 % t interval, from three seeds on; controls are dashed. An "
+        "arm that is chosen shows its seeds; thin red lines diverged, and are part of no mean. "
+        "Values far from most others are outside the axis; a log scale shows them. With Shift, "
+        "dragging moves the axes and scrolling zooms; a double click resets them."
+    )
+    by_arm = charts.curve_frames(logged)[0].group_by("arm", "metric", maintain_order=True)
+    at = {f"{k} of 4": pl.col("mean").get((pl.len() - 1) * k // 4) for k in (1, 2, 3, 4)}
+    numbers = by_arm.agg(**at, n=pl.col("n").last())
+    table = frame_table("The same as numbers: means at quarters of the steps", numbers)
+    drawn = [charts.curves_chart(logged, controls)]
+    return Section("curves", "Learning curves", how, drawn, [table], notes)
+
+
+def _effects(study: Study) -> list[Section]:
+    acted = pl.col("transform").cast(pl.String) != "none"
+    rows, notes = _first(study.effects.filter(acted & (pl.col("sampled") > 0)), MAX_CURVES)
+    if rows.is_empty():
+        return []
+    how = (
+        "The effect of each transform at each site over the training: means over runs. No colour "
+        "is no change, and the colours mean the same for all arms. Norm ratio: norm after over "
+        "norm before; changed, sign flips and zeroed are shares of the entries of a gradient."
+    )
+    frame, norms = charts.effect_frame(rows), charts.norms_frame(rows)
+    drawn = [charts.effect_map(frame)] if frame["cosine"].count() else []
+    drawn += [charts.norms_chart(norms)] if len(norms) else []
+    whole = frame.filter(pl.col("step").is_null()).drop("step")
+    whole = whole.rename({"name": "arm", **charts.MEASURES})
+    table = frame_table("The same as numbers: means of the whole training", whole)
+    return [Section("effects", "Effect on the gradients", how, drawn, [table], notes)]
+
+
+def _updates(study: Study) -> list[Section]:
+    how = (
+        "The update that was made beside the one there would have been without the surgery, from "
+        "the same weights and the same batch; loss change is what a step does to the loss of its "
+        "batch. Means over runs with their 95 % t interval."
+    )
+    labels = {number.name: number.label for number in UPDATE_NUMBERS}
+    effects = update_effects(study).with_columns(pl.col("number").replace(labels))
+    table = frame_table("Effect on the updates", effects, is_open=True)
+    name = "Effect on the updates"
+    return [Section("updates", name, how, (), [table])] if len(effects) else []
+
+
+def _cost(study: Study, effort: Sequence[str]) -> Section:
+    how = (
+        "Step time divided by that of the plain control, of steps that measure no effect if there "
+        "are such: the median over pairs of runs and their range. Runs that shared their machine "
+        "with other work are slower than necessary."
+    )
+    rows = costs(study)
+    if rows.is_empty():
+        text = "No pair of a treated and a plain run with step times."
+        return Section("cost", "Cost", how, notes=[text, *effort])
+    shown, notes = _first(rows, MAX_DRAWN)
+    heads = {f"{key}_ms": f"{key} step, ms" for key in ("treated", "control", "measured")}
+    table = frame_table("Step times", rows.drop("ratios").rename(heads), is_open=True)
+    drawn = [charts.cost_chart(shown)]
+    return Section("cost", "Cost", how, drawn, [table], [*notes, *effort])
+
+
+def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what JSON can hold
+    """The runs as columns of the table that the script makes; repeated texts are written once."""
+    runs = study.all_runs
+    notes = (" ".join([run.reason, *((run.summary or {}).get("notes") or [])]) for run in runs)
+    numbers = [[run.number(key) for run in runs] for key in (*metrics, "time/step_ms")]
+    return {
+        "columns": [
+            [run.name for run in runs],
+            [place for place, arm in enumerate(study.arms) for _ in arm.runs],
+            [run.seed if run.seed >= 0 else None for run in runs],
+            [run.state for run in runs],
+            [run.done for run in runs],
+            *([charts.short(number) for number in column] for column in numbers),
+        ],
+        "planned": [run.steps for run in runs],
+        "notes": _distinct(notes),
+        "shares": [5 + place for place, key in enumerate(metrics) if charts.is_share(key)],
+    }
+
+
+def _distinct(texts: Iterable[str]) -> dict[str, Any]:  # Any: what JSON can hold
+    known: dict[str, int] = {}
+    places = [known.setdefault(text, len(known)) for text in texts]
+    return {"texts": list(known), "at": places}
+
+
+def _configs(arms: Sequence[Arm]) -> dict[str, Any]:  # Any: what JSON can hold
+    """The configs of the arms without their seeds: the lines of all, and those of each arm."""
+    configs = [{k: value_text(x) for k, x in arm.config.items() if k != "seed"} for arm in arms]
+    shared = set.intersection(*(set(config.items()) for config in configs)) if configs else set()
+    rest = [{k: text for k, text in one.items() if (k, text) not in shared} for one in configs]
+    return {"arms": [arm.name for arm in arms], "common": dict(sorted(shared)), "configs": rest}
