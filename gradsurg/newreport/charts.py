@@ -4,15 +4,15 @@ Choices, such as the metric, are parameters of the chart. Data is aggregated and
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import isfinite, log2, sqrt
+from collections.abc import Collection, Iterable, Sequence
+from math import isfinite, sqrt
 from typing import Any
 
 import altair as alt
 import polars as pl
 
 from gradsurg.effects.numbers import EFFECT_NUMBERS, UPDATES_SAMPLED
-from gradsurg.newreport.wording import HEADLINE, amount, amounts, is_share, title
+from gradsurg.newreport.wording import HEADLINE, is_share, title
 from gradsurg.stats import t_critical
 
 Chart = alt.Chart | alt.LayerChart
@@ -20,26 +20,16 @@ Json = Any  # Any: what JSON can hold; Altair's own types are wider
 # Okabe and Ito: distinct for all kinds of colour vision, and in grey.
 TREATED, CONTROL, UNCLEAR, BAD = "#0072b2", "#d55e00", "#767676", "#a3261d"
 INK, SOFT, LINE, GRID, PAPER = "#1b1d22", "#565b66", "#b9b6af", "#eceae6", "#ffffff"
-TASKS = (TREATED, CONTROL, "#009e73", "#cc79a7", "#8c6d00", "#3d3db8", "#222222", UNCLEAR)
+MORE = ("#009e73", "#cc79a7", "#8c6d00", "#3d3db8", "#222222")
+TASKS = (TREATED, CONTROL, *MORE, UNCLEAR)
 DASHES = ([1, 0], [6, 3], [2, 3], [8, 3, 2, 3])
 CONTROL_DASHES = ([5, 3], [2, 2], [8, 3, 2, 3], [12, 4])
-DARK = {
-    TREATED: "#74b9f5",
-    CONTROL: "#f0a860",
-    UNCLEAR: "#a4a9b4",
-    BAD: "#ff9d92",
-    INK: "#e9e8e4",
-    SOFT: "#a9aeb9",
-    LINE: "#4a505c",
-    GRID: "#282c34",
-    PAPER: "#14161a",
-    "#009e73": "#4fd1a5",
-    "#cc79a7": "#ef9bc9",
-    "#8c6d00": "#e6d36a",
-    "#3d3db8": "#a9a6ff",
-    "#222222": "#f4f4f2",
-}
-"""The colours of the dark theme, by those of the light one."""
+LIGHT = (TREATED, CONTROL, UNCLEAR, BAD, INK, SOFT, LINE, GRID, PAPER, *MORE)
+DARK = (
+    *("#74b9f5", "#f0a860", "#a4a9b4", "#ff9d92", "#e9e8e4", "#a9aeb9", "#4a505c", "#282c34"),
+    *("#14161a", "#4fd1a5", "#ef9bc9", "#e6d36a", "#a9a6ff", "#f4f4f2"),
+)
+"""The colours of the dark theme, in the order of those of the light one."""
 TEXT = {"labelColor": SOFT, "titleColor": SOFT, "labelFontSize": 12, "titleFontSize": 12}
 TEXT |= {"titleFontWeight": "normal", "labelLimit": 260}
 STROKES = {"symbolType": "stroke", "symbolStrokeWidth": 2, "symbolSize": 200}
@@ -87,10 +77,12 @@ def inline(frame: pl.DataFrame, by: Sequence[str] = ()) -> alt.Data:
     With `by`, all rows of a group are one row of lists, which `transform_flatten` separates: keys
     and names are written once.
     """
-    if floats := [name for name, kind in frame.schema.items() if kind.is_float()]:
-        numbers = pl.col(floats)
-        few = pl.when(numbers.is_finite()).then(numbers.round_sig_figs(DIGITS))
-        frame = frame.with_columns(few)
+    few = [
+        pl.when(pl.col(name).is_finite()).then(pl.col(name).round_sig_figs(DIGITS))
+        for name, kind in frame.schema.items()
+        if kind.is_float()
+    ]
+    frame = frame.with_columns(*few)
     if by:
         frame = frame.group_by(by, maintain_order=True).agg(pl.all())
     return alt.Data(values=frame.to_dicts())
@@ -137,44 +129,52 @@ def _zero(channel: str, at: float = 0) -> alt.Chart:
     return rule.encode(**{channel: alt.datum(at)})
 
 
-def _drawn(row: Mapping[str, Json]) -> dict[str, Json]:
-    """The numbers of a comparison that are drawn, and the texts that are shown at them."""
-    metric, ends = row["metric"], (row["low"], row["high"])
-    return {
-        "metric": label_of(metric, "pp"),
-        "mean": short(row["difference"], _factor(metric)),
-        "low": short(ends[0], _factor(metric)),
-        "high": short(ends[1], _factor(metric)),
-        "is_clear": row["verdict"] in CLEAR,
-        "interval": row.get("interval"),
-        "said": amount(metric, row["difference"]),
-        "between": "" if None in ends else amounts(metric, *ends),
-    }
+def _drawn(frame: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[str]]:
+    """Return the comparisons with a difference, shares in percentage points, and their metrics."""
+    known = frame.filter(pl.col("difference").is_not_null())
+    keys = known["metric"].unique(maintain_order=True).to_list()
+    labels, factors = (
+        {key: label_of(key, "pp") for key in keys},
+        {key: _factor(key) for key in keys},
+    )
+    factor = pl.col("metric").replace_strict(factors, return_dtype=pl.Float64)
+    numbers = pl.col("difference", "low", "high", "differences") * factor
+    label = pl.col("metric").replace_strict(labels, return_dtype=pl.String)
+    clear = pl.col("verdict").is_in(CLEAR)
+    known = known.with_columns(numbers, metric=label, is_clear=clear, range=_is_range())
+    columns = [name, "metric", "difference", "low", "high", "is_clear", "range", "differences"]
+    return known.select(*columns, pl.col("seeds").fill_null([])), list(labels.values())
+
+
+def _is_range() -> pl.Expr:
+    return pl.col("interval").eq_missing(pl.lit("range"))
 
 
 DIFFERENCES = alt.Axis(labelExpr="datum.value ? format(datum.value, '+.3~g') : '0'")
-SAID = (
-    alt.Tooltip("said:N", title="difference"),
-    alt.Tooltip("between:N", title="interval or range"),
-)
 
 
-def _forest(rows: Sequence[Mapping[str, Json]], at: float, name: str, **x: Json) -> alt.LayerChart:
-    """Each arm with its mean, its interval (a range is dashed) and its seeds."""
+def _forest(
+    rows: pl.DataFrame, name: str, mean: str, each: Sequence[str], at: float, **x: Json
+) -> alt.LayerChart:
+    """Each arm with its mean, its interval (a range is dashed) and the pairs as marks."""
     color = _when("datum.is_clear", TREATED, UNCLEAR)
     fill = _when("datum.is_clear", TREATED, PAPER)
-    dash = _when("datum.interval == 'range'", [4, 3], [1, 0])
-    scale = alt.Scale(zero=False)
+    dash = _when("datum.range", [4, 3], [1, 0])
     y, base = alt.Y(f"{name}:N", sort=None, title=None), alt.Chart()
-    low, each, mean = (alt.X(f"{key}:Q", scale=scale, **x) for key in ("low", "each", "mean"))
-    seeds = base.transform_flatten(["each", "seed"]).mark_tick(size=8, yOffset=7, color=SOFT)
+    scale, tips = alt.Scale(zero=False), [f"{name}:N", *_tips(mean, "low", "high")]
+    low, one, middle = (alt.X(f"{key}:Q", scale=scale, **x) for key in ("low", each[0], mean))
+    pairs = base.transform_flatten(list(each)).mark_tick(size=8, yOffset=7, color=SOFT)
     return alt.layer(
         base.mark_rule().encode(low, y, x2="high:Q", color=color, strokeDash=dash),
         _zero("x", at),
-        seeds.encode(each, y, tooltip=[f"{name}:N", "seed:Q", "each:Q"]),
-        base.mark_point().encode(mean, y, stroke=color, fill=fill, tooltip=[f"{name}:N", *SAID]),
-        data=alt.Data(values=list(rows)),
+        pairs.encode(one, y, tooltip=[f"{name}:N", *_tips(*each)]),
+        base.mark_point().encode(middle, y, stroke=color, fill=fill, tooltip=tips),
+        data=inline(rows),
     )
+
+
+def _tips(*names: str) -> list[alt.Tooltip]:
+    return [alt.Tooltip(f"{name}:Q", format=".4~g") for name in names]
 
 
 def outcome_chart(frame: pl.DataFrame, metric: str = "", name: str = "arm") -> Chart:
@@ -182,50 +182,31 @@ def outcome_chart(frame: pl.DataFrame, metric: str = "", name: str = "arm") -> C
 
     Without `metric` it is chosen in the chart. `name` is the column with the names of the rows.
     """
-    known = frame.filter(pl.col("block").is_null() & pl.col("difference").is_not_null())
-    known = known.filter(pl.col("metric") == metric) if metric else known
-    sizes = known.select("n", "planned").unique().rows()
-    alike = len(sizes) == 1 and sizes[0][0] == sizes[0][1]
-    rows = [
-        {
-            **_drawn(row),
-            name: row[name] if alike else f"{row[name]} (n = {row['n']})",
-            "each": [short(one, _factor(row["metric"])) for one in row["differences"]],
-            "seed": row["seeds"] or [],
-        }
-        for row in known.iter_rows(named=True)
-    ]
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    chart = _forest(rows, 0, name, title=None, axis=DIFFERENCES).transform_filter(
-        "datum.metric == metric"
-    )
-    text = expression("'difference in ' + metric + ', treated minus control'")
-    below = alt.Title(text, orient="bottom", anchor="middle", offset=8)
-    first = [f"{row[name]} {row['said']}" for row in rows if row["metric"] == metrics[0]]
-    about = f"Differences in {metrics[0]} with their intervals: {'; '.join(first[:12])}"
-    chart = chart.add_params(choice("metric", "Metric", metrics))
-    return finished(chart, about, alt.Step(ROW), below)
+    whole = frame.filter(pl.col("block").is_null() & (pl.col("metric") == (metric or "metric")))
+    whole = whole if metric else frame.filter(pl.col("block").is_null())
+    if whole.select("n", "planned").n_unique() > 1:
+        whole = whole.with_columns(pl.format("{} (n = {})", name, "n").alias(name))
+    rows, metrics = _drawn(whole, name)
+    x: Json = {"title": None, "axis": DIFFERENCES}
+    chart = _forest(rows, name, "difference", ["differences", "seeds"], 0, **x)
+    below = expression("'difference in ' + metric")
+    below = alt.Title(below, orient="bottom", anchor="middle", offset=8)
+    about = f"Differences in {metrics[0]} of {rows[name].n_unique()} arms with their intervals"
+    return finished(_of_metric(chart, metrics), about, alt.Step(ROW), below)
+
+
+def _of_metric(chart: Json, metrics: Sequence[str]) -> Json:
+    chosen = choice("metric", "Metric", metrics)
+    return chart.transform_filter("datum.metric == metric").add_params(chosen)
 
 
 def cost_chart(costs: pl.DataFrame) -> Chart:
     """Step time over the control's: each pair, their range and their median."""
-    rows = [
-        {
-            "arm": row["arm"],
-            **{key: short(row[of]) for key, of in (("mean", "ratio"), ("low", "low"))},
-            "high": short(row["high"]),
-            "each": [short(one) for one in row["ratios"]],
-            "seed": [],
-            "is_clear": True,
-            "said": f"{row['ratio']:.3g}×",  # noqa: RUF001 - the sign of multiplication
-            "between": f"{row['low']:.3g} to {row['high']:.3g}",
-        }
-        for row in costs.iter_rows(named=True)
-    ]
+    rows = costs.select("arm", "ratio", "low", "high", "ratios", is_clear=True)
     axis = alt.Axis(format="~g", labelExpr=r"datum.label + '\u00d7'")
-    chart = _forest(rows, 1, "arm", title="step time over the control's", axis=axis)
-    said = "; ".join(f"{row['arm']} {row['said']}" for row in rows)
-    return finished(chart, f"Step time over the control's: {said}", alt.Step(ROW))
+    x: Json = {"title": "step time over the control's", "axis": axis}
+    chart = _forest(rows, "arm", "ratio", ["ratios"], 1, **x)
+    return finished(chart, "Step time of each arm over the control's", alt.Step(ROW))
 
 
 def _value_axis(values: pl.Series, key: str) -> alt.X:
@@ -253,32 +234,26 @@ def dose_chart(doses: pl.DataFrame) -> Chart:
 
     `doses` are rows of one transform and key: a line for each other setting, as the optimizer.
     """
-    known = doses.filter(pl.col("difference").is_not_null())
-    label, key = known["label"][0], known["key"][0]
-    rows = [
-        {**_drawn(row), "setting": row["name"], "dose": row["dose"]}
-        for row in known.iter_rows(named=True)
-    ]
-    x = _value_axis(known["dose"], key)
-    color, base = _colors("setting", known["name"].unique(maintain_order=True)), alt.Chart()
-    mean, low = (alt.Y(f"{part}:Q", title=None, axis=DIFFERENCES) for part in ("mean", "low"))
-    tips = ["setting:N", alt.Tooltip("dose:Q", title=key), *SAID]
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    label, key, names = (
+        doses["label"][0],
+        doses["key"][0],
+        doses["name"].unique(maintain_order=True),
+    )
+    rows, metrics = _drawn(doses, "name")
+    rows = rows.drop("differences", "seeds").with_columns(doses["dose"])
+    x, color, base = _value_axis(doses["dose"], key), _colors("name", names), alt.Chart()
+    mean, low = (alt.Y(f"{part}:Q", title=None, axis=DIFFERENCES) for part in ("difference", "low"))
+    tips = ["name:N", *_tips("dose", "difference", "low", "high")]
     layers = alt.layer(
         base.mark_line().encode(x, mean, color=color),
         _zero("y"),
         base.mark_rule(strokeOpacity=0.6).encode(x, low, y2="high:Q", color=color),
         base.mark_point(filled=True).encode(x, mean, color=color, tooltip=tips),
-        data=alt.Data(values=rows),
+        data=inline(rows),
     )
-    chart = layers.transform_filter("datum.metric == metric")
-    chart = chart.add_params(choice("metric", "Metric", metrics))
-    said = "; ".join(
-        f"{row['dose']:g} {row['said']}" for row in rows if row["metric"] in metrics[:1]
-    )
-    about = f"{label}: difference in {metrics[0]} over {key}: {said}"
     heading = alt.Title(expression(f"{json.dumps(label)} + ': difference in ' + metric"))
-    return finished(chart, about, heading=heading)
+    about = f"{label}: difference in {metrics[0]} over {key}"
+    return finished(_of_metric(layers, metrics), about, heading=heading)
 
 
 def tuning_chart(rows: pl.DataFrame) -> Chart:
@@ -309,8 +284,7 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
         base.mark_point(filled=True).encode(x, shown, color=color, shape=shape, tooltip=tips),
         chosen.encode(x, shown, color=color, tooltip=tips),
     )
-    said = [f"{arm} {at}" for arm, at in means.filter("is_chosen")["arm", "value"].iter_rows()]
-    return finished(chart, f"{label_of(metric)} over {key}, by arm. Chosen: {'; '.join(said)}")
+    return finished(chart, f"{label_of(metric)} over {key}, by arm, on validation data")
 
 
 def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
@@ -340,9 +314,7 @@ def reached_chart(rows: pl.DataFrame) -> Chart:
     chart = alt.Chart(inline(rows)).mark_line(interpolate="step-after")
     tips = ["arm:N", "step:Q", share]
     chart = chart.encode(_steps_axis(), y, color=color, strokeDash=dash, tooltip=tips)
-    last = rows.group_by("arm", maintain_order=True).last()["arm", "share"]
-    said = "; ".join(f"{arm} {share:.0%}" for arm, share in last.iter_rows())
-    return finished(chart, f"Share of seeds that reached the target, over the steps: {said}")
+    return finished(chart, "Share of the seeds of each arm that reached the target, over the steps")
 
 
 def _steps_axis(last: Json = alt.Undefined) -> alt.X:
@@ -410,14 +382,14 @@ def _means(rows: pl.DataFrame) -> pl.DataFrame:
 
 def curve_limits(numbers: pl.Series, by_log: bool = False) -> tuple[float, float]:
     """Return limits of an axis that leave out numbers far from most others."""
-    known = numbers.filter(numbers.is_finite() & ((numbers > 0) | (not by_log))).sort()
+    known = numbers.filter(numbers.is_finite())
+    known = known.filter(known > 0).log(10) if by_log else known
     if known.is_empty():
         return 0.0, 1.0
-    if by_log:
-        known = known.log(10)
-    first, end = (float(known[round(part * (len(known) - 1))]) for part in (0.1, 0.9))
+    ends = (known.quantile(part, "nearest") for part in (0, 0.1, 0.9, 1))
+    least, first, end, most = (float(number or 0) for number in ends)
     room = (10 if by_log else 0.5) * (end - first) or 1.0
-    low, high = max(float(known[0]), first - room), min(float(known[-1]), end + room)
+    low, high = max(least, first - room), min(most, end + room)
     pad = 0.03 * ((high - low) or abs(high) or 1)
     return (low - pad if low else low), high + pad
 
@@ -443,9 +415,6 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
     }
     chart = _curve_layers(means, seeds, _looks(arms, [arm in controls for arm in arms]))
     heading = alt.Title(expression("metric + (scale == 'log' ? ' (log scale)' : '')"))
-    last = means.filter(pl.col("metric") == names[0]).group_by("arm", maintain_order=True).last()
-    said = "; ".join(f"{arm} {mean:.4g}" for arm, mean in last["arm", "mean"].iter_rows())
-    about = f"{names[0]} of all arms over the steps. Last means: {said}"
     chart = chart.add_params(
         alt.param(name="limits", value=limits),
         alt.param(name="arms", value=len(arms)),
@@ -453,7 +422,7 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
         choice("arm", "Arm", ["", *arms], ["all, without their seeds", *arms]),
         choice("scale", "Scale", ["linear", "log"]),
     )
-    return finished(chart, about, 300, heading)
+    return finished(chart, f"{names[0]} of all arms over the steps", 300, heading)
 
 
 def _curve_layers(
@@ -468,14 +437,14 @@ def _curve_layers(
     x = _steps_axis(means["step"].max())
     at, low = (alt.Y(f"{name}:Q", title=None, scale=scale, axis=axis) for name in ("at", "from"))
     shown, state = alt.condition(ON, alt.value(1), alt.value(0.15)), "datum.state == 'diverged'"
-    tips = ["arm:N", "step:Q", *(f"{name}:Q" for name in ("mean", "low", "high", "n"))]
+    tips = ["arm:N", "step:Q", *_tips("mean", "low", "high", "n")]
     one = alt.Chart(inline(_few(seeds), SERIES)).transform_filter("datum.metric == metric")
     one = one.transform_filter(f"{state} || arm == datum.arm || arms < 3")
     one = one.transform_flatten(["step", "value"]).transform_calculate(at=_scaled("value"))
     one = one.mark_line(clip=True, strokeWidth=1, strokeOpacity=0.5)
     band = base.transform_filter(f"isValid(datum.low) && {ON}").mark_area(clip=True)
     alone = base.transform_joinaggregate(points="count()", groupby=["arm"])
-    alone = alone.transform_filter("datum.points < 5").mark_circle(size=45)
+    alone = alone.transform_filter("datum.points < 5").mark_circle(size=45, opacity=1)
     runs = ["arm:N", "seed:N"]
     faint = 0.14 if means["arm"].n_unique() < 5 else 0.05
     layers = alt.layer(
@@ -553,27 +522,20 @@ def _named(effects: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns((both if several else pl.col("arm")).alias("name"))
 
 
-SHADES = dict.fromkeys(MEASURES, "-datum.number / limits[measure]")
-SHADES |= {"ratio": "datum.number > 0 ? log(datum.number) / LN2 / limits[measure] : -1"}
-SHADES |= {"cosine": "(datum.number - 1) / limits[measure]"}
-"""Expressions from -1 to 1 whose zero is no change, and for their legend the way back."""
-BACK = dict.fromkeys(MEASURES, "format(-datum.value * limits[measure], '.2~g')")
-BACK |= {"ratio": "format(pow(2, datum.value * limits[measure]), '.2~g')"}
-BACK |= {"cosine": "format(1 + datum.value * limits[measure], '.2~f')"}
+SHADE = "(limit.is_log ? log(datum.number) / LN2 : datum.number - limit.none) / limit.reach"
+BACK = "limit.is_log ? pow(2, datum.value * limit.reach) : limit.none + datum.value * limit.reach"
+"""A number as a shade from -1 to 1, whose zero is no change, and the way back for the legend."""
 
 
-def _by_measure(texts: Mapping[str, str]) -> str:
-    """An expression that depends on the chosen measure."""
-    cases = [f"measure == '{label}' ? ({texts[name]}) : " for name, label in MEASURES.items()]
-    return f"{''.join(cases)}null"
-
-
-def _reach(numbers: pl.Series) -> float:
-    """The largest change that has a colour of its own."""
-    known = [float(number) for number in numbers if number is not None and isfinite(number)]
-    if numbers.name == "ratio":
-        return min(6.0, max([0.5, *(abs(log2(number)) for number in known if number > 0)]))
-    return max([0.1, *(1 - one for one in known)] if numbers.name == "cosine" else [0.01, *known])
+def _scale_of(measure: str, numbers: pl.Series) -> dict[str, Json]:
+    """The number that means no change, and the largest change that has a shade of its own."""
+    known = numbers.filter(numbers.is_finite())
+    if measure == "ratio":
+        sizes = known.filter(known > 0).log(2).abs()
+        return {"is_log": True, "reach": short(min(6.0, max(0.5, sizes.max() or 0)))}
+    none = 1 if measure == "cosine" else 0
+    reach = max(0.1 if none else 0.01, (known - none).abs().max() or 0)
+    return {"none": none, "reach": short(reach if none else -reach)}
 
 
 def effect_map(frame: pl.DataFrame) -> Chart:
@@ -582,37 +544,31 @@ def effect_map(frame: pl.DataFrame) -> Chart:
     `frame` is from `effect_frame`. A colour means the same in all arms; without one, no change.
     """
     cells = frame.filter(pl.col("step").is_not_null()).drop("runs")
-    names = cells["name"].unique(maintain_order=True).to_list()
-    limits = {label: short(_reach(cells[key])) for key, label in MEASURES.items()}
-    legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=_by_measure(BACK))
-    both = expression("measure == 'norm ratio' ? 1 : 0.001")
+    names = cells["name"].unique(maintain_order=True)
+    limits = {label: _scale_of(key, cells[key]) for key, label in MEASURES.items()}
+    text = f"format({BACK}, '.2~g')"
+    legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=text)
+    both = expression("limit.is_log ? 1 : 0.001")
     scale = alt.Scale(domain=[-1, 0, both], range=[TREATED, PAPER, CONTROL], interpolate="rgb")
-    axis = alt.Axis(labelOverlap=True, labelAngle=0)
-    base = alt.Chart(inline(cells, ["name", "site"])).transform_filter("datum.name == arm")
-    base = base.transform_flatten(["step", *MEASURES])
-    base = base.transform_calculate(
-        number=_by_measure({name: f"datum.{name}" for name in MEASURES})
+    x = alt.X(
+        "step:O", title="up to optimizer step", axis=alt.Axis(labelOverlap=True, labelAngle=0)
     )
-    base = base.transform_calculate(shade=_by_measure(SHADES)).transform_filter(
-        "isValid(datum.number)"
-    )
-    number, step = alt.Tooltip("number:Q", format=".3~g"), alt.Tooltip("step:O", title="up to step")
-    chart = base.mark_rect().encode(
-        alt.X("step:O", title="up to optimizer step", axis=axis),
-        alt.Y("site:N", sort=None, title=None),
-        alt.Color("shade:Q", scale=scale, legend=legend),
-        tooltip=["site:N", step, number],
-    )
+    y = alt.Y("site:N", sort=None, title=None, axis=alt.Axis(grid=False))
+    base = alt.Chart(inline(cells.rename(MEASURES), ["name", "site"]))
+    base = base.transform_filter("datum.name == arm")
+    base = base.transform_flatten(["step", *MEASURES.values()])
+    base = base.transform_calculate(number="datum[measure]")
+    base = base.transform_filter("isValid(datum.number)").transform_calculate(shade=SHADE)
+    color = alt.Color("shade:Q", scale=scale, legend=legend)
+    chart = base.mark_rect().encode(x, y, color, tooltip=["site:N", "step:O", *_tips("number")])
     chart = chart.add_params(
-        alt.param(name="limits", value=limits),
         choice("arm", "Arm", names),
         choice("measure", "Measure", MEASURES.values()),
+        alt.param(name="limits", value=limits),
+        alt.param(name="limit", expr="limits[measure]"),
     )
-    whole = frame.filter(pl.col("step").is_null() & pl.col("cosine").is_not_null()).head(12)
-    said = "; ".join(f"{site} {one:.3g}" for site, one in whole["site", "cosine"].iter_rows())
-    about = f"Effect of {names[0]} at each site over the steps. Mean cosine of before and after: "
     rows = alt.Step(13 if cells["site"].n_unique() > 40 else 22)
-    return finished(chart, f"{about}{said}", rows)
+    return finished(chart, "Effect of each transform at each site, over the steps", rows)
 
 
 def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
@@ -650,5 +606,4 @@ def norms_chart(frame: pl.DataFrame) -> Chart:
     x = x.title("norm of the gradient (log scale)")
     chart = bars.encode(x, y, x2="most:Q", y2=alt.datum(0), color=color, tooltip=tips)
     chart = chart.add_params(choice("arm", "Arm", names))
-    about = f"Norms of the gradients before and after {names[0]}, all sites and measured steps"
-    return finished(chart, about, 170)
+    return finished(chart, "Norms of the gradients before and after each transform", 170)

@@ -26,8 +26,9 @@ from gradsurg.newreport.wording import count, title
 PARTS = Path(__file__).parent / "page"
 MAX_DRAWN = 60  # arms of a forest plot
 MAX_CURVES = 24  # arms with learning curves, and with a map of effects
-MAX_ROWS = 200  # of a table
+MAX_ROWS = 100  # of a table
 MAX_RUN_METRICS = 4  # columns of the table of runs
+OF_METRIC = [head for head in tables.COLUMNS if head != "metric"]
 NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
 
 
@@ -49,11 +50,6 @@ class Table:
         ]
         kinds = ["num" if cells and all(map(NUMBER.match, cells)) else "" for cells in columns]
         return list(zip(self.heads, kinds or [""] * len(self.heads), strict=True))
-
-    @property
-    def note(self) -> str:
-        there = len(self.rows)
-        return f"The first {MAX_ROWS} of {there} rows." if there > MAX_ROWS else ""
 
 
 @dataclass(frozen=True)
@@ -92,12 +88,11 @@ def page(
     `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
     `effort` sentences on time and hardware.
     """
-    tunings, _ = read_tunings(study.folder, study.arms)
     built = [
         *(_outcome(study, frame) if len(frame) else []),
         *_best(study),
         *_reached(study),
-        *(_tuning(tunings) if tunings else []),
+        *_tuning(study),
         *_alone(study, frame),
         *_shares(study),
         *_doses(study, frame),
@@ -124,7 +119,11 @@ def page(
         most=MAX_ROWS,
         heads=["run", "arm", "seed", "state", "steps", *map(title, metrics), "step, ms"],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        data={"charts": specs, "dark": charts.DARK, "refresh": refresh}
+        data={
+            "charts": specs,
+            "dark": dict(zip(charts.LIGHT, charts.DARK, strict=True)),
+            "refresh": refresh,
+        }
         | {"runs": _runs(study, metrics), **_configs(study.arms)},
         library=_library(),
         **{end: (PARTS / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
@@ -171,12 +170,13 @@ def _failures(arms: Sequence[Arm]) -> list[str]:
     return texts
 
 
-def _first(frame: pl.DataFrame, most: int) -> tuple[pl.DataFrame, list[str]]:
+def _first(
+    frame: pl.DataFrame, most: int, names: Iterable[str] = ()
+) -> tuple[pl.DataFrame, list[str]]:
     """Return the rows of the first arms, and a note if there are more."""
-    names = frame["arm"].cast(pl.String).unique(maintain_order=True)
-    note = f"The first {most} of {len(names)} arms are drawn; the Parquet files have all."
-    shown = frame.filter(pl.col("arm").cast(pl.String).is_in(names.head(most).implode()))
-    return shown, [note] * (len(names) > most)
+    every = list(names) or frame["arm"].cast(pl.String).unique(maintain_order=True).to_list()
+    note = f"The first {most} of {len(every)} arms are drawn; the Parquet files have all."
+    return frame.filter(pl.col("arm").is_in(every[:most])), [note] * (len(every) > most)
 
 
 def _outcome(study: Study, frame: pl.DataFrame) -> list[Section]:
@@ -192,10 +192,12 @@ def _outcome(study: Study, frame: pl.DataFrame) -> list[Section]:
     for (metric,), rows in frame.group_by("metric", maintain_order=True):
         caption = f"Differences in {title(str(metric))}" if metric else "Arms without an outcome"
         blocks = rows.filter(pl.col("block").is_not_null()).to_dicts()
-        whole = tables.outcome_table(rows.filter(pl.col("block").is_null()).to_dicts())
-        numbers.append(Table(caption, *whole, is_open=not numbers))
+        whole = rows.filter(pl.col("block").is_null()).to_dicts()
+        table = tables.outcome_table(whole, columns=OF_METRIC)
+        numbers.append(Table(caption, *table, is_open=not numbers))
         if blocks:
-            numbers.append(Table(f"{caption}: each block", *tables.outcome_table(blocks)))
+            table = tables.outcome_table(blocks, columns=OF_METRIC)
+            numbers.append(Table(f"{caption}: each block", *table))
     drawn = [charts.outcome_chart(shown)] if len(shown) else []
     name = "Outcome compared with the control"
     return [Section("outcome", name, how, drawn, numbers, notes)]
@@ -222,7 +224,8 @@ def _reached(study: Study) -> list[Section]:
     return [Section("reached", "Steps to the target", how, drawn, [table], said)]
 
 
-def _tuning(tunings: Sequence[Any]) -> list[Section]:
+def _tuning(study: Study) -> list[Section]:
+    tunings, _ = read_tunings(study.folder, study.arms)
     how = (
         "Each arm chose its values on validation data, with seeds that are not compared: a dot is "
         "a seed, the line their mean, a ring the chosen value, a cross a value with which seeds "
@@ -231,7 +234,7 @@ def _tuning(tunings: Sequence[Any]) -> list[Section]:
     )
     drawn = [charts.tuning_chart(frame) for frame in tuning_frames(tunings)]
     table = Table("Chosen values", HEADS, [one.row for one in tunings], is_open=True)
-    return [Section("tuning", "Tuning", how, drawn, [table])]
+    return [Section("tuning", "Tuning", how, drawn, [table])] if tunings else []
 
 
 def _alone(study: Study, frame: pl.DataFrame) -> list[Section]:
@@ -270,11 +273,10 @@ def _doses(study: Study, frame: pl.DataFrame) -> list[Section]:
 
 
 def _curves(study: Study) -> Section:
+    arms = [arm.name for arm in study.arms]
     controls = [arm.name for arm in study.arms if arm.is_control]
-    is_control = pl.col("arm").cast(pl.String).is_in(controls)
-    few = is_control & ~pl.col("arm").cast(pl.String).is_in(controls[: MAX_CURVES // 4])
-    ordered = study.metrics.sort(pl.when(few).then(2).when(is_control).then(0).otherwise(1))
-    logged, notes = _first(ordered, MAX_CURVES)
+    ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *arms])
+    logged, notes = _first(study.metrics, MAX_CURVES, ordered)
     if logged.is_empty():
         return Section("curves", "Learning curves", "Nothing has been logged yet.")
     how = (
@@ -342,28 +344,24 @@ def _cost(study: Study, effort: Sequence[str]) -> Section:
 
 def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what JSON can hold
     """The runs as columns of the table that the script makes; repeated texts are written once."""
-    runs = study.all_runs
-    notes = (" ".join([run.reason, *((run.summary or {}).get("notes") or [])]) for run in runs)
+    runs, states = study.all_runs, list(study.states)
+    notes = [" ".join([run.reason, *((run.summary or {}).get("notes") or [])]) for run in runs]
+    texts = {note: place for place, note in enumerate(dict.fromkeys(notes))}
     numbers = [[run.number(key) for run in runs] for key in (*metrics, "time/step_ms")]
     return {
         "columns": [
             [run.name for run in runs],
             [place for place, arm in enumerate(study.arms) for _ in arm.runs],
             [run.seed if run.seed >= 0 else None for run in runs],
-            [run.state for run in runs],
+            [states.index(run.state) for run in runs],
             [run.done for run in runs],
             *([charts.short(number) for number in column] for column in numbers),
         ],
+        "states": states,
         "planned": [run.steps for run in runs],
-        "notes": _distinct(notes),
+        "notes": {"texts": list(texts), "at": [texts[note] for note in notes]},
         "shares": [5 + place for place, key in enumerate(metrics) if charts.is_share(key)],
     }
-
-
-def _distinct(texts: Iterable[str]) -> dict[str, Any]:  # Any: what JSON can hold
-    known: dict[str, int] = {}
-    places = [known.setdefault(text, len(known)) for text in texts]
-    return {"texts": list(known), "at": places}
 
 
 def _configs(arms: Sequence[Arm]) -> dict[str, Any]:  # Any: what JSON can hold

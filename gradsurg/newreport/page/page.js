@@ -2,12 +2,13 @@
 // Draws the charts (Vega-Lite, by vega-embed) and the table of runs; theme and updates of the page.
 const page = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement, byId = (id) => document.getElementById(id);
-const all = (css, within = document) => [...within.querySelectorAll(css)];
+const all = (css) => [...document.querySelectorAll(css)];
 const store = {
   get(key) { try { return JSON.parse(sessionStorage.getItem("gradsurg:" + key)); } catch { return null; } },
-  set(key, value) { try { sessionStorage.setItem("gradsurg:" + key, JSON.stringify(value)); } catch { /* private window */ } },
+  set(key, value) { try { sessionStorage.setItem("gradsurg:" + key, JSON.stringify(value)); } catch { /* a private window */ } },
 };
-const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches);
 
 // Text goes in as text nodes only: names come from files.
 function el(tag, attributes, ...children) {
@@ -18,110 +19,116 @@ function el(tag, attributes, ...children) {
 }
 
 async function draw(place) {
-  const number = place.dataset.chart, key = (name) => `${number}:${name}`;
-  const shade = (_, value) => (isDark() && page.dark[value]) || value;
-  const spec = JSON.parse(JSON.stringify(page.charts[number]), shade);
-  const inputs = (spec.params ?? []).filter((one) => one.bind && !one.select);
-  for (const one of inputs) {
-    const stored = store.get(key(one.name));
-    if (one.bind.options.includes(stored)) one.value = stored; // a choice outlives a reload and a change of theme
+  const number = place.dataset.chart, inputs = place.previousElementSibling, inner = el("div", { "aria-hidden": "true" });
+  const spec = JSON.parse(JSON.stringify(page.charts[number]), (_, value) => (isDark() && page.dark[value]) || value);
+  const bound = (spec.params ?? []).filter((one) => one.bind?.options);
+  for (const one of bound) { // a choice outlives a reload and a change of the theme
+    const stored = store.get(`${number}:${one.name}`);
+    if (one.bind.options.includes(stored)) one.value = stored;
   }
   Object.assign(spec.config, { background: null, axisY: { labelLimit: place.clientWidth < 480 ? 110 : 260 } });
-  if (root.clientWidth < 480) Object.assign(spec.config.legend, { columns: 1 });
+  if (place.clientWidth < 480) spec.config.legend.columns = 1;
   if (spec.layer || spec.mark) Object.assign(spec, { width: "container", autosize: { type: "fit-x", contains: "padding" } });
-  const inner = el("div", { "aria-hidden": "true" });
   place.replaceChildren(inner);
+  inputs.replaceChildren();
   // The interpreter of expressions works without eval, which the page's policy forbids.
-  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: place.previousElementSibling };
-  place.previousElementSibling.replaceChildren();
+  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: inputs, logLevel: 1 };
   const { view } = await vegaEmbed(inner, spec, { ...options, tooltip: { theme: isDark() ? "dark" : "light" } });
-  for (const one of inputs) view.addSignalListener(one.name, (name, value) => store.set(key(name), value));
+  for (const one of bound) view.addSignalListener(one.name, (name, value) => store.set(`${number}:${name}`, value));
 }
 
 let queue = Promise.resolve();
 function update() {
+  byId("theme").textContent = isDark() ? "Light theme" : "Dark theme";
   root.dataset.drawn = "";
   for (const place of all("[data-chart]")) queue = queue.then(() => draw(place));
   queue = queue.then(() => { root.dataset.drawn = "all"; });
 }
 
+function theme() {
+  const stored = store.get("theme");
+  if (stored) root.dataset.theme = stored;
+  byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; store.set("theme", root.dataset.theme); update(); });
+  prefersDark.addEventListener("change", update);
+}
+
 // The table of runs: filtered by text, state and arm; sorted by its heads. Missing numbers stay last.
+const { arms, common, configs } = page, { columns, planned, notes, shares, states } = page.runs, [names, homes, seeds, at, done] = columns;
+const MOST = 500, order = names.map((_, run) => run), heads = all("#runs thead th"), choices = ["find", "by-state", "by-arm"];
+let most = MOST;
+
+function cell(column, run) {
+  const value = columns[column][run];
+  if (column === 1) return arms[value];
+  if (column === 3) return states[value];
+  if (column === 4 && value !== planned[run]) return `${value} of ${planned[run]}`;
+  return value === null ? "\u2013" : shares.includes(column) ? `${(100 * value).toFixed(2)}%` : String(value);
+}
+
+function row(run) {
+  const name = names[run], note = notes.texts[notes.at[run]], [, ...cells] = columns.map((_, k) => el("td", { class: k > 3 || k === 2 ? "num" : "" }, cell(k, run)));
+  cells[2].replaceChildren(el("span", { class: `state ${states[at[run]]}` }, states[at[run]]), ...(note ? [el("span", { class: "reason" }, note)] : []));
+  const link = el("a", { href: `../${encodeURIComponent(name)}/config.yaml`, "aria-label": `config.yaml of ${name}` }, "config.yaml");
+  const button = el("button", { type: "button", "data-run": run, "aria-label": `Show the config of ${name}` }, "Show");
+  return el("tr", {}, el("th", { scope: "row" }, name), ...cells, el("td", { class: "links" }, link, button));
+}
+
+function fill() {
+  const [find, state, arm] = choices.map((id) => byId(id).value), words = find.toLowerCase().split(/\s+/).filter(Boolean);
+  const searched = (run) => `${names[run]} ${arms[homes[run]]} ${states[at[run]]} ${notes.texts[notes.at[run]]}`.toLowerCase();
+  const shown = order.filter((run) => (!state || states[at[run]] === state) && (!arm || homes[run] === +arm) && words.every((word) => searched(run).includes(word)));
+  document.querySelector("#runs tbody").replaceChildren(...shown.slice(0, most).map(row));
+  byId("shown").textContent = `${shown.length} of ${names.length} runs${shown.length > most ? `; the first ${most} are shown` : ""}`;
+  byId("next").hidden = shown.length <= most;
+}
+
+function sort(column, down) {
+  const text = column < 2 || column === 3, key = (run) => (text ? cell(column, run) : columns[column][run]);
+  const compare = (a, b) => (text ? a.localeCompare(b, "en", { numeric: true }) : a - b) * (down ? -1 : 1);
+  order.sort((a, b) => (key(a) === null) - (key(b) === null) || compare(key(a), key(b)));
+  for (const head of heads) head.removeAttribute("aria-sort");
+  heads[column].setAttribute("aria-sort", down ? "descending" : "ascending");
+  store.set("sort", [column, down]);
+}
+
+function showConfig(run) {
+  byId("config-name").textContent = `${names[run]}, seed ${seeds[run]}`;
+  byId("config").querySelector("pre").textContent = Object.entries({ ...common, ...configs[homes[run]] }).map((pair) => pair.join(": ")).join("\n");
+  byId("config").showModal();
+}
+
 function runs() {
-  const { columns, planned, notes, shares } = page.runs, { arms: armNames, common, configs } = page, [names, arms, , states, done] = columns;
-  const body = document.querySelector("#runs tbody"), heads = all("#runs thead th"), dialog = byId("config"), MOST = 500;
-  const why = (k) => notes.texts[notes.at[k]];
-  const number = (column, value) => (value === null ? "\u2013" : shares.includes(column) ? `${(100 * value).toFixed(2)}%` : String(value));
-  const searched = names.map((name, k) => `${name} ${armNames[arms[k]]} ${states[k]} ${why(k)}`.toLowerCase());
-  const order = names.map((_, k) => k);
-  let most = MOST;
-  const line = (k) => {
-    const cells = columns.map((values, c) => (c === 1 ? armNames[arms[k]] : c === 4 && done[k] !== planned[k] ? `${done[k]} of ${planned[k]}` : number(c, values[k])));
-    const row = cells.slice(1).map((text, c) => el("td", { class: c + 1 === 1 || c + 1 === 3 ? "" : "num" }, text));
-    row[2].replaceChildren(el("span", { class: `state ${states[k]}` }, states[k]), ...(why(k) ? [el("span", { class: "reason" }, why(k))] : []));
-    const show = el("button", { type: "button", "data-run": k, "aria-label": `Show the config of ${names[k]}` }, "Show");
-    const link = el("a", { href: `../${encodeURIComponent(names[k])}/config.yaml`, "aria-label": `config.yaml of ${names[k]}` }, "config.yaml");
-    return el("tr", {}, el("th", { scope: "row" }, cells[0]), ...row, el("td", { class: "links" }, link, show));
-  };
-  const fill = () => {
-    const words = byId("find").value.toLowerCase().split(/\s+/).filter(Boolean), state = byId("by-state").value, arm = byId("by-arm").value;
-    const shown = order.filter((k) => (!state || states[k] === state) && (!arm || arms[k] === +arm) && words.every((word) => searched[k].includes(word)));
-    body.replaceChildren(...shown.slice(0, most).map(line));
-    byId("shown").textContent = `${shown.length} of ${names.length} runs${shown.length > most ? `; the first ${most} are shown` : ""}`;
-    byId("next").hidden = shown.length <= most;
-  };
-  const sort = (place, down) => {
-    const values = place === 1 ? arms.map((arm) => armNames[arm]) : columns[place], sign = down ? -1 : 1;
-    const compare = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true }));
-    order.sort((a, b) => (values[a] === null) - (values[b] === null) || (values[a] === null ? 0 : sign * compare(values[a], values[b])));
-    for (const other of heads) other.removeAttribute("aria-sort");
-    heads[place].setAttribute("aria-sort", down ? "descending" : "ascending");
-    store.set("sort", [place, down]);
-  };
-  heads.slice(0, -1).forEach((head, place) => head.firstChild.addEventListener("click", () => { sort(place, head.getAttribute("aria-sort") === "ascending"); fill(); }));
-  for (const id of ["find", "by-state", "by-arm"]) {
+  byId("by-arm").append(...arms.map((name, place) => el("option", { value: place }, name)));
+  byId("by-state").append(...states.map((name) => el("option", {}, name)));
+  for (const id of choices) {
     const input = byId(id), stored = store.get(id);
     if (stored && (id === "find" || [...input.options].some((one) => one.value === stored))) input.value = stored;
     input.addEventListener("input", () => { store.set(id, input.value); most = MOST; fill(); });
   }
+  for (const [column, head] of heads.slice(0, -1).entries()) {
+    head.firstChild.addEventListener("click", () => { sort(column, head.getAttribute("aria-sort") === "ascending"); fill(); });
+  }
   byId("next").addEventListener("click", () => { most += MOST; fill(); });
-  body.addEventListener("click", (event) => {
-    const run = event.target.dataset.run;
-    if (run === undefined) return;
-    byId("config-name").textContent = `${names[run]}, seed ${columns[2][run]}`;
-    dialog.querySelector("pre").textContent = Object.entries({ ...common, ...configs[arms[run]] }).map((pair) => pair.join(": ")).join("\n");
-    dialog.showModal();
-  });
-  byId("config-close").addEventListener("click", () => dialog.close());
-  const [place, down] = store.get("sort") ?? [];
-  if (heads[place]) sort(place, down);
+  byId("runs").addEventListener("click", ({ target }) => { if (target.dataset.run) showConfig(+target.dataset.run); });
+  byId("config-close").addEventListener("click", () => byId("config").close());
+  const [column, down] = store.get("sort") ?? [];
+  if (heads[column + 1]) sort(column, down);
   fill();
-}
-
-function theme() {
-  const button = byId("theme"), name = () => { button.textContent = isDark() ? "Light theme" : "Dark theme"; };
-  const stored = store.get("theme");
-  if (stored) root.dataset.theme = stored;
-  button.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; store.set("theme", root.dataset.theme); name(); update(); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { name(); update(); });
-  name();
 }
 
 // A page from a file cannot ask for changes: in watch mode it reloads, unless someone is using it.
 function watch() {
-  if (!page.refresh) return;
   const pause = byId("pause"), paused = () => pause.getAttribute("aria-pressed") === "true";
-  const set = (on) => { pause.setAttribute("aria-pressed", String(on)); pause.textContent = on ? "Resume updates" : "Pause updates"; store.set("paused", on); };
+  const set = (on) => { pause.setAttribute("aria-pressed", on); pause.textContent = on ? "Resume updates" : "Pause updates"; store.set("paused", on); };
   pause.hidden = false;
   set(store.get("paused") === true);
   pause.addEventListener("click", () => set(!paused()));
   const busy = () => paused() || document.hidden || byId("config").open || document.activeElement.matches("input, select, summary") || document.querySelector("#vg-tooltip-element.visible");
   history.scrollRestoration = "manual";
-  const restore = () => scrollTo({ top: store.get("scroll") ?? 0, behavior: "instant" });
-  restore();
-  const reached = scrollY;
-  // The page grows while its charts are drawn: the old position may be out of reach before, and a reload would lose it.
+  const top = store.get("scroll") ?? 0;
+  // The page grows while its charts are drawn: the old position may be out of reach before.
   queue.then(() => {
-    if (scrollY === reached) restore();
+    scrollTo({ top, behavior: "instant" });
     addEventListener("pagehide", () => store.set("scroll", scrollY));
     setInterval(() => { if (!busy()) location.reload(); }, 1000 * page.refresh);
   });
@@ -130,4 +137,4 @@ function watch() {
 theme();
 runs();
 update();
-watch();
+if (page.refresh) watch();
