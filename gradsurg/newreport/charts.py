@@ -274,7 +274,7 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
         alt.Y(f"{name}:Q", title=label_of(metric), scale=scale)
         for name in ("score", "mean", "shown")
     )
-    base, tips = alt.Chart(inline(means)), ["arm:N", "value", "mean:Q", "diverged:Q"]
+    base, tips = alt.Chart(inline(means)), ["arm:N", "value:N", *_tips("mean", "diverged")]
     shape = _when("datum.diverged > 0", "cross", "circle")
     seeds = alt.Chart(inline(rows)).mark_point(size=18, filled=True, opacity=0.55, clip=True)
     chosen = base.transform_filter("datum.is_chosen").mark_point(size=170)
@@ -360,8 +360,9 @@ def curve_frames(metrics: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         rows = metrics.select("run", "arm", named, "seed", "state", "step", value)
         rows = rows.drop_nulls("value").unique(["run", "step"], maintain_order=True)
         place = pl.col("step").rank("dense").over("arm").cast(pl.Int64) - 1
-        part = place * (MAX_STEPS - 1) // pl.max_horizontal(place.max().over("arm"), MAX_STEPS - 1)
-        rows = rows.filter((place == 0) | (part != part.shift().over("run")))
+        last = pl.max_horizontal(place.max().over("arm"), MAX_STEPS - 1)
+        parts = [(place - k) * (MAX_STEPS - 1) // last for k in (0, 1)]
+        rows = rows.filter((place == 0) | (parts[0] > parts[1]))
         seeds.append(rows.drop("run"))
         means.append(_means(rows.filter(pl.col("state") != "diverged")))
     return pl.concat(means), pl.concat(seeds)
@@ -408,9 +409,11 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
     means, seeds = curve_frames(metrics)
     arms = sorted(means["arm"].unique(maintain_order=True), key=lambda arm: arm in controls)
     names = means["metric"].unique(maintain_order=True).to_list()
-    of_metric = {name: means.filter(pl.col("metric") == name)["mean"] for name in names}
+    ends = means.unpivot(["mean", "low", "high"], index="metric").drop_nulls()
+    drawn = {name: ends.filter(pl.col("metric") == name)["value"] for name in names}
+    scales = ("linear", "log")
     limits = {
-        name: {scale: curve_limits(of_metric[name], scale == "log") for scale in ("linear", "log")}
+        name: {scale: curve_limits(drawn[name], scale == "log") for scale in scales}
         for name in names
     }
     chart = _curve_layers(means, seeds, _looks(arms, [arm in controls for arm in arms]))

@@ -89,7 +89,7 @@ def page(
     `effort` sentences on time and hardware.
     """
     built = [
-        *(_outcome(study, frame) if len(frame) else []),
+        *_outcome(frame),
         *_best(study),
         *_reached(study),
         *_tuning(study),
@@ -179,7 +179,7 @@ def _first(
     return frame.filter(pl.col("arm").is_in(every[:most])), [note] * (len(every) > most)
 
 
-def _outcome(study: Study, frame: pl.DataFrame) -> list[Section]:
+def _outcome(frame: pl.DataFrame) -> list[Section]:
     how = (
         "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the exact "
         "sign-flip test (dashed: too few seeds for a test, the range instead), and each seed as a "
@@ -187,7 +187,11 @@ def _outcome(study: Study, frame: pl.DataFrame) -> list[Section]:
         "averaged. The verdict is that of p, and of q where there are several arms; median, t "
         "interval and effect size (the mean over the standard deviation) are details."
     )
-    shown, notes = _first(frame.filter(pl.col("difference").is_not_null()), MAX_DRAWN)
+    known = pl.col("difference").is_not_null()
+    frame = frame.filter(known | ~pl.col("not_compared").str.contains("without a control"))
+    if frame.is_empty():
+        return []
+    shown, notes = _first(frame.filter(known), MAX_DRAWN)
     numbers = []
     for (metric,), rows in frame.group_by("metric", maintain_order=True):
         caption = f"Differences in {title(str(metric))}" if metric else "Arms without an outcome"

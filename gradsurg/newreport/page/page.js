@@ -32,7 +32,7 @@ async function draw(place) {
   place.replaceChildren(inner);
   inputs.replaceChildren();
   // The interpreter of expressions works without eval, which the page's policy forbids.
-  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: inputs, logLevel: 1 };
+  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: inputs };
   const { view } = await vegaEmbed(inner, spec, { ...options, tooltip: { theme: isDark() ? "dark" : "light" } });
   for (const one of bound) view.addSignalListener(one.name, (name, value) => store.set(`${number}:${name}`, value));
 }
@@ -54,7 +54,8 @@ function theme() {
 
 // The table of runs: filtered by text, state and arm; sorted by its heads. Missing numbers stay last.
 const { arms, common, configs } = page, { columns, planned, notes, shares, states } = page.runs, [names, homes, seeds, at, done] = columns;
-const MOST = 500, order = names.map((_, run) => run), heads = all("#runs thead th"), choices = ["find", "by-state", "by-arm"];
+const MOST = 500;
+const order = names.map((_, run) => run), heads = all("#runs thead th"), choices = ["find", "by-state", "by-arm"];
 let most = MOST;
 
 function cell(column, run) {

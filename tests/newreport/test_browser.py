@@ -1,0 +1,336 @@
+"""The page in a real browser, from disk, without a network."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsurg.newreport.export import write_report
+from gradsurg.newreport.study import read_study
+from tests.newreport import studies
+from tests.newreport.browser import browser, missing, prefer, resized, screenshot
+
+KEPT = Path(__file__).parents[2] / "report"  # what CI keeps
+AXE = "axe_core_python"
+RUN_AXE = """
+const done = arguments[0];
+axe.run().then((found) => done(found.violations.map((one) =>
+  [one.impact, one.id, one.nodes.length, one.nodes[0].html.slice(0, 300)])));
+"""
+SCROLL_TO_THE_END = """
+if (document.documentElement.dataset.drawn !== "all") return 0;
+scrollTo({top: document.body.scrollHeight, behavior: "instant"});
+return scrollY;
+"""
+ENTER, RIGHT, DOWN, SPACE = "\ue007", "\ue014", "\ue015", " "
+NONE = "\u2013"  # for a missing number
+SCHEMES = ("light", "dark")
+Driver = Any  # selenium is imported where it is
+
+LACKING = missing() or "".join(
+    f"there is no {name} (pip install -e '.[test]')"
+    for name in ("selenium", AXE)
+    if find_spec(name) is None
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(LACKING), reason=LACKING or "all there"),
+    # selenium leaves sockets of its own to the garbage collector
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def written(study: Path, refresh: float | None = None) -> Path:
+    return write_report(read_study(study), study / "report", refresh, figures=False)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    study = studies.mixed(tmp_path_factory.mktemp("runs") / "first")
+    for value in (0.001, 0.1):
+        controls = [path.name for path in sorted(study.glob("none-seed*"))]
+        for seed, control in enumerate(controls):
+            studies.whole(study, "clip", seed, 0.7 + value, control, value=value)
+    return written(study)
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Driver]:
+    with browser(1280, 900) as driver:
+        yield driver
+
+
+@pytest.fixture
+def opened(window: Driver, page: Path) -> Iterator[Driver]:
+    """The page, fresh; at the end nothing may have gone wrong in it."""
+    resized(window, 1280)
+    prefer(window, "light")
+    window.get(page.as_uri())
+    window.execute_script("sessionStorage.clear()")
+    window.get(page.as_uri())
+    drawn(window)
+    yield window
+    window.execute_script("sessionStorage.clear()")
+    assert errors(window) == []
+
+
+def errors(driver: Driver) -> list[str]:
+    """Errors in the console. Vega-Lite warns that a chart with rows of one height fits in width."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def all_of(driver: Driver, css: str) -> list[Any]:
+    return driver.find_elements("css selector", css)
+
+
+def one(driver: Driver, css: str) -> Any:
+    (found,) = all_of(driver, css)
+    return found
+
+
+def texts(driver: Driver, css: str) -> list[str]:
+    return [found.text for found in all_of(driver, css)]
+
+
+def drawn(driver: Driver) -> None:
+    """Wait until all charts are drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    state = "return document.documentElement.dataset.drawn"
+    WebDriverWait(driver, 60).until(lambda one: one.execute_script(state) == "all")
+
+
+def opened_study(driver: Driver, study: Path) -> None:
+    driver.get(written(study).as_uri())
+    drawn(driver)
+
+
+def marks(driver: Driver, section: str, mark: str) -> list[Any]:
+    """The drawn items of one kind of mark in the charts of a section."""
+    drawn(driver)
+    return all_of(driver, f"#{section} svg .mark-{mark}.role-mark path")
+
+
+def input_of(driver: Driver, section: str, name: str) -> Any:
+    return all_of(driver, f"#{section} .inputs select[name={name}]")[0]
+
+
+@pytest.mark.full
+def test_the_network_is_off(window: Driver) -> None:
+    from selenium.common.exceptions import WebDriverException
+
+    with pytest.raises(WebDriverException, match="ERR_"):
+        window.get("http://127.0.0.1:9/")
+    window.get_log("browser")  # the refusal is in it
+
+
+@pytest.mark.full
+def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "index.html"
+    text = page.read_text(encoding="utf-8").replace("\nruns();\n", "\nruns();\nnowhere();\n")
+    broken.write_text(text, encoding="utf-8")
+    window.get(broken.as_uri())
+    assert "nowhere is not defined" in str(errors(window))
+
+
+def test_every_section_has_its_chart_and_its_table(opened: Driver) -> None:
+    assert one(opened, "h1").text == "first"
+    assert len(all_of(opened, "#outcome > .scroll tbody tr")) == 5
+    assert len(marks(opened, "outcome", "symbol")) == 4
+    assert len(marks(opened, "curves", "line")) >= 5
+    assert len(marks(opened, "doses", "symbol")) == 3
+    assert len(marks(opened, "effects", "rect")) > 2 * 4
+    assert len(marks(opened, "cost", "symbol")) == 4
+    assert len(all_of(opened, "#cost tbody tr")) == 4
+    assert len(all_of(opened, "#runs tbody tr")) == 19
+
+
+def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Driver) -> None:
+    from selenium.webdriver import ActionChains
+
+    point = marks(opened, "outcome", "symbol")[0]
+    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
+    ActionChains(opened).move_to_element(point).perform()
+    assert "-19.9" in one(opened, "#vg-tooltip-element").text.replace("\u2212", "-")
+    one(opened, "#curves details:last-of-type summary").send_keys(ENTER)
+    first = texts(opened, "#curves details[open] tbody tr")[0]
+    assert first == "clip 0.001 train loss 0.1 0.05 0.03333 0.025 3"
+
+
+@pytest.mark.full
+def test_metric_scale_and_arm_are_chosen_by_the_keyboard_and_outlive_a_reload(
+    opened: Driver,
+) -> None:
+    def labels(section: str) -> str:
+        drawn(opened)
+        return all_of(opened, f"#{section} .chart")[0].text
+
+    before = labels("outcome")
+    assert "test accuracy (pp)" in before
+    input_of(opened, "outcome", "metric").send_keys(DOWN)
+    assert labels("outcome") != before
+    lines = len(marks(opened, "curves", "line"))
+    input_of(opened, "curves", "arm").send_keys(DOWN)
+    input_of(opened, "curves", "scale").send_keys(DOWN)
+    assert "train loss (log scale)" in labels("curves")
+    assert len(marks(opened, "curves", "line")) == lines + 3
+    for name, value in (("arm", "clip 0.001"), ("scale", "log")):
+        assert input_of(opened, "curves", name).get_attribute("value") == value
+    measure = labels("effects")
+    input_of(opened, "effects", "measure").send_keys(DOWN)
+    assert labels("effects") != measure
+    opened.refresh()
+    assert "train loss (log scale)" in labels("curves")
+    assert input_of(opened, "effects", "measure").get_attribute("value") == "norm ratio"
+
+
+@pytest.mark.full
+def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Driver) -> None:
+    button = one(opened, "#runs th:nth-child(6) button")
+    for order in ("ascending", "descending"):
+        button.send_keys(ENTER)
+        assert one(opened, "#runs th:nth-child(6)").get_attribute("aria-sort") == order
+        shown = texts(opened, "#runs tbody td:nth-child(6)")
+        numbers = [float(text.rstrip("%")) for text in shown if text != NONE]
+        assert numbers == sorted(numbers, reverse=order == "descending")
+        assert len(set(numbers)) > 3
+        assert shown[len(numbers) :] == [NONE] * 5
+    opened.refresh()
+    drawn(opened)
+    assert texts(opened, "#runs tbody td:nth-child(6)") == shown
+
+
+def test_runs_are_filtered_by_text_by_state_and_by_arm(opened: Driver) -> None:
+    find = one(opened, "#find")
+    find.send_keys("noise room")
+    (line,) = texts(opened, "#runs tbody tr")
+    assert one(opened, "#shown").text == "1 of 19 runs"
+    assert "<b>no</b> room" in line
+    find.clear()
+    find.send_keys(" ")
+    one(opened, "#by-state").send_keys("diverged")
+    (line,) = texts(opened, "#runs tbody tr")
+    assert "train/loss was nan at step 20 of 40" in line
+    one(opened, "#by-state").send_keys("all states")
+    one(opened, "#by-arm").send_keys("zero")
+    assert [text.split()[1] for text in texts(opened, "#runs tbody tr")] == ["zero"] * 3
+
+
+@pytest.mark.full
+def test_of_very_many_runs_500_are_shown_at_a_time(window: Driver, page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("const MOST = 500", "const MOST = 10")
+    file = page.with_name("few.html")
+    file.write_text(text, encoding="utf-8")
+    window.get(file.as_uri())
+    drawn(window)
+    window.execute_script("sessionStorage.clear()")
+    assert one(window, "#shown").text == "19 of 19 runs; the first 10 are shown"
+    assert len(all_of(window, "#runs tbody tr")) == 10
+    one(window, "#next").send_keys(ENTER)
+    assert len(all_of(window, "#runs tbody tr")) == 19
+    assert not one(window, "#next").is_displayed()
+
+
+def test_a_config_is_linked_and_shown_in_a_dialog(opened: Driver, page: Path) -> None:
+    first = all_of(opened, "#runs tbody tr")[0]
+    link = first.find_element("css selector", "a").get_attribute("href")
+    file = Path(link.removeprefix("file://"))
+    assert file.is_file()
+    assert file.parent.parent == page.parents[1]
+    first.find_element("css selector", "button").click()
+    lines = one(opened, "dialog[open] pre").text.splitlines()
+    assert {"model.name: mlp", "transform.clip.value: 0.001"} <= set(lines)
+    one(opened, "#config-close").click()
+    assert all_of(opened, "dialog[open]") == []
+
+
+@pytest.mark.full
+def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def background() -> str:
+        return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    def line() -> str:
+        return marks(opened, "curves", "line")[0].value_of_css_property("stroke")
+
+    light, treated = background(), line()
+    prefer(opened, "dark")
+    assert light != background()
+    redrawn = WebDriverWait(opened, 60, ignored_exceptions=[StaleElementReferenceException])
+    redrawn.until(lambda _: line() != treated)  # the event comes later
+    one(opened, "#theme").click()
+    assert background() == light
+    opened.refresh()
+    assert background() == light  # what was chosen is kept
+    assert line() == treated
+
+
+IN_THE_GATE = (studies.mixed, 390, "light")
+
+
+def clashing(folder: Path) -> Path:
+    """Eight tasks in conflict."""
+    return studies.clashing(folder, 8)
+
+
+@pytest.mark.parametrize(
+    ("study", "width", "scheme"),
+    [
+        pytest.param(
+            study, width, scheme, marks=[pytest.mark.full] * ((study, width, scheme) != IN_THE_GATE)
+        )
+        for study, width, scheme in (
+            *((studies.mixed, width, scheme) for width in (1280, 390) for scheme in SCHEMES),
+            *((study, 390, "light") for study in (studies.chain, studies.toy, clashing)),
+            *((study, 1280, "dark") for study in (studies.chain, studies.toy, clashing)),
+        )
+    ],
+)
+def test_there_is_no_serious_fault_of_access(
+    window: Driver, tmp_path: Path, study: Callable[[Path], Path], width: int, scheme: str
+) -> None:
+    import axe_core_python
+
+    resized(window, width)
+    prefer(window, scheme)
+    opened_study(window, study(tmp_path / "study"))
+    screenshot(window, KEPT / f"{study.__name__}-{width}-{scheme}.png")
+    assert window.execute_script("return document.documentElement.scrollWidth") <= width
+    window.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    script = Path(axe_core_python.__path__[0]) / "axe.min.js"
+    window.execute_script(script.read_text(encoding="utf-8"))
+    found = window.execute_async_script(RUN_AXE)
+    assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+    assert errors(window) == []
+    # the check sees a fault where there is one
+    pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
+    window.execute_script(pale)
+    assert "color-contrast" in str(window.execute_async_script(RUN_AXE))
+
+
+@pytest.mark.full
+def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
+    window: Driver, tmp_path: Path
+) -> None:
+    from selenium.common.exceptions import WebDriverException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    study = studies.mixed(tmp_path / "first")
+    file = written(study, refresh=0.3)
+    text = file.read_text(encoding="utf-8")
+    window.get(file.as_uri())
+    # one script each: between two, and during one, the page may be gone
+    wait = WebDriverWait(window, 60, ignored_exceptions=[WebDriverException])
+    bottom = wait.until(lambda driver: driver.execute_script(SCROLL_TO_THE_END))
+    file.write_text(text.replace("<h1>first", "<h1>second"), encoding="utf-8")
+    seen = "return [document.querySelector('h1').textContent, scrollY]"
+    wait.until(lambda driver: driver.execute_script(seen) == ["second", bottom])
+    window.execute_script("document.getElementById('pause').click(); window.here = true")
+    file.write_text(text, encoding="utf-8")
+    window.execute_async_script("setTimeout(arguments[0], 1000)")
+    assert window.execute_script("return window.here") is True
+    window.execute_script("sessionStorage.clear()")
