@@ -1,98 +1,145 @@
-"""Benchmark time and memory of `python -m gradsurg.report` on 200 synthetic runs of 1000 steps."""
+"""Measure time and memory of `python -m gradsurg.report` on synthetic studies.
 
+python scripts/bench_report.py [RUNSxSTEPS ...]    by default 200x1000, 2000x20 and 10000x20
+python scripts/bench_report.py --make FOLDER RUNSxSTEPS    write the study alone
+"""
+
+import json
 import os
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
 
 from gradsurg.effects.tables import aligned
-from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import directory_name
 
-ARMS, SEEDS, STEPS, EFFECTS_EVERY = 20, 10, 1000, 10
+SEEDS, ROWS_OF_EFFECTS = 10, 100
 SITES = [f"hidden.{layer}.linear.{kind}" for layer in range(3) for kind in ("weight", "bias")]
-MAX_SECONDS, MAX_MB, MAX_PAGE_MB = 10, 1000, 3
+SIZES = ("200x1000", "2000x20", "10000x20")
+MAX_CPU, MAX_MB, MAX_PAGE_MB = 30, 1000, 3
+CONFIG = {
+    "gradsurg": "0.1.0",
+    "torch": "2.13",
+    "batch_size": 64,
+    "device": "cpu",
+    "optimizer": {"name": "SGD", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
+    "schedule": {"name": "constant"},
+    "accumulate": 1,
+    "precision": "float32",
+    "model": {"name": "mlp", "hidden": [64, 64], "activation": "relu", "dropout": 0.0},
+    "task": {"name": "digits", "test_fraction": 0.25, "split_seed": 0, "label_noise": 0.0},
+    "site": {"name": "parameters", "pattern": "*", "types": "*", "depth": None, "stage": None},
+    "when": {"name": "steps", "start": 0, "stop": None, "every": 1},
+    "sources": {},
+}
 
 
-def table() -> str:
-    """Return three measurements with their bounds."""
-    with TemporaryDirectory() as folder:
-        study = Path(folder) / "first"
-        make(study)
-        began = perf_counter()
-        command = [sys.executable, "-m", "gradsurg.report", str(study)]
-        # waited for by hand: only so are the child's own memory and exit code told together
-        process = os.posix_spawn(
-            sys.executable,
-            command,
-            os.environ,
-            file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
-        )
-        _, status, usage = os.wait4(process, 0)
-        seconds = perf_counter() - began
-        if status:
-            raise RuntimeError(
-                f"the report ended with exit code {os.waitstatus_to_exitcode(status)}"
-            )
-        page = (study / "report" / "index.html").stat().st_size / 1e6
-    memory = usage.ru_maxrss / 1000
-    return aligned(
-        [
-            ["200 runs of 1000 steps", "found", "bound"],
-            ["seconds", f"{seconds:.1f}", f"{MAX_SECONDS}"],
-            ["seconds of CPU", f"{usage.ru_utime + usage.ru_stime:.1f}", ""],
-            ["peak memory, MB", f"{memory:.0f}", f"{MAX_MB}"],
-            ["page, MB", f"{page:.2f}", f"{MAX_PAGE_MB}"],
-        ]
+def table(sizes: Sequence[str] = SIZES[:1]) -> str:
+    """Return the measurements of one study of each size (as `200x1000`), with their bounds."""
+    rows = [["study", "seconds of CPU", "peak memory, MB", "page, MB"]]
+    for size in sizes:
+        with TemporaryDirectory() as folder:
+            study = Path(folder) / "first"
+            make(study, *map(int, size.split("x")))
+            rows.append([size, *measured(study)])
+    return aligned([*rows, ["bound", f"{MAX_CPU}", f"{MAX_MB}", f"{MAX_PAGE_MB}"]])
+
+
+def measured(study: Path) -> list[str]:
+    """Report on a study in a process of its own; return its CPU, memory and page."""
+    package = os.environ.get("BENCH_REPORT_MODULE", "gradsurg.report")
+    # waited for by hand: only so are the child's own memory and exit code told together
+    process = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", package, str(study)],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
     )
+    _, status, usage = os.wait4(process, 0)
+    if status:
+        raise RuntimeError(f"the report ended with exit code {os.waitstatus_to_exitcode(status)}")
+    page = (study / "report" / "index.html").stat().st_size / 1e6
+    cpu = usage.ru_utime + usage.ru_stime
+    return [f"{cpu:.1f}", f"{usage.ru_maxrss / 1000:.0f}", f"{page:.2f}"]
 
 
-def make(study: Path) -> None:
-    """Write the run files of one control and nineteen strengths of clipping."""
+def make(study: Path, runs: int, steps: int) -> None:
+    """Write the run files of one control and `runs / 10 - 1` strengths of clipping."""
     numbers = random.Random(0)
     for seed in range(SEEDS):
-        names = []
-        for arm in range(ARMS):
-            config: dict[str, object] = {"seed": seed, "steps": STEPS, "model": {"name": "mlp"}}
-            if arm:
-                config["transform"] = {"clip": {"name": "clip", "value": 0.001 * arm}}
+        control = None
+        for arm in range(runs // SEEDS):
             label = "clip" if arm else "none"
-            names.append(directory_name(f"{label}-seed{seed}", config))
-            facts: dict[str, object] = {
-                "study": "first",
+            config: dict[str, object] = {**CONFIG, "seed": seed, "steps": steps}
+            if arm:
+                config |= {"transform": {"clip": {"name": "clip", "value": 0.001 * arm}}}
+            name = directory_name(f"{label}-seed{seed}", config)
+            facts = {
+                "study": study.name,
                 "arm": "treated" if arm else "control",
                 "label": label,
+                "seed": seed,
+                "steps": steps,
+                "control": control,
             }
-            facts |= {"seed": seed, "steps": STEPS, "control": names[0] if arm else None}
-            _write(RunDirectory(study / names[-1]), facts, config, numbers)
+            control = control or name
+            _write(study / name, facts, config, steps, numbers)
 
 
 def _write(
-    place: RunDirectory, facts: dict[str, object], config: dict[str, object], n: random.Random
+    folder: Path,
+    facts: dict[str, object],
+    config: dict[str, object],
+    steps: int,
+    numbers: random.Random,
 ) -> None:
-    place.plan(facts, config)
-    lines = [{"step": step, "train/loss": 2 / step + n.random()} for step in range(1, STEPS + 1)]
-    for line in lines:
-        place.append_metrics(line)
-    names = ("norm_before", "norm_after", "cosine", "changed", "flipped", "zeroed", "distance")
-    counts = {"seen": EFFECTS_EVERY, "calls": EFFECTS_EVERY, "sampled": 1, "nonfinite": 0}
-    place.append_effects(
-        {"step": step, "transform": facts["label"], "site": site, **counts}
-        | {name: n.random() for name in names}
-        for step in range(EFFECTS_EVERY, STEPS + 1, EFFECTS_EVERY)
-        for site in SITES
-    )
+    folder.mkdir(parents=True)
     outcome = {
-        f"{part}/{name}": n.random() for part in ("train", "test") for name in ("loss", "accuracy")
+        f"{part}/{name}": numbers.random()
+        for part in ("train", "test")
+        for name in ("loss", "accuracy")
     }
-    place.write_summary(
-        {"state": "finished", **facts, **outcome}
-        | {"time/step_ms": 1 + n.random(), "time/measured_step_ms": 2.0, "effects_every": 10}
-        | {"notes": []}
-    )
+    times = {"time/step_ms": 1 + numbers.random(), "time/measured_step_ms": 2.0}
+    summary = {"state": "finished", **facts, **outcome, **times, "effects_every": 10, "notes": []}
+    files = {
+        "config.yaml": "\n".join(_yaml(config)),
+        "run.json": json.dumps(facts, indent=2),
+        "metrics.jsonl": "".join(
+            f'{{"step":{step},"train/loss":{2 / step + numbers.random()}}}\n'
+            for step in range(1, steps + 1)
+        ),
+        "effects.jsonl": "".join(_effects(str(facts["label"]), steps, numbers)),
+        "summary.json": json.dumps(summary, indent=2),
+    }
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def _yaml(content: dict[str, object], indent: str = "") -> Iterator[str]:
+    """The lines of a config: a mapping in lines of its own, any other value as JSON."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _yaml(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {json.dumps(value)}"
+
+
+def _effects(label: str, steps: int, numbers: random.Random) -> Iterator[str]:
+    every = max(10, steps // ROWS_OF_EFFECTS)
+    names = ("norm_before", "norm_after", "cosine", "changed", "flipped", "zeroed", "distance")
+    counts = f'"seen":{every},"calls":{every},"sampled":1,"nonfinite":0'
+    for step in range(every, steps + 1, every):
+        for site in SITES:
+            values = ",".join(f'"{name}":{numbers.random():.6f}' for name in names)
+            start = f'{{"step":{step},"transform":"{label}","site":"{site}"'
+            yield f"{start},{counts},{values}}}\n"
 
 
 if __name__ == "__main__":
-    print(table())
+    if sys.argv[1:2] == ["--make"]:
+        make(Path(sys.argv[2]), *map(int, sys.argv[3].split("x")))
+    else:
+        print(table(sys.argv[1:] or SIZES))
