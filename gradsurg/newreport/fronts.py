@@ -1,0 +1,333 @@
+"""The trade-off between tasks: arms by their means in each task, and trajectories over losses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from json import dumps
+from math import isfinite
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from gradsurg.effects.numbers import TASK_METRICS
+from gradsurg.newreport.arms import SPLIT, group
+from gradsurg.newreport.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choice, finished, inline
+from gradsurg.newreport.load import LoadedRun, canonical
+from gradsurg.newreport.study import Study
+from gradsurg.newreport.wording import is_share, value
+from gradsurg.stats import t_critical
+from gradsurg.training.run_directory import LANDSCAPE
+from gradsurg.training.run_reader import BrokenFile, read_json
+
+MAX_PAIRS, MAX_ARMS = 6, 12
+WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
+LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
+SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
+"""The metrics that are better lower (1) or higher (-1); of others this is not known."""
+X1, X2 = "test/x1", "test/x2"
+MAX_PLACES, LEVELS = 100, 15
+PARETO, END = "#cc79a7", "#e69f00"
+MEAN = "mean of the losses"
+HOW_WAYS = (
+    "Trajectories of an arm from all starts over a loss, by rank among all places, dark is "
+    "low; the thick line is the Pareto set."
+)
+HOW = (
+    "Each arm in two tasks: its runs, and their mean with its 95 % t interval. Filled: no arm is "
+    "better in one task and no worse in the others; the numbers of the arms are those of the table."
+)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A metric of every task, and the arms that were trained on these tasks.
+
+    `arms` has for each arm its number, name, runs, the arms that dominate it, and for each task
+    mean, low and high; `runs` the values themselves. An arm is dominated by those whose means are
+    no worse in any task and in one better, by more than a thousandth of the range of the arms.
+    """
+
+    task: str
+    metric: str
+    names: list[str]
+    arms: pl.DataFrame
+    runs: pl.DataFrame
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return list(combinations(self.names, 2))
+
+
+def fronts(study: Study) -> list[Front]:
+    """Return one for each task of several losses that two arms have, and for each metric."""
+    by_task: dict[str, list[tuple[str, bool, LoadedRun]]] = {}
+    for arm in study.arms:
+        for run in arm.whole:
+            names = _names(run)
+            if len(names) > 1:
+                key = canonical([_task(run), names])
+                by_task.setdefault(key, []).append((arm.name, arm.is_control, run))
+    found = []
+    for members in by_task.values():
+        names = _names(members[0][2])
+        task = _task(members[0][2])
+        for metric in SIGNS:
+            rows = [
+                {"arm": arm, "control": control, "seed": run.seed}
+                | {name: run.number(f"test/{metric}_{name}") for name in names}
+                for arm, control, run in members
+            ]
+            runs = pl.DataFrame(rows).drop_nulls(names)
+            if runs["arm"].n_unique() > 1:
+                title = str(task.get("name") or task.get("_target_") or "")
+                found.append(Front(title, metric, names, _ranked(runs, names, metric), runs))
+    return found
+
+
+def _names(run: LoadedRun) -> list[str]:
+    """The names of the tasks, as in the keys of their losses."""
+    begins = "test/loss_"
+    return [key.removeprefix(begins) for key in run.summary or {} if key.startswith(begins)]
+
+
+def _task(run: LoadedRun) -> dict[str, Any]:  # Any: YAML's values
+    """The fields of the task without its start and its split."""
+    task = (run.config or {}).get("task")
+    items = task.items() if isinstance(task, Mapping) else ()
+    return {key: item for key, item in items if key not in ("start", SPLIT)}
+
+
+def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFrame:
+    """The means of the arms with their intervals, and the arms that dominate each."""
+    reach = {n: t_critical(n) / n**0.5 for n in range(3, len(runs) + 1)}
+    half = pl.len().replace_strict(reach, default=None, return_dtype=pl.Float64)
+    ends = [(pl.col(name).std() * half).alias(f"{name} half") for name in names]
+    means = runs.group_by("arm", "control", maintain_order=True)
+    arms = means.agg(pl.len().alias("n"), pl.col(names).mean(), *ends)
+    costs = dict(zip(arms["arm"], arms.select(pl.col(names) * SIGNS[metric]).rows(), strict=True))
+    gaps = [LEAST * (max(column) - min(column)) for column in zip(*costs.values(), strict=True)]
+
+    def dominates(theirs: Sequence[float], own: Sequence[float]) -> bool:
+        less = any(a < b - gap for a, b, gap in zip(theirs, own, gaps, strict=True))
+        return less and all(a <= b for a, b in zip(theirs, own, strict=True))
+
+    beaten = [[arm for arm, one in costs.items() if dominates(one, own)] for own in costs.values()]
+    by = pl.Series("dominated by", beaten, dtype=pl.List(pl.String))
+    return arms.with_row_index("number", 1).with_columns(by)
+
+
+def front_chart(front: Front, first: str, second: str) -> alt.LayerChart:
+    """Two tasks: each run, and each arm's mean with its intervals."""
+    names = {"x": first, "y": second}
+    arms = front.arms.select(
+        "number",
+        "arm",
+        "control",
+        pl.col("dominated by").list.len().eq(0).alias("best"),
+        **names,
+        **{f"{axis}_low": pl.col(name) - pl.col(f"{name} half") for axis, name in names.items()},
+        **{f"{axis}_high": pl.col(name) + pl.col(f"{name} half") for axis, name in names.items()},
+    )
+    x, y = (_axis(front, axis, name) for axis, name in names.items())
+    color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
+    runs = alt.Chart(inline(front.runs.select("control", **names))).encode(x, y, color=color)
+    means = alt.Chart(inline(arms)).encode(x, y, color=color, tooltip=["arm:N", "x:Q", "y:Q"])
+    chart = alt.layer(
+        runs.mark_circle(size=16, opacity=0.4),
+        means.mark_rule(clip=True).encode(alt.X("x_low:Q"), alt.X2("x_high")),
+        means.mark_rule(clip=True).encode(alt.Y("y_low:Q"), alt.Y2("y_high")),
+        means.mark_point(size=70, opacity=1, fill=PAPER, strokeWidth=2),
+        means.transform_filter("datum.best").mark_circle(size=70, opacity=1),
+        means.mark_text(align="left", dx=7, dy=-7).encode(text="number:N", color=alt.value(INK)),
+    )
+    better = "lower left" if SIGNS[front.metric] > 0 else "upper right"
+    return finished(chart, f"{second} over {first}", 300, f"{better} is better")
+
+
+def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
+    """An axis with room for all runs, by logarithms where it is wide."""
+    seen = front.runs[name]
+    low, high = float(seen.min()), float(seen.max())
+    by_log = low > 0 and high >= WIDE * low
+    room = 0.08 * ((high - low) or abs(high) or 1)
+    ends = (
+        [low * (low / high) ** 0.08, high * (high / low) ** 0.08]
+        if by_log
+        else [low - room, high + room]
+    )
+    scale = alt.Scale(type="log" if by_log else "linear", domain=ends, nice=False, zero=False)
+    form = alt.Axis(format=".2~%" if is_share(front.metric) else ".3~g", tickCount=5)
+    label = f"{front.metric} {name}{' (log scale)' * by_log}"
+    channel = alt.X if axis == "x" else alt.Y
+    return channel(f"{axis}:Q", title=label, scale=scale, axis=form)
+
+
+def front_table(front: Front) -> pl.DataFrame:
+    """The means of the arms in every task, with their intervals, and what dominates them."""
+    rows = []
+    for row in front.arms.iter_rows(named=True):
+        means = {}
+        for name in front.names:
+            mean, half = row[name], row[f"{name} half"]
+            ends = (
+                [value(front.metric, end) for end in (mean - half, mean + half)]
+                if half is not None
+                else []
+            )
+            means[name] = value(front.metric, mean) + f" ({' to '.join(ends)})" * bool(ends)
+        by = ", ".join(row["dominated by"]) or "none"
+        rows.append(
+            {"arm": row["arm"], "number": row["number"], "n": row["n"], **means, "dominated by": by}
+        )
+    return pl.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The losses of a task on a grid, and the trajectories of each arm from all starts.
+
+    `grid` has a row for each loss and cell, with its rank among the cells in 15 levels, which shows
+    valleys and plateaus alike; `points` those of each arm and `way`, in their order; `pareto` those
+    of the Pareto set.
+    """
+
+    grid: pl.DataFrame
+    points: pl.DataFrame
+    pareto: pl.DataFrame
+
+
+def landscapes(study: Study) -> list[Landscape]:
+    """Return one for each task that has one; a file that cannot be read is a fault of the study.
+
+    Runs that differ in where they start, or in their seed, are of one arm.
+    """
+    contents: dict[str, Mapping[str, Any]] = {}  # Any: what JSON can hold
+    starts: dict[str, dict[str, list[float]]] = {}
+    for run in (run for run in study.all_runs if run.is_readable):
+        try:
+            content = read_json(run.path / LANDSCAPE)
+            if content is not None and not {"start", "values"} <= content.keys():
+                raise BrokenFile(run.path / LANDSCAPE, "has no start or no values")
+        except BrokenFile as error:
+            fault = f"{run.name}: {error}"
+            study.faults.extend([fault] * (fault not in study.faults))
+            continue
+        if content is not None:
+            start = content.pop("start")
+            key = canonical(content)
+            contents[key] = content
+            starts.setdefault(key, {})[run.name] = start
+    return [_landscape(study, content, starts[key]) for key, content in contents.items()]
+
+
+def _landscape(
+    study: Study, content: Mapping[str, Any], starts: Mapping[str, list[float]]
+) -> Landscape:
+    names = [f"loss {name}" for name in content["values"]]
+    cells = [(x1, x2) for x2 in content["x2"] for x1 in content["x1"]]
+    grid = pl.DataFrame(cells, schema=["x1", "x2"], orient="row").with_columns(
+        pl.Series(name, [loss for row in table for loss in row], dtype=pl.Float64)
+        for name, table in zip(names, content["values"].values(), strict=True)
+    )
+    grid = grid.with_columns(pl.mean_horizontal(names, ignore_nulls=False).alias(MEAN))
+    grid = grid.unpivot(index=["x1", "x2"], variable_name="loss", value_name="level")
+    grid = grid.filter(pl.col("level").is_finite())
+    rank = (pl.col("level").rank("dense") - 1) * LEVELS // pl.col("level").n_unique()
+    grid = grid.with_columns(rank.over("loss").cast(pl.Int64))
+    runs = [
+        replace(run, config={**(run.config or {}), "task": _task(run)})
+        for run in study.all_runs
+        if run.name in starts
+    ]
+    points = [
+        {"arm": arm.name, "way": way, "x1": x1, "x2": x2}
+        for arm in group(runs)[:MAX_ARMS]
+        for way, run in enumerate(arm.runs)
+        for x1, x2 in _points(study, run, starts[run.name])
+    ]
+    around = [*content["pareto"], *content["pareto"][: bool(content.get("closed"))]]
+    pareto = pl.DataFrame(around, schema={"x1": pl.Float64, "x2": pl.Float64}, orient="row")
+    return Landscape(grid, pl.DataFrame(points), pareto)
+
+
+def _points(study: Study, run: LoadedRun, start: Sequence[float]) -> list[tuple[float, float]]:
+    """The start, the logged points and the end, up to one that is not finite."""
+    points = [(start[0], start[1])]
+    if {X1, X2} <= {*study.metrics.columns}:
+        rows = study.metrics.filter(pl.col("run") == run.name).select("step", X1, X2)
+        points += rows.drop_nulls().unique("step").sort("step").select(X1, X2).rows()
+    x1, x2 = run.number(X1), run.number(X2)
+    if x1 is not None and x2 is not None and (x1, x2) != points[-1]:
+        points.append((x1, x2))
+    points = [point for point in points if all(map(isfinite, point))]
+    last, most = len(points) - 1, min(len(points), MAX_PLACES)
+    return [points[place * last // max(1, most - 1)] for place in range(most)]
+
+
+def landscape_chart(landscape: Landscape, facet: bool = False) -> Any:  # Any: kinds of charts
+    """The trajectories of an arm over a loss, both chosen in the chart.
+
+    With `facet`, for a file, each loss has a panel, and each arm one over the mean of the losses.
+    """
+    losses = landscape.grid["loss"].unique(maintain_order=True).to_list()
+    arms = landscape.points["arm"].unique(maintain_order=True).to_list()
+    if not facet:
+        chosen = choice("loss", "Contours of", losses[::-1]), choice("arm", "Arm", arms)
+        return finished(_over(landscape, "loss", "arm").add_params(*chosen), HOW_WAYS, 380)
+    panels = [_over(landscape, dumps(loss), "0").properties(title=loss) for loss in losses]
+    panels += [_over(landscape, dumps(MEAN), dumps(arm)).properties(title=arm) for arm in arms]
+    sized = [panel.properties(width=200, height=200) for panel in panels]
+    return alt.concat(*sized, columns=4).configure(**CONFIG)
+
+
+def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
+    """A loss with the trajectories of an arm; both are expressions."""
+    points, channels, steps = landscape.points, [], {}
+    for name in ("x1", "x2"):
+        places = landscape.grid[name].unique().sort()
+        scale = alt.Scale(domain=[places[0], places[-1]], nice=False)
+        steps[f"{name}_end"] = (
+            f"datum.{name} + {(places[-1] - places[0]) / max(1, len(places) - 1)}"
+        )
+        channel = alt.X if name == "x1" else alt.Y
+        channels.append(channel(f"{name}:Q", title=name, scale=scale, axis=alt.Axis(grid=False)))
+    ground = alt.Chart(inline(landscape.grid, by=["loss", "x2"])).transform_filter(
+        f"datum.loss == {loss}"
+    )
+    ground = ground.transform_flatten(["x1", "level"]).transform_calculate(**steps)
+    colour = alt.Color("level:Q", scale=alt.Scale(scheme="cividis"), legend=None)
+    ways = alt.Chart(inline(points, by=["arm", "way"])).transform_filter(f"datum.arm == {arm}")
+    ends = ways.transform_calculate(
+        x1="[datum.x1[0], peek(datum.x1)]",
+        x2="[datum.x2[0], peek(datum.x2)]",
+        at="['start', 'end']",
+    ).transform_flatten(["x1", "x2", "at"])
+    shape = alt.Shape(
+        "at:N", scale=alt.Scale(domain=["start", "end"], range=["circle", "cross"]), title=None
+    )
+    lines = ways.transform_flatten(["x1", "x2"]).transform_window(place="row_number()")
+    pareto = alt.Chart(inline(landscape.pareto.with_row_index("place")))
+    line = {"clip": True, "strokeWidth": 1.6}
+    return alt.layer(
+        ground.mark_rect(clip=True, strokeWidth=0.7).encode(*channels, alt.X2("x1_end"), alt.Y2("x2_end"), colour),
+        pareto.mark_line(color=PARETO, **line | {"strokeWidth": 4}).encode(
+            *channels, order="place:O"
+        ),
+        lines.mark_line(color=PAPER, **line).encode(*channels, detail="way:N", order="place:O"),
+        ends.mark_point(filled=True, size=60, opacity=1, color=END, stroke=INK).encode(
+            *channels, shape
+        ),
+    )
+
+
+def sections(study: Study) -> list[Any]:  # Any: as in page.Section
+    """Return the sections of the page on trade-offs and on trajectories."""
+    found = fronts(study)
+    charts = [front_chart(front, *pair) for front in found for pair in front.pairs[:MAX_PAIRS]]
+    tables = [
+        (f"{front.task} {front.metric} of each task by arm", front_table(front)) for front in found
+    ]
+    parts = [("fronts", "Trade-off between the tasks", HOW, charts, tables)] if found else []
+    ways = [landscape_chart(landscape) for landscape in landscapes(study)]
+    return [*parts, *([("trajectories", "Trajectories", HOW_WAYS, ways, [])] if ways else [])]
