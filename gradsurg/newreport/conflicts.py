@@ -1,6 +1,6 @@
 """Conflicts between tasks: means over steps and runs, in sentences, tables and charts."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import polars as pl
 from gradsurg.effects.numbers import CONFLICT_NUMBERS, CONFLICT_TASK_NUMBERS
 from gradsurg.effects.tables import aligned
 from gradsurg.newreport.charts import CONFIG, DASHES, TASKS, choice, finished, inline
+from gradsurg.newreport.page import Section, frame_table
 from gradsurg.newreport.study import Study
 from gradsurg.newreport.wording import count, filled, listed
 from gradsurg.stats import t_critical
@@ -74,9 +75,9 @@ class Group:
         return "-" if mean is None else f"{mean:.1%}" if number in SHARES else f"{mean:.3g}"
 
 
-def groups(study: Study, runs: Collection[str] | None = None) -> list[Group]:
-    """Return one for each arm and group of parameters; of `runs` alone if they are named."""
-    steps = _steps(study, runs)
+def groups(study: Study) -> list[Group]:
+    """Return one for each arm and group of parameters."""
+    steps = _steps(study)
     whole = pl.col("norms").list.eval(pl.element().is_finite().fill_null(False)).list.all()
     numbers: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for arm, name, number, item, mean, *_ in over_runs(_long(steps)).iter_rows():
@@ -111,12 +112,10 @@ def over_runs(rows: pl.DataFrame, *more: str) -> pl.DataFrame:
     return means.with_columns(low=value - pl.col("half"), high=value + pl.col("half"))
 
 
-def _steps(study: Study, runs: Collection[str] | None = None) -> pl.DataFrame:
+def _steps(study: Study) -> pl.DataFrame:
     """The measured steps in the order of arms, each with the last step of its interval, `end`."""
     keys = ("arm", "group")
     rows = study.conflicts.with_columns(pl.col("run", "arm").cast(pl.String))
-    if runs is not None:
-        rows = rows.filter(pl.col("run").is_in(list(runs)))
     order = {arm.name: place for place, arm in enumerate(study.arms)}
     place = pl.col("arm").replace_strict(order, return_dtype=pl.Int64)
     rows = rows.sort(place, maintain_order=True).with_row_index("at")
@@ -172,18 +171,20 @@ def _pairs(steps: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(item=once, dot=pl.col("cosines") * norm * other_norm)
 
 
-def conflict_text(study: Study, runs: Collection[str] | None = None) -> str:
-    """Return the conflicts of a job: its arms side by side, their tasks, the other aggregators."""
-    found = groups(study, runs)
+def conflict_text(study: Study) -> str:
+    """Return the arms side by side, their tasks, and the other aggregators; empty without any."""
+    found = groups(study)
     if not found:
         return ""
-    shown = sharpest(found)[:MAX_BESIDE]
-    pairs = list(shown[0].numbers[COSINE])
+    every = sharpest(found)
+    shown, first = every[:MAX_BESIDE], every[0]
+    pairs = list(first.numbers[COSINE])
     few = pairs if len(pairs) <= FEW_PAIRS else [*pairs[:EXTREMES], pairs[-1]]
-    several = sum(one.arm == shown[0].arm for one in found)
-    caption = f"How the tasks conflict, means over {shown[0].steps}"
+    several = sum(one.arm == first.arm for one in found)
+    caption = f"How the tasks conflict, means over {first.steps}"
     caption += f"; of {len(pairs)} pairs the extremes" * (len(few) < len(pairs))
     caption += f"; of {several} groups the one with the sharpest conflict" * (several > 1)
+    caption += f"; the first {MAX_BESIDE} of {len(every)} arms" * (len(shown) < len(every))
     arms = _arms(found, few).head(MAX_BESIDE)
     cells = [["arm", "task", *OF_TASKS, LOST]]
     for one in shown:
@@ -194,26 +195,18 @@ def conflict_text(study: Study, runs: Collection[str] | None = None) -> str:
             rows = [*rows[:EXTREMES], ("", *between), *rows[-EXTREMES:]]
         cells += [[row[0] * (row is rows[0]), *row[1:]] for row in rows]
     tables = [aligned([*zip(arms.columns, *arms.rows(), strict=True)]), aligned(cells, left=2)]
-    lines = [HOW, *_others_lines(shown[:1])]
-    return "\n\n".join([filled(f"{caption}:"), *tables, *map(filled, lines)])
+    return "\n\n".join([filled(f"{caption}:"), *tables, filled(HOW), *_about_others(first)])
 
 
-def others_lines(study: Study) -> list[str]:
-    """Return a line for each treated arm on the updates of the other aggregators."""
-    return _others_lines(sharpest(groups(study)))
-
-
-def _others_lines(found: Sequence[Group]) -> list[str]:
-    lines = []
-    for one in found:
-        named: dict[str, list[str]] = {}
-        for other in one.numbers[OTHERS]:
-            named.setdefault(one.text(OTHERS, other), []).append(other)
-        text = "; ".join(f"{cosine} {', '.join(names)}" for cosine, names in named.items())
-        starred = " *: at some of these steps alone." * ("*" in text)
-        what = f"What the others would have done, cosine to the update of {one.arm}"
-        lines += [f"{what}: {text}.{starred}"] if text and one.arm != "control" else []
-    return lines
+def _about_others(one: Group) -> list[str]:
+    """A sentence on the updates of the other aggregators, the nearest first."""
+    named: dict[str, list[str]] = {}
+    for other in one.numbers[OTHERS]:
+        named.setdefault(one.text(OTHERS, other), []).append(other)
+    text = "; ".join(f"{cosine} {', '.join(names)}" for cosine, names in named.items())
+    starred = " *: at some of these steps alone." * ("*" in text)
+    what = f"What the others would have done, cosine to the update of {one.arm}"
+    return [filled(f"{what}: {text}.{starred}")] if text and one.arm != "control" else []
 
 
 def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
@@ -360,8 +353,10 @@ def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> alt.Layer
     return alt.layer(band, line, data=inline(rows)).properties(width=250, height=170)
 
 
-def sections(study: Study) -> list[Any]:  # Any: as in page.Section
-    """Return the section of the page."""
+def sections(study: Study) -> list[Section]:
+    """Return the section of the page, if the study has conflicts."""
     charts = list(conflict_charts(study).values())
-    title = "Conflict between the tasks"
-    return [("conflicts", title, HOW, charts, conflict_tables(study))] if charts else []
+    tables = [frame_table(caption, frame) for caption, frame in conflict_tables(study)]
+    return (
+        [Section("conflicts", "Conflict between the tasks", HOW, charts, tables)] if charts else []
+    )

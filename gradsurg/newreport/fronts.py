@@ -14,6 +14,7 @@ from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.newreport.arms import SPLIT, group
 from gradsurg.newreport.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choice, finished, inline
 from gradsurg.newreport.load import LoadedRun, canonical
+from gradsurg.newreport.page import Section, frame_table
 from gradsurg.newreport.study import Study
 from gradsurg.newreport.wording import is_share, value
 from gradsurg.stats import t_critical
@@ -143,6 +144,17 @@ def front_chart(front: Front, first: str, second: str) -> alt.LayerChart:
     )
     better = "lower left" if SIGNS[front.metric] > 0 else "upper right"
     return finished(chart, f"{second} over {first}", 300, f"{better} is better")
+
+
+def front_figure(front: Front) -> Any:  # Any: kinds of charts
+    """A panel for each two tasks, at most six, for a file; arms are named below."""
+    panels = [front_chart(front, *pair) for pair in front.pairs[:MAX_PAIRS]]
+    sized = [panel.properties(width=250, height=220, config=alt.Undefined) for panel in panels]
+    of = f", the first {MAX_PAIRS} of {len(front.pairs)} pairs" * (len(front.pairs) > MAX_PAIRS)
+    arms = [f"{number} {arm}" for number, arm in front.arms.select("number", "arm").iter_rows()]
+    lines = [HOW, *(", ".join(arms[k : k + 4]) for k in range(0, len(arms), 4))]
+    title = alt.Title(f"{front.task}, test {front.metric} of each task{of}", subtitle=lines)
+    return alt.concat(*sized, columns=3, title=title).configure(**CONFIG)
 
 
 def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
@@ -310,7 +322,9 @@ def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
     pareto = alt.Chart(inline(landscape.pareto.with_row_index("place")))
     line = {"clip": True, "strokeWidth": 1.6}
     return alt.layer(
-        ground.mark_rect(clip=True, strokeWidth=0.7).encode(*channels, alt.X2("x1_end"), alt.Y2("x2_end"), colour),
+        ground.mark_rect(clip=True, strokeWidth=0.7).encode(
+            *channels, alt.X2("x1_end"), alt.Y2("x2_end"), colour
+        ),
         pareto.mark_line(color=PARETO, **line | {"strokeWidth": 4}).encode(
             *channels, order="place:O"
         ),
@@ -321,13 +335,14 @@ def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
     )
 
 
-def sections(study: Study) -> list[Any]:  # Any: as in page.Section
+def sections(study: Study) -> list[Section]:
     """Return the sections of the page on trade-offs and on trajectories."""
     found = fronts(study)
     charts = [front_chart(front, *pair) for front in found for pair in front.pairs[:MAX_PAIRS]]
     tables = [
-        (f"{front.task} {front.metric} of each task by arm", front_table(front)) for front in found
+        frame_table(f"{front.task}: test {front.metric} of each task", front_table(front))
+        for front in found
     ]
-    parts = [("fronts", "Trade-off between the tasks", HOW, charts, tables)] if found else []
+    parts = [Section("fronts", "Trade-off between the tasks", HOW, charts, tables)] if found else []
     ways = [landscape_chart(landscape) for landscape in landscapes(study)]
-    return [*parts, *([("trajectories", "Trajectories", HOW_WAYS, ways, [])] if ways else [])]
+    return [*parts, *([Section("trajectories", "Trajectories", HOW_WAYS, ways)] if ways else [])]
