@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from json import dumps
-from math import isfinite
+from math import ceil, isfinite
 from typing import Any
 
 import altair as alt
@@ -27,7 +27,7 @@ LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
 SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
 """The metrics that are better lower (1) or higher (-1); of others this is not known."""
 X1, X2 = "test/x1", "test/x2"
-MAX_PLACES, LEVELS = 100, 15
+MAX_PLACES, MAX_CELLS, LEVELS = 100, 51, 15  # cells along an axis
 PARETO, END = "#cc79a7", "#e69f00"
 MEAN = "mean of the losses"
 HOW_WAYS = (
@@ -143,13 +143,13 @@ def front_chart(front: Front, first: str, second: str) -> alt.LayerChart:
         means.mark_text(align="left", dx=7, dy=-7).encode(text="number:N", color=alt.value(INK)),
     )
     better = "lower left" if SIGNS[front.metric] > 0 else "upper right"
-    return finished(chart, f"{second} over {first}", 300, f"{better} is better")
+    return chart.properties(title=f"{better} is better")
 
 
 def front_figure(front: Front) -> Any:  # Any: kinds of charts
     """A panel for each two tasks, at most six, for a file; arms are named below."""
     panels = [front_chart(front, *pair) for pair in front.pairs[:MAX_PAIRS]]
-    sized = [panel.properties(width=250, height=220, config=alt.Undefined) for panel in panels]
+    sized = [panel.properties(width=250, height=220) for panel in panels]
     of = f", the first {MAX_PAIRS} of {len(front.pairs)} pairs" * (len(front.pairs) > MAX_PAIRS)
     arms = [f"{number} {arm}" for number, arm in front.arms.select("number", "arm").iter_rows()]
     lines = [HOW, *(", ".join(arms[k : k + 4]) for k in range(0, len(arms), 4))]
@@ -237,9 +237,12 @@ def _landscape(
     study: Study, content: Mapping[str, Any], starts: Mapping[str, list[float]]
 ) -> Landscape:
     names = [f"loss {name}" for name in content["values"]]
-    cells = [(x1, x2) for x2 in content["x2"] for x1 in content["x1"]]
+    every = [slice(None, None, ceil(len(content[x]) / MAX_CELLS)) for x in ("x1", "x2")]
+    cells = [(x1, x2) for x2 in content["x2"][every[1]] for x1 in content["x1"][every[0]]]
     grid = pl.DataFrame(cells, schema=["x1", "x2"], orient="row").with_columns(
-        pl.Series(name, [loss for row in table for loss in row], dtype=pl.Float64)
+        pl.Series(
+            name, [loss for row in table[every[1]] for loss in row[every[0]]], dtype=pl.Float64
+        )
         for name, table in zip(names, content["values"].values(), strict=True)
     )
     grid = grid.with_columns(pl.mean_horizontal(names, ignore_nulls=False).alias(MEAN))
@@ -308,7 +311,8 @@ def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
         f"datum.loss == {loss}"
     )
     ground = ground.transform_flatten(["x1", "level"]).transform_calculate(**steps)
-    colour = alt.Color("level:Q", scale=alt.Scale(scheme="cividis"), legend=None)
+    shade = {"scale": alt.Scale(scheme="cividis"), "legend": None}
+    colours = alt.Color("level:Q", **shade), alt.Stroke("level:Q", **shade)
     ways = alt.Chart(inline(points, by=["arm", "way"])).transform_filter(f"datum.arm == {arm}")
     ends = ways.transform_calculate(
         x1="[datum.x1[0], peek(datum.x1)]",
@@ -323,7 +327,7 @@ def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
     line = {"clip": True, "strokeWidth": 1.6}
     return alt.layer(
         ground.mark_rect(clip=True, strokeWidth=0.7).encode(
-            *channels, alt.X2("x1_end"), alt.Y2("x2_end"), colour
+            *channels, alt.X2("x1_end"), alt.Y2("x2_end"), *colours
         ),
         pareto.mark_line(color=PARETO, **line | {"strokeWidth": 4}).encode(
             *channels, order="place:O"
@@ -338,7 +342,11 @@ def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
 def sections(study: Study) -> list[Section]:
     """Return the sections of the page on trade-offs and on trajectories."""
     found = fronts(study)
-    charts = [front_chart(front, *pair) for front in found for pair in front.pairs[:MAX_PAIRS]]
+    charts = [
+        finished(front_chart(front, *pair), f"{front.metric} of {' and '.join(pair)} by arm", 300)
+        for front in found
+        for pair in front.pairs[:MAX_PAIRS]
+    ]
     tables = [
         frame_table(f"{front.task}: test {front.metric} of each task", front_table(front))
         for front in found
