@@ -7,12 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from gradsurg.report.charts import TASKS as COLOURS
-from gradsurg.report.charts import UNCLEAR, Columns, Panel, Spec
-from gradsurg.report.figures import Figure as Chart
-from gradsurg.report.figures import write_figure
-from gradsurg.report.load import Arm, LoadedRun, group
-from gradsurg.report.wording import is_share, title
+import altair as alt
+
+from gradsurg.newreport.arms import Arm, group
+from gradsurg.newreport.charts import CONFIG, INK, UNCLEAR
+from gradsurg.newreport.charts import TASKS as COLOURS
+from gradsurg.newreport.export import save
+from gradsurg.newreport.load import LoadedRun
+from gradsurg.newreport.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome, terms
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
@@ -27,7 +29,18 @@ SIDE = 0.82  # of a picture, in inches
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
 MAX_IMAGES = 3
 TRAINED = "trained"
+STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, but no public name for it
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#999999",
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "legend.frameon": False,
+}
 Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of each seed
+Chart = alt.Chart | alt.LayerChart | alt.ConcatChart
 
 
 def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | None:
@@ -43,102 +56,86 @@ def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | No
     if chart is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    return write_figure(chart, folder)
+    save(chart.configure(**CONFIG), folder / NAME)
+    return folder / f"{NAME}.png"
 
 
 def _curves(arms: Sequence[Arm], metric: str) -> Chart | None:
     """A line for each seed over the steps, in the colour of its arm."""
-    data: Columns = {"arm": [], "seed": [], "step": [], "value": []}
-    for arm in arms:
-        for run in arm.whole:
-            for row in RunDirectory(run.path).read_rows(METRICS):
-                if row.get(metric) is not None:
-                    _append(data, arm.name, run.seed, row["step"], row[metric])
-    if not data["arm"]:
+    rows = [
+        {"arm": arm.name, "seed": run.seed, "step": row["step"], "value": row[metric]}
+        for arm in arms
+        for run in arm.whole
+        for row in RunDirectory(run.path).read_rows(METRICS)
+        if row.get(metric) is not None
+    ]
+    if not rows:
         return None
-    names = [arm.name for arm in arms]
-    view = {
-        "data": {"name": "points"},
-        "mark": {"type": "line", "strokeWidth": 1.4, "clip": True},
-        "encoding": {
-            "x": _quantity("step", "step"),
-            "y": _quantity("value", title(metric), share=is_share(metric)),
-            "color": _colour("arm", names),
-            "detail": {"field": "seed"},
-        },
-    }
-    return Chart(NAME, [Panel("", "", view, {"points": data}, width=480, height=270)], 1)
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.4, clip=True)
+    return chart.properties(width=480, height=270).encode(
+        _quantity(alt.X, "step", "step"),
+        _quantity(alt.Y, "value", title(metric), is_share(metric)),
+        _colour("arm", [arm.name for arm in arms]),
+        detail="seed:N",
+    )
 
 
 def _outcomes(arms: Sequence[Arm], metric: str) -> Chart | None:
     """A row for each arm, with a dot for each seed and a tick at their mean."""
-    seeds: Columns = {"arm": [], "value": []}
-    means: Columns = {"arm": [], "value": []}
-    for arm in arms:
-        values = [value for run in arm.whole if (value := outcome(run, metric)) is not None]
-        for value in values:
-            _append(seeds, arm.name, value)
-        if values:
-            _append(means, arm.name, sum(values) / len(values))
-    if not seeds["arm"]:
+    rows = [
+        {"arm": arm.name, "value": value}
+        for arm in arms
+        for run in arm.whole
+        if (value := outcome(run, metric)) is not None
+    ]
+    if not rows:
         return None
     names = [arm.name for arm in arms]
-    shared = {
-        "x": _quantity("value", f"{title(metric)} of each seed, and the mean", is_share(metric)),
-        "y": {
-            "field": "arm",
-            "type": "nominal",
-            "sort": names,
-            "title": None,
-            "axis": {"labelLimit": LABEL},
-        },
-        "color": {**_colour("arm", names), "legend": None},
-    }
-    dots = {"type": "point", "filled": True, "size": 45, "opacity": 0.6}
-    tick = {"type": "tick", "thickness": 2, "size": 18}
-    view = {
-        "layer": [
-            {"data": {"name": "seeds"}, "mark": dots, "encoding": shared},
-            {"data": {"name": "means"}, "mark": tick, "encoding": shared},
-        ]
-    }
-    height = ROW * len(arms)
-    panel = Panel("", "", view, {"seeds": seeds, "means": means}, width=320, height=height)
-    return Chart(NAME, [panel], 1)
+    label = f"{title(metric)} of each seed, and the mean"
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        alt.Y("arm:N", sort=names, title=None, axis=alt.Axis(labelLimit=LABEL)),
+        _colour("arm", names, legend=None),
+    )
+    value = _quantity(alt.X, "value", label, is_share(metric))
+    mean = base.transform_aggregate(value="mean(value)", groupby=["arm"])
+    layers = alt.layer(
+        base.mark_point(filled=True, size=45, opacity=0.6).encode(value),
+        mean.mark_tick(thickness=2, size=18).encode(value),
+    )
+    return layers.properties(width=320, height=ROW * len(names))
 
 
 def _front(arms: Sequence[Arm], metric: str) -> Chart | None:
     """A panel for each task: the mean of each arm in two losses, in the colour of its label."""
-    first, second = terms(metric)
+    names = terms(metric)
     labels = list(dict.fromkeys(arm.runs[0].label for arm in arms))
-    tables: dict[str, Columns] = {}
+    tasks: dict[str, list[dict[str, object]]] = {}
     for arm in arms:
-        pairs = [[outcome(run, name) for name in (first, second)] for run in arm.whole]
+        pairs = [[outcome(run, name) for name in names] for run in arm.whole]
         known = [[x, y] for x, y in pairs if x is not None and y is not None]
         if known:
             task = [f"{key}={arm.config[key]}" for key in _differing(arms, "task.")]
-            columns = tables.setdefault(", ".join(task), {"arm": [], "x": [], "y": []})
             x, y = (fmean(column) for column in zip(*known, strict=True))
-            _append(columns, arm.runs[0].label, x, y)
-    encoding: dict[str, Any] = {"color": _colour("arm", labels)}
-    if len(labels) > len(COLOURS):  # the colours come again, with another shape
-        encoding["color"]["legend"]["columns"] = 2
+            row = {"arm": arm.runs[0].label, "x": x, "y": y}
+            tasks.setdefault(", ".join(task), []).append(row)
+    several = len(labels) > len(COLOURS)  # the colours come again, with another shape
+    looks: list[Any] = [_colour("arm", labels, columns=1 + several)]  # Any: channels of Altair
+    if several:
         shapes = [SHAPES[number // len(COLOURS) % len(SHAPES)] for number in range(len(labels))]
-        scale = {"domain": labels, "range": shapes}
-        encoding["shape"] = {**encoding["color"], "scale": scale}
-    for axis, name in (("x", first), ("y", second)):
-        encoding[axis] = {
-            **_quantity(axis, f"{title(name)} (log scale)"),
-            "axis": {"labelSeparation": 10},
-            "scale": {"type": "log", "nice": False, "padding": 12},
-        }
-    ring = {"type": "point", "filled": False, "size": 90, "strokeWidth": 2}
-    view = {"data": {"name": "means"}, "mark": ring, "encoding": encoding}
-    panels = [
-        Panel(task, "", view, {"means": columns}, width=300, height=300)
-        for task, columns in tables.items()
+        scale = alt.Scale(domain=labels, range=shapes)
+        looks.append(alt.Shape("arm:N", scale=scale, legend=looks[0].legend))
+    scale = alt.Scale(type="log", nice=False, padding=12)
+    axes = [
+        _quantity(channel, field, f"{title(name)} (log scale)").scale(scale)
+        for channel, field, name in zip((alt.X, alt.Y), "xy", names, strict=True)
     ]
-    return Chart(NAME, panels, len(panels)) if panels else None
+    panels = [
+        alt.Chart(alt.Data(values=rows), title=task, width=300, height=300)
+        .mark_point(size=90, strokeWidth=2)
+        .encode(*axes, *looks)
+        for task, rows in tasks.items()
+    ]
+    return alt.concat(*panels) if panels else None
 
 
 def _differing(arms: Sequence[Arm], start: str) -> list[str]:
@@ -150,64 +147,46 @@ def _differing(arms: Sequence[Arm], start: str) -> list[str]:
 def _alignment(arms: Sequence[Arm], transform: str) -> Chart | None:
     """A panel for each arm with the transform: its angle at each site, a line for each seed."""
     panels = []
-    for arm in arms:
-        data: Columns = {"site": [], "seed": [], "step": [], "angle": []}
-        for run in arm.whole if not arm.is_control else ():
-            for site, step, angle in _angles(run, transform):
-                _append(data, site, run.seed, step, angle)
-        if data["site"]:
-            panels.append(Panel(arm.name, "", _angle_view(data["site"]), {"angles": data}))
-    return Chart(NAME, panels, len(panels)) if panels else None
+    for arm in (arm for arm in arms if not arm.is_control):
+        rows = [row for run in arm.whole for row in _angles(run, transform)]
+        if rows:
+            sites = list(dict.fromkeys(str(row["site"]) for row in rows))
+            step = _quantity(alt.X, "step", "step").scale(alt.Scale(type="log", nice=False))
+            angle = _quantity(alt.Y, "angle", "degrees between before and after")
+            lines = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.4)
+            lines = lines.encode(step, angle, _colour("site", sites), detail="seed:N")
+            right = alt.Chart(alt.Data(values=[{}])).mark_rule(strokeDash=[4, 3], color=UNCLEAR)
+            layers = alt.layer(lines, right.encode(y=alt.datum(90)))
+            panels.append(layers.properties(title=arm.name, width=250, height=170))
+    if not panels:
+        return None
+    return alt.concat(*panels).resolve_scale(color="independent")
 
 
-def _angle_view(sites: Sequence[str]) -> Spec:
-    return {
-        "layer": [
-            {
-                "data": {"name": "angles"},
-                "mark": {"type": "line", "strokeWidth": 1.4},
-                "encoding": {
-                    "x": {**_quantity("step", "step"), "scale": {"type": "log", "nice": False}},
-                    "y": _quantity("angle", "degrees between before and after"),
-                    "color": _colour("site", list(dict.fromkeys(sites))),
-                    "detail": {"field": "seed"},
-                },
-            },
-            {
-                "data": {"values": [{}]},
-                "mark": {"type": "rule", "strokeDash": [4, 3], "color": UNCLEAR},
-                "encoding": {"y": {"datum": 90}},
-            },
-        ]
-    }
-
-
-def _angles(run: LoadedRun, transform: str) -> list[tuple[str, int, float]]:
-    """Return (site, step, angle) for each measurement of a gradient that is not zero."""
-    angles = []
+def _angles(run: LoadedRun, transform: str) -> list[dict[str, object]]:
+    """Return site, seed, step and angle of each measurement of a gradient that is not zero."""
+    rows = []
     for row in RunDirectory(run.path).read_rows(EFFECTS):
         cosine = row.get("cosine")
         if row["transform"] == transform and cosine is not None and row["norm_before"]:
-            angles.append((row["site"], row["step"], degrees(acos(max(-1.0, min(1.0, cosine))))))
-    return angles
+            angle = degrees(acos(max(-1.0, min(1.0, cosine))))
+            rows.append(
+                {"site": row["site"], "seed": run.seed, "step": row["step"], "angle": angle}
+            )
+    return rows
 
 
-def _append(columns: Columns, *cells: object) -> None:
-    for column, cell in zip(columns.values(), cells, strict=True):
-        column.append(cell)
+def _quantity(channel: Any, field: str, name: str, share: bool = False) -> Any:
+    """A channel of Altair, which has no type for all of them."""
+    axis = alt.Axis(format=".2~%") if share else alt.Axis()
+    return channel(f"{field}:Q", title=name, axis=axis, scale=alt.Scale(zero=False))
 
 
-def _quantity(field: str, name: str, share: bool = False) -> Spec:
-    axis = {"format": ".2~%"} if share else {}
-    scale = {"zero": False}
-    return {"field": field, "type": "quantitative", "title": name, "axis": axis, "scale": scale}
-
-
-def _colour(field: str, names: Sequence[str]) -> Spec:
+def _colour(field: str, names: Sequence[str], columns: int = 1, **more: None) -> alt.Color:
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
-    legend = {"title": None, "orient": "bottom", "columns": 1, "labelLimit": 460}
-    scale = {"domain": list(names), "range": colours}
-    return {"field": field, "type": "nominal", "scale": scale, "legend": legend}
+    key = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=460)
+    scale = alt.Scale(domain=list(names), range=colours)
+    return alt.Color(f"{field}:N", scale=scale, **{"legend": key, **more})
 
 
 # Maps of an examination, with matplotlib ------------------------------------------------------
@@ -217,8 +196,6 @@ def _write_maps(arms: Sequence[Arm], metric: str, folder: Path) -> Path | None:
     if find_spec("matplotlib") is None:
         return None
     import matplotlib as mpl
-
-    from gradsurg.report.pictures import STYLE
 
     with mpl.rc_context(STYLE):
         figure = draw_maps(arms, metric)

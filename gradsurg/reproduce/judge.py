@@ -7,7 +7,8 @@ from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
-from gradsurg.report.load import Arm, LoadedRun, flat, group
+from gradsurg.newreport.arms import Arm, flat, group
+from gradsurg.newreport.load import LoadedRun
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import (
     chances_of_all,

@@ -10,7 +10,8 @@ from platform import python_version
 from typing import Any
 
 import gradsurg
-from gradsurg.report.load import Arm, LoadedRun, group
+from gradsurg.newreport.arms import Arm, group
+from gradsurg.newreport.load import LoadedRun
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judge import (
     COUNTED,

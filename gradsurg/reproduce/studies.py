@@ -15,8 +15,8 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.config.errors import ConfigError
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
+from gradsurg.newreport.load import TUNING, LoadedRun, read_runs
 from gradsurg.plugins.messages import nearest
-from gradsurg.report.load import TUNING, LoadedRun, read_study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record
@@ -103,8 +103,8 @@ def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedS
         raise KeyboardInterrupt
     if plan.trials:
         plan = plan_study(name, overrides)  # with the values that it has chosen
-    runs = {run.name: run for run in read_study(plan.folder, [*plan.runs])}
-    trials = read_study(plan.folder / TUNING, plan.trials) if plan.trials else []
+    runs = {run.name: run for run in read_runs(plan.folder, [*plan.runs])}
+    trials = read_runs(plan.folder / TUNING, plan.trials) if plan.trials else []
     return FinishedStudy(plan.folder, [runs[name] for name in plan.runs], trials)
 
 
