@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from gradsurg.effects.tables import aligned
 from gradsurg.training.run_identity import directory_name
 
+REPORT = "gradsurg.newreport"
 SEEDS, ROWS_OF_EFFECTS = 10, 100
 SITES = [f"hidden.{layer}.linear.{kind}" for layer in range(3) for kind in ("weight", "bias")]
 SIZES = ("200x1000", "2000x20", "10000x20")
@@ -49,11 +50,10 @@ def table(sizes: Sequence[str] = SIZES[:1]) -> str:
 
 def measured(study: Path) -> list[str]:
     """Report on a study in a process of its own; return its CPU, memory and page."""
-    package = os.environ.get("BENCH_REPORT_MODULE", "gradsurg.report")
     # waited for by hand: only so are the child's own memory and exit code told together
     process = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", package, str(study)],
+        [sys.executable, "-m", REPORT, str(study)],
         os.environ,
         file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
     )

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradsurg.report.charts import DARK
-from gradsurg.report.paper import write_paper
-from gradsurg.report.study import study_report
+from gradsurg.newreport.charts import DARK
+from gradsurg.newreport.paper import write_paper
+from gradsurg.newreport.study import read_study
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 NAMES = ("curves", "effects")
@@ -18,7 +18,7 @@ NAMES = ("curves", "effects")
 def main(study: Path) -> None:
     FOLDER.mkdir(exist_ok=True)
     with TemporaryDirectory() as place:
-        write_paper(study_report(study), Path(place))
+        write_paper(read_study(study), Path(place))
         for name in NAMES:
             light = (Path(place) / f"{name}-6.8in.svg").read_text(encoding="utf-8")
             dark = light
