@@ -43,13 +43,10 @@ class Group:
 
     arm: str
     name: str
+    tasks: list[str]
     measured: list[int]  # steps of each run
     broken: int  # steps with a gradient that is not finite
     numbers: Mapping[str, Mapping[str, float]]
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(self.numbers["norm"])
 
     @property
     def least(self) -> float:
@@ -81,16 +78,17 @@ def groups(study: Study) -> list[Group]:
     whole = pl.col("norms").list.eval(pl.element().is_finite().fill_null(False)).list.all()
     numbers: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for arm, name, number, item, mean, *_ in over_runs(_long(steps)).iter_rows():
-        ours = numbers.setdefault((arm, name), {COSINE: {}, OTHERS: {}, "norm": {}})
+        ours = numbers.setdefault((arm, name), {COSINE: {}, OTHERS: {}})
         ours.setdefault(number, {})[item] = mean
     found = []
     for (arm, name), rows in steps.group_by("arm", "group", maintain_order=True):
-        ours = numbers[str(arm), str(name)]
+        ours = numbers.get((str(arm), str(name)), {COSINE: {}, OTHERS: {}})
         for number, sign in ((COSINE, 1), (OTHERS, -1)):
             ours[number] = dict(sorted(ours[number].items(), key=lambda one: sign * one[1]))
-        measured = rows["run"].value_counts()["count"].to_list()
+        tasks = rows["tasks"].explode().unique(maintain_order=True).to_list()
+        measured = rows["run"].value_counts()["count"].sort().to_list()
         broken = rows.select((~whole).sum()).item()
-        found.append(Group(str(arm), str(name), measured, broken, ours))
+        found.append(Group(str(arm), str(name), tasks, measured, broken, ours))
     return found
 
 
@@ -190,7 +188,7 @@ def conflict_text(study: Study) -> str:
     for one in shown:
         rows = _tasks([one]).rows()
         if len(rows) > MAX_TASKS:  # those that gain least and most
-            rows.sort(key=lambda row: one.numbers["decrease"].get(row[1], 0.0))
+            rows.sort(key=lambda row: one.numbers.get("decrease", {}).get(row[1], 0.0))
             between = (f".. {len(rows) - 2 * EXTREMES} between ..", *[""] * (len(rows[0]) - 2))
             rows = [*rows[:EXTREMES], ("", *between), *rows[-EXTREMES:]]
         cells += [[row[0] * (row is rows[0]), *row[1:]] for row in rows]
@@ -328,9 +326,9 @@ def _cosines(rows: pl.DataFrame, shown: Sequence[Group]) -> alt.Chart:
 
 def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> alt.LayerChart:
     """A line for each task with its interval; of many tasks those that gain least and most."""
-    tasks = shown[0].tasks
+    tasks = [*shown[0].tasks]
     if len(tasks) > MAX_TASKS:
-        tasks.sort(key=lambda task: shown[0].numbers["decrease"].get(task, 0.0))
+        tasks.sort(key=lambda task: shown[0].numbers.get("decrease", {}).get(task, 0.0))
         tasks = [*tasks[: MAX_TASKS // 2], *tasks[-MAX_TASKS // 2 :]]
     rows = rows.filter(pl.col("item").is_in(tasks)).select(
         "panel", "item", "end", "value", "low", "high"
