@@ -115,7 +115,7 @@ def test_the_arms_stand_side_by_side_with_the_control(tmp_path: Path) -> None:
     assert caption == "How the tasks conflict, means over 2 runs, 4 measured steps each:"
     assert arms.splitlines()[0].split() == ["arm", "pcgrad", "control"]
     assert "cosine task0 ~ task1 0.05 0.05" in [" ".join(row.split()) for row in arms.splitlines()]
-    assert arms.splitlines()[-1].split() == "most often lost none task0 25.0%".split()
+    assert arms.splitlines()[-1].split() == ["most", "often", "lost", "none", "task0", "25.0%"]
     lost = [line.split()[-1] for line in tasks.splitlines() if "task0" in line]
     assert lost == ["0.0%", "25.0%"]
     assert "cosine to the update of pcgrad: 1 mean; 0.75 mgda." in text
