@@ -16,7 +16,7 @@ from gradsurg.newreport.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choi
 from gradsurg.newreport.load import LoadedRun, canonical
 from gradsurg.newreport.page import Section, frame_table
 from gradsurg.newreport.study import Study
-from gradsurg.newreport.wording import is_share, value
+from gradsurg.newreport.wording import is_share
 from gradsurg.stats import t_critical
 from gradsurg.training.run_directory import LANDSCAPE
 from gradsurg.training.run_reader import BrokenFile, read_json
@@ -44,9 +44,10 @@ HOW = (
 class Front:
     """A metric of every task, and the arms that were trained on these tasks.
 
-    `arms` has for each arm its number, name, runs, the arms that dominate it, and for each task
-    mean, low and high; `runs` the values themselves. An arm is dominated by those whose means are
-    no worse in any task and in one better, by more than a thousandth of the range of the arms.
+    `arms` has for each arm its number, name, number of runs, the arms that dominate it, and for
+    each task the mean and half of its 95 % t interval; `runs` the values themselves. An arm is
+    dominated by those whose means are no worse in any task and in one better, by more than a
+    thousandth of the range of the arms.
     """
 
     task: str
@@ -103,7 +104,7 @@ def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFra
     """The means of the arms with their intervals, and the arms that dominate each."""
     reach = {n: t_critical(n) / n**0.5 for n in range(3, len(runs) + 1)}
     half = pl.len().replace_strict(reach, default=None, return_dtype=pl.Float64)
-    ends = [(pl.col(name).std() * half).alias(f"{name} half") for name in names]
+    ends = [(pl.col(name).std() * half).alias(f"{name} ±") for name in names]
     means = runs.group_by("arm", "control", maintain_order=True)
     arms = means.agg(pl.len().alias("n"), pl.col(names).mean(), *ends)
     costs = dict(zip(arms["arm"], arms.select(pl.col(names) * SIGNS[metric]).rows(), strict=True))
@@ -127,8 +128,8 @@ def front_chart(front: Front, first: str, second: str) -> alt.LayerChart:
         "control",
         pl.col("dominated by").list.len().eq(0).alias("best"),
         **names,
-        **{f"{axis}_low": pl.col(name) - pl.col(f"{name} half") for axis, name in names.items()},
-        **{f"{axis}_high": pl.col(name) + pl.col(f"{name} half") for axis, name in names.items()},
+        **{f"{axis}_low": pl.col(name) - pl.col(f"{name} ±") for axis, name in names.items()},
+        **{f"{axis}_high": pl.col(name) + pl.col(f"{name} ±") for axis, name in names.items()},
     )
     x, y = (_axis(front, axis, name) for axis, name in names.items())
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
@@ -176,23 +177,10 @@ def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altai
 
 
 def front_table(front: Front) -> pl.DataFrame:
-    """The means of the arms in every task, with their intervals, and what dominates them."""
-    rows = []
-    for row in front.arms.iter_rows(named=True):
-        means = {}
-        for name in front.names:
-            mean, half = row[name], row[f"{name} half"]
-            ends = (
-                [value(front.metric, end) for end in (mean - half, mean + half)]
-                if half is not None
-                else []
-            )
-            means[name] = value(front.metric, mean) + f" ({' to '.join(ends)})" * bool(ends)
-        by = ", ".join(row["dominated by"]) or "none"
-        rows.append(
-            {"arm": row["arm"], "number": row["number"], "n": row["n"], **means, "dominated by": by}
-        )
-    return pl.DataFrame(rows)
+    """The means of the arms in every task, half of their intervals, and what dominates them."""
+    names = [column for name in front.names for column in (name, f"{name} ±")]
+    table = front.arms.with_columns(pl.col("dominated by").list.join(", ").replace("", "none"))
+    return table.select("arm", "number", "n", *names, "dominated by")
 
 
 @dataclass(frozen=True)
