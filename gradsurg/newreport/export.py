@@ -101,7 +101,7 @@ def save(chart: Any, stem: Path) -> None:  # Any: kinds of charts
 def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: kinds of charts
     """The charts that are written as files, by the stems of their names."""
     drawn = paper.figures(study, frame)
-    reached, cost = charts.reached_frame(study.runs), costs(study)
+    reached, cost = charts.reached_frame(study.runs), costs(study).head(paper.MAX_DRAWN)
     drawn |= {"reached": charts.reached_chart(reached)} if len(reached) else {}
     drawn |= {"cost": charts.cost_chart(cost)} if len(cost) else {}
     tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])

@@ -22,7 +22,7 @@ STYLES = {
     "serif": "Times New Roman, Liberation Serif, Times, serif",
 }
 POINTS, DPI, FONT, BAR, MAX_HEIGHT = 72, 300, 8, 110, 180
-MAX_ARMS = 12  # with curves, and with maps of effects
+MAX_ARMS, MAX_DRAWN = 12, 60  # with curves or maps of effects, with differences
 
 
 def write_paper(
@@ -60,7 +60,9 @@ def write_paper(
 def figures(study: Study, frame: pl.DataFrame, metric: str = "") -> dict[str, charts.Chart]:
     """The charts that have data, by the stem of their files; `metric` is the first by default."""
     key = metric or next(iter(study.metrics_of), "")
-    known = frame.filter(pl.col("difference").is_not_null() & (pl.col("metric") == key))
+    known = frame.filter(
+        pl.col("difference").is_not_null() & pl.col("block").is_null() & (pl.col("metric") == key)
+    ).head(MAX_DRAWN)
     drawn = {"outcome": charts.outcome_chart(known)} if len(known) else {}
     logged = charts.curve_metrics(study.metrics)
     controls = [arm.name for arm in study.arms if arm.is_control]
