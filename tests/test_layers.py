@@ -34,7 +34,7 @@ DOORS = {
     "tensorboard": ("loggers.tensorboard",),
     "rich": ("effects.tables", "loggers.console", "report", "newreport", "training"),
     "polars": ("training", "report", "newreport", "comparison"),
-    "altair": ("report", "newreport"),
+    "altair": ("report", "newreport", "reproduce"),
     "vl_convert": ("report", "newreport"),
     "matplotlib": ("report", "reproduce"),
     "plotly": (),
