@@ -43,6 +43,7 @@ class Group:
 
     arm: str
     name: str
+    title: str  # of the arm, with the group if there are several
     tasks: list[str]
     measured: list[int]  # steps of each run
     broken: int  # steps with a gradient that is not finite
@@ -80,7 +81,7 @@ def groups(study: Study) -> list[Group]:
     for arm, name, number, item, mean, *_ in over_runs(_long(steps)).iter_rows():
         ours = numbers.setdefault((arm, name), {COSINE: {}, OTHERS: {}})
         ours.setdefault(number, {})[item] = mean
-    found = []
+    found, several = [], steps["group"].n_unique() > 1
     for (arm, name), rows in steps.group_by("arm", "group", maintain_order=True):
         ours = numbers.get((str(arm), str(name)), {COSINE: {}, OTHERS: {}})
         for number, sign in ((COSINE, 1), (OTHERS, -1)):
@@ -88,7 +89,8 @@ def groups(study: Study) -> list[Group]:
         tasks = rows["tasks"].explode().unique(maintain_order=True).to_list()
         measured = rows["run"].value_counts()["count"].sort().to_list()
         broken = rows.select((~whole).sum()).item()
-        found.append(Group(str(arm), str(name), tasks, measured, broken, ours))
+        title = f"{arm} at {name}" if several else str(arm)
+        found.append(Group(str(arm), str(name), title, tasks, measured, broken, ours))
     return found
 
 
@@ -132,20 +134,17 @@ def _long(steps: pl.DataFrame) -> pl.DataFrame:
     length = (pl.col("length") * pl.col("norm_to_mean")).fill_nan(0).fill_null(0)
     steps = steps.with_columns(excess=pl.col("decrease") + pl.col("norms") * (ROUNDING * length))
     others = [key.split(".")[1] for key in steps.columns if key.endswith(".cosine")]
-    lists = {**OF_TASKS, LOST: "excess"}
-    lists |= {f"{WEIGHT_OF}{name}": f"others.{name}.weights" for name in others}
+    one, tasks = (lambda name: pl.concat_list(pl.lit(name))), pl.col("tasks")
+    lists = [(tasks, label, key) for label, key in {**OF_TASKS, LOST: "excess"}.items()]
+    lists += [(tasks, f"{WEIGHT_OF}{name}", f"others.{name}.weights") for name in others]
+    lists += [(one(name), OTHERS, f"others.{name}.cosine") for name in others]
+    lists += [(one(""), label, key) for label, key in SINGLE.items()]
     parts = [pairs.select(*keys, "item", number=pl.lit(COSINE), value="cosines").drop_nulls("item")]
-    for label, key in lists.items():
-        rows = steps.filter(pl.col(key).list.len() == pl.col("tasks").list.len())
-        rows = rows.select(*keys, item="tasks", number=pl.lit(label), value=key)
+    for items, label, key in lists:
+        values = pl.col(key) if steps.schema[key] == pl.List else pl.concat_list(key)
+        rows = steps.filter(items.list.len() == values.list.len())
+        rows = rows.select(*keys, item=items, number=pl.lit(label), value=values)
         parts.append(rows.explode("item", "value"))
-    singles = [("", label, name) for label, name in SINGLE.items()]
-    for item, label, key in [
-        *singles,
-        *((name, OTHERS, f"others.{name}.cosine") for name in others),
-    ]:
-        value = pl.col(key).cast(pl.Float64)
-        parts.append(steps.select(*keys, item=pl.lit(item), number=pl.lit(label), value=value))
     rows = pl.concat(parts).filter(pl.col("value").is_finite())
     of = pl.col("at").n_unique().over("arm", "group", "number")
     starred = (pl.len().over("arm", "group", "number", "item") < of) & (pl.col("number") == OTHERS)
@@ -212,19 +211,12 @@ def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
     found = groups(study)
     if not found:
         return []
-    others = [
-        {
-            "arm": one.arm,
-            "aggregator": other,
-            "cosine": one.text(OTHERS, other),
-            "weights": ", ".join(
-                one.text(WEIGHT_OF + other.strip("*"), task) for task in one.tasks
-            ),
-        }
-        for one in sharpest(found)
-        if one.arm != "control" and len(one.tasks) <= MAX_TASKS
-        for other in one.numbers[OTHERS]
-    ]
+    others = []
+    for one in sharpest(found):
+        for name in one.numbers[OTHERS] if one.arm != "control" else ():
+            weights = [one.text(WEIGHT_OF + name.strip("*"), task) for task in one.tasks]
+            row = {"arm": one.arm, "aggregator": name, "cosine": one.text(OTHERS, name)}
+            others.append({**row, "weights": ", ".join(weights) * (len(weights) <= MAX_TASKS)})
     about = "Updates of other aggregators from the same gradients (*: at some steps alone)"
     tables = {"Conflict of each arm": _arms(found), "Tasks": _tasks(found)}
     return [*tables.items(), *([(about, pl.DataFrame(others))] if others else [])]
@@ -232,7 +224,7 @@ def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
 
 def _arms(found: Sequence[Group], pairs: Sequence[str] = ()) -> pl.DataFrame:
     """A row for each arm: its group with the sharpest conflict; the task lost is one of all."""
-    rows, several = [], len({one.name for one in found}) > 1
+    rows = []
     for one in sharpest(found):
         pair = next(iter(one.numbers[COSINE]), "")
         lost = {
@@ -242,7 +234,7 @@ def _arms(found: Sequence[Group], pairs: Sequence[str] = ()) -> pl.DataFrame:
             for task, share in other.numbers.get(LOST, {}).items()
         }
         most = max(lost, key=lost.__getitem__, default="")
-        row = {"arm": one.arm + f" at {one.name}" * several, "n": str(len(one.measured))}
+        row = {"arm": one.title, "n": str(len(one.measured))}
         row |= {f"cosine {name}": one.text(COSINE, name) for name in pairs}
         row |= {"sharpest pair": f"{pair} {one.text(COSINE, pair)}"} if not pairs else {}
         row |= {label: one.text(label) for label in SINGLE}
@@ -251,11 +243,9 @@ def _arms(found: Sequence[Group], pairs: Sequence[str] = ()) -> pl.DataFrame:
 
 
 def _tasks(found: Sequence[Group]) -> pl.DataFrame:
-    several = len({one.name for one in found}) > 1
-    labels = (*OF_TASKS, LOST)
     rows = [
-        {"arm": one.arm + f" at {one.name}" * several, "task": task}
-        | {label: one.text(label, task) for label in labels}
+        {"arm": one.title, "task": task}
+        | {label: one.text(label, task) for label in (*OF_TASKS, LOST)}
         for one in found
         for task in one.tasks
     ]
@@ -302,8 +292,9 @@ def conflict_charts(study: Study, facet: bool = False) -> dict[str, Any]:  # Any
         if facet:
             charts[name] = chart.facet(panels, columns=3).configure(**CONFIG)
         else:
+            about = f"{name} of the tasks of each arm over the steps"
             one = chart.transform_filter("datum.panel == arm").add_params(arm)
-            charts[name] = finished(one, f"{name} of the tasks of each arm over the steps")
+            charts[name] = finished(one, about, chart.height)
     return charts
 
 
@@ -330,17 +321,13 @@ def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> alt.Layer
     if len(tasks) > MAX_TASKS:
         tasks.sort(key=lambda task: shown[0].numbers.get("decrease", {}).get(task, 0.0))
         tasks = [*tasks[: MAX_TASKS // 2], *tasks[-MAX_TASKS // 2 :]]
-    rows = rows.filter(pl.col("item").is_in(tasks)).select(
-        "panel", "item", "end", "value", "low", "high"
-    )
-    legend = alt.Legend(
-        title=None, orient="bottom", columns=4, symbolOpacity=1, symbolType="stroke"
-    )
+    columns = ["panel", "item", "end", "value", "low", "high"]
+    rows = rows.filter(pl.col("item").is_in(tasks)).select(columns)
+    legend = alt.Legend(title=None, orient="bottom", columns=4, symbolOpacity=1)
     looks = ({"domain": tasks, "range": [*kind][: len(tasks)]} for kind in (TASKS, DASHES * 2))
     color, dash = (alt.Scale(**look) for look in looks)
-    step = alt.X(
-        "end:Q", title="optimizer step", axis=alt.Axis(format="~s", tickCount=4, grid=False)
-    )
+    axis = alt.Axis(format="~s", tickCount=4, grid=False)
+    step = alt.X("end:Q", title="optimizer step", axis=axis)
     base = alt.Chart().encode(step, color=alt.Color("item:N", scale=color, legend=legend))
     line = base.mark_line(point={"size": 20}).encode(
         alt.Y("value:Q", title=number, axis=alt.Axis(tickCount=4)),
@@ -355,6 +342,5 @@ def sections(study: Study) -> list[Section]:
     """Return the section of the page, if the study has conflicts."""
     charts = list(conflict_charts(study).values())
     tables = [frame_table(caption, frame) for caption, frame in conflict_tables(study)]
-    return (
-        [Section("conflicts", "Conflict between the tasks", HOW, charts, tables)] if charts else []
-    )
+    section = Section("conflicts", "Conflict between the tasks", HOW, charts, tables)
+    return [section] if charts else []
