@@ -3,13 +3,13 @@
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from gradsurg.plugins.messages import printable
-from gradsurg.training.frames import effect_table, read_conflicts
 from gradsurg.training.run_directory import (
     CONFIG,
     CONFLICTS,
@@ -141,20 +141,6 @@ def _run_directories(folder: Path) -> list[Path]:
     return [path for path in inside if any((path / name).is_file() for name in OWN_FILES)]
 
 
-def fault_of(path: Path) -> str:
-    """Return the fault of the first broken file in a run's directory; empty if there is none."""
-    run = _read(path, {})
-    if not run.is_readable:
-        return run.reason
-    try:
-        for examined in (False, True):
-            effect_table([path], examined)
-        read_conflicts([path])
-    except BrokenFile as error:
-        return str(error)
-    return ""
-
-
 def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
     """Return the run in a directory; with a broken file it is unreadable, and has the fault.
 
@@ -247,21 +233,16 @@ def _from_name(name: str) -> tuple[str, int]:
     return (label, int(seed)) if seed.isdecimal() else (name, -1)
 
 
-Stamp = dict[str, object]
-
-
-def stamp(folder: Path) -> Stamp:
+def stamp(folder: Path) -> dict[str, object]:
     """Size and time of every file that a report is made from: another stamp, another report."""
-    facts_of_files: Stamp = {}
-    for file in (folder / TUNING).glob("*.json"):
-        facts_of_files[file.name] = file.stat().st_size, file.stat().st_mtime_ns
-    for path in _run_directories(folder):
-        for name in (*OWN_FILES, EFFECTS, CONFLICTS, LOCK):
-            try:
-                facts = (path / name).stat()
-            except FileNotFoundError:
-                continue
-            facts_of_files[f"{path.name}/{name}"] = facts.st_size, facts.st_mtime_ns
-        if (path / LOCK).is_file():  # its process can die without touching a file
-            facts_of_files[path.name] = _read(path, {}).state
-    return facts_of_files
+    facts: dict[str, object] = {}
+    for path in [*(folder / TUNING).glob("*.json"), *folder.glob("*/*")]:
+        if path.name in STAMPED or path.parent.name == TUNING:
+            with suppress(FileNotFoundError):
+                facts[str(path)] = path.stat().st_size, path.stat().st_mtime_ns
+        if path.name == LOCK:  # its process can die without touching a file
+            facts[path.parent.name] = RunDirectory(path.parent).state
+    return facts
+
+
+STAMPED = (*OWN_FILES, CONFIG, EFFECTS, CONFLICTS)

@@ -23,18 +23,6 @@ from gradsurg.newreport.study import Study
 from gradsurg.stats import benjamini_hochberg, paired_difference, sign_test_p_value
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
-COSTS = {
-    "arm": pl.String,
-    "pairs": pl.Int64,
-    "ratio": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "treated_ms": pl.Float64,
-    "control_ms": pl.Float64,
-    "measured_ms": pl.Float64,
-    "ratios": pl.List(pl.Float64),
-}
-
 
 def costs(study: Study) -> pl.DataFrame:
     """Compare step times with those of the plain control, where both are known.
@@ -42,49 +30,34 @@ def costs(study: Study) -> pl.DataFrame:
     `ratio` is the median over pairs of runs, `low` and `high` are the least and the greatest.
     Other controls run a surgery themselves, and so give no cost.
     """
-    rows = []
-    for arm in study.arms:
-        pairs = [] if arm.is_control else [(run, _plain(study, run)) for run in arm.whole]
-        times = [
-            (a, b, run.number("time/measured_step_ms"))
-            for run, other in pairs
-            if other and (a := run.number("time/step_ms")) and (b := other.number("time/step_ms"))
-        ]
-        if times:
-            ratios = [a / b for a, b, _ in times]
-            measured = [ms for *_, ms in times if ms]
-            rows.append(
-                {
-                    "arm": arm.name,
-                    "pairs": len(times),
-                    "ratio": median(ratios),
-                    "low": min(ratios),
-                    "high": max(ratios),
-                    "treated_ms": median(a for a, *_ in times),
-                    "control_ms": median(b for _, b, _ in times),
-                    "measured_ms": median(measured) if measured else None,
-                    "ratios": ratios,
-                }
-            )
-    return pl.DataFrame(rows, schema=COSTS)
-
-
-def _plain(study: Study, run: LoadedRun) -> LoadedRun | None:
-    """The finished plain control of a run."""
-    control = study.by_name.get(run.controls.get("plain") or run.control or "")
-    return control if control and control.label == "none" and control.state == "finished" else None
+    keys = ("time/step_ms", "time/measured_step_ms")
+    rows = [
+        (arm.name, *map(run.number, keys), other.number(keys[0]))
+        for arm in study.arms
+        for run in ([] if arm.is_control else arm.whole)
+        if (other := study.by_name.get(run.controls.get("plain") or run.control or ""))
+        and (other.label, other.state) == ("none", "finished")
+    ]
+    names = ("treated_ms", "measured_ms", "control_ms")
+    schema = {"arm": pl.String} | dict.fromkeys(names, pl.Float64)
+    pairs = pl.DataFrame(rows, schema=schema, orient="row").filter(
+        pl.col("treated_ms") > 0, pl.col("control_ms") > 0
+    )
+    ratio = pl.col("treated_ms") / pl.col("control_ms")
+    return pairs.group_by("arm", maintain_order=True).agg(
+        pairs=pl.len(),
+        ratio=ratio.median(),
+        low=ratio.min(),
+        high=ratio.max(),
+        **{name: pl.col(name).median() for name in names},
+        ratios=ratio,
+    )
 
 
 TIMES = {
-    "arm": pl.String,
-    "against": pl.String,
-    "until": pl.String,
-    "n": pl.Int64,
-    "sooner": pl.Int64,
-    "later": pl.Int64,
-    "p": pl.Float64,
-    "q": pl.Float64,
-    "median": pl.Float64,
+    **dict.fromkeys(("arm", "against", "until"), pl.String),
+    **dict.fromkeys(("n", "sooner", "later"), pl.Int64),
+    **dict.fromkeys(("p", "q", "median"), pl.Float64),
     "both": pl.List(pl.Float64),
     "not_compared": pl.String,
 }
@@ -138,13 +111,9 @@ def step_reached(run: LoadedRun) -> float | None:
 
 
 UPDATES = {
-    "arm": pl.String,
-    "number": pl.String,
-    "mean": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "runs": pl.Int64,
-    "steps": pl.Int64,
+    **dict.fromkeys(("arm", "number"), pl.String),
+    **dict.fromkeys(("mean", "low", "high"), pl.Float64),
+    **dict.fromkeys(("runs", "steps"), pl.Int64),
 }
 
 

@@ -86,16 +86,10 @@ def doses(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 TRENDS = {
-    "name": pl.String,
-    "key": pl.String,
-    "metric": pl.String,
+    **dict.fromkeys(("name", "key", "metric"), pl.String),
     "n": pl.Int64,
     "direction": pl.String,
-    "size": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "p": pl.Float64,
-    "q": pl.Float64,
+    **dict.fromkeys(("size", "low", "high", "p", "q"), pl.Float64),
 }
 
 
@@ -140,14 +134,10 @@ def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 BEST = {
-    "label": pl.String,
-    "key": pl.String,
-    "chosen_on": pl.String,
+    **dict.fromkeys(("label", "key", "chosen_on"), pl.String),
     "values": pl.Int64,
-    "treated_value": pl.Float64,
-    "control_value": pl.Float64,
-    "usable_treated": pl.Int64,
-    "usable_control": pl.Int64,
+    **dict.fromkeys(("treated_value", "control_value"), pl.Float64),
+    **dict.fromkeys(("usable_treated", "usable_control"), pl.Int64),
 }
 """The columns of `best_arms` beside those of a comparison."""
 
