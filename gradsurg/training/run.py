@@ -262,7 +262,7 @@ class Run:
         different = [
             f"{key}={'null' if before[key] is None else before[key]}"
             for key, asked in self.measured.items()
-            if asked and key != "margin" and before.get(key, asked) != asked
+            if asked and before.get(key, asked) != asked
         ]
         if not different:
             return ""

@@ -40,6 +40,7 @@ def test_each_seed_is_trained_on_each_split_with_a_control_on_the_same() -> None
     experiment = built(CLIP, "seeds=2", "splits=3", "task.split_seed=7")
     trained = [(split_of(pair.treated), pair.seed) for pair in experiment.pairs]
     assert trained == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
+    tested = []
     for pair in experiment.pairs:
         assert pair.treated is not None
         assert pair.control is not None
@@ -47,6 +48,8 @@ def test_each_seed_is_trained_on_each_split_with_a_control_on_the_same() -> None
         assert split_of(pair.control) == split_of(pair.treated)
         parts = [run.load_data().test_inputs for run in pair.runs]
         assert parts[0].equal(parts[1])
+        tested.append(parts[0].sum().item())
+    assert len(set(tested)) == 3
     titles = [pair.treated.title for pair in experiment.pairs if pair.treated]
     assert titles[1:3] == ["clip-seed1-split7", "clip-seed0-split8"]
 
