@@ -5,6 +5,7 @@ Choices, such as the metric, are parameters of the chart. Data is aggregated and
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from itertools import count
 from math import isfinite, sqrt
 from typing import Any
 
@@ -56,8 +57,9 @@ MAX_STEPS = 60  # of a curve: more are not seen
 MAX_SEEDS = 400  # curves of single seeds, over all arms and metrics
 MAX_INTERVALS = 24  # of steps, in a map of effects
 MIN_FOR_BAND = 3  # seeds
-NUM_BINS = 40  # of a histogram
+PER_DECADE = 10  # bars of a histogram of norms
 LOG_KEYS = ("run", "arm", "seed", "state", "step")
+SCALES = ("linear", "log")
 REACHED, STEP_REACHED = "until/reached", "until/step"
 LABELS = {number.name: number.label for number in EFFECT_NUMBERS}
 MEASURES = {"cosine": LABELS["cosine"], "ratio": "norm ratio"}
@@ -97,11 +99,6 @@ def choice(name: str, label: str, options: Iterable[Json], labels: Sequence[str]
     return alt.param(name=name, value=values[0], bind=bind)
 
 
-def expression(text: str) -> Json:
-    """Return an expression of Vega that is computed in the chart."""
-    return alt.ExprRef(text)
-
-
 def label_of(metric: str, unit: str = "%") -> str:
     """The title of a metric with its unit: `test accuracy (pp)` for differences."""
     return f"{title(metric)} ({unit})" if is_share(metric) else title(metric)
@@ -131,23 +128,23 @@ def _zero(channel: str, at: float = 0) -> alt.Chart:
 
 def _drawn(frame: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[str]]:
     """Return the comparisons with a difference, shares in percentage points, and their metrics."""
-    known = frame.filter(pl.col("difference").is_not_null())
-    keys = known["metric"].unique(maintain_order=True).to_list()
-    labels, factors = (
-        {key: label_of(key, "pp") for key in keys},
-        {key: _factor(key) for key in keys},
+    known = frame.filter(pl.col("difference").is_not_null() & pl.col("block").is_null())
+    labels = {key: label_of(key, "pp") for key in known["metric"].unique(maintain_order=True)}
+    numbers = ("difference", "low", "high", "differences")
+    shares = pl.when(pl.col("metric").is_in([*filter(is_share, labels)])).then(100.0).otherwise(1.0)
+    rows = known.select(
+        name,
+        pl.col("metric").replace(labels),
+        *(pl.col(number) * shares for number in numbers),
+        pl.col("seeds").fill_null([]),
+        is_clear=pl.col("verdict").is_in(CLEAR),
+        is_range=pl.col("interval").eq_missing(pl.lit("range")),
     )
-    factor = pl.col("metric").replace_strict(factors, return_dtype=pl.Float64)
-    numbers = pl.col("difference", "low", "high", "differences") * factor
-    label = pl.col("metric").replace_strict(labels, return_dtype=pl.String)
-    clear = pl.col("verdict").is_in(CLEAR)
-    known = known.with_columns(numbers, metric=label, is_clear=clear, range=_is_range())
-    columns = [name, "metric", "difference", "low", "high", "is_clear", "range", "differences"]
-    return known.select(*columns, pl.col("seeds").fill_null([])), list(labels.values())
+    return rows, list(labels.values())
 
 
-def _is_range() -> pl.Expr:
-    return pl.col("interval").eq_missing(pl.lit("range"))
+def _tips(*names: str) -> list[alt.Tooltip]:
+    return [alt.Tooltip(f"{name}:Q", format=".4~g") for name in names]
 
 
 DIFFERENCES = alt.Axis(labelExpr="datum.value ? format(datum.value, '+.3~g') : '0'")
@@ -157,40 +154,33 @@ def _forest(
     rows: pl.DataFrame, name: str, mean: str, each: Sequence[str], at: float, **x: Json
 ) -> alt.LayerChart:
     """Each arm with its mean, its interval (a range is dashed) and the pairs as marks."""
-    color = _when("datum.is_clear", TREATED, UNCLEAR)
-    fill = _when("datum.is_clear", TREATED, PAPER)
-    dash = _when("datum.range", [4, 3], [1, 0])
-    y, base = alt.Y(f"{name}:N", sort=None, title=None), alt.Chart()
-    scale, tips = alt.Scale(zero=False), [f"{name}:N", *_tips(mean, "low", "high")]
+    color, fill = (_when("datum.is_clear", TREATED, other) for other in (UNCLEAR, PAPER))
+    dash = _when("datum.is_range", [4, 3], [1, 0])
+    y, base, arm = alt.Y(f"{name}:N", sort=None, title=None), alt.Chart(), f"{name}:N"
+    scale, tips = alt.Scale(zero=False), [arm, *_tips(mean, "low", "high")]
     low, one, middle = (alt.X(f"{key}:Q", scale=scale, **x) for key in ("low", each[0], mean))
     pairs = base.transform_flatten(list(each)).mark_tick(size=8, yOffset=7, color=SOFT)
     return alt.layer(
         base.mark_rule().encode(low, y, x2="high:Q", color=color, strokeDash=dash),
         _zero("x", at),
-        pairs.encode(one, y, tooltip=[f"{name}:N", *_tips(*each)]),
+        pairs.encode(one, y, tooltip=[arm, *_tips(*each)]),
         base.mark_point().encode(middle, y, stroke=color, fill=fill, tooltip=tips),
         data=inline(rows),
     )
 
 
-def _tips(*names: str) -> list[alt.Tooltip]:
-    return [alt.Tooltip(f"{name}:Q", format=".4~g") for name in names]
-
-
-def outcome_chart(frame: pl.DataFrame, metric: str = "", name: str = "arm") -> Chart:
+def outcome_chart(frame: pl.DataFrame, name: str = "arm") -> Chart:
     """The forest plot of a comparison: difference, interval and seeds of each arm.
 
-    Without `metric` it is chosen in the chart. `name` is the column with the names of the rows.
+    Of several metrics one is chosen in the chart. `name` is the column with the names of the rows.
     """
-    whole = frame.filter(pl.col("block").is_null() & (pl.col("metric") == (metric or "metric")))
-    whole = whole if metric else frame.filter(pl.col("block").is_null())
-    if whole.select("n", "planned").n_unique() > 1:
-        whole = whole.with_columns(pl.format("{} (n = {})", name, "n").alias(name))
-    rows, metrics = _drawn(whole, name)
-    x: Json = {"title": None, "axis": DIFFERENCES}
-    chart = _forest(rows, name, "difference", ["differences", "seeds"], 0, **x)
-    below = expression("'difference in ' + metric")
-    below = alt.Title(below, orient="bottom", anchor="middle", offset=8)
+    if frame.filter(pl.col("block").is_null()).select("n", "planned").n_unique() > 1:
+        frame = frame.with_columns(pl.format("{} (n = {})", name, "n").alias(name))
+    rows, metrics = _drawn(frame, name)
+    pairs = ("differences", "seeds")
+    chart = _forest(rows, name, "difference", pairs, 0, title=None, axis=DIFFERENCES)
+    text = alt.ExprRef("'difference in ' + metric")
+    below = alt.Title(text, orient="bottom", anchor="middle", offset=8)
     about = f"Differences in {metrics[0]} of {rows[name].n_unique()} arms with their intervals"
     return finished(_of_metric(chart, metrics), about, alt.Step(ROW), below)
 
@@ -204,9 +194,9 @@ def cost_chart(costs: pl.DataFrame) -> Chart:
     """Step time over the control's: each pair, their range and their median."""
     rows = costs.select("arm", "ratio", "low", "high", "ratios", is_clear=True)
     axis = alt.Axis(format="~g", labelExpr=r"datum.label + '\u00d7'")
-    x: Json = {"title": "step time over the control's", "axis": axis}
-    chart = _forest(rows, "arm", "ratio", ["ratios"], 1, **x)
-    return finished(chart, "Step time of each arm over the control's", alt.Step(ROW))
+    about = "step time over the control's"
+    chart = _forest(rows, "arm", "ratio", ["ratios"], 1, title=about, axis=axis)
+    return finished(chart, f"Each arm's {about}, with the range of the pairs", alt.Step(ROW))
 
 
 def _value_axis(values: pl.Series, key: str) -> alt.X:
@@ -223,25 +213,16 @@ def _value_axis(values: pl.Series, key: str) -> alt.X:
     )
 
 
-def _colors(column: str, names: Sequence[str]) -> alt.Color:
-    legend = alt.Legend(title=None, orient="top") if len(names) > 1 else None
-    scale = alt.Scale(domain=list(names), range=list(TASKS))
-    return alt.Color(f"{column}:N", sort=None, scale=scale, legend=legend)
-
-
 def dose_chart(doses: pl.DataFrame) -> Chart:
     """The difference to the control over the one number in which arms differ.
 
     `doses` are rows of one transform and key: a line for each other setting, as the optimizer.
     """
-    label, key, names = (
-        doses["label"][0],
-        doses["key"][0],
-        doses["name"].unique(maintain_order=True),
-    )
+    label, key = doses["label"][0], doses["key"][0]
     rows, metrics = _drawn(doses, "name")
     rows = rows.drop("differences", "seeds").with_columns(doses["dose"])
-    x, color, base = _value_axis(doses["dose"], key), _colors("name", names), alt.Chart()
+    x, base = _value_axis(doses["dose"], key), alt.Chart()
+    color, _ = _looks(rows["name"].unique(maintain_order=True).to_list(), column="name")
     mean, low = (alt.Y(f"{part}:Q", title=None, axis=DIFFERENCES) for part in ("difference", "low"))
     tips = ["name:N", *_tips("dose", "difference", "low", "high")]
     layers = alt.layer(
@@ -251,7 +232,7 @@ def dose_chart(doses: pl.DataFrame) -> Chart:
         base.mark_point(filled=True).encode(x, mean, color=color, tooltip=tips),
         data=inline(rows),
     )
-    heading = alt.Title(expression(f"{json.dumps(label)} + ': difference in ' + metric"))
+    heading = alt.Title(alt.ExprRef(f"{json.dumps(label)} + ': difference in ' + metric"))
     about = f"{label}: difference in {metrics[0]} over {key}"
     return finished(_of_metric(layers, metrics), about, heading=heading)
 
@@ -268,11 +249,10 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
     )
     low, high = curve_limits(means["mean"].drop_nulls())
     means = means.with_columns(shown=pl.col("mean").fill_null(high).clip(low, high))
-    x, color = _value_axis(rows["value"], key), _colors("arm", rows["arm"].unique().sort())
-    scale = alt.Scale(domain=[low, high], nice=False)
+    x, (color, _) = _value_axis(rows["value"], key), _looks(rows["arm"].unique().sort().to_list())
+    scale, label = alt.Scale(domain=[low, high], nice=False), label_of(metric)
     score, mean, shown = (
-        alt.Y(f"{name}:Q", title=label_of(metric), scale=scale)
-        for name in ("score", "mean", "shown")
+        alt.Y(f"{name}:Q", title=label, scale=scale) for name in ("score", "mean", "shown")
     )
     base, tips = alt.Chart(inline(means)), ["arm:N", "value:N", *_tips("mean", "diverged")]
     shape = _when("datum.diverged > 0", "cross", "circle")
@@ -284,7 +264,7 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
         base.mark_point(filled=True).encode(x, shown, color=color, shape=shape, tooltip=tips),
         chosen.encode(x, shown, color=color, tooltip=tips),
     )
-    return finished(chart, f"{label_of(metric)} over {key}, by arm, on validation data")
+    return finished(chart, f"{label} over {key}, by arm, on validation data")
 
 
 def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
@@ -293,51 +273,51 @@ def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
     A seed that diverged has not reached it.
     """
     schema = {"arm": pl.String, "role": pl.String, "step": pl.Int64, "share": pl.Float64}
-    frames = [pl.DataFrame(schema=schema)]
-    known = runs.filter(pl.col(REACHED).is_not_null()) if REACHED in runs.columns else runs.clear()
-    for (arm, role), rows in known.group_by("arm", "role", maintain_order=True):
-        steps = rows.filter(pl.col(REACHED).cast(pl.Boolean))[STEP_REACHED].sort().to_list()
-        ends = [0, *map(int, steps), max(map(int, [*rows["done"], *steps]))]
-        shares = [min(place, len(steps)) / len(rows) for place in range(len(ends))]
-        name = f"{arm} (n = {len(rows)})"
-        frames.append(pl.DataFrame([[name] * len(ends), [role] * len(ends), ends, shares], schema))
-    return pl.concat(frames)
+    known = runs.drop_nulls(REACHED) if REACHED in runs.columns else runs.clear()
+    rows = []
+    for (arm, role), part in known.group_by("arm", "role", maintain_order=True):
+        steps = part.filter(pl.col(REACHED).cast(pl.Boolean))[STEP_REACHED].sort().to_list()
+        last = max([*part["done"], *steps])
+        name, shares = f"{arm} (n = {len(part)})", [k / len(part) for k in range(len(steps) + 1)]
+        rows += [(name, role, *at) for at in zip([0, *steps], shares, strict=True)]
+        rows.append((name, role, last, shares[-1]))
+    return pl.DataFrame(rows, schema, orient="row", strict=False)
 
 
 def reached_chart(rows: pl.DataFrame) -> Chart:
     """The share of seeds that have reached the stopping condition, over the steps."""
-    arms = rows.select("arm", "role").unique(maintain_order=True)
-    color, dash = _looks(arms["arm"].to_list(), (arms["role"] == "control").to_list())
-    share = alt.Tooltip("share:Q", format=".0%")
-    y = alt.Y("share:Q", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="~%"))
-    y = y.title("seeds that reached the target")
-    chart = alt.Chart(inline(rows)).mark_line(interpolate="step-after")
-    tips = ["arm:N", "step:Q", share]
+    controls = rows.filter(pl.col("role") == "control")["arm"].to_list()
+    color, dash = _looks(rows["arm"].unique(maintain_order=True).to_list(), controls)
+    scale, axis = alt.Scale(domain=[0, 1]), alt.Axis(format="~%")
+    y = alt.Y("share:Q", scale=scale, axis=axis, title="seeds that reached the target")
+    chart = alt.Chart(inline(rows.drop("role"))).mark_line(interpolate="step-after")
+    tips = ["arm:N", "step:Q", alt.Tooltip("share:Q", format=".0%")]
     chart = chart.encode(_steps_axis(), y, color=color, strokeDash=dash, tooltip=tips)
     return finished(chart, "Share of the seeds of each arm that reached the target, over the steps")
 
 
-def _steps_axis(last: Json = alt.Undefined) -> alt.X:
-    domain = alt.Undefined if last is alt.Undefined else [0, last]
-    scale = alt.Scale(nice=False, domain=domain)
+def _steps_axis() -> alt.X:
+    scale = alt.Scale(nice=False, zero=True)
     return alt.X("step:Q", scale=scale, axis=alt.Axis(format="~s"), title="optimizer step")
 
 
-def _looks(names: Sequence[str], controls: Sequence[bool]) -> tuple[alt.Color, alt.StrokeDash]:
+def _looks(
+    names: list[str], controls: Collection[str] = (), column: str = "arm"
+) -> tuple[alt.Color, alt.StrokeDash]:
     """Return colour and dash of each arm; all controls have one colour, and are dashed."""
     palette = [colour for colour in TASKS if colour != CONTROL]
-    places, colours, dashes = {True: 0, False: 0}, [], []
-    for control in controls:
-        place, around = places[control], len(palette)
-        of_control = CONTROL_DASHES[place % len(CONTROL_DASHES)]
-        colours.append(CONTROL if control else palette[place % around])
-        dashes.append(of_control if control else DASHES[place // around % len(DASHES)])
-        places[control] += 1
-    color, dash = (alt.Scale(domain=list(names), range=look) for look in (colours, dashes))
-    legend = alt.Legend(title=None)
+    places = {True: count(), False: count()}
+    looks = [
+        (CONTROL, CONTROL_DASHES[next(places[True]) % len(CONTROL_DASHES)])
+        if name in controls
+        else (palette[(k := next(places[False])) % 7], DASHES[k // 7 % len(DASHES)])
+        for name in names
+    ]
+    color, dash = (alt.Scale(domain=names, range=[one[k] for one in looks]) for k in (0, 1))
+    legend: Json = alt.Legend(title=None) if len(names) > 1 else None
     return (
-        alt.Color("arm:N", sort=None, scale=color, legend=legend),
-        alt.StrokeDash("arm:N", sort=None, scale=dash, legend=legend),
+        alt.Color(f"{column}:N", sort=None, scale=color, legend=legend),
+        alt.StrokeDash(f"{column}:N", sort=None, scale=dash, legend=legend),
     )
 
 
@@ -370,11 +350,8 @@ def curve_frames(metrics: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 def _means(rows: pl.DataFrame) -> pl.DataFrame:
     """The mean of each arm at each step, with its t interval."""
-    value = pl.col("value")
-    keys = ["arm", "metric", "step"]
-    means = rows.group_by(keys, maintain_order=True).agg(
-        mean=value.mean(), sd=value.std(), n=pl.len()
-    )
+    mean, sd, n = pl.col("value").mean(), pl.col("value").std(), pl.len()
+    means = rows.group_by("arm", "metric", "step", maintain_order=True).agg(mean=mean, sd=sd, n=n)
     reach = {n: t_critical(n) / sqrt(n) for n in set(means["n"]) if n >= MIN_FOR_BAND}
     room = pl.col("sd") * pl.col("n").replace_strict(reach, default=None, return_dtype=pl.Float64)
     means = means.with_columns(low=pl.col("mean") - room, high=pl.col("mean") + room).drop("sd")
@@ -411,33 +388,32 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
     names = means["metric"].unique(maintain_order=True).to_list()
     ends = means.unpivot(["mean", "low", "high"], index="metric").drop_nulls()
     drawn = {name: ends.filter(pl.col("metric") == name)["value"] for name in names}
-    scales = ("linear", "log")
     limits = {
-        name: {scale: curve_limits(drawn[name], scale == "log") for scale in scales}
-        for name in names
+        name: {scale: curve_limits(values, scale == "log") for scale in SCALES}
+        for name, values in drawn.items()
     }
-    chart = _curve_layers(means, seeds, _looks(arms, [arm in controls for arm in arms]))
-    heading = alt.Title(expression("metric + (scale == 'log' ? ' (log scale)' : '')"))
+    chart = _curve_layers(means, seeds, *_looks(arms, controls))
+    heading = alt.Title(alt.ExprRef("metric + (scale == 'log' ? ' (log scale)' : '')"))
     chart = chart.add_params(
         alt.param(name="limits", value=limits),
         alt.param(name="arms", value=len(arms)),
         choice("metric", "Metric", names),
         choice("arm", "Arm", ["", *arms], ["all, without their seeds", *arms]),
-        choice("scale", "Scale", ["linear", "log"]),
+        choice("scale", "Scale", SCALES),
     )
     return finished(chart, f"{names[0]} of all arms over the steps", 300, heading)
 
 
 def _curve_layers(
-    means: pl.DataFrame,
-    seeds: pl.DataFrame,
-    looks: tuple[alt.Color, alt.StrokeDash],
+    means: pl.DataFrame, seeds: pl.DataFrame, color: alt.Color, dash: alt.StrokeDash
 ) -> alt.LayerChart:
-    (color, dash), base, number = looks, alt.Chart(), "format(scale == 'log' ? pow(10, datum.value)"
-    ends = [expression(f"limits[metric][scale][{place}]") for place in (0, 1)]
+    base, number = (
+        alt.Chart(),
+        "format(scale == 'log' ? pow(10, datum.value) : datum.value, '.3~g')",
+    )
+    ends = [alt.ExprRef(f"limits[metric][scale][{place}]") for place in (0, 1)]
     scale = alt.Scale(domain=ends, nice=False, zero=False)
-    axis = alt.Axis(labelExpr=f"{number} : datum.value, '.3~g')")
-    x = _steps_axis(means["step"].max())
+    x, axis = _steps_axis(), alt.Axis(labelExpr=number)
     at, low = (alt.Y(f"{name}:Q", title=None, scale=scale, axis=axis) for name in ("at", "from"))
     shown, state = alt.condition(ON, alt.value(1), alt.value(0.15)), "datum.state == 'diverged'"
     tips = ["arm:N", "step:Q", *_tips("mean", "low", "high", "n")]
@@ -462,13 +438,11 @@ def _curve_layers(
     layers = layers.transform_flatten(["step", "mean", "low", "high", "n"])
     ends = {"from": _scaled("low", "-30"), "to": _scaled("high"), "at": _scaled("mean")}
     layers = layers.transform_calculate(**ends)
-    shifted = "[pointerdown[event.shiftKey], window:pointerup] > window:pointermove!"
-    zoom = alt.selection_interval(
-        name="zoom", bind="scales", zoom="wheel![event.shiftKey]", translate=shifted
-    )
-    return layers.add_params(
-        alt.selection_point(name="clicked", fields=["arm"], bind="legend"), zoom
-    )
+    shift, drag = "[event.shiftKey]", "[pointerdown[event.shiftKey], window:pointerup]"
+    moves = {"zoom": f"wheel!{shift}", "translate": f"{drag} > window:pointermove!"}
+    zoom = alt.selection_interval(name="zoom", bind="scales", **moves)
+    clicked = alt.selection_point(name="clicked", fields=["arm"], bind="legend")
+    return layers.add_params(clicked, zoom)
 
 
 SERIES = ["arm", "metric", "seed", "state"]
@@ -551,7 +525,7 @@ def effect_map(frame: pl.DataFrame) -> Chart:
     limits = {label: _scale_of(key, cells[key]) for key, label in MEASURES.items()}
     text = f"format({BACK}, '.2~g')"
     legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=text)
-    both = expression("limit.is_log ? 1 : 0.001")
+    both = alt.ExprRef("limit.is_log ? 1 : 0.001")
     scale = alt.Scale(domain=[-1, 0, both], range=[TREATED, PAPER, CONTROL], interpolate="rgb")
     x = alt.X(
         "step:O", title="up to optimizer step", axis=alt.Axis(labelOverlap=True, labelAngle=0)
@@ -576,23 +550,19 @@ def effect_map(frame: pl.DataFrame) -> Chart:
 
 def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
     """Return the share of gradients in each interval of norms, before and after a transform."""
-    log, sizes = pl.col("norm").log(10), {"norm_before": "before", "norm_after": "after"}
-    rows = _named(effects).rename(sizes)
-    rows = rows.unpivot(
-        list(sizes.values()), index=["name", "sampled"], variable_name="when", value_name="norm"
-    ).drop_nulls("norm")
-    share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")
-    rows = rows.with_columns(share=share)
-    rows = rows.filter((pl.col("norm") > 0) & pl.col("norm").is_finite())
-    low = log.min().over("name")
-    width = pl.max_horizontal((log.max().over("name") - low) / NUM_BINS, 0.1 / NUM_BINS)
-    place = ((log - low) / width).floor().clip(0, NUM_BINS - 1).alias("place")
-    rows = rows.with_columns(place, low=low, width=width)
-    counted = rows.group_by("name", "when", "low", "width", "place", maintain_order=True).agg(
-        pl.col("share").sum()
+    sizes = {"norm_before": "before", "norm_after": "after"}
+    rows = (
+        _named(effects)
+        .rename(sizes)
+        .unpivot(sizes.values(), index=["name", "sampled"], variable_name="when", value_name="norm")
+        .drop_nulls("norm")
     )
-    edges = [10 ** (pl.col("low") + pl.col("width") * (pl.col("place") + k)) for k in (0, 1)]
-    return counted.select("name", "when", "share", least=edges[0], most=edges[1])
+    share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")
+    place = (pl.col("norm").log(10) * PER_DECADE + 1e-9).floor()
+    rows = rows.with_columns(share=share, place=place).filter(pl.col("place").is_finite())
+    counted = rows.group_by("name", "when", "place", maintain_order=True).agg(pl.col("share").sum())
+    least, most = (10 ** ((pl.col("place") + k) / PER_DECADE) for k in (0, 1))
+    return counted.select("name", "when", "share", least=least, most=most)
 
 
 def norms_chart(frame: pl.DataFrame) -> Chart:

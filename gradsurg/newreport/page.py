@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,6 +28,7 @@ MAX_DRAWN = 60  # arms of a forest plot
 MAX_CURVES = 24  # arms with learning curves, and with a map of effects
 MAX_ROWS = 100  # of a table
 MAX_RUN_METRICS = 4  # columns of the table of runs
+SAME = "The same as numbers"
 OF_METRIC = [head for head in tables.COLUMNS if head != "metric"]
 NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
 
@@ -88,20 +89,15 @@ def page(
     `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
     `effort` sentences on time and hardware.
     """
-    built = [
-        *_outcome(frame),
-        *_best(study),
-        *_reached(study),
-        *_tuning(study),
-        *_alone(study, frame),
-        *_shares(study),
-        *_doses(study, frame),
-        _curves(study),
-        *_effects(study),
-        *more,
-        *_updates(study),
-        _cost(study, effort),
-    ]
+    parts = (
+        _outcomes(study, frame),
+        _sweeps(study, frame),
+        _training(study),
+        _effects(study),
+        more,
+        _costs(study, effort),
+    )
+    built = [section for part in parts for section in part]
     specs = [chart.to_dict() for one in built for chart in one.charts]
     places = iter(range(len(specs)))
     environment = jinja2.Environment(
@@ -179,110 +175,90 @@ def _first(
     return frame.filter(pl.col("arm").is_in(every[:most])), [note] * (len(every) > most)
 
 
-def _outcome(frame: pl.DataFrame) -> list[Section]:
-    how = (
-        "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the exact "
-        "sign-flip test (dashed: too few seeds for a test, the range instead), and each seed as a "
-        "small mark. Filled: a clear difference. Runs that did not finish are counted, never "
-        "averaged. The verdict is that of p, and of q where there are several arms; median, t "
-        "interval and effect size (the mean over the standard deviation) are details."
-    )
+def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
     known = pl.col("difference").is_not_null()
     frame = frame.filter(known | ~pl.col("not_compared").str.contains("without a control"))
-    if frame.is_empty():
-        return []
     shown, notes = _first(frame.filter(known), MAX_DRAWN)
     numbers = []
-    for (metric,), rows in frame.group_by("metric", maintain_order=True):
-        caption = f"Differences in {title(str(metric))}" if metric else "Arms without an outcome"
-        blocks = rows.filter(pl.col("block").is_not_null()).to_dicts()
-        whole = rows.filter(pl.col("block").is_null()).to_dicts()
-        table = tables.outcome_table(whole, columns=OF_METRIC)
+    for (metric, block), rows in frame.group_by(
+        "metric", pl.col("block").is_not_null(), maintain_order=True
+    ):
+        caption = f"Differences in {title(str(metric))}{', block by block' if block else ''}"
+        table = tables.outcome_table(rows.to_dicts(), columns=OF_METRIC)
         numbers.append(Table(caption, *table, is_open=not numbers))
-        if blocks:
-            table = tables.outcome_table(blocks, columns=OF_METRIC)
-            numbers.append(Table(f"{caption}: each block", *table))
-    drawn = [charts.outcome_chart(shown)] if len(shown) else []
-    name = "Outcome compared with the control"
-    return [Section("outcome", name, how, drawn, numbers, notes)]
-
-
-def _best(study: Study) -> list[Section]:
-    rows = best_arms(study).to_dicts()
-    how = (
-        "Each arm at its best value of a number that was swept for both. Usable: no seed diverged, "
-        "and the mean is close to the best."
-    )
-    table = Table("Best arm against best arm", *tables.outcome_table(rows), is_open=True)
-    notes = [best_sentence(row) for row in rows]
-    return [Section("best", "Best against best", how, (), [table], notes)] if rows else []
-
-
-def _reached(study: Study) -> list[Section]:
-    shown, notes = _first(charts.reached_frame(study.runs), MAX_CURVES)
-    if shown.is_empty():
-        return []
-    how = "The share of seeds that have reached the stopping condition, over the steps."
-    table = frame_table("The same as numbers", times_to_target(study).drop("both"))
-    drawn, said = [charts.reached_chart(shown)], [*notes, *reached(study)]
-    return [Section("reached", "Steps to the target", how, drawn, [table], said)]
-
-
-def _tuning(study: Study) -> list[Section]:
-    tunings, _ = read_tunings(study.folder, study.arms)
-    how = (
-        "Each arm chose its values on validation data, with seeds that are not compared: a dot is "
-        "a seed, the line their mean, a ring the chosen value, a cross a value with which seeds "
-        "diverged. With several keys, a chart shows the points with the chosen values of the "
-        "others."
-    )
-    drawn = [charts.tuning_chart(frame) for frame in tuning_frames(tunings)]
-    table = Table("Chosen values", HEADS, [one.row for one in tunings], is_open=True)
-    return [Section("tuning", "Tuning", how, drawn, [table])] if tunings else []
-
-
-def _alone(study: Study, frame: pl.DataFrame) -> list[Section]:
-    arms = tables.uncompared(study, frame)
-    how = "Finished runs without a finished control: the mean, and the least to the greatest value."
-    table = Table("Arms not compared", *tables.alone_table(study, arms), is_open=True)
-    return [Section("alone", "Not compared", how, (), [table])] if arms else []
-
-
-def _shares(study: Study) -> list[Section]:
-    how = (
-        "The whole chain minus the chain without a link, seed by seed. Shares need not add up: two "
-        "links that do the same have a share of zero each."
-    )
+    if numbers:
+        how = (
+            "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the "
+            "exact sign-flip test (dashed: too few seeds for a test, the range instead), and each "
+            "seed as a small mark. Filled: a clear difference. Runs that did not finish are "
+            "counted, never averaged. The verdict is that of p, and of q where there are several "
+            "arms; median, t interval and effect size (the mean over the standard deviation) are "
+            "details."
+        )
+        drawn = [charts.outcome_chart(shown)] if len(shown) else []
+        yield Section("outcome", "Outcome compared with the control", how, drawn, numbers, notes)
+    if arms := tables.uncompared(study, frame):
+        how = "Finished runs without a finished control: the mean, and the least to the greatest."
+        table = Table("Arms not compared", *tables.alone_table(study, arms), is_open=True)
+        yield Section("alone", "Not compared", how, tables=[table])
     drawn, numbers = [], []
     for (arm,), rows in link_shares(study).group_by("arm", maintain_order=True):
-        drawn += [charts.outcome_chart(rows, name="link")] if rows["difference"].count() else []
+        drawn += [charts.outcome_chart(rows, "link")] if rows["difference"].count() else []
         table = tables.outcome_table(rows.to_dicts(), tables.SHARED)
         numbers.append(Table(f"Share of each link of {arm}", *table, is_open=True))
-    name = "Share of each link"
-    return [Section("shares", name, how, drawn, numbers)] if numbers else []
+    if numbers:
+        how = (
+            "The whole chain minus the chain without a link, seed by seed. Shares need not add up: "
+            "two links that do the same have a share of zero each."
+        )
+        yield Section("shares", "Share of each link", how, drawn, numbers)
 
 
-def _doses(study: Study, frame: pl.DataFrame) -> list[Section]:
+def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
+    if best := best_arms(study).to_dicts():
+        how = (
+            "Each arm at its best value of a number that was swept for both. Usable: no seed "
+            "diverged, and the mean is close to the best."
+        )
+        table = Table("Best arm against best arm", *tables.outcome_table(best), is_open=True)
+        notes = [best_sentence(row) for row in best]
+        yield Section("best", "Best against best", how, (), [table], notes)
     rows, notes = _first(doses(study, frame), MAX_DRAWN)
-    how = "Arms that differ in one number only: the difference to the control over that number."
-    drawn = [
-        charts.dose_chart(part) for _, part in rows.group_by("label", "key", maintain_order=True)
-    ]
-    heads = ("arm", "metric", "difference", tables.INTERVAL, "verdict", "n")
-    numbers = tables.outcome_table(rows.to_dicts(), columns=heads)
-    table = Table("The same as numbers", *numbers)
-    found = trends(study, frame).filter(pl.col("metric") == next(iter(study.metrics_of), ""))
-    said = [*notes, *map(trend_sentence, found.iter_rows(named=True))]
-    return [Section("doses", "Dose and response", how, drawn, [table], said)] if drawn else []
+    if len(rows):
+        groups = rows.partition_by("label", "key", maintain_order=True)
+        heads = ("arm", "metric", "difference", tables.INTERVAL, "verdict", "n")
+        table = Table(SAME, *tables.outcome_table(rows.to_dicts(), columns=heads))
+        headline = pl.col("metric") == next(iter(study.metrics_of), "")
+        found = trends(study, frame).filter(headline).to_dicts()
+        how = "Arms that differ in one number only: the difference to the control over that number."
+        drawn, said = [*map(charts.dose_chart, groups)], [*notes, *map(trend_sentence, found)]
+        yield Section("doses", "Dose and response", how, drawn, [table], said)
+    tunings, _ = read_tunings(study.folder, study.arms)
+    if tunings:
+        how = (
+            "Each arm chose its values on validation data, with seeds that are not compared: a dot "
+            "is a seed, the line their mean, a ring the chosen value, a cross a value with which "
+            "seeds diverged. With several keys, a chart shows the points with the chosen values of "
+            "the others."
+        )
+        drawn = [*map(charts.tuning_chart, tuning_frames(tunings))]
+        table = Table("Chosen values", HEADS, [one.row for one in tunings], is_open=True)
+        yield Section("tuning", "Tuning", how, drawn, [table])
 
 
-def _curves(study: Study) -> Section:
-    arms = [arm.name for arm in study.arms]
+def _training(study: Study) -> Iterator[Section]:
+    shown, notes = _first(charts.reached_frame(study.runs), MAX_CURVES)
+    if len(shown):
+        how = "The share of seeds that have reached the stopping condition, over the steps."
+        table = frame_table(SAME, times_to_target(study).drop("both"))
+        drawn, said = [charts.reached_chart(shown)], [*notes, *reached(study)]
+        yield Section("reached", "Steps to the target", how, drawn, [table], said)
     controls = [arm.name for arm in study.arms if arm.is_control]
-    ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *arms])
+    ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)
     if logged.is_empty():
-        return Section("curves", "Learning curves", "Nothing has been logged yet.")
+        yield Section("curves", "Learning curves", "Nothing has been logged yet.")
+        return
     how = (
         "Means over seeds with their 95 % t interval, from three seeds on; controls are dashed. An "
         "arm that is chosen shows its seeds; thin red lines diverged, and are part of no mean. "
@@ -291,59 +267,54 @@ def _curves(study: Study) -> Section:
     )
     by_arm = charts.curve_frames(logged)[0].group_by("arm", "metric", maintain_order=True)
     at = {f"{k} of 4": pl.col("mean").get((pl.len() - 1) * k // 4) for k in (1, 2, 3, 4)}
-    numbers = by_arm.agg(**at, n=pl.col("n").last())
-    table = frame_table("The same as numbers: means at quarters of the steps", numbers)
+    table = frame_table(f"{SAME}: means at quarters of the steps", by_arm.agg(**at, n=pl.col("n").last()))
     drawn = [charts.curves_chart(logged, controls)]
-    return Section("curves", "Learning curves", how, drawn, [table], notes)
+    yield Section("curves", "Learning curves", how, drawn, [table], notes)
 
 
-def _effects(study: Study) -> list[Section]:
+def _effects(study: Study) -> Iterator[Section]:
     acted = pl.col("transform").cast(pl.String) != "none"
     rows, notes = _first(study.effects.filter(acted & (pl.col("sampled") > 0)), MAX_CURVES)
-    if rows.is_empty():
-        return []
-    how = (
-        "The effect of each transform at each site over the training: means over runs. No colour "
-        "is no change, and the colours mean the same for all arms. Norm ratio: norm after over "
-        "norm before; changed, sign flips and zeroed are shares of the entries of a gradient."
-    )
-    frame, norms = charts.effect_frame(rows), charts.norms_frame(rows)
-    drawn = [charts.effect_map(frame)] if frame["cosine"].count() else []
-    drawn += [charts.norms_chart(norms)] if len(norms) else []
-    whole = frame.filter(pl.col("step").is_null()).drop("step")
-    whole = whole.rename({"name": "arm", **charts.MEASURES})
-    table = frame_table("The same as numbers: means of the whole training", whole)
-    return [Section("effects", "Effect on the gradients", how, drawn, [table], notes)]
-
-
-def _updates(study: Study) -> list[Section]:
-    how = (
-        "The update that was made beside the one there would have been without the surgery, from "
-        "the same weights and the same batch; loss change is what a step does to the loss of its "
-        "batch. Means over runs with their 95 % t interval."
-    )
+    if len(rows):
+        how = (
+            "The effect of each transform at each site over the training: means over runs. No "
+            "colour is no change, and the colours mean the same for all arms. Norm ratio: norm "
+            "after over norm before; changed, sign flips and zeroed are shares of the entries of a "
+            "gradient."
+        )
+        frame, norms = charts.effect_frame(rows), charts.norms_frame(rows)
+        drawn = [charts.effect_map(frame)] if frame["cosine"].count() else []
+        drawn += [charts.norms_chart(norms)] if len(norms) else []
+        whole = frame.filter(pl.col("step").is_null()).drop("step")
+        whole = whole.rename({"name": "arm", **charts.MEASURES})
+        table = frame_table(f"{SAME}: means of the whole training", whole)
+        yield Section("effects", "Effect on the gradients", how, drawn, [table], notes)
     labels = {number.name: number.label for number in UPDATE_NUMBERS}
     effects = update_effects(study).with_columns(pl.col("number").replace(labels))
-    table = frame_table("Effect on the updates", effects, is_open=True)
-    name = "Effect on the updates"
-    return [Section("updates", name, how, (), [table])] if len(effects) else []
+    if len(effects):
+        how = (
+            "The update that was made beside the one there would have been without the surgery, "
+            "from the same weights and the same batch; loss change is what a step does to the loss "
+            "of its batch. Means over runs with their 95 % t interval."
+        )
+        table = frame_table("Numbers of the updates", effects, is_open=True)
+        yield Section("updates", "Effect on the updates", how, tables=[table])
 
 
-def _cost(study: Study, effort: Sequence[str]) -> Section:
+def _costs(study: Study, effort: Sequence[str]) -> Iterator[Section]:
     how = (
         "Step time divided by that of the plain control, of steps that measure no effect if there "
         "are such: the median over pairs of runs and their range. Runs that shared their machine "
         "with other work are slower than necessary."
     )
     rows = costs(study)
-    if rows.is_empty():
-        text = "No pair of a treated and a plain run with step times."
-        return Section("cost", "Cost", how, notes=[text, *effort])
     shown, notes = _first(rows, MAX_DRAWN)
     heads = {f"{key}_ms": f"{key} step, ms" for key in ("treated", "control", "measured")}
     table = frame_table("Step times", rows.drop("ratios").rename(heads), is_open=True)
-    drawn = [charts.cost_chart(shown)]
-    return Section("cost", "Cost", how, drawn, [table], [*notes, *effort])
+    drawn = [charts.cost_chart(shown)] if len(shown) else []
+    nothing = ["No pair of a treated and a plain run with step times."] * rows.is_empty()
+    said = [*nothing, *notes, *effort]
+    yield Section("cost", "Cost", how, drawn, [table] if drawn else [], said)
 
 
 def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what JSON can hold

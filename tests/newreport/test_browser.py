@@ -210,11 +210,12 @@ def test_runs_are_filtered_by_text_by_state_and_by_arm(opened: Driver) -> None:
     assert "<b>no</b> room" in line
     find.clear()
     find.send_keys(" ")
-    one(opened, "#by-state").send_keys("diverged")
+    (option,) = (one for one in all_of(opened, "#by-state option") if one.text == "diverged")
+    option.click()
     (line,) = texts(opened, "#runs tbody tr")
     assert "train/loss was nan at step 20 of 40" in line
-    one(opened, "#by-state").send_keys("all states")
-    one(opened, "#by-arm").send_keys("zero")
+    one(opened, "#by-state option[value='']").click()
+    all_of(opened, "#by-arm option")[-2].click()  # the last is that of the control
     assert [text.split()[1] for text in texts(opened, "#runs tbody tr")] == ["zero"] * 3
 
 

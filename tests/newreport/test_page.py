@@ -71,7 +71,7 @@ def test_the_experiment_comes_first_then_the_verdict_and_each_section(tmp_path: 
     for link in ("outcome", "extra", "runs"):
         assert f'href="#{link}"' in text
     for state in ("diverged", "failed", "interrupted", "planned", "missing", "finished"):
-        assert f'class="state {state}"' in text
+        assert f'class="{state}"' in text
 
 
 def test_links_updates_and_arms_without_a_control_have_their_sections(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ function cell(column, run) {
 
 function row(run) {
   const name = names[run], note = notes.texts[notes.at[run]], [, ...cells] = columns.map((_, k) => el("td", { class: k > 3 || k === 2 ? "num" : "" }, cell(k, run)));
-  cells[2].replaceChildren(el("span", { class: `state ${states[at[run]]}` }, states[at[run]]), ...(note ? [el("span", { class: "reason" }, note)] : []));
+  cells[2].replaceChildren(el("span", { class: states[at[run]] }, states[at[run]]), ...(note ? [el("span", { class: "reason" }, note)] : []));
   const link = el("a", { href: `../${encodeURIComponent(name)}/config.yaml`, "aria-label": `config.yaml of ${name}` }, "config.yaml");
   const button = el("button", { type: "button", "data-run": run, "aria-label": `Show the config of ${name}` }, "Show");
   return el("tr", {}, el("th", { scope: "row" }, name), ...cells, el("td", { class: "links" }, link, button));
@@ -104,7 +104,7 @@ function runs() {
   for (const id of choices) {
     const input = byId(id), stored = store.get(id);
     if (stored && (id === "find" || [...input.options].some((one) => one.value === stored))) input.value = stored;
-    input.addEventListener("input", () => { store.set(id, input.value); most = MOST; fill(); });
+    for (const event of ["input", "change"]) input.addEventListener(event, () => { store.set(id, input.value); most = MOST; fill(); });
   }
   for (const [column, head] of heads.slice(0, -1).entries()) {
     head.firstChild.addEventListener("click", () => { sort(column, head.getAttribute("aria-sort") === "ascending"); fill(); });
