@@ -16,7 +16,7 @@ from gradsurg.effects.numbers import EFFECT_NUMBERS, UPDATES_SAMPLED
 from gradsurg.newreport.wording import HEADLINE, is_share, title
 from gradsurg.stats import t_critical
 
-Chart = alt.Chart | alt.LayerChart
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 Json = Any  # Any: what JSON can hold; Altair's own types are wider
 # Okabe and Ito: distinct for all kinds of colour vision, and in grey.
 TREATED, CONTROL, UNCLEAR, BAD = "#0072b2", "#d55e00", "#767676", "#a3261d"
@@ -152,7 +152,7 @@ DIFFERENCES = alt.Axis(labelExpr="datum.value ? format(datum.value, '+.3~g') : '
 
 def _forest(
     rows: pl.DataFrame, name: str, mean: str, each: Sequence[str], at: float, **x: Json
-) -> alt.LayerChart:
+) -> Chart:
     """Each arm with its mean, its interval (a range is dashed) and the pairs as marks."""
     color, fill = (_when("datum.is_clear", TREATED, other) for other in (UNCLEAR, PAPER))
     dash = _when("datum.is_range", [4, 3], [1, 0])
@@ -366,10 +366,10 @@ def curve_limits(numbers: pl.Series, by_log: bool = False) -> tuple[float, float
         return 0.0, 1.0
     ends = (known.quantile(part, "nearest") for part in (0, 0.1, 0.9, 1))
     least, first, end, most = (float(number or 0) for number in ends)
-    room = (10 if by_log else 0.5) * (end - first) or 1.0
+    room = (10 if by_log else 2) * (end - first) or 1.0
     low, high = max(least, first - room), min(most, end + room)
     pad = 0.03 * ((high - low) or abs(high) or 1)
-    return (low - pad if low else low), high + pad
+    return (low - pad if by_log or low < 0 else max(0.0, low - pad)), high + pad
 
 
 ON = "(!isValid(clicked.arm) || indexof(clicked.arm, datum.arm) >= 0)"
@@ -398,7 +398,7 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
         alt.param(name="limits", value=limits),
         alt.param(name="arms", value=len(arms)),
         choice("metric", "Metric", names),
-        choice("arm", "Arm", ["", *arms], ["all, without their seeds", *arms]),
+        choice("arm", "Arm", ["", *arms], ["all", *arms]),
         choice("scale", "Scale", SCALES),
     )
     return finished(chart, f"{names[0]} of all arms over the steps", 300, heading)
@@ -406,7 +406,7 @@ def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
 
 def _curve_layers(
     means: pl.DataFrame, seeds: pl.DataFrame, color: alt.Color, dash: alt.StrokeDash
-) -> alt.LayerChart:
+) -> Json:
     base, number = (
         alt.Chart(),
         "format(scale == 'log' ? pow(10, datum.value) : datum.value, '.3~g')",
@@ -439,7 +439,7 @@ def _curve_layers(
     ends = {"from": _scaled("low", "-30"), "to": _scaled("high"), "at": _scaled("mean")}
     layers = layers.transform_calculate(**ends)
     shift, drag = "[event.shiftKey]", "[pointerdown[event.shiftKey], window:pointerup]"
-    moves = {"zoom": f"wheel!{shift}", "translate": f"{drag} > window:pointermove!"}
+    moves: Json = {"zoom": f"wheel!{shift}", "translate": f"{drag} > window:pointermove!"}
     zoom = alt.selection_interval(name="zoom", bind="scales", **moves)
     clicked = alt.selection_point(name="clicked", fields=["arm"], bind="legend")
     return layers.add_params(clicked, zoom)
@@ -504,7 +504,7 @@ BACK = "limit.is_log ? pow(2, datum.value * limit.reach) : limit.none + datum.va
 """A number as a shade from -1 to 1, whose zero is no change, and the way back for the legend."""
 
 
-def _scale_of(measure: str, numbers: pl.Series) -> dict[str, Json]:
+def _scale_of(measure: str, numbers: Json) -> dict[str, Json]:
     """The number that means no change, and the largest change that has a shade of its own."""
     known = numbers.filter(numbers.is_finite())
     if measure == "ratio":
@@ -554,7 +554,8 @@ def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
     rows = (
         _named(effects)
         .rename(sizes)
-        .unpivot(sizes.values(), index=["name", "sampled"], variable_name="when", value_name="norm")
+        .unpivot([*sizes.values()], index=["name", "sampled"], variable_name="when")
+        .rename({"value": "norm"})
         .drop_nulls("norm")
     )
     share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")

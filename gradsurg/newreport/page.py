@@ -104,7 +104,7 @@ def page(
         loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    metrics = [*study.metrics_of][:MAX_RUN_METRICS]
+    metrics = [key for key in study.metrics_of if key in study.runs.columns][:MAX_RUN_METRICS]
     return environment.get_template("page.html").render(
         study=study,
         experiment=experiment,
@@ -267,7 +267,9 @@ def _training(study: Study) -> Iterator[Section]:
     )
     by_arm = charts.curve_frames(logged)[0].group_by("arm", "metric", maintain_order=True)
     at = {f"{k} of 4": pl.col("mean").get((pl.len() - 1) * k // 4) for k in (1, 2, 3, 4)}
-    table = frame_table(f"{SAME}: means at quarters of the steps", by_arm.agg(**at, n=pl.col("n").last()))
+    table = frame_table(
+        f"{SAME}: means at quarters of the steps", by_arm.agg(**at, n=pl.col("n").last())
+    )
     drawn = [charts.curves_chart(logged, controls)]
     yield Section("curves", "Learning curves", how, drawn, [table], notes)
 

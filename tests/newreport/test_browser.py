@@ -117,6 +117,11 @@ def input_of(driver: Driver, section: str, name: str) -> Any:
     return all_of(driver, f"#{section} .inputs select[name={name}]")[0]
 
 
+def option_of(driver: Driver, select: str, name: str) -> Any:
+    (option,) = (one for one in all_of(driver, f"{select} option") if one.text == name)
+    return option
+
+
 @pytest.mark.full
 def test_the_network_is_off(window: Driver) -> None:
     from selenium.common.exceptions import WebDriverException
@@ -210,12 +215,11 @@ def test_runs_are_filtered_by_text_by_state_and_by_arm(opened: Driver) -> None:
     assert "<b>no</b> room" in line
     find.clear()
     find.send_keys(" ")
-    (option,) = (one for one in all_of(opened, "#by-state option") if one.text == "diverged")
-    option.click()
+    option_of(opened, "#by-state", "diverged").click()
     (line,) = texts(opened, "#runs tbody tr")
     assert "train/loss was nan at step 20 of 40" in line
-    one(opened, "#by-state option[value='']").click()
-    all_of(opened, "#by-arm option")[-2].click()  # the last is that of the control
+    option_of(opened, "#by-state", "all states").click()
+    option_of(opened, "#by-arm", "zero").click()
     assert [text.split()[1] for text in texts(opened, "#runs tbody tr")] == ["zero"] * 3
 
 

@@ -149,8 +149,8 @@ def test_a_curve_has_at_most_60_steps_with_the_first_and_the_last(steps: int) ->
 def test_one_arm_that_explodes_does_not_flatten_the_others() -> None:
     numbers = pl.Series([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, float("nan"), 1e6])
     low, high = charts.curve_limits(numbers)
-    assert 0 < low < 0.05
-    assert 1 < high < 1.6
+    assert low == 0
+    assert 1 < high < 4
     low, high = charts.curve_limits(numbers, by_log=True)
     assert low < -1.3
     assert high > 6
