@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 import altair as alt
@@ -23,6 +24,7 @@ SHARES = ("conflict rate", LOST)
 ROUNDING = 1e-6  # of a cosine, in float32
 FEW_PAIRS, MAX_PAIRS, EXTREMES, MAX_TASKS = 6, 28, 3, 8  # 28 pairs: all of eight tasks
 MAX_BESIDE, MAX_ARMS, INTERVALS = 4, 12, 30
+NARROW = 18  # columns of an arm beside others
 LONGER = 1.25
 HOW = (
     "would have lost: the share of the measured steps at which the cosine of the task's gradient "
@@ -191,7 +193,9 @@ def conflict_text(study: Study) -> str:
             between = (f".. {len(rows) - 2 * EXTREMES} between ..", *[""] * (len(rows[0]) - 2))
             rows = [*rows[:EXTREMES], ("", *between), *rows[-EXTREMES:]]
         cells += [[row[0] * (row is rows[0]), *row[1:]] for row in rows]
-    tables = [aligned([*zip(arms.columns, *arms.rows(), strict=True)]), aligned(cells, left=2)]
+    heads, *rows = zip(arms.columns, *arms.rows(), strict=True)
+    heads = [fill(name, NARROW, break_long_words=False) for name in heads]
+    tables = [aligned([heads, *rows]), aligned(cells, left=2)]
     return "\n\n".join([filled(f"{caption}:"), *tables, filled(HOW), *_about_others(first)])
 
 
@@ -341,6 +345,7 @@ def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> alt.Layer
 def sections(study: Study) -> list[Section]:
     """Return the section of the page, if the study has conflicts."""
     charts = list(conflict_charts(study).values())
-    tables = [frame_table(caption, frame) for caption, frame in conflict_tables(study)]
+    frames = enumerate(conflict_tables(study))
+    tables = [frame_table(*table, is_open=place == 0) for place, table in frames]
     section = Section("conflicts", "Conflict between the tasks", HOW, charts, tables)
     return [section] if charts else []

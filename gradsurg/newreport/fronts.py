@@ -335,10 +335,9 @@ def sections(study: Study) -> list[Section]:
         for front in found
         for pair in front.pairs[:MAX_PAIRS]
     ]
-    tables = [
-        frame_table(f"{front.task}: test {front.metric} of each task", front_table(front))
-        for front in found
-    ]
+    captions = [f"{front.task}: test {front.metric} of each task" for front in found]
+    frames = zip(captions, map(front_table, found), strict=True)
+    tables = [frame_table(*table, is_open=True) for table in frames]
     parts = [Section("fronts", "Trade-off between the tasks", HOW, charts, tables)] if found else []
     ways = [landscape_chart(landscape) for landscape in landscapes(study)]
     return [*parts, *([Section("trajectories", "Trajectories", HOW_WAYS, ways)] if ways else [])]
