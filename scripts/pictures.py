@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradsurg.newreport.charts import DARK
+from gradsurg.newreport.charts import DARK, LIGHT
 from gradsurg.newreport.paper import write_paper
 from gradsurg.newreport.study import read_study
 
@@ -22,7 +22,7 @@ def main(study: Path) -> None:
         for name in NAMES:
             light = (Path(place) / f"{name}-6.8in.svg").read_text(encoding="utf-8")
             dark = light
-            for colour, replaced in DARK.items():
+            for colour, replaced in zip(LIGHT, DARK, strict=True):
                 dark = dark.replace(colour, replaced)
             (FOLDER / f"{name}.svg").write_text(light, encoding="utf-8")
             (FOLDER / f"{name}-dark.svg").write_text(dark, encoding="utf-8")

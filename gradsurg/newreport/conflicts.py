@@ -319,7 +319,7 @@ def _cosines(rows: pl.DataFrame, shown: Sequence[Group]) -> alt.Chart:
     )
 
 
-def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> alt.LayerChart:
+def _lines(rows: pl.DataFrame, shown: Sequence[Group], number: str) -> Any:  # Any: a chart
     """A line for each task with its interval; of many tasks those that gain least and most."""
     tasks = [*shown[0].tasks]
     if len(tasks) > MAX_TASKS:

@@ -119,7 +119,7 @@ def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFra
     return arms.with_row_index("number", 1).with_columns(by)
 
 
-def front_chart(front: Front, first: str, second: str) -> alt.LayerChart:
+def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of charts
     """Two tasks: each run, and each arm's mean with its intervals."""
     names = {"x": first, "y": second}
     arms = front.arms.select(
@@ -160,8 +160,8 @@ def front_figure(front: Front) -> Any:  # Any: kinds of charts
 
 def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
     """An axis with room for all runs, by logarithms where it is wide."""
-    seen = front.runs[name]
-    low, high = float(seen.min()), float(seen.max())
+    seen: list[float] = front.runs[name].to_list()
+    low, high = min(seen), max(seen)
     by_log = low > 0 and high >= WIDE * low
     room = 0.08 * ((high - low) or abs(high) or 1)
     ends = (
@@ -284,46 +284,36 @@ def landscape_chart(landscape: Landscape, facet: bool = False) -> Any:  # Any: k
     return alt.concat(*sized, columns=4).configure(**CONFIG)
 
 
-def _over(landscape: Landscape, loss: str, arm: str) -> alt.LayerChart:
+def _over(landscape: Landscape, loss: str, arm: str) -> Any:  # Any: kinds of charts
     """A loss with the trajectories of an arm; both are expressions."""
-    points, channels, steps = landscape.points, [], {}
-    for name in ("x1", "x2"):
-        places = landscape.grid[name].unique().sort()
-        scale = alt.Scale(domain=[places[0], places[-1]], nice=False)
-        steps[f"{name}_end"] = (
-            f"datum.{name} + {(places[-1] - places[0]) / max(1, len(places) - 1)}"
-        )
-        channel = alt.X if name == "x1" else alt.Y
+    channels: list[Any] = []  # Any: Altair has no type for the channels of both axes
+    widths: dict[str, Any] = {}
+    for channel, name in ((alt.X, "x1"), (alt.Y, "x2")):
+        first, *_, last = places = landscape.grid[name].unique().sort().to_list()
+        scale = alt.Scale(domain=[first, last], nice=False)
         channels.append(channel(f"{name}:Q", title=name, scale=scale, axis=alt.Axis(grid=False)))
-    ground = alt.Chart(inline(landscape.grid, by=["loss", "x2"])).transform_filter(
-        f"datum.loss == {loss}"
-    )
-    ground = ground.transform_flatten(["x1", "level"]).transform_calculate(**steps)
-    shade = {"scale": alt.Scale(scheme="cividis"), "legend": None}
-    colours = alt.Color("level:Q", **shade), alt.Stroke("level:Q", **shade)
-    ways = alt.Chart(inline(points, by=["arm", "way"])).transform_filter(f"datum.arm == {arm}")
-    ends = ways.transform_calculate(
-        x1="[datum.x1[0], peek(datum.x1)]",
-        x2="[datum.x2[0], peek(datum.x2)]",
-        at="['start', 'end']",
-    ).transform_flatten(["x1", "x2", "at"])
-    shape = alt.Shape(
-        "at:N", scale=alt.Scale(domain=["start", "end"], range=["circle", "cross"]), title=None
-    )
-    lines = ways.transform_flatten(["x1", "x2"]).transform_window(place="row_number()")
+        widths[f"{name}_end"] = f"datum.{name} + {(last - first) / (len(places) - 1)}"
+    ground = alt.Chart(inline(landscape.grid, by=["loss", "x2"]))
+    ground = ground.transform_filter(f"datum.loss == {loss}").transform_flatten(["x1", "level"])
+    level: dict[str, Any] = {"scale": alt.Scale(scheme="cividis"), "legend": None}
+    cells = ground.transform_calculate(**widths).mark_rect(clip=True, strokeWidth=0.7)
+    cells = cells.encode(*channels, alt.Color("level:Q", **level), alt.Stroke("level:Q", **level))
     pareto = alt.Chart(inline(landscape.pareto.with_row_index("place")))
-    line = {"clip": True, "strokeWidth": 1.6}
+    pareto = pareto.mark_line(clip=True, color=PARETO, strokeWidth=4)
+    ways = alt.Chart(inline(landscape.points, by=["arm", "way"]))
+    ways = ways.transform_filter(f"datum.arm == {arm}")
+    lines = ways.transform_flatten(["x1", "x2"]).transform_window(place="row_number()")
+    lines = lines.mark_line(clip=True, color=PAPER, strokeWidth=1.6).encode(detail="way:N")
+    ends: dict[str, Any] = {name: f"[datum.{name}[0], peek(datum.{name})]" for name in ("x1", "x2")}
+    marks = ways.transform_calculate(at="['start', 'end']", **ends)
+    marks = marks.transform_flatten(["x1", "x2", "at"])
+    shapes = alt.Scale(domain=["start", "end"], range=["circle", "cross"])
+    marks = marks.mark_point(filled=True, size=60, opacity=1, color=END, stroke=INK)
     return alt.layer(
-        ground.mark_rect(clip=True, strokeWidth=0.7).encode(
-            *channels, alt.X2("x1_end"), alt.Y2("x2_end"), *colours
-        ),
-        pareto.mark_line(color=PARETO, **line | {"strokeWidth": 4}).encode(
-            *channels, order="place:O"
-        ),
-        lines.mark_line(color=PAPER, **line).encode(*channels, detail="way:N", order="place:O"),
-        ends.mark_point(filled=True, size=60, opacity=1, color=END, stroke=INK).encode(
-            *channels, shape
-        ),
+        cells.encode(alt.X2("x1_end"), alt.Y2("x2_end")),
+        pareto.encode(*channels, order="place:O"),
+        lines.encode(*channels, order="place:O"),
+        marks.encode(*channels, alt.Shape("at:N", scale=shapes, title=None)),
     )
 
 

@@ -40,7 +40,7 @@ STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, but no pub
     "legend.frameon": False,
 }
 Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of each seed
-Chart = alt.Chart | alt.LayerChart | alt.ConcatChart
+Chart = alt.Chart | alt.LayerChart | alt.ConcatChart | alt.FacetChart
 
 
 def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | None:
