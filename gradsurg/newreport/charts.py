@@ -79,12 +79,9 @@ def inline(frame: pl.DataFrame, by: Sequence[str] = ()) -> alt.Data:
     With `by`, all rows of a group are one row of lists, which `transform_flatten` separates: keys
     and names are written once.
     """
-    few = [
-        pl.when(pl.col(name).is_finite()).then(pl.col(name).round_sig_figs(DIGITS))
-        for name, kind in frame.schema.items()
-        if kind.is_float()
-    ]
-    frame = frame.with_columns(*few)
+    floats = [name for name, kind in frame.schema.items() if kind.is_float()]
+    few = (pl.when(pl.col(k).is_finite()).then(pl.col(k).round_sig_figs(DIGITS)) for k in floats)
+    frame = frame.with_columns(few)
     if by:
         frame = frame.group_by(by, maintain_order=True).agg(pl.all())
     return alt.Data(values=frame.to_dicts())
@@ -104,11 +101,9 @@ def label_of(metric: str, unit: str = "%") -> str:
     return f"{title(metric)} ({unit})" if is_share(metric) else title(metric)
 
 
-def short(number: float | None, factor: float = 1) -> float | None:
+def short(number: float | None) -> float | None:
     """A number with few digits, None for NaN and infinity."""
-    if number is None or not isfinite(number):
-        return None
-    return float(f"{factor * number:.{DIGITS}g}")
+    return None if number is None or not isfinite(number) else float(f"{number:.{DIGITS}g}")
 
 
 def _factor(metric: str) -> int:
@@ -248,21 +243,19 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
         pl.col("score").mean().alias("mean"), pl.col("score").null_count().alias("diverged")
     )
     low, high = curve_limits(means["mean"].drop_nulls())
-    means = means.with_columns(shown=pl.col("mean").fill_null(high).clip(low, high))
+    means = means.with_columns(pl.col("mean").fill_null(high))  # no seed is left: at the edge
     x, (color, _) = _value_axis(rows["value"], key), _looks(rows["arm"].unique().sort().to_list())
-    scale, label = alt.Scale(domain=[low, high], nice=False), label_of(metric)
-    score, mean, shown = (
-        alt.Y(f"{name}:Q", title=label, scale=scale) for name in ("score", "mean", "shown")
-    )
+    scale, label = alt.Scale(domain=[low, high], nice=False, clamp=True), label_of(metric)
+    score, mean = (alt.Y(f"{name}:Q", title=label, scale=scale) for name in ("score", "mean"))
     base, tips = alt.Chart(inline(means)), ["arm:N", "value:N", *_tips("mean", "diverged")]
     shape = _when("datum.diverged > 0", "cross", "circle")
-    seeds = alt.Chart(inline(rows)).mark_point(size=18, filled=True, opacity=0.55, clip=True)
+    seeds = alt.Chart(inline(rows)).mark_point(size=18, filled=True, opacity=0.55)
     chosen = base.transform_filter("datum.is_chosen").mark_point(size=170)
     chart = alt.layer(
-        base.mark_line(clip=True).encode(x, mean, color=color),
+        base.mark_line().encode(x, mean, color=color),
         seeds.encode(x, score, color=color),
-        base.mark_point(filled=True).encode(x, shown, color=color, shape=shape, tooltip=tips),
-        chosen.encode(x, shown, color=color, tooltip=tips),
+        base.mark_point(filled=True).encode(x, mean, color=color, shape=shape, tooltip=tips),
+        chosen.encode(x, mean, color=color, tooltip=tips),
     )
     return finished(chart, f"{label} over {key}, by arm, on validation data")
 
@@ -501,6 +494,7 @@ def _named(effects: pl.DataFrame) -> pl.DataFrame:
 
 SHADE = "(limit.is_log ? log(datum.number) / LN2 : datum.number - limit.none) / limit.reach"
 BACK = "limit.is_log ? pow(2, datum.value * limit.reach) : limit.none + datum.value * limit.reach"
+BACK = f"format({BACK}, '.2~g')"
 """A number as a shade from -1 to 1, whose zero is no change, and the way back for the legend."""
 
 
@@ -521,15 +515,12 @@ def effect_map(frame: pl.DataFrame) -> Chart:
     `frame` is from `effect_frame`. A colour means the same in all arms; without one, no change.
     """
     cells = frame.filter(pl.col("step").is_not_null()).drop("runs")
-    names = cells["name"].unique(maintain_order=True)
     limits = {label: _scale_of(key, cells[key]) for key, label in MEASURES.items()}
-    text = f"format({BACK}, '.2~g')"
-    legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=text)
+    legend = alt.Legend(orient="top", title=None, gradientLength=220, labelExpr=BACK)
     both = alt.ExprRef("limit.is_log ? 1 : 0.001")
     scale = alt.Scale(domain=[-1, 0, both], range=[TREATED, PAPER, CONTROL], interpolate="rgb")
-    x = alt.X(
-        "step:O", title="up to optimizer step", axis=alt.Axis(labelOverlap=True, labelAngle=0)
-    )
+    axis = alt.Axis(labelOverlap=True, labelAngle=0)
+    x = alt.X("step:O", title="up to optimizer step", axis=axis)
     y = alt.Y("site:N", sort=None, title=None, axis=alt.Axis(grid=False))
     base = alt.Chart(inline(cells.rename(MEASURES), ["name", "site"]))
     base = base.transform_filter("datum.name == arm")
@@ -539,7 +530,7 @@ def effect_map(frame: pl.DataFrame) -> Chart:
     color = alt.Color("shade:Q", scale=scale, legend=legend)
     chart = base.mark_rect().encode(x, y, color, tooltip=["site:N", "step:O", *_tips("number")])
     chart = chart.add_params(
-        choice("arm", "Arm", names),
+        choice("arm", "Arm", cells["name"].unique(maintain_order=True)),
         choice("measure", "Measure", MEASURES.values()),
         alt.param(name="limits", value=limits),
         alt.param(name="limit", expr="limits[measure]"),

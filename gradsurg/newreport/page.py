@@ -27,8 +27,10 @@ PARTS = Path(__file__).parent / "page"
 MAX_DRAWN = 60  # arms of a forest plot
 MAX_CURVES = 24  # arms with learning curves, and with a map of effects
 MAX_ROWS = 100  # of a table
+STEP_MS = "time/step_ms"
 MAX_RUN_METRICS = 4  # columns of the table of runs
 SAME = "The same as numbers"
+DARK = dict(zip(charts.LIGHT, charts.DARK, strict=True))
 OF_METRIC = [head for head in tables.COLUMNS if head != "metric"]
 NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
 
@@ -89,20 +91,12 @@ def page(
     `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
     `effort` sentences on time and hardware.
     """
-    parts = (
-        _outcomes(study, frame),
-        _sweeps(study, frame),
-        _training(study),
-        _effects(study),
-        more,
-        _costs(study, effort),
-    )
-    built = [section for part in parts for section in part]
+    parts = (_outcomes(study, frame), _sweeps(study, frame), _training(study), _effects(study))
+    built = [one for part in (*parts, more, _costs(study, effort)) for one in part]
     specs = [chart.to_dict() for one in built for chart in one.charts]
     places = iter(range(len(specs)))
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    loader = jinja2.FileSystemLoader(PARTS)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, loader=loader)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     metrics = [key for key in study.metrics_of if key in study.runs.columns][:MAX_RUN_METRICS]
     return environment.get_template("page.html").render(
@@ -115,12 +109,8 @@ def page(
         most=MAX_ROWS,
         heads=["run", "arm", "seed", "state", "steps", *map(title, metrics), "step, ms"],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        data={
-            "charts": specs,
-            "dark": dict(zip(charts.LIGHT, charts.DARK, strict=True)),
-            "refresh": refresh,
-        }
-        | {"runs": _runs(study, metrics), **_configs(study.arms)},
+        data={"charts": specs, "dark": DARK, "refresh": refresh, "runs": _runs(study, metrics)}
+        | _configs(study.arms),
         library=_library(),
         **{end: (PARTS / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
     )
@@ -148,22 +138,16 @@ def _library() -> str:
     return script
 
 
-def _failures(arms: Sequence[Arm]) -> list[str]:
-    """For each arm its failed runs with the reason of the first, and the first NaN or infinity
-    that a transform made."""
-    texts = []
+def _failures(arms: Sequence[Arm]) -> Iterator[str]:
+    """The failed runs of each arm, and those in which a transform made a NaN or an infinity."""
     for arm in arms:
         of = f"of {count(len(arm.runs), 'run')} of {arm.name}"
-        failed = [run.reason for run in arm.runs if run.state == "failed"]
-        texts += [f"{len(failed)} {of} failed: {failed[0]}"] if failed else []
-        made = [(run.seed, x) for run in arm.runs if (x := (run.summary or {}).get("nonfinite"))]
-        for seed, first in made[:1]:
-            texts.append(
-                f"{len(made)} {of} diverged after {first['transform']} had returned NaN or infinity"
-                f" for a finite gradient; seed {seed} at site '{first['site']}', step "
-                f"{first['step']}."
-            )
-    return texts
+        if failed := [run.reason for run in arm.runs if run.state == "failed"]:
+            yield f"{len(failed)} {of} failed: {failed[0]}"
+        if made := [x for run in arm.runs if (x := (run.summary or {}).get("nonfinite"))]:
+            where = f"first at site '{made[0]['site']}', step {made[0]['step']}"
+            what = f"{made[0]['transform']} had returned NaN or infinity for a finite gradient"
+            yield f"{len(made)} {of} diverged after {what}, {where}."
 
 
 def _first(
@@ -324,7 +308,7 @@ def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what 
     runs, states = study.all_runs, list(study.states)
     notes = [" ".join([run.reason, *((run.summary or {}).get("notes") or [])]) for run in runs]
     texts = {note: place for place, note in enumerate(dict.fromkeys(notes))}
-    numbers = [[run.number(key) for run in runs] for key in (*metrics, "time/step_ms")]
+    numbers = [[charts.short(run.number(key)) for run in runs] for key in (*metrics, STEP_MS)]
     return {
         "columns": [
             [run.name for run in runs],
@@ -332,7 +316,7 @@ def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what 
             [run.seed if run.seed >= 0 else None for run in runs],
             [states.index(run.state) for run in runs],
             [run.done for run in runs],
-            *([charts.short(number) for number in column] for column in numbers),
+            *numbers,
         ],
         "states": states,
         "planned": [run.steps for run in runs],

@@ -142,7 +142,7 @@ def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path:
 
 def test_every_section_has_its_chart_and_its_table(opened: Driver) -> None:
     assert one(opened, "h1").text == "first"
-    assert len(all_of(opened, "#outcome > .scroll tbody tr")) == 5
+    assert len(all_of(opened, "#outcome details[open] tr td:first-of-type")) == 5
     assert len(marks(opened, "outcome", "symbol")) == 4
     assert len(marks(opened, "curves", "line")) >= 5
     assert len(marks(opened, "doses", "symbol")) == 3
@@ -160,7 +160,7 @@ def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Dr
     ActionChains(opened).move_to_element(point).perform()
     assert "-19.9" in one(opened, "#vg-tooltip-element").text.replace("\u2212", "-")
     one(opened, "#curves details:last-of-type summary").send_keys(ENTER)
-    first = texts(opened, "#curves details[open] tbody tr")[0]
+    first = texts(opened, "#curves details[open] tr")[1]
     assert first == "clip 0.001 train loss 0.1 0.05 0.03333 0.025 3"
 
 

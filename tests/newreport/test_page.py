@@ -61,7 +61,7 @@ def test_the_experiment_comes_first_then_the_verdict_and_each_section(tmp_path: 
     assert sections_of(text) == ["outcome", "curves", "effects", "extra", "cost", "runs"]
     order = [
         "<dt>task</dt>",
-        "<code>python -m",
+        ">python -m",
         "noise failed:",
         "clip lowers it.",
         "<li>One split",

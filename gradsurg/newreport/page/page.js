@@ -46,8 +46,7 @@ function update() {
 }
 
 function theme() {
-  const stored = store.get("theme");
-  if (stored) root.dataset.theme = stored;
+  if (store.get("theme")) root.dataset.theme = store.get("theme");
   byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; store.set("theme", root.dataset.theme); update(); });
   prefersDark.addEventListener("change", update);
 }
@@ -67,15 +66,16 @@ function cell(column, run) {
 }
 
 function row(run) {
-  const name = names[run], note = notes.texts[notes.at[run]], [, ...cells] = columns.map((_, k) => el("td", { class: k > 3 || k === 2 ? "num" : "" }, cell(k, run)));
-  cells[2].replaceChildren(el("span", { class: states[at[run]] }, states[at[run]]), ...(note ? [el("span", { class: "reason" }, note)] : []));
+  const name = names[run], note = el("span", { class: "reason" }, notes.texts[notes.at[run]]);
+  const [, ...cells] = columns.map((_, k) => el("td", { class: k > 3 || k === 2 ? "num" : "" }, cell(k, run)));
+  cells[2].replaceChildren(el("span", { class: states[at[run]] }, states[at[run]]), note);
   const link = el("a", { href: `../${encodeURIComponent(name)}/config.yaml`, "aria-label": `config.yaml of ${name}` }, "config.yaml");
   const button = el("button", { type: "button", "data-run": run, "aria-label": `Show the config of ${name}` }, "Show");
   return el("tr", {}, el("th", { scope: "row" }, name), ...cells, el("td", { class: "links" }, link, button));
 }
 
 function fill() {
-  const [find, state, arm] = choices.map((id) => byId(id).value), words = find.toLowerCase().split(/\s+/).filter(Boolean);
+  const [find, state, arm] = choices.map((id) => byId(id).value), words = find.toLowerCase().split(/\s+/);
   const searched = (run) => `${names[run]} ${arms[homes[run]]} ${states[at[run]]} ${notes.texts[notes.at[run]]}`.toLowerCase();
   const shown = order.filter((run) => (!state || states[at[run]] === state) && (!arm || homes[run] === +arm) && words.every((word) => searched(run).includes(word)));
   document.querySelector("#runs tbody").replaceChildren(...shown.slice(0, most).map(row));
@@ -94,17 +94,17 @@ function sort(column, down) {
 
 function showConfig(run) {
   byId("config-name").textContent = `${names[run]}, seed ${seeds[run]}`;
-  byId("config").querySelector("pre").textContent = Object.entries({ ...common, ...configs[homes[run]] }).map((pair) => pair.join(": ")).join("\n");
+  byId("config-text").textContent = Object.entries({ ...common, ...configs[homes[run]] }).map((pair) => pair.join(": ")).join("\n");
   byId("config").showModal();
 }
 
 function runs() {
   byId("by-arm").append(...arms.map((name, place) => el("option", { value: place }, name)));
   byId("by-state").append(...states.map((name) => el("option", {}, name)));
-  for (const id of choices) {
-    const input = byId(id), stored = store.get(id);
-    if (stored && (id === "find" || [...input.options].some((one) => one.value === stored))) input.value = stored;
-    for (const event of ["input", "change"]) input.addEventListener(event, () => { store.set(id, input.value); most = MOST; fill(); });
+  for (const input of choices.map(byId)) {
+    const stored = store.get(input.id);
+    if (stored && (!input.options || [...input.options].some((one) => one.value === stored))) input.value = stored;
+    for (const event of ["input", "change"]) input.addEventListener(event, () => { store.set(input.id, input.value); most = MOST; fill(); });
   }
   for (const [column, head] of heads.slice(0, -1).entries()) {
     head.firstChild.addEventListener("click", () => { sort(column, head.getAttribute("aria-sort") === "ascending"); fill(); });
@@ -119,14 +119,13 @@ function runs() {
 
 // A page from a file cannot ask for changes: in watch mode it reloads, unless someone is using it.
 function watch() {
-  const pause = byId("pause"), paused = () => pause.getAttribute("aria-pressed") === "true";
-  const set = (on) => { pause.setAttribute("aria-pressed", on); pause.textContent = on ? "Resume updates" : "Pause updates"; store.set("paused", on); };
+  const pause = byId("pause"), paused = () => store.get("paused") === true, top = store.get("scroll") ?? 0;
+  const show = () => { pause.setAttribute("aria-pressed", paused()); pause.textContent = paused() ? "Resume updates" : "Pause updates"; };
   pause.hidden = false;
-  set(store.get("paused") === true);
-  pause.addEventListener("click", () => set(!paused()));
+  pause.addEventListener("click", () => { store.set("paused", !paused()); show(); });
+  show();
   const busy = () => paused() || document.hidden || byId("config").open || document.activeElement.matches("input, select, summary") || document.querySelector("#vg-tooltip-element.visible");
   history.scrollRestoration = "manual";
-  const top = store.get("scroll") ?? 0;
   // The page grows while its charts are drawn: the old position may be out of reach before.
   queue.then(() => {
     scrollTo({ top, behavior: "instant" });
