@@ -27,6 +27,7 @@ PARTS = Path(__file__).parent / "page"
 MAX_DRAWN = 60  # arms of a forest plot
 MAX_CURVES = 24  # arms with learning curves, and with a map of effects
 MAX_ROWS = 100  # of a table
+MAX_SAID = 12  # sentences above a table
 STEP_MS = "time/step_ms"
 MAX_RUN_METRICS = 4  # columns of the table of runs
 SAME = "The same as numbers"
@@ -205,7 +206,7 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
             "diverged, and the mean is close to the best."
         )
         table = Table("Best arm against best arm", *tables.outcome_table(best), is_open=True)
-        notes = [best_sentence(row) for row in best]
+        notes = [best_sentence(row) for row in best[:MAX_SAID]]
         yield Section("best", "Best against best", how, (), [table], notes)
     rows, notes = _first(doses(study, frame), MAX_DRAWN)
     if len(rows):
@@ -215,7 +216,10 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
         headline = pl.col("metric") == next(iter(study.metrics_of), "")
         found = trends(study, frame).filter(headline).to_dicts()
         how = "Arms that differ in one number only: the difference to the control over that number."
-        drawn, said = [*map(charts.dose_chart, groups)], [*notes, *map(trend_sentence, found)]
+        drawn, said = (
+            [*map(charts.dose_chart, groups)],
+            [*notes, *map(trend_sentence, found[:MAX_SAID])],
+        )
         yield Section("doses", "Dose and response", how, drawn, [table], said)
     tunings, _ = read_tunings(study.folder, study.arms)
     if tunings:
@@ -328,6 +332,7 @@ def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what 
 def _configs(arms: Sequence[Arm]) -> dict[str, Any]:  # Any: what JSON can hold
     """The configs of the arms without their seeds: the lines of all, and those of each arm."""
     configs = [{k: value_text(x) for k, x in arm.config.items() if k != "seed"} for arm in arms]
-    shared = set.intersection(*(set(config.items()) for config in configs)) if configs else set()
-    rest = [{k: text for k, text in one.items() if (k, text) not in shared} for one in configs]
-    return {"arms": [arm.name for arm in arms], "common": dict(sorted(shared)), "configs": rest}
+    known = [set(config.items()) for config in configs if config]  # a missing run has none
+    shared = dict(sorted(set.intersection(*known))) if known else {}
+    rest = [dict(sorted(one.items() - shared.items())) if one else None for one in configs]
+    return {"arms": [arm.name for arm in arms], "common": shared, "configs": rest}

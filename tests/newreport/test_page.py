@@ -176,13 +176,14 @@ def test_of_very_many_arms_the_first_are_drawn_and_the_page_says_so(
 def test_a_config_is_written_once_for_each_arm(tmp_path: Path) -> None:
     for value in (1, 2):
         for seed in range(3):
-            studies.whole(tmp_path, "clip", seed, 0.5, None, value=value)
+            missing = "none-seed9-00000000" if seed == 2 else None
+            studies.whole(tmp_path, "clip", seed, 0.5, missing, value=value)
     data = Parsed(page_of(tmp_path)).data
     assert data["common"]["model.name"] == "mlp"
     assert "seed" not in data["common"]
-    assert data["configs"] == [{"transform.clip.value": "1"}, {"transform.clip.value": "2"}]
-    assert data["runs"]["columns"][1] == [0, 0, 0, 1, 1, 1]
-    assert data["runs"]["columns"][2] == [0, 1, 2] * 2
+    assert data["configs"] == [{"transform.clip.value": "1"}, {"transform.clip.value": "2"}, None]
+    assert data["runs"]["columns"][1] == [0, 0, 0, 1, 1, 1, 2]
+    assert data["runs"]["columns"][2][:6] == [0, 1, 2] * 2
 
 
 def test_the_data_of_a_run_is_short(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ function row(run) {
   cells[2].replaceChildren(el("span", { class: states[at[run]] }, states[at[run]]), note);
   const link = el("a", { href: `../${encodeURIComponent(name)}/config.yaml`, "aria-label": `config.yaml of ${name}` }, "config.yaml");
   const button = el("button", { type: "button", "data-run": run, "aria-label": `Show the config of ${name}` }, "Show");
-  return el("tr", {}, el("th", { scope: "row" }, name), ...cells, el("td", { class: "links" }, link, button));
+  return el("tr", {}, el("th", { scope: "row" }, name), ...cells, el("td", { class: "links" }, ...(configs[homes[run]] ? [link, button] : ["\u2013"])));
 }
 
 function fill() {
