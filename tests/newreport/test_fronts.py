@@ -35,30 +35,37 @@ def beaten(front: Front) -> dict[str, list[str]]:
     return dict(front.arms.select("arm", "dominated by").iter_rows())
 
 
+@pytest.mark.parametrize(
+    ("arms", "expected"),
+    [
+        (
+            {
+                "a": (1.0, 4.0),
+                "b": (2.0, 2.0),
+                "c": (2.0, 3.0),
+                "d": (3.0, 4.0),
+                "none": (4.0, 1.0),
+            },
+            {"a": [], "b": [], "c": ["b"], "d": ["a", "b", "c"], "control": []},
+        ),
+        # a third task can save an arm
+        (
+            {"a": (1.0, 1.0, 3.0), "b": (2.0, 2.0, 1.0), "c": (3.0, 3.0, 3.0)},
+            {"a": [], "b": [], "c": ["a", "b"]},
+        ),
+        # arms that end in one place do not dominate one another
+        (
+            {"a": (1.0, 1.0), "b": (1.0, 1.0 + 1e-6), "c": (1.0, 2.0)},
+            {"a": [], "b": [], "c": ["a", "b"]},
+        ),
+    ],
+)
 def test_an_arm_is_dominated_by_those_no_worse_in_any_task_and_better_in_one(
-    tmp_path: Path,
+    tmp_path: Path, arms: dict[str, tuple[float, ...]], expected: dict[str, list[str]]
 ) -> None:
-    (front,) = found_in(
-        tmp_path,
-        a=[(1.0, 4.0)],
-        b=[(2.0, 2.0)],
-        c=[(2.0, 3.0)],
-        d=[(3.0, 4.0)],
-        none=[(4.0, 1.0)],
-    )
-    assert (front.task, front.metric, front.names) == ("pair", "loss", ["first", "second"])
-    assert beaten(front) == {"a": [], "b": [], "c": ["b"], "d": ["a", "b", "c"], "control": []}
-
-
-def test_a_third_task_can_save_an_arm(tmp_path: Path) -> None:
-    (front,) = found_in(tmp_path, a=[(1.0, 1.0, 3.0)], b=[(2.0, 2.0, 1.0)], c=[(3.0, 3.0, 3.0)])
-    assert beaten(front) == {"a": [], "b": [], "c": ["a", "b"]}
-    assert len(front.pairs) == 3
-
-
-def test_arms_that_end_in_one_place_do_not_dominate_one_another(tmp_path: Path) -> None:
-    (front,) = found_in(tmp_path, a=[(1.0, 1.0)], b=[(1.0, 1.0 + 1e-6)], c=[(1.0, 2.0)])
-    assert beaten(front) == {"a": [], "b": [], "c": ["a", "b"]}
+    (front,) = found_in(tmp_path, **{name: [losses] for name, losses in arms.items()})
+    assert (front.task, front.metric, front.names[:2]) == ("pair", "loss", ["first", "second"])
+    assert beaten(front) == expected
 
 
 def test_higher_is_better_in_a_metric_that_has_its_direction(tmp_path: Path) -> None:
