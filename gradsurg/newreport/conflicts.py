@@ -24,6 +24,8 @@ SHARES = ("conflict rate", LOST)
 ROUNDING = 1e-6  # of a cosine, in float32
 FEW_PAIRS, MAX_PAIRS, EXTREMES, MAX_TASKS = 6, 28, 3, 8  # 28 pairs: all of eight tasks
 MAX_BESIDE, MAX_ARMS, INTERVALS = 4, 12, 30
+STEP = ("at", "run", "arm", "group", "end")
+MAX_STEPS = 2000  # of which all numbers are in memory at a time
 NARROW = 18  # columns of an arm beside others
 LONGER = 1.25
 HOW = (
@@ -80,7 +82,7 @@ def groups(study: Study) -> list[Group]:
     steps = _steps(study)
     whole = pl.col("norms").list.eval(pl.element().is_finite().fill_null(False)).list.all()
     numbers: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for arm, name, number, item, mean, *_ in over_runs(_long(steps)).iter_rows():
+    for arm, name, number, item, mean, *_ in _means(steps).iter_rows():
         ours = numbers.setdefault((arm, name), {COSINE: {}, OTHERS: {}})
         ours.setdefault(number, {})[item] = mean
     found, several = [], steps["group"].n_unique() > 1
@@ -104,7 +106,18 @@ def sharpest(found: Sequence[Group]) -> list[Group]:
     return list(arms.values())
 
 
-def over_runs(rows: pl.DataFrame, *more: str) -> pl.DataFrame:
+def _means(steps: pl.DataFrame, *more: str) -> pl.DataFrame:
+    """The means of all numbers, a few arms at a time: each pair of tasks is a row for each step."""
+    arms = steps["arm"].unique(maintain_order=True)
+    few = max(1, MAX_STEPS * len(arms) // max(1, len(steps)))
+    parts = (arms[start : start + few] for start in range(0, max(1, len(arms)), few))
+    return pl.concat(
+        _over_runs(_long(steps.filter(pl.col("arm").is_in(part.implode()))), *more)
+        for part in parts
+    )
+
+
+def _over_runs(rows: pl.DataFrame, *more: str) -> pl.DataFrame:
     """Means over the steps of each run, then over runs, with their 95 % t interval over runs."""
     by, value = ["arm", "group", "number", "item", *more], pl.col("value")
     runs = rows.group_by(*by, "run", maintain_order=True).agg(value.mean())
@@ -129,7 +142,6 @@ def _steps(study: Study) -> pl.DataFrame:
 
 def _long(steps: pl.DataFrame) -> pl.DataFrame:
     """A row for each step, number and item: a pair of tasks, a task, an aggregator, or none."""
-    keys = ("at", "run", "arm", "group", "end")
     pairs = _pairs(steps)
     mean = pairs.group_by("at").agg(length=pl.col("dot").mean().clip(0).sqrt())
     steps = steps.join(mean, on="at", maintain_order="left")
@@ -141,11 +153,11 @@ def _long(steps: pl.DataFrame) -> pl.DataFrame:
     lists += [(tasks, f"{WEIGHT_OF}{name}", f"others.{name}.weights") for name in others]
     lists += [(one(name), OTHERS, f"others.{name}.cosine") for name in others]
     lists += [(one(""), label, key) for label, key in SINGLE.items()]
-    parts = [pairs.select(*keys, "item", number=pl.lit(COSINE), value="cosines").drop_nulls("item")]
+    parts = [pairs.select(*STEP, "item", number=pl.lit(COSINE), value="cosines").drop_nulls("item")]
     for items, label, key in lists:
         values = pl.col(key) if steps.schema[key] == pl.List else pl.concat_list(key)
-        rows = steps.filter(items.list.len() == values.list.len())
-        rows = rows.select(*keys, item=items, number=pl.lit(label), value=values)
+        rows = steps.select(*STEP, item=items, number=pl.lit(label), value=values)
+        rows = rows.filter(pl.col("item").list.len() == pl.col("value").list.len())
         parts.append(rows.explode("item", "value"))
     rows = pl.concat(parts).filter(pl.col("value").is_finite())
     of = pl.col("at").n_unique().over("arm", "group", "number")
@@ -160,7 +172,8 @@ def _long(steps: pl.DataFrame) -> pl.DataFrame:
 def _pairs(steps: pl.DataFrame) -> pl.DataFrame:
     """Cosine and product of the gradients of each two tasks; only one of both orders is named."""
     place = pl.int_ranges(0, pl.col("tasks").list.len())
-    rows = steps.with_columns(first=place).explode("first", "cosines")
+    rows = steps.select(*STEP, "tasks", "norms", "cosines", first=place)
+    rows = rows.explode("first", "cosines")
     rows = rows.with_columns(second=place).explode("second", "cosines")
     (task, norm), (other, other_norm) = (
         [pl.col(name).list.get(pl.col(end)) for name in ("tasks", "norms")]
@@ -286,7 +299,8 @@ def conflict_charts(study: Study, facet: bool = False) -> dict[str, Any]:  # Any
     names = [f"{one.arm}, n = {len(one.measured)}" for one in shown]
     known = [(one.arm, one.name, name) for one, name in zip(shown, names, strict=True)]
     arms = pl.DataFrame(known, schema=["arm", "group", "panel"], orient="row")
-    rows = over_runs(_long(_steps(study)), "end").join(arms, on=["arm", "group"])
+    steps = _steps(study).join(arms, on=["arm", "group"], how="semi", maintain_order="left")
+    rows = _means(steps, "end").join(arms, on=["arm", "group"])
     charts: dict[str, Any] = {"conflicts": _cosines(rows.filter(number=COSINE), shown)}
     for number in ("weight", "decrease"):
         charts[f"conflict-{number}"] = _lines(rows.filter(number=number), shown, number)

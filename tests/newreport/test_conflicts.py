@@ -245,3 +245,14 @@ def test_a_file_has_a_panel_for_each_arm_and_the_page_a_list_of_arms(tmp_path: P
         assert chosen["bind"]["options"] == names
     (section,) = sections(study)
     assert (section.key, len(section.charts), len(section.tables)) == ("conflicts", 3, 3)
+
+
+def test_arms_that_are_read_in_parts_have_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = read_study(studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda")))
+    whole, charts = groups(study), conflict_charts(study)
+    monkeypatch.setattr("gradsurg.newreport.conflicts.MAX_STEPS", 1)
+    assert groups(study) == whole
+    for name, chart in conflict_charts(study).items():
+        assert data_of(chart) == data_of(charts[name])
