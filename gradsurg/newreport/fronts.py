@@ -16,12 +16,12 @@ from gradsurg.newreport.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choi
 from gradsurg.newreport.load import LoadedRun, canonical
 from gradsurg.newreport.page import Section, frame_table
 from gradsurg.newreport.study import Study
-from gradsurg.newreport.wording import is_share
+from gradsurg.newreport.wording import is_share, listed
 from gradsurg.stats import t_critical
 from gradsurg.training.run_directory import LANDSCAPE
 from gradsurg.training.run_reader import BrokenFile, read_json
 
-MAX_PAIRS, MAX_ARMS = 6, 12
+MAX_PAIRS, MAX_ARMS, MAX_DRAWN = 6, 12, 60  # arms with trajectories, of a trade-off
 WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
 LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
 SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
@@ -122,7 +122,8 @@ def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFra
 def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of charts
     """Two tasks: each run, and each arm's mean with its intervals."""
     names = {"x": first, "y": second}
-    arms = front.arms.select(
+    shown = front.arms.head(MAX_DRAWN)
+    arms = shown.select(
         "number",
         "arm",
         "control",
@@ -133,10 +134,11 @@ def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of 
     )
     x, y = (_axis(front, axis, name) for axis, name in names.items())
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
-    runs = alt.Chart(inline(front.runs.select("control", **names))).encode(x, y, color=color)
+    runs = front.runs.join(shown, on="arm", how="semi", maintain_order="left")
+    points = alt.Chart(inline(runs.select("control", **names))).encode(x, y, color=color)
     means = alt.Chart(inline(arms)).encode(x, y, color=color, tooltip=["arm:N", "x:Q", "y:Q"])
     chart = alt.layer(
-        runs.mark_circle(size=16, opacity=0.4),
+        points.mark_circle(size=16, opacity=0.4),
         means.mark_rule(clip=True).encode(alt.X("x_low:Q"), alt.X2("x_high")),
         means.mark_rule(clip=True).encode(alt.Y("y_low:Q"), alt.Y2("y_high")),
         means.mark_point(size=70, opacity=1, fill=PAPER, strokeWidth=2),
@@ -152,7 +154,8 @@ def front_figure(front: Front) -> Any:  # Any: kinds of charts
     panels = [front_chart(front, *pair) for pair in front.pairs[:MAX_PAIRS]]
     sized = [panel.properties(width=250, height=220) for panel in panels]
     of = f", the first {MAX_PAIRS} of {len(front.pairs)} pairs" * (len(front.pairs) > MAX_PAIRS)
-    arms = [f"{number} {arm}" for number, arm in front.arms.select("number", "arm").iter_rows()]
+    shown = front.arms.head(MAX_DRAWN).select("number", "arm").iter_rows()
+    arms = [f"{number} {arm}" for number, arm in shown]
     lines = [HOW, *(", ".join(arms[k : k + 4]) for k in range(0, len(arms), 4))]
     title = alt.Title(f"{front.task}, test {front.metric} of each task{of}", subtitle=lines)
     return alt.concat(*sized, columns=3, title=title).configure(**CONFIG)
@@ -179,7 +182,8 @@ def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altai
 def front_table(front: Front) -> pl.DataFrame:
     """The means of the arms in every task, half of their intervals, and what dominates them."""
     names = [column for name in front.names for column in (name, f"{name} ±")]
-    table = front.arms.with_columns(pl.col("dominated by").list.join(", ").replace("", "none"))
+    by = [listed(arms) if arms else "none" for arms in front.arms["dominated by"].to_list()]
+    table = front.arms.with_columns(pl.Series("dominated by", by))
     return table.select("arm", "number", "n", *names, "dominated by")
 
 
@@ -328,6 +332,9 @@ def sections(study: Study) -> list[Section]:
     captions = [f"{front.task}: test {front.metric} of each task" for front in found]
     frames = zip(captions, map(front_table, found), strict=True)
     tables = [frame_table(*table, is_open=True) for table in frames]
-    parts = [Section("fronts", "Trade-off between the tasks", HOW, charts, tables)] if found else []
+    more = max((len(front.arms) for front in found), default=0)
+    notes = [f"The first {MAX_DRAWN} of {more} arms are drawn."] * (more > MAX_DRAWN)
+    fields = ("fronts", "Trade-off between the tasks", HOW, charts, tables, notes)
+    parts = [Section(*fields)] if found else []
     ways = [landscape_chart(landscape) for landscape in landscapes(study)]
     return [*parts, *([Section("trajectories", "Trajectories", HOW_WAYS, ways)] if ways else [])]

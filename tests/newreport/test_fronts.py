@@ -8,6 +8,7 @@ import pytest
 
 from gradsurg.newreport.fronts import (
     MAX_CELLS,
+    MAX_DRAWN,
     MAX_PLACES,
     MEAN,
     Front,
@@ -147,7 +148,13 @@ def test_more_than_six_pairs_are_said_to_be_more(tmp_path: Path) -> None:
     figure = front_figure(found[0]).to_dict()
     assert len(figure["concat"]) == 6
     assert "the first 6 of 10 pairs" in figure["title"]["text"]
+    for number in range(MAX_DRAWN):
+        place = studies.plan(tmp_path, "b", 0, task={"name": "five"}, value=number)
+        studies.end(place, "b", 0.5, **numbers)
     (section,) = sections(read_study(tmp_path))
+    assert section.notes == ["The first 60 of 62 arms are drawn."]
+    for layer in section.charts[0].to_dict()["layer"][:2]:
+        assert len(layer["data"]["values"]) == MAX_DRAWN
     assert (section.key, len(section.charts), len(section.tables)) == ("fronts", 12, 2)
 
 
