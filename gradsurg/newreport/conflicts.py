@@ -46,6 +46,7 @@ class Group:
     """
 
     arm: str
+    is_control: bool
     name: str
     title: str  # of the arm, with the group if there are several
     tasks: list[str]
@@ -85,6 +86,7 @@ def groups(study: Study) -> list[Group]:
     for arm, name, number, item, mean, *_ in _means(steps).iter_rows():
         ours = numbers.setdefault((arm, name), {COSINE: {}, OTHERS: {}})
         ours.setdefault(number, {})[item] = mean
+    controls = {arm.name for arm in study.arms if arm.is_control}
     found, several = [], steps["group"].n_unique() > 1
     for (arm, name), rows in steps.group_by("arm", "group", maintain_order=True):
         ours = numbers.get((str(arm), str(name)), {COSINE: {}, OTHERS: {}})
@@ -94,7 +96,8 @@ def groups(study: Study) -> list[Group]:
         measured = rows["run"].value_counts()["count"].sort().to_list()
         broken = rows.select((~whole).sum()).item()
         title = f"{arm} at {name}" if several else str(arm)
-        found.append(Group(str(arm), str(name), title, tasks, measured, broken, ours))
+        told = str(arm), arm in controls, str(name), title
+        found.append(Group(*told, tasks, measured, broken, ours))
     return found
 
 
@@ -220,7 +223,7 @@ def _about_others(one: Group) -> list[str]:
     text = "; ".join(f"{cosine} {', '.join(names)}" for cosine, names in named.items())
     starred = " *: at some of these steps alone." * ("*" in text)
     what = f"What the others would have done, cosine to the update of {one.arm}"
-    return [filled(f"{what}: {text}.{starred}")] if text and one.arm != "control" else []
+    return [filled(f"{what}: {text}.{starred}")] if text and not one.is_control else []
 
 
 def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
@@ -230,7 +233,7 @@ def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
         return []
     others = []
     for one in sharpest(found):
-        for name in one.numbers[OTHERS] if one.arm != "control" else ():
+        for name in one.numbers[OTHERS] if not one.is_control else ():
             weights = [one.text(WEIGHT_OF + name.strip("*"), task) for task in one.tasks]
             row = {"arm": one.arm, "aggregator": name, "cosine": one.text(OTHERS, name)}
             others.append({**row, "weights": ", ".join(weights) * (len(weights) <= MAX_TASKS)})
@@ -271,13 +274,12 @@ def _tasks(found: Sequence[Group]) -> pl.DataFrame:
 
 def about_lengths(study: Study) -> list[str]:
     """Return a caution if updates are over 1.25 times as long as the control's, or as short."""
-    controls = {arm.name for arm in study.arms if arm.is_control}
     shown = sharpest(groups(study))
-    lengths = {(one.name, *one.tasks): one.length for one in shown if one.arm in controls}
+    lengths = {(one.name, *one.tasks): one.length for one in shown if one.is_control}
     ratios = []
     for one in shown:
         ratio = one.length / lengths.get((one.name, *one.tasks), one.length)
-        if one.arm not in controls and not 1 / LONGER <= ratio <= LONGER:
+        if not one.is_control and not 1 / LONGER <= ratio <= LONGER:
             ratios.append(f"{ratio:.2g} ({one.arm})")
     if not ratios:
         return []
