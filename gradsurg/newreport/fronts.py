@@ -29,6 +29,7 @@ SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_M
 X1, X2 = "test/x1", "test/x2"
 MAX_PLACES, MAX_CELLS, LEVELS = 100, 51, 15  # cells along an axis
 PARETO, END = "#cc79a7", "#e69f00"
+PARTS = ("start", "x1", "x2", "values", "pareto")
 MEAN = "mean of the losses"
 HOW_WAYS = (
     "Trajectories of an arm from all starts over a loss, by rank among all places, dark is "
@@ -211,8 +212,10 @@ def landscapes(study: Study) -> list[Landscape]:
     for run in (run for run in study.all_runs if run.is_readable):
         try:
             content = read_json(run.path / LANDSCAPE)
-            if content is not None and not {"start", "values"} <= content.keys():
-                raise BrokenFile(run.path / LANDSCAPE, "has no start or no values")
+            if lacking := [
+                key for key in PARTS if content is not None and content.get(key) is None
+            ]:
+                raise BrokenFile(run.path / LANDSCAPE, f"has no {', '.join(lacking)}")
         except BrokenFile as error:
             fault = f"{run.name}: {error}"
             study.faults.extend([fault] * (fault not in study.faults))
@@ -222,7 +225,8 @@ def landscapes(study: Study) -> list[Landscape]:
             key = canonical(content)
             contents[key] = content
             starts.setdefault(key, {})[run.name] = start
-    return [_landscape(study, content, starts[key]) for key, content in contents.items()]
+    found = (_landscape(study, content, starts[key]) for key, content in contents.items())
+    return [one for one in found if len(one.grid)]
 
 
 def _landscape(
@@ -293,10 +297,11 @@ def _over(landscape: Landscape, loss: str, arm: str) -> Any:  # Any: kinds of ch
     channels: list[Any] = []  # Any: Altair has no type for the channels of both axes
     widths: dict[str, Any] = {}
     for channel, name in ((alt.X, "x1"), (alt.Y, "x2")):
-        first, *_, last = places = landscape.grid[name].unique().sort().to_list()
+        places = landscape.grid[name].unique().sort().to_list()
+        first, last = places[0], places[-1]
         scale = alt.Scale(domain=[first, last], nice=False)
         channels.append(channel(f"{name}:Q", title=name, scale=scale, axis=alt.Axis(grid=False)))
-        widths[f"{name}_end"] = f"datum.{name} + {(last - first) / (len(places) - 1)}"
+        widths[f"{name}_end"] = f"datum.{name} + {(last - first) / max(1, len(places) - 1)}"
     ground = alt.Chart(inline(landscape.grid, by=["loss", "x2"]))
     ground = ground.transform_filter(f"datum.loss == {loss}").transform_flatten(["x1", "level"])
     level: dict[str, Any] = {"scale": alt.Scale(scheme="cividis"), "legend": None}

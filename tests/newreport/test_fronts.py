@@ -219,6 +219,19 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
     assert (way[0], way[-1]) == ((0, 0), (1, 0.5))
 
 
+def test_losses_that_are_nowhere_finite_are_no_landscape_and_a_pareto_set_may_be_empty(
+    tmp_path: Path,
+) -> None:
+    place = studies.plan(tmp_path / "toy", "clip", 0)
+    content = {**studies.GROUND, "start": [0, 0], "pareto": []}
+    place.write_landscape(content)
+    landscape = ground(tmp_path / "toy")
+    assert landscape.pareto.is_empty()
+    assert len(landscape_chart(landscape, facet=True).to_dict()["concat"]) == 4
+    place.write_landscape({**content, "values": {"1": [[None] * 3] * 2}})
+    assert landscapes(read_study(tmp_path / "toy")) == []
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"axes": []}'])
 def test_a_broken_landscape_is_a_fault_and_the_rest_is_shown(tmp_path: Path, text: str) -> None:
     folder = studies.toy(tmp_path / "toy")
