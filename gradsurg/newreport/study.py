@@ -8,7 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from gradsurg.newreport.arms import Arm, block_factors, block_names, flat, group
-from gradsurg.newreport.load import LoadedRun, read_runs
+from gradsurg.newreport.load import STATES, LoadedRun, read_runs
 from gradsurg.newreport.wording import HEADLINE, title, titles
 from gradsurg.stats import Margin, parse_margin
 from gradsurg.training.frames import (
@@ -136,8 +136,8 @@ class Study:
     @cached_property
     def states(self) -> dict[str, int]:
         """The number of runs in each state that occurs."""
-        counts = self.runs["state"].value_counts(sort=True)
-        return dict(counts.iter_rows())
+        counts = dict(self.runs["state"].value_counts().iter_rows())
+        return {state: counts[state] for state in STATES if state in counts}
 
     def outcome(self, run: LoadedRun, metric: str) -> float | None:
         """Return a metric of a run, from its summary or the area under its learning curve."""

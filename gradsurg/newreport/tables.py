@@ -53,7 +53,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 """The cells of a comparison by the heads of their columns."""
 SHORT = (*tuple(COLUMNS)[:1], *tuple(COLUMNS)[4:13], "not compared")
 """Columns in the terminal, which has a table for each metric."""
-SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"})
+SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
 """Columns that are left out of a narrow terminal, in this order."""
 ABOUT_SHARES = "the chain minus the chain without it"
 SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
@@ -209,10 +209,9 @@ def latex(study: Study, frame: pl.DataFrame, metric: str = "", numbered: bool = 
 
 def _cell(text: str) -> str:
     """A text in LaTeX; a number is in math mode, where a hyphen is a minus and e-05 a power."""
-    text = printable(text).replace(" pp", "")
     number = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?"
-    if not re.fullmatch(rf"{number}%?(?: to {number})?(?: \(range\))?|< {number}", text):
-        return text.translate(TEX)
+    if not re.fullmatch(rf"{number}%?(?: to {number})?(?: pp)?(?: \(range\))?|< {number}", text):
+        return printable(text).translate(TEX)
     text = re.sub(r"e([+-]?\d+)", lambda power: rf" \cdot 10^{{{int(power[1])}}}", text)
-    words = [rf"\mbox{{ {word} }}" for word in ("to", "(range)")]
-    return f"${text.replace(' to ', words[0]).replace(' (range)', words[1])}$".replace("%", r"\%")
+    text = re.sub(r" (to |pp|\(range\))", r"\\mbox{ \1}", text)
+    return f"${text}$".replace("%", r"\%")

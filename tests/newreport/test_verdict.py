@@ -258,7 +258,7 @@ def test_runs_after_a_look_and_a_margin_after_it_are_told(tmp_path: Path) -> Non
 def test_states_of_runs_and_metrics_are_told(tmp_path: Path) -> None:
     told = warned(read_study(studies.mixed(tmp_path / "a")))
     assert told["unfinished"] == (
-        "Of 13 runs, 1 failed, 1 interrupted, 1 planned, 1 diverged and 1 missing: the table of "
+        "Of 13 runs, 1 interrupted, 1 planned, 1 diverged, 1 failed and 1 missing: the table of "
         "runs has the reasons, numbers are of the others."
     )
     study = study_of(tmp_path / "b", CLIP)

@@ -1,0 +1,156 @@
+"""python -m gradsurg.report: its words, its files and its exit codes."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradsurg.newreport.__main__ import main
+from gradsurg.newreport.study import read_study
+from gradsurg.newreport.terminal import overview
+from gradsurg.training.run_directory import SUMMARY
+from tests.newreport import studies
+
+REFRESH = re.compile(r'"refresh": ?3')
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return studies.mixed(tmp_path_factory.mktemp("runs") / "first")
+
+
+def test_the_overview_and_the_page_are_printed(study: Path, capsys) -> None:
+    assert main([str(study)]) == 0
+    page = study / "report" / "index.html"
+    assert page.is_file()
+    text = overview(read_study(study))
+    assert capsys.readouterr().out == f"{text}\nreport: {page}\n"
+
+
+def test_a_margin_is_asked_for(tmp_path: Path, capsys) -> None:
+    folder = studies.paired(tmp_path / "a", "clip", [0.0, 0.001, -0.001, 0.002, 0.001, 0.0])
+    assert main([str(folder), "--margin", "0.5pp", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("clip and control are equivalent in test accuracy within 0.50 pp: ")
+    assert (tmp_path / "out" / "index.html").is_file()
+    assert "equivalent" in (tmp_path / "out" / "outcome.md").read_text("utf-8")
+    assert main([str(folder), "--margin", "wide"]) == 2
+    assert capsys.readouterr().err.startswith("margin needs a positive number")
+
+
+def test_arms_are_compared_with_each_other(study: Path, capsys) -> None:
+    assert main([str(study), "--compare", "clip", "zero"]) == 0
+    text = capsys.readouterr().out
+    said = " ".join(text.split())
+    assert said.startswith("0 of 3 seeds diverged with clip and 1 with zero")
+    assert (
+        "test accuracy of clip minus zero: +11.50 pp (range over 2 seeds +10.00 to +13.00" in said
+    )
+    heads = next(line for line in text.splitlines() if line.startswith("arm "))
+    assert {"first", "second", "range"} <= {*heads.split()}
+    assert "\n\ntrain loss\n" in text
+    assert main([str(study), "--compare"]) == 0
+    assert "zero - control" in capsys.readouterr().out
+    assert main([str(study), "--compare", "clip", "clop"]) == 2
+    assert capsys.readouterr().err.startswith("no arm is named 'clop'; the arms are: 'clip'")
+
+
+def test_figures_for_a_paper_are_written_instead_of_the_report(tmp_path: Path, capsys) -> None:
+    folder = studies.paired(tmp_path / "a", "clip", [0.01, 0.02])
+    out = tmp_path / "paper"
+    words = ["--metric", "test accuracy", "--arms", "clip", "--style", "serif"]
+    assert main([str(folder), "--paper", str(out), *words]) == 0
+    assert capsys.readouterr().out.endswith(f"files in {out}: outcome-3.3in.pdf .. table.tex\n")
+    assert (out / "table.tex").is_file()
+    assert not (folder / "report").exists()
+    assert main([str(folder), "--metric", "test/loss"]) == 2
+    assert capsys.readouterr().err == "--metric: needs --paper FOLDER\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--watch"], ["--compare"]])
+def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, words) -> None:
+    assert main([str(tmp_path / "nowhere"), *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"there is no folder {tmp_path / 'nowhere'}\n"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_with_a_config_alone_is_no_study(tmp_path: Path, capsys) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("seed: 0\n", "utf-8")
+    assert main([str(tmp_path)]) == 2
+    assert "has no runs in it" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_one_line_below_the_overview(
+    tmp_path: Path, capsys
+) -> None:
+    folder = studies.paired(tmp_path, "clip", [0.01])
+    (folder / "file").write_text("", "utf-8")
+    assert main([str(folder), "--out", str(folder / "file")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Test accuracy of clip minus control: +1.00 pp")
+    assert printed.err.startswith("the report cannot be written: ")
+    assert printed.err.endswith("; --out FOLDER writes it elsewhere\n")
+
+
+@pytest.mark.parametrize("make", ["planned", "control only", "one seed", "no effects"])
+def test_a_study_that_has_hardly_begun_is_reported(tmp_path: Path, make: str, capsys) -> None:
+    match make:
+        case "planned":
+            studies.plan(tmp_path, "clip", 0, studies.plan(tmp_path, "none", 0).path.name)
+        case "control only":
+            studies.whole(tmp_path, "none", 0, 0.9)
+        case "one seed":
+            studies.whole(tmp_path, "clip", 0, 0.8, studies.whole(tmp_path, "none", 0, 0.9))
+        case "no effects":
+            control = studies.plan(tmp_path, "none", 0)
+            studies.end(control, "none", 0.9)
+            studies.end(studies.plan(tmp_path, "clip", 0, control.path.name), "clip", 0.8)
+    assert main([str(tmp_path)]) == 0
+    assert f"{1 if make == 'control only' else 2} run" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_torch_is_not_imported(study: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from gradsurg.newreport.__main__ import main
+assert main([{str(study)!r}, "--out", {str(tmp_path)!r}]) == 0
+print("torch" in sys.modules, "hydra" in sys.modules, "wandb" in sys.modules, file=sys.stderr)
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.split() == ["False", "False", "False"]
+
+
+@pytest.mark.slow
+def test_watching_follows_a_study_until_it_is_interrupted(tmp_path: Path) -> None:
+    control = studies.whole(tmp_path / "first", "none", 0, 0.9)
+    place = studies.plan(tmp_path / "first", "clip", 0, control)
+    page = tmp_path / "first" / "report" / "index.html"
+    command = [sys.executable, "-m", "gradsurg.newreport", str(tmp_path / "first"), "--watch"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        assert "1 finished, 1 planned" in process.stdout.readline()
+        assert REFRESH.search(page.read_text("utf-8"))
+        studies.end(place, "clip", 0.8)
+        assert (place.path / SUMMARY).is_file()
+        assert "2 finished" in process.stdout.readline()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert "2 runs: 2 finished." in process.stdout.read()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert not REFRESH.search(page.read_text("utf-8"))
