@@ -82,8 +82,13 @@ def outcome_table(
 
 
 def fitted(table: Table, spared: Sequence[Collection[str]] = SPARED) -> str:
-    """Return a table for the terminal; columns are left out, and names folded, until it fits."""
+    """Return a table for the terminal; columns are left out, and names folded, until it fits.
+
+    Empty without rows.
+    """
     heads, rows = table
+    if not rows:
+        return ""
     columns = {head: cells for head, *cells in zip(heads, *rows, strict=True)}
     widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
     words = {head for head in heads if head in WORDS or head == heads[0]}

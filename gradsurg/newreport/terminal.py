@@ -308,4 +308,4 @@ def _unfinished(study: Study) -> str:
     rows = [[run.name, run.state, run.reason] for run in runs[:MAX_LISTED]]
     if len(runs) > MAX_LISTED:
         rows.append([f"and {len(runs) - MAX_LISTED} more: the page lists them", "", ""])
-    return fitted((["not finished", "state", "reason"], rows), ()) if rows else ""
+    return fitted((["not finished", "state", "reason"], rows), ())

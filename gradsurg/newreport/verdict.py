@@ -62,7 +62,13 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
     vacuous = [row for row in rows if row["vacuous"]]
     lost = _diverged(rows)
     if not compared:
-        return f"{lost}." if lost else vacuous_sentence(vacuous) if vacuous else _nothing(study)
+        return (
+            f"{lost}; no seed is left to compare."
+            if lost
+            else vacuous_sentence(vacuous)
+            if vacuous
+            else _nothing(study)
+        )
     text = _of_one(compared[0], margin) if len(compared) == 1 else _of_many(compared, margin)
     if not lost:
         return f"{text}."

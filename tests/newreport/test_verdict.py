@@ -114,7 +114,8 @@ def test_diverged_seeds_come_first() -> None:
     )
     gone = row([1], difference=None, ended=8, diverged=8, diverged_control=0, p_diverged=0.0078)
     assert said(gone) == (
-        "8 of 8 seeds diverged with clip and 0 with control (exact McNemar p 0.0078)."
+        "8 of 8 seeds diverged with clip and 0 with control (exact McNemar p 0.0078); no seed is "
+        "left to compare."
     )
 
 
