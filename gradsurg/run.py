@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradsurg.config.cli import Command
     from gradsurg.config.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
-    from gradsurg.report.study import StudyReport
+    from gradsurg.newreport.study import Study
     from gradsurg.training.run import Run
     from gradsurg.training.study import Record
 
@@ -136,8 +136,8 @@ def _join_torchrun(arguments: Namespace) -> None:
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
     from gradsurg.config.cli import checked_experiment
-    from gradsurg.report.text import Runs, failures, report
-    from gradsurg.report.tuning import tuning_text
+    from gradsurg.newreport.terminal import Runs, failures, report
+    from gradsurg.newreport.tuning import read_tunings, tuning_text
 
     experiment = checked_experiment(config)
     if experiment.settings.dry_run:
@@ -181,7 +181,8 @@ def job(config: DictConfig) -> None:
     if sweeping:
         return  # `main` reports on all jobs together
     if experiment.tuning is not None:
-        print(f"{tuning_text(experiment.tuning.write(experiment.settings))}\n")
+        chosen = tuning_text(*read_tunings(experiment.tuning.write(experiment.settings)))
+        print("\n".join(chosen), end="\n\n")
     if text := failures(
         [run.directory(Path(experiment.settings.out)) for pair in pairs for run in pair.runs]
     ):
@@ -363,14 +364,14 @@ def _unmeasured(records: "Sequence[Record]") -> list[str]:
 def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
     from gradsurg.config.cli import outcome_table
-    from gradsurg.report.study import study_report
-    from gradsurg.report.text import print_overview
+    from gradsurg.newreport.study import read_study
+    from gradsurg.newreport.terminal import print_overview
 
     table, all_finished = outcome_table(command.chosen())
     if command.has_new_runs:
         print(table)
     for folder, loggers in command.studies.items():
-        study = study_report(folder)
+        study = read_study(folder)
         print(f"\nstudy {folder.name}:")
         print_overview(study)
         if command.report:
@@ -385,20 +386,20 @@ def _report_job(experiment: "Experiment") -> None:
     Drawing figures can take as long as training. They are drawn with `report=true`, or to update
     those of an earlier report.
     """
-    from gradsurg.report.export import figures_in
-    from gradsurg.report.study import study_report
+    from gradsurg.newreport.export import figures_in
+    from gradsurg.newreport.study import read_study
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
-    _write_report(study_report(study), experiment.loggers, figures)
+    _write_report(read_study(study), experiment.loggers, figures)
 
 
-def _write_report(study: "StudyReport", loggers: "Iterable[GuardedLogger]", figures: bool) -> None:
+def _write_report(study: "Study", loggers: "Iterable[GuardedLogger]", figures: bool) -> None:
     """Write the report of a study, print its path, and send the study to the loggers.
 
     They get it also if no run is new: the command may have been killed before.
     """
-    from gradsurg.report.export import study_info, write_report
+    from gradsurg.newreport.export import study_info, write_report
 
     out = study.folder / "report"
     try:

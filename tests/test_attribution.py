@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from gradsurg.config.errors import ConfigError
-from gradsurg.report.compare import left_out
+from gradsurg.newreport.arms import Arm
+from gradsurg.newreport.load import LoadedRun
+from gradsurg.newreport.measures import left_out
+from gradsurg.newreport.study import Study
 from gradsurg.training.run_identity import run_hash
 from tests.builds import built
 
@@ -59,11 +62,13 @@ def test_being_asked_changes_no_identity() -> None:
 def test_the_configs_tell_who_is_without_what() -> None:
     (pair,) = built(CHAIN, "attribute=true").pairs
     assert pair.treated
-    found = left_out({run.name: run.identity for run in pair.runs})
-    assert {one.link: one.without for one in found} == {
-        link: run.name for link, run in pair.without.items()
-    }
-    assert {one.whole for one in found} == {pair.treated.name}
+    runs = [
+        LoadedRun(Path(run.name), "planned", arm=run.arm, config=dict(run.identity))
+        for run in pair.runs
+    ]
+    found = left_out(Study(Path(), [Arm("all", tuple(runs), {})]))
+    whole = pair.treated.name
+    assert found == {(whole, link): run.name for link, run in pair.without.items()}
 
 
 def test_a_chain_inside_one_transform_is_one_link() -> None:
@@ -103,10 +108,7 @@ def test_a_command_trains_all_arms_tells_shares_and_shares_runs_with_a_sweep(
         for path in directories
     }
     for link, rest in (("clip", "sign"), ("sign", "clip")):
-        (row,) = [
-            line for line in out.splitlines() if line.split()[:1] == [link] and "interval" in line
-        ]
+        (row,) = [line for line in out.splitlines() if line.startswith(link) and " 2 of 2" in line]
         gains = [accuracy[f"clip+sign-seed{s}"] - accuracy[f"{rest}-seed{s}"] for s in (0, 1)]
         assert row.split()[1] == f"{100 * sum(gains) / 2:+.2f}"
-        assert row.split()[-1] == "2"
-    assert "Updates (8 steps of 2 runs)" in out
+    assert "Updates of clip+sign (8 steps of 2 runs)" in out

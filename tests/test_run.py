@@ -244,8 +244,8 @@ def test_a_command_run_again_repeats_nothing_and_prints_the_same(command, tmp_pa
 
 def test_without_a_transform_it_is_a_plain_run_that_shows_the_gradients(command, tmp_path) -> None:
     printed, _ = command("transform=none", *SHORT)
-    assert printed.startswith("plain run, no surgery: 1 seed\n")
-    assert "test accuracy: " in printed
+    assert printed.startswith("There is no treated arm to compare: 1 of 1 run finished.\n")
+    assert "control  test accuracy  1 " in printed
     head = next(line for line in printed.splitlines() if line.startswith("site "))
     assert re.split(r"\s{2,}", head) == ["site", "norm before", "calls"]
     assert len(re.findall(r"^(?:hidden|output)\S+ +0\.\d+ +20$", printed, re.MULTILINE)) == 6
@@ -254,7 +254,7 @@ def test_without_a_transform_it_is_a_plain_run_that_shows_the_gradients(command,
 
 def test_without_a_control_the_treated_arm_stands_alone(command, tmp_path) -> None:
     printed, _ = command("transform=clip", *SHORT, "control=none")
-    assert printed.startswith("clip, no control: 1 seed\n")
+    assert printed.startswith("There is no control to compare with: 1 of 1 run finished, ")
     assert "difference" not in printed
     assert directories(tmp_path) == ["clip-seed0"]
 
@@ -262,8 +262,8 @@ def test_without_a_control_the_treated_arm_stands_alone(command, tmp_path) -> No
 def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_path) -> None:
     words = ("transform=scale", "transform.scale.factor=1e9", "steps=40", "logger=none")
     printed, _ = command(*words, "seeds=2", "log_every=10")
-    assert printed.startswith("2 of 2 seeds diverged with scale, 0 of 2 in the control arm (exact ")
-    assert "both arms, so there is no difference to report.\nscale: 2 seeds\n2 of 2 runs" in printed
+    assert printed.startswith("2 of 2 seeds diverged with scale and 0 with control (exact ")
+    assert "(exact McNemar p 0.5); no seed is left to compare." in " ".join(printed.split())
     assert "\ncontrol: 2 seeds\n  train loss: " in printed
     summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text(encoding="utf-8"))
     assert summary["state"] == "diverged"
@@ -343,7 +343,7 @@ def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:
     text = "tight:\n  name: clip\n  value: 0.001\n"
     (tmp_path / "confs" / "transform" / "tight.yaml").write_text(text, encoding="utf-8")
     printed, _ = command("--config-dir", "confs", "transform=tight", *SHORT)
-    assert printed.startswith("tight: ")
+    assert printed.startswith("Test accuracy of tight minus control: ")
     assert directories(tmp_path) == ["none-seed0", "tight-seed0"]
 
 

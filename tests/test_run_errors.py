@@ -147,7 +147,7 @@ def test_a_full_disk_is_a_line_a_run_and_nothing_finished_is_lost(folder: Path) 
 def test_a_users_callable_is_run_with_a_warning_of_one_line(here: Here, folder: Path) -> None:
     ended = here("transform=[clip,their_module.halve]", *SHORT)
     assert ended.code == 0
-    assert ended.out.startswith("clip+halve: test accuracy ")
+    assert ended.out.startswith("Test accuracy of clip+halve minus control: ")
     assert re.fullmatch(r"warning: halve is a plain callable: [^\n]*\n", ended.err)
     assert finished(folder) == ["clip+halve-seed0", "none-seed0"]
 
@@ -240,7 +240,8 @@ def test_a_failed_arm_leaves_the_table_of_its_finished_controls(here: Here) -> N
         failure, _, table = ended.out.partition("\n\n")
         assert failure.startswith("FAILED: 1 of 1 run of total. The first: TypeError: total: ")
         assert "error.log" in failure
-        assert table.startswith("plain run, no surgery: 1 seed\n  train loss: ")
+        assert table.startswith("There is no treated arm to compare: 1 of 1 run finished.")
+        assert "control  test accuracy  1 " in table
         assert "output.bias" in ended.out
     skipped = ["1 of them had been finished before" in ended.out for ended in every]
     assert skipped == [False, True]

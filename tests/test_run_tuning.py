@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradsurg.report.tuning import read_tunings
+from gradsurg.newreport.tuning import read_tunings
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 
@@ -83,7 +83,7 @@ def test_a_sweep_tunes_a_shared_control_once(here: Here, folder: Path) -> None:
     assert "12 to train" in ended.err
     assert len(summaries(folder)) == 12 + 3
     assert ended.out.count("(validation accuracy ") == 3
-    tunings, faults = read_tunings(folder / "runs" / "digits-mlp", [])
+    tunings, faults = read_tunings(folder / "runs" / "digits-mlp")
     assert sorted(one.name for one in tunings) == ["clip", "control", "sign"]
     assert not faults
     again = here(*words)

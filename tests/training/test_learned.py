@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.report.answer import dead_line
-from gradsurg.report.study import study_report
+from gradsurg.newreport.cautions import cautions
+from gradsurg.newreport.compare import compare
+from gradsurg.newreport.study import read_study
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.logged_numbers import learned_nothing
 from gradsurg.training.study import execute
-from tests.report import studies
+from tests.newreport import studies
 from tests.runs import Wrapped, a_run
 
 
@@ -112,20 +113,21 @@ def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:
         treated = studies.plan(tmp_path, "clip", seed, place.path.name)
         more = {"learned_nothing": dead if seed else {}}
         studies.end(treated, "clip", 0.5 - 0.2 * seed, **more)
-    messages = study_report(tmp_path).cautions
-    lines = [line for line in messages if "did not learn" in line]
-    assert lines == [
-        "clip: training did not learn anything in 2 of 3 seeds: test accuracy 20.00%, and chance "
-        "for 10 classes is 10.00%.",
-        "control: training did not learn anything in 3 of 3 seeds: test accuracy 10.00%, and "
-        "chance for 10 classes is 10.00%.",
+    assert told(tmp_path) == [
+        "Training did not learn anything with control in 3 of 3 seeds (test accuracy 10.00%, and "
+        "chance for 10 classes is 10.00%) and clip in 2 of 3 seeds (test accuracy 20.00%, and "
+        "chance for 10 classes is 10.00%): a comparison with a control at chance tells little."
     ]
 
 
-def test_diverged_and_older_runs_are_not_reported_as_unlearned() -> None:
+def told(folder: Path) -> list[str]:
+    study = read_study(folder)
+    return [line for line in cautions(study, compare(study)) if "did not learn" in line]
+
+
+def test_diverged_and_older_runs_are_not_reported_as_unlearned(tmp_path: Path) -> None:
     dead = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
-    runs = [
-        {"state": "diverged", "learned_nothing": dead},
-        {"state": "finished", "test/accuracy": 0.1},
-    ]
-    assert dead_line("clip", runs) == ""
+    diverged, older = (studies.plan(tmp_path, "clip", seed) for seed in range(2))
+    studies.end(diverged, "clip", 0.1, "diverged", learned_nothing=dead)
+    studies.end(older, "clip", 0.1)
+    assert told(tmp_path) == []
