@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from math import isfinite
+from operator import itemgetter
 from statistics import fmean
 
 from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO
@@ -89,11 +90,10 @@ def over_sites(rows: Sequence[Row], names: Iterable[str]) -> Row:
 
 def worst(rows: Iterable[Row], name: str) -> list[Row]:
     """Return the rows with the lowest cosine, or with the norm ratio farthest from 1."""
-    values = [(_number(row, name), row) for row in rows]
-    known = [(value, row) for value, row in values if value is not None]
-    if name == NORM_RATIO.name:
-        known = [(min(value, 1 / value) if value else 0.0, row) for value, row in known]
-    return [row for _, row in sorted(known, key=lambda pair: pair[0])[:NUM_WORST]]
+    is_ratio = name == NORM_RATIO.name
+    known = [(value, row) for row in rows if (value := _number(row, name)) is not None]
+    ranked = [(min(v, 1 / v) if is_ratio and v else v, row) for v, row in known]
+    return [row for _, row in sorted(ranked, key=itemgetter(0))[:NUM_WORST]]
 
 
 def _number(row: Row, name: str) -> float | None:

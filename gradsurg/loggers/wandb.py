@@ -107,7 +107,7 @@ class Wandb(StudyLogger):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         session = self._session
         if step > session.last_step:
-            values = {**_norm_ratios(values), **values}
+            values = {**values, **_norm_ratios(values)}
             if self.panels == "few":
                 self._hide(values)
                 self._tabulate(step, values)
@@ -325,7 +325,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> "wandb.Table":
 
 
 def _norm_ratios(values: Mapping[str, float]) -> dict[str, float]:
-    """Return norm_after / norm_before of each site, `effect/<transform>/<site>/norm_ratio`."""
+    """Return `effect/<transform>/<site>/norm_ratio` of each site; a summary has its own already."""
     before = {
         name.removesuffix("/norm_before"): norm
         for name, norm in values.items()
@@ -334,7 +334,7 @@ def _norm_ratios(values: Mapping[str, float]) -> dict[str, float]:
     return {
         f"{place}/norm_ratio": values[f"{place}/norm_after"] / norm
         for place, norm in before.items()
-        if norm and f"{place}/norm_after" in values
+        if norm and f"{place}/norm_after" in values and f"{place}/norm_ratio" not in values
     }
 
 

@@ -43,7 +43,7 @@ are left out."""
 
 
 MAX_UNFETCHED = 1000
-"""Measured steps whose numbers are kept on the device until they are added up."""
+"""Measured steps whose numbers are kept until they are added up on the device."""
 ENTRIES = 1 << 21
 """Entries of the rows that are in memory at a time."""
 WHOLE = slice(None)
@@ -69,7 +69,6 @@ class ExampleSource:
         self._examples: ExampleGradients | None = None  # of this step, if it is measured
         self._fresh: list[Tensor] = []  # one tensor a measured step
         self._totals = torch.zeros(len(NUMBERS) + 2, dtype=torch.float64, device="cpu")
-        self._sums = torch.zeros_like(self._totals)  # since the last fetch, without `_fresh`
 
     def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> "ExampleGradients":
         """Return the gradients of the examples for the parameters with these names.
@@ -106,21 +105,18 @@ class ExampleSource:
         if self._examples is not None and self._examples.count > 1:
             self._fresh.append(_measured(self._examples, self.is_mean))
             if len(self._fresh) == MAX_UNFETCHED:
-                self._add_up()
+                self._fresh = [torch.stack(self._fresh).sum(0)]
         self._examples = None
         self.recorder.clear()
 
     def fetch(self) -> dict[str, float]:
         """Return the means since the last call; empty if no step was measured."""
-        self._add_up()
-        fresh, self._sums = self._sums, torch.zeros_like(self._sums)
+        if not self._fresh:
+            return {}
+        fresh = torch.stack(self._fresh).sum(0).double().cpu()
+        self._fresh = []
         self._totals += fresh
-        return _named(fresh) if fresh[-1] else {}
-
-    def _add_up(self) -> None:
-        if self._fresh:
-            self._sums += torch.stack(self._fresh).sum(0).double().cpu()
-            self._fresh = []
+        return _named(fresh)
 
     def numbers(self) -> dict[str, float]:
         """Return the means over the measured steps so far; empty if there are none."""

@@ -31,7 +31,6 @@ NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are copied to the host
 MAX_TIMES = 10_000  # the newest step times, for medians
-DIGITS = 8  # of the numbers of effects, which are float32's
 
 # A run has learned nothing if its train loss is not below this share of the best constant guess's,
 # and no metric has covered more than this share of the way from chance to its best value.
@@ -101,7 +100,7 @@ class RunLog:
         test metrics.
         """
         self.done, self.loss = done, loss
-        rows = [_rounded(row) for row in live.effects.fetch()]
+        rows = live.effects.fetch()
         if not self.run.shadow:
             self.nonfinite = live.effects.first_nonfinite
         update = self.counterfactual.fetch() if self.counterfactual is not None else {}
@@ -289,14 +288,6 @@ def _cpu_model(info: Path) -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
-
-
-def _rounded(row: Row) -> Row:
-    """Return a row without the digits that no float32 has: a third of the bytes of the file."""
-    return {
-        key: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-        for key, value in row.items()
-    }
 
 
 def _median_ms(seconds: list[float]) -> float | None:

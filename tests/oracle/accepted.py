@@ -12,6 +12,9 @@ ACCEPTED: dict[str, str] = {
     "runs *: composed config margin: only in the working tree": (
         "margin= asks for equivalence; null, the default, leaves the files of a run as before"
     ),
+    "runs *: composed config log: only in the working tree": (
+        "a new key of the command line: which sites' effects the loggers get"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 

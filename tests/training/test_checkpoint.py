@@ -95,10 +95,8 @@ def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step, layers) -> No
     run = replace(run, make_model=lambda data: MLP(data.input_shape, 10, hidden=(16,) * layers))
     record = execute(run, tmp_path / "whole", [expected])
     assert ("effect/clip/mean/cosine" in expected.logged[0][1]) == (layers == 7)
-    rows = lines(record, "effects.jsonl")
-    assert len({row["site"] for row in rows}) == 2 * layers + 2
-    norms = [float(str(row["norm_before"])) for row in rows]
-    assert norms == [float(f"{norm:.8g}") for norm in norms]
+    sites = {row["site"] for row in lines(record, "effects.jsonl")}
+    assert len(sites) == 2 * layers + 2
     run = replace(run, task=Wrapped(step, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [torn])
