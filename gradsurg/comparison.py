@@ -43,7 +43,7 @@ class Comparison:
 
     def frame(self) -> "polars.DataFrame":
         """Return a row for each number, with the columns that the report of a study has."""
-        from gradsurg.newreport.compare import Pair, compare_values, with_q
+        from gradsurg.report.compare import Pair, compare_values, with_q
 
         same = all(len({tuple(one.values()) for one in arm}) == 1 for arm in self._arms)
         pairs = {
@@ -65,7 +65,7 @@ class Comparison:
 
     def verdict(self) -> str:
         """Return the verdict on the first number in one sentence."""
-        from gradsurg.newreport.verdict import sentence
+        from gradsurg.report.verdict import sentence
 
         text = sentence(self.frame(), margin=self._margin)
         return text[:1].upper() + text[1:]
@@ -77,7 +77,7 @@ class Comparison:
         inverts the sign-flip test (below 6 seeds the range), p, and the seeds with a higher
         outcome.
         """
-        from gradsurg.newreport.tables import fitted, outcome_table
+        from gradsurg.report.tables import fitted, outcome_table
 
         rows = self.frame().to_dicts()
         return fitted(outcome_table(rows, columns=COLUMNS), ({"effect size"}, {"median"}))

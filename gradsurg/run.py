@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradsurg.config.cli import Command
     from gradsurg.config.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
-    from gradsurg.newreport.study import Study
+    from gradsurg.report.study import Study
     from gradsurg.training.run import Run
     from gradsurg.training.study import Record
 
@@ -136,8 +136,8 @@ def _join_torchrun(arguments: Namespace) -> None:
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
     from gradsurg.config.cli import checked_experiment
-    from gradsurg.newreport.terminal import Runs, failures, report
-    from gradsurg.newreport.tuning import read_tunings, tuning_text
+    from gradsurg.report.terminal import Runs, failures, report
+    from gradsurg.report.tuning import read_tunings, tuning_text
 
     experiment = checked_experiment(config)
     if experiment.settings.dry_run:
@@ -364,8 +364,8 @@ def _unmeasured(records: "Sequence[Record]") -> list[str]:
 def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
     from gradsurg.config.cli import outcome_table
-    from gradsurg.newreport.study import read_study
-    from gradsurg.newreport.terminal import print_overview
+    from gradsurg.report.study import read_study
+    from gradsurg.report.terminal import print_overview
 
     table, all_finished = outcome_table(command.chosen())
     if command.has_new_runs:
@@ -386,8 +386,8 @@ def _report_job(experiment: "Experiment") -> None:
     Drawing figures can take as long as training. They are drawn with `report=true`, or to update
     those of an earlier report.
     """
-    from gradsurg.newreport.export import figures_in
-    from gradsurg.newreport.study import read_study
+    from gradsurg.report.export import figures_in
+    from gradsurg.report.study import read_study
 
     study = Path(experiment.settings.out) / experiment.settings.study
     figures = experiment.settings.report is True or bool(figures_in(study / "report"))
@@ -399,7 +399,7 @@ def _write_report(study: "Study", loggers: "Iterable[GuardedLogger]", figures: b
 
     They get it also if no run is new: the command may have been killed before.
     """
-    from gradsurg.newreport.export import study_info, write_report
+    from gradsurg.report.export import study_info, write_report
 
     out = study.folder / "report"
     try:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from gradsurg.effects.tables import aligned
 from gradsurg.training.run_identity import directory_name
 
-REPORT = "gradsurg.newreport"
+REPORT = "gradsurg.report"
 SEEDS, ROWS_OF_EFFECTS = 10, 100
 SITES = [f"hidden.{layer}.linear.{kind}" for layer in range(3) for kind in ("weight", "bias")]
 SIZES = ("200x1000", "2000x20", "10000x20")

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradsurg.newreport.charts import DARK, LIGHT
-from gradsurg.newreport.paper import write_paper
-from gradsurg.newreport.study import read_study
+from gradsurg.report.charts import DARK, LIGHT
+from gradsurg.report.paper import write_paper
+from gradsurg.report.study import read_study
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 NAMES = ("curves", "effects")

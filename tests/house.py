@@ -22,8 +22,7 @@ ROOMS = {
     "multitask per_example": (("multitask", "per_example"), 3858),
     "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 8170),
     "stacked": (("stacked",), 1591),
-    "report": (("report",), 7930),
-    "newreport": (("newreport",), 5600),
+    "report": (("report",), 5600),
     "stats": (("stats.py",), 660),
     "reproduce": (("reproduce",), 1612),
 }

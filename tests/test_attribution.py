@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from gradsurg.config.errors import ConfigError
-from gradsurg.newreport.arms import Arm
-from gradsurg.newreport.load import LoadedRun
-from gradsurg.newreport.measures import left_out
-from gradsurg.newreport.study import Study
+from gradsurg.report.arms import Arm
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.measures import left_out
+from gradsurg.report.study import Study
 from gradsurg.training.run_identity import run_hash
 from tests.builds import built
 

@@ -15,7 +15,7 @@ FLOORS = (
     ("sites", "hooks", "testing"),
     ("multitask", "per_example", "surgery", "integrations"),
     ("__init__", "packaging", "training", "stacked"),
-    ("report", "newreport", "config"),
+    ("report", "config"),
     ("reproduce", "run", "__main__", "comparison"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
@@ -32,10 +32,10 @@ DOORS = {
     "omegaconf": ("run", "config"),
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
-    "rich": ("effects.tables", "loggers.console", "report", "newreport", "training"),
-    "polars": ("training", "report", "newreport", "comparison"),
-    "altair": ("report", "newreport", "reproduce"),
-    "vl_convert": ("report", "newreport"),
+    "rich": ("effects.tables", "loggers.console", "report", "training"),
+    "polars": ("training", "report", "comparison"),
+    "altair": ("report", "reproduce"),
+    "vl_convert": ("report",),
     "matplotlib": ("report", "reproduce"),
     "plotly": (),
     "sklearn": ("tasks",),
@@ -48,7 +48,6 @@ DOORS = {
 
 WITHOUT_TORCH = (
     "report",
-    "newreport",
     "stats",
     "effects.numbers",
     "effects.tables",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradsurg.loggers.base import GuardedLogger, StudyInfo
-from gradsurg.newreport import summary
+from gradsurg.report import summary
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradsurg.newreport.tuning import read_tunings
+from gradsurg.report.tuning import read_tunings
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import altair as alt
 
-from gradsurg.newreport.arms import Arm, group
-from gradsurg.newreport.charts import CONFIG, INK, UNCLEAR
-from gradsurg.newreport.charts import TASKS as COLOURS
-from gradsurg.newreport.export import save
-from gradsurg.newreport.load import LoadedRun
-from gradsurg.newreport.wording import is_share, title
+from gradsurg.report.arms import Arm, group
+from gradsurg.report.charts import CONFIG, INK, UNCLEAR
+from gradsurg.report.charts import TASKS as COLOURS
+from gradsurg.report.export import save
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome, terms
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory

@@ -7,8 +7,8 @@ from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
-from gradsurg.newreport.arms import Arm, flat, group
-from gradsurg.newreport.load import LoadedRun
+from gradsurg.report.arms import Arm, flat, group
+from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import (
     chances_of_all,

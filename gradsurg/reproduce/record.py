@@ -10,8 +10,8 @@ from platform import python_version
 from typing import Any
 
 import gradsurg
-from gradsurg.newreport.arms import Arm, group
-from gradsurg.newreport.load import LoadedRun
+from gradsurg.report.arms import Arm, group
+from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judge import (
     COUNTED,

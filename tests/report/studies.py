@@ -1,9 +1,8 @@
 """Small studies on disk whose every number is made up by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradsurg.report.charts import Columns, Grid, Panel
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import directory_name
 
@@ -22,6 +21,14 @@ def config(label: str, seed: int, **more: object) -> dict[str, object]:
         found["order"] = links
     found.pop("value", None)
     return found
+
+
+def paired(folder: Path, label: str, differences: Sequence[float], **more: object) -> Path:
+    """Runs of the control with an accuracy of 0.5, and of an arm with these differences to it."""
+    for seed, difference in enumerate(differences):
+        control = whole(folder, "none", seed, 0.5, **more)
+        whole(folder, label, seed, 0.5 + difference, control, **more)
+    return folder
 
 
 def plan(
@@ -217,10 +224,3 @@ def tasks(folder: Path, **arms: list[tuple[float, ...]]) -> Path:
             log(place, label)
             end(place, label, 0.5, **several(*losses))
     return folder
-
-
-def columns(panel: Panel, name: str) -> Columns:
-    """The columns of a table of a chart."""
-    table = panel.data[name]
-    assert not isinstance(table, Grid)
-    return table

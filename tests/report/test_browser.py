@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gradsurg.report.__main__ import main
-from gradsurg.training.run_directory import FACTS
+from gradsurg.report.export import write_report
+from gradsurg.report.study import read_study
 from tests.report import studies
 from tests.report.browser import browser, missing, prefer, resized, screenshot
 
@@ -24,6 +24,10 @@ if (document.documentElement.dataset.drawn !== "all") return 0;
 scrollTo({top: document.body.scrollHeight, behavior: "instant"});
 return scrollY;
 """
+ENTER, RIGHT, DOWN, SPACE = "\ue007", "\ue014", "\ue015", " "
+NONE = "\u2013"  # for a missing number
+SCHEMES = ("light", "dark")
+Driver = Any  # selenium is imported where it is
 
 LACKING = missing() or "".join(
     f"there is no {name} (pip install -e '.[test]')"
@@ -37,9 +41,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
-NONE = "\u2013"  # for a missing number
-SCHEMES = ("light", "dark")
-Driver = Any  # selenium is imported where it is
+
+def written(study: Path, refresh: float | None = None) -> Path:
+    return write_report(read_study(study), study / "report", refresh, figures=False)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         controls = [path.name for path in sorted(study.glob("none-seed*"))]
         for seed, control in enumerate(controls):
             studies.whole(study, "clip", seed, 0.7 + value, control, value=value)
-    assert main([str(study)]) == 0
-    return study / "report" / "index.html"
+    return written(study)
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +73,53 @@ def opened(window: Driver, page: Path) -> Iterator[Driver]:
     drawn(window)
     yield window
     window.execute_script("sessionStorage.clear()")
-    assert [entry["message"] for entry in window.get_log("browser")] == []
+    assert errors(window) == []
+
+
+def errors(driver: Driver) -> list[str]:
+    """Errors in the console. Vega-Lite warns that a chart with rows of one height fits in width."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def all_of(driver: Driver, css: str) -> list[Any]:
     return driver.find_elements("css selector", css)
 
 
+def one(driver: Driver, css: str) -> Any:
+    (found,) = all_of(driver, css)
+    return found
+
+
 def texts(driver: Driver, css: str) -> list[str]:
     return [found.text for found in all_of(driver, css)]
 
 
-def shown(driver: Driver, css: str) -> list[str]:
-    return [found.text for found in all_of(driver, css) if found.is_displayed()]
+def drawn(driver: Driver) -> None:
+    """Wait until all charts are drawn."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    state = "return document.documentElement.dataset.drawn"
+    WebDriverWait(driver, 60).until(lambda one: one.execute_script(state) == "all")
 
 
-def one(driver: Driver, css: str) -> Any:
-    (found,) = all_of(driver, css)
-    return found
+def opened_study(driver: Driver, study: Path) -> None:
+    driver.get(written(study).as_uri())
+    drawn(driver)
+
+
+def marks(driver: Driver, section: str, mark: str) -> list[Any]:
+    """The drawn items of one kind of mark in the charts of a section."""
+    drawn(driver)
+    return all_of(driver, f"#{section} svg .mark-{mark}.role-mark path")
+
+
+def input_of(driver: Driver, section: str, name: str) -> Any:
+    return all_of(driver, f"#{section} .inputs select[name={name}]")[0]
+
+
+def option_of(driver: Driver, select: str, name: str) -> Any:
+    (option,) = (one for one in all_of(driver, f"{select} option") if one.text == name)
+    return option
 
 
 @pytest.mark.full
@@ -102,181 +134,119 @@ def test_the_network_is_off(window: Driver) -> None:
 @pytest.mark.full
 def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path: Path) -> None:
     broken = tmp_path / "index.html"
-    broken.write_text(
-        page.read_text(encoding="utf-8").replace("\nwatch();\n", "\nwatch();\nnowhere();\n"),
-        encoding="utf-8",
-    )
+    text = page.read_text(encoding="utf-8").replace("\nruns();\n", "\nruns();\nnowhere();\n")
+    broken.write_text(text, encoding="utf-8")
     window.get(broken.as_uri())
-    assert "nowhere is not defined" in str(window.get_log("browser"))
-
-
-def drawn(driver: Driver) -> None:
-    """Wait until all charts are drawn."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    state = "return document.documentElement.dataset.drawn"
-    WebDriverWait(driver, 60).until(lambda one: one.execute_script(state) == "all")
-
-
-def marks(driver: Driver, chart: str, mark: str) -> list[Any]:
-    """The drawn items of one kind of mark in a chart, given by the start of its key."""
-    drawn(driver)
-    return all_of(driver, f'[data-chart^="{chart}"] svg .mark-{mark}.role-mark path')
-
-
-def numbers_of(driver: Driver, figure: str) -> list[str]:
-    """The rows of the table of a chart, which is opened by the keyboard."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    drawn(driver)
-    summary = one(driver, f"{figure} summary")
-    if summary.find_element("xpath", "..").get_attribute("open") is None:
-        summary.send_keys("\ue007")  # enter
-    rows = f"{figure} details tbody tr"
-    WebDriverWait(driver, 60).until(lambda one: all_of(one, rows))  # the event comes later
-    return texts(driver, rows)
+    assert "nowhere is not defined" in str(errors(window))
 
 
 def test_every_section_has_its_chart_and_its_table(opened: Driver) -> None:
     assert one(opened, "h1").text == "first"
-    drawn(opened)
-    assert len(all_of(opened, "#outcome [data-is='test/accuracy'] tbody tr")) == 5
-    assert len(marks(opened, "outcome|", "symbol")) == 4
-    assert len(all_of(opened, "#curves figure")) == 1 + 5
-    assert len(marks(opened, "curve|", "line")) >= 2 * 5
-    assert len(marks(opened, "dose|", "symbol")) == 3
-    assert len(marks(opened, "effect|", "rect")) == 2 * 4
-    assert len(marks(opened, "norms|", "line")) == 1
-    assert len(all_of(opened, "#cost tbody tr")) == 4
+    assert len(all_of(opened, "#outcome details[open] tr td:first-of-type")) == 5
+    assert len(marks(opened, "outcome", "symbol")) == 4
+    assert len(marks(opened, "curves", "line")) >= 5
+    assert len(marks(opened, "doses", "symbol")) == 3
+    assert len(marks(opened, "effects", "rect")) > 2 * 4
     assert len(marks(opened, "cost", "symbol")) == 4
+    assert len(all_of(opened, "#cost tbody tr")) == 4
     assert len(all_of(opened, "#runs tbody tr")) == 19
-    assert "of 3 seeds; median" in one(opened, ".answer:not(.failed)").text.replace("\u00a0", " ")
-    for chart in all_of(opened, "[data-chart]"):
-        assert len(chart.get_attribute("aria-label")) > 20
 
 
 def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Driver) -> None:
     from selenium.webdriver import ActionChains
 
-    drawn(opened)
-    point = marks(opened, "outcome|", "symbol")[0]
+    point = marks(opened, "outcome", "symbol")[0]
     opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
     ActionChains(opened).move_to_element(point).perform()
-    assert "-19.90 pp" in one(opened, "#vg-tooltip-element").text
-    rows = numbers_of(opened, "#curves figure:first-child")
-    assert [row.split()[0] for row in rows] == ["10", "20", "30", "40"]
-    assert rows[0].split()[1:] == ["0.1", "0.1", "0.1", "3"]
+    assert "-19.9" in one(opened, "#vg-tooltip-element").text.replace("\u2212", "-")
+    one(opened, "#curves details:last-of-type summary").send_keys(ENTER)
+    first = texts(opened, "#curves details[open] tr")[1]
+    assert first == "clip 0.001 train loss 0.1 0.05 0.03333 0.025 3"
 
 
 @pytest.mark.full
-def test_metric_scales_and_map_are_chosen_by_the_keyboard(opened: Driver) -> None:
-    before, chart = shown(opened, "#outcome tbody tr"), one(opened, "#outcome .chart").text
-    one(opened, '#outcome input[value="test/accuracy"]').send_keys("\ue014")  # arrow right
-    drawn(opened)
-    after = shown(opened, "#outcome tbody tr")
-    assert one(opened, "#outcome .chart").text != chart
-    assert before[0] != after[0]
-    assert "0.5 0.5" in after[0]
-
-    def labels() -> str:
+def test_metric_scale_and_arm_are_chosen_by_the_keyboard_and_outlive_a_reload(
+    opened: Driver,
+) -> None:
+    def labels(section: str) -> str:
         drawn(opened)
-        return all_of(opened, '[data-chart^="curve|"]')[0].text
+        return all_of(opened, f"#{section} .chart")[0].text
 
-    linear = labels()
-    one(opened, "#scale").send_keys(" ")
-    by_log = labels()
-    assert linear != by_log
+    before = labels("outcome")
+    assert "test accuracy (pp)" in before
+    input_of(opened, "outcome", "metric").send_keys(DOWN)
+    assert labels("outcome") != before
+    lines = len(marks(opened, "curves", "line"))
+    input_of(opened, "curves", "arm").send_keys(DOWN)
+    input_of(opened, "curves", "scale").send_keys(DOWN)
+    assert "train loss (log scale)" in labels("curves")
+    assert len(marks(opened, "curves", "line")) == lines + 3
+    for name, value in (("arm", "clip 0.001"), ("scale", "log")):
+        assert input_of(opened, "curves", name).get_attribute("value") == value
+    measure = labels("effects")
+    input_of(opened, "effects", "measure").send_keys(DOWN)
+    assert labels("effects") != measure
     opened.refresh()
-    assert one(opened, "#scale").is_selected()  # a choice outlives a reload
-    assert labels() == by_log
-    one(opened, "#limits").send_keys(" ")
-    assert one(opened, "#limits").is_selected()
-    slider, seen = one(opened, "#map"), []
-    norms = one(opened, '[data-chart^="norms|"]').get_attribute("aria-label")
-    for _ in range(3):
-        name = one(opened, "#map-name").text
-        assert slider.get_attribute("aria-valuetext") == name
-        seen.append(name)
-        slider.send_keys("\ue014")  # arrow right
-    assert len(set(seen)) == 3
-    drawn(opened)
-    assert one(opened, '[data-chart^="norms|"]').get_attribute("aria-label") != norms
-    assert all("n = " in name for name in seen)
-
-
-def opened_study(driver: Driver, study: Path) -> None:
-    assert main([str(study)]) == 0
-    driver.get((study / "report" / "index.html").as_uri())
-    drawn(driver)
-
-
-@pytest.mark.full
-def test_links_and_updates_have_their_tables(window: Driver, tmp_path: Path) -> None:
-    opened_study(window, studies.chain(tmp_path / "chain"))
-    assert shown(window, "#shares h3") == ["clip+noise: test accuracy"]
-    clip, noise = shown(window, "#shares tbody tr")
-    assert clip.startswith("clip ")
-    assert "1 of 2 80.00% 80.00%" in clip
-    assert noise.startswith("noise -12.00 pp")
-    assert "2 of 2 75.00% 87.00%" in noise
-    assert "-12.00 pp" in noise
-    one(window, '#outcome input[value="train/loss"]').click()
-    assert shown(window, "#shares h3") == ["clip+noise: train loss"]
-    first = " ".join(texts(window, "#updates tbody tr")[0].split())
-    assert first.startswith("clip 8 steps of 2 runs 0.625 2 ")
-    assert "sampled" not in one(window, "main").text
-    assert window.get_log("browser") == []
-
-
-@pytest.mark.full
-def test_tasks_have_their_trade_off_and_trajectories(window: Driver, tmp_path: Path) -> None:
-    opened_study(window, studies.toy(tmp_path / "toy"))
-    assert len(all_of(window, "#fronts table tbody tr")) == 4
-    # four runs, four arms, and the two arms that none dominates once more, filled
-    assert len(marks(window, "front|", "symbol")) == 4 + 4 + 2
-    numbers = texts(window, '[data-chart^="front|"] .mark-text.role-mark text')
-    assert sorted(", ".join(numbers).split(", ")) == ["1", "2", "3", "4"]
-    assert len(numbers) == 2
-    assert "none" in texts(window, "#fronts table tbody tr")[0]
-    picture = one(window, "#trajectories img")
-    assert picture.is_displayed()
-    assert int(picture.get_property("naturalWidth")) > 1000
-    assert window.get_log("browser") == []
+    assert "train loss (log scale)" in labels("curves")
+    assert input_of(opened, "effects", "measure").get_attribute("value") == "norm ratio"
 
 
 @pytest.mark.full
 def test_runs_are_sorted_both_ways_and_what_has_no_number_stays_last(opened: Driver) -> None:
     button = one(opened, "#runs th:nth-child(6) button")
     for order in ("ascending", "descending"):
-        button.send_keys("\ue007")  # enter
+        button.send_keys(ENTER)
         assert one(opened, "#runs th:nth-child(6)").get_attribute("aria-sort") == order
         shown = texts(opened, "#runs tbody td:nth-child(6)")
         numbers = [float(text.rstrip("%")) for text in shown if text != NONE]
         assert numbers == sorted(numbers, reverse=order == "descending")
         assert len(set(numbers)) > 3
         assert shown[len(numbers) :] == [NONE] * 5
+    opened.refresh()
+    drawn(opened)
+    assert texts(opened, "#runs tbody td:nth-child(6)") == shown
 
 
-def test_runs_are_filtered_by_text_and_by_state(opened: Driver) -> None:
+def test_runs_are_filtered_by_text_by_state_and_by_arm(opened: Driver) -> None:
     find = one(opened, "#find")
     find.send_keys("noise room")
-    (line,) = shown(opened, "#runs tbody tr")
+    (line,) = texts(opened, "#runs tbody tr")
     assert one(opened, "#shown").text == "1 of 19 runs"
     assert "<b>no</b> room" in line
     find.clear()
     find.send_keys(" ")
-    one(opened, '#by-state option[value="diverged"]').click()
-    (line,) = shown(opened, "#runs tbody tr")
+    option_of(opened, "#by-state", "diverged").click()
+    (line,) = texts(opened, "#runs tbody tr")
     assert "train/loss was nan at step 20 of 40" in line
+    option_of(opened, "#by-state", "all states").click()
+    option_of(opened, "#by-arm", "zero").click()
+    assert [text.split()[1] for text in texts(opened, "#runs tbody tr")] == ["zero"] * 3
+
+
+@pytest.mark.full
+def test_of_very_many_runs_500_are_shown_at_a_time(window: Driver, page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("const MOST = 500", "const MOST = 10")
+    file = page.with_name("few.html")
+    file.write_text(text, encoding="utf-8")
+    window.get(file.as_uri())
+    drawn(window)
+    window.execute_script("sessionStorage.clear()")
+    assert one(window, "#shown").text == "19 of 19 runs; the first 10 are shown"
+    assert len(all_of(window, "#runs tbody tr")) == 10
+    one(window, "#next").send_keys(ENTER)
+    assert len(all_of(window, "#runs tbody tr")) == 19
+    assert not one(window, "#next").is_displayed()
 
 
 def test_a_config_is_linked_and_shown_in_a_dialog(opened: Driver, page: Path) -> None:
     first = all_of(opened, "#runs tbody tr")[0]
     link = first.find_element("css selector", "a").get_attribute("href")
     file = Path(link.removeprefix("file://"))
+    assert file.is_file()
     assert file.parent.parent == page.parents[1]
     first.find_element("css selector", "button").click()
-    assert one(opened, "dialog[open] pre").text == file.read_text(encoding="utf-8").strip()
+    lines = one(opened, "dialog[open] pre").text.splitlines()
+    assert {"model.name: mlp", "transform.clip.value: 0.001"} <= set(lines)
     one(opened, "#config-close").click()
     assert all_of(opened, "dialog[open]") == []
 
@@ -289,21 +259,19 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     def background() -> str:
         return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
 
-    def line(chart: str = "curve|") -> str:
-        drawn(opened)
-        return marks(opened, chart, "line")[-1].value_of_css_property("stroke")
+    def line() -> str:
+        return marks(opened, "curves", "line")[0].value_of_css_property("stroke")
 
-    light, treated, last_arm = background(), line(), line("curves|")
+    light, treated = background(), line()
     prefer(opened, "dark")
-    dark = background()
-    assert light != dark
+    assert light != background()
     redrawn = WebDriverWait(opened, 60, ignored_exceptions=[StaleElementReferenceException])
     redrawn.until(lambda _: line() != treated)  # the event comes later
-    assert line("curves|") != last_arm
     one(opened, "#theme").click()
     assert background() == light
     opened.refresh()
     assert background() == light  # what was chosen is kept
+    assert line() == treated
 
 
 IN_THE_GATE = (studies.mixed, 390, "light")
@@ -337,10 +305,12 @@ def test_there_is_no_serious_fault_of_access(
     opened_study(window, study(tmp_path / "study"))
     screenshot(window, KEPT / f"{study.__name__}-{width}-{scheme}.png")
     assert window.execute_script("return document.documentElement.scrollWidth") <= width
+    window.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     script = Path(axe_core_python.__path__[0]) / "axe.min.js"
     window.execute_script(script.read_text(encoding="utf-8"))
     found = window.execute_async_script(RUN_AXE)
     assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
+    assert errors(window) == []
     # the check sees a fault where there is one
     pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
     window.execute_script(pale)
@@ -354,48 +324,18 @@ def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
     from selenium.common.exceptions import WebDriverException
     from selenium.webdriver.support.ui import WebDriverWait
 
-    from gradsurg.report.html import page as html
-    from gradsurg.report.study import study_report
-
     study = studies.mixed(tmp_path / "first")
-    assert all((path / FACTS).is_file() for path in study.iterdir())
-    file = tmp_path / "index.html"
-    file.write_text(html(study_report(study), refresh=0.3), encoding="utf-8")
+    file = written(study, refresh=0.3)
+    text = file.read_text(encoding="utf-8")
     window.get(file.as_uri())
     # one script each: between two, and during one, the page may be gone
     wait = WebDriverWait(window, 60, ignored_exceptions=[WebDriverException])
     bottom = wait.until(lambda driver: driver.execute_script(SCROLL_TO_THE_END))
-    file.write_text(
-        html(study_report(study), refresh=0.3).replace("<h1>first", "<h1>second"), encoding="utf-8"
-    )
+    file.write_text(text.replace("<h1>first", "<h1>second"), encoding="utf-8")
     seen = "return [document.querySelector('h1').textContent, scrollY]"
     wait.until(lambda driver: driver.execute_script(seen) == ["second", bottom])
     window.execute_script("document.getElementById('pause').click(); window.here = true")
-    file.write_text(html(study_report(study)), encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
     window.execute_async_script("setTimeout(arguments[0], 1000)")
     assert window.execute_script("return window.here") is True
-
-
-@pytest.mark.full
-def test_conflicts_have_their_table_map_lines_and_others(window: Driver, tmp_path: Path) -> None:
-    study = studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda"))
-    opened_study(window, study)
-    assert all_of(window, "#effects") == []
-    rows = texts(window, "#conflicts [aria-label='Conflict of each arm'] tbody tr")
-    assert [row.split()[0] for row in rows] == ["mgda", "pcgrad", "control"]
-    assert rows[2].endswith("task0 25.0%")
-    assert rows[1].endswith("none")
-    assert one(window, "#conflict-name").text == "mgda, n = 2 runs, 4 measured steps each"
-    assert len(marks(window, "conflict|", "rect")) == 3 * 4
-    assert len(marks(window, "weight|", "line")) == len(marks(window, "decrease|", "line")) == 3
-    others = "#conflicts [aria-label='Updates of the other aggregators'] tbody tr"
-    assert texts(window, others) == ["mean 1 0.25 0.25 0.25", "mgda 0.75 0.25 0.25 0.25"]
-    one(window, "#conflict").send_keys("\ue014\ue014")  # arrow right, twice
-    assert one(window, "#conflict-name").text.startswith("control, n = 2")
-    assert shown(window, others) == []  # the control's sum of losses asks no aggregator
-    rows = numbers_of(window, "#conflicts .panels figure:last-child")
-    assert rows[3].startswith("task0 30 \u22120.25")
-    tasks = texts(window, "#conflicts [aria-label='Tasks'] tbody tr")
-    assert [row.split()[0] for row in tasks] == ["task0", "task1", "task2"]
-    assert tasks[0].endswith("25.00%")
-    assert window.get_log("browser") == []
+    window.execute_script("sessionStorage.clear()")

@@ -1,293 +1,258 @@
-"""What is said of conflicts, against rows made by hand."""
+"""Conflicts between tasks: means, tables, sentences and charts of rows made by hand."""
 
-from math import isnan
+from math import nan
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import polars as pl
 import pytest
 
-from gradsurg.plugins.messages import TEXT_WIDTH
-from gradsurg.report.charts import Grid
 from gradsurg.report.conflicts import (
+    COSINE,
+    INTERVALS,
+    LOST,
     MAX_PAIRS,
     MAX_TASKS,
-    NUM_INTERVALS,
-    ConflictMeans,
-    conflict_means,
+    OTHERS,
+    Group,
+    about_lengths,
+    conflict_charts,
+    conflict_tables,
     conflict_text,
+    groups,
+    sections,
+    sharpest,
 )
-from gradsurg.report.export import study_info, write_report
-from gradsurg.report.figures import figures
-from gradsurg.report.load import stamp
-from gradsurg.report.study import study_report
-from gradsurg.report.text import Runs, overview, report
-from gradsurg.report.training_sections import other_aggregators
-from gradsurg.training.frames import read_conflicts
-from gradsurg.training.run_directory import CONFLICTS, RunDirectory
+from gradsurg.report.study import Study, read_study
+from gradsurg.plugins.messages import TEXT_WIDTH
+from gradsurg.training.run_directory import CONFLICTS
 from tests.report import studies
 from tests.report.studies import conflict
 
-NO_EFFECT = "No effect was measured"
+Rows = list[dict[str, object]]
 
 
-def written(folder: Path, *rows: dict[str, object]) -> Path:
-    RunDirectory(folder).append_conflicts(rows)
-    return folder
+def study_of(folder: Path, *runs: Rows, label: str = "mgda", **more: object) -> Study:
+    """A study of one arm, a seed for each list of rows."""
+    mine = {} if label == "none" else {"aggregator": {"name": label}, "transform": {}}
+    for seed, rows in enumerate(runs):
+        studies.plan(folder, label, seed, **mine, **more).append_conflicts(rows)
+    return read_study(folder)
 
 
-def means_of(*paths: Path) -> ConflictMeans:
-    return conflict_means(read_conflicts(paths))
+def means_of(folder: Path, *runs: Rows) -> Group:
+    (found,) = groups(study_of(folder, *runs))
+    return found
+
+
+def data_of(chart: Any) -> list[dict[str, Any]]:  # Any: kinds of charts, JSON
+    spec = chart.to_dict()
+    named = spec.get("datasets", {}).get(spec["data"].get("name"))
+    return named or spec["data"]["values"]
 
 
 def test_means_are_over_a_runs_steps_and_then_over_the_runs(tmp_path: Path) -> None:
-    one = written(tmp_path / "1", conflict("mgda", 0, -0.5), conflict("mgda", 10, 0.0))
-    two = written(tmp_path / "2", conflict("mgda", 0, 0.75))
-    found = means_of(one, two)
-    assert (found.runs, found.steps, found.tasks) == (2, 3, ["task0", "task1"])
-    assert found.cosines[1, 0] == pytest.approx((-0.25 + 0.75) / 2)
-    assert found.single["conflict_rate"] == pytest.approx(0.25)
-    assert found.decrease.tolist() == [0.5, 1.5]
+    one = [conflict("mgda", 0, -0.5), conflict("mgda", 10, 0.0)]
+    found = means_of(tmp_path, one, [conflict("mgda", 0, 0.75)])
+    assert (found.measured, found.tasks) == ([1, 2], ["task0", "task1"])
+    assert found.numbers[COSINE] == {"task0 ~ task1": (-0.25 + 0.75) / 2}
+    assert found.numbers["conflict rate"] == {"": 0.25}
+    assert found.numbers["decrease"] == {"task0": 0.5, "task1": 1.5}
+    assert found.numbers["weight of mgda"] == {"task0": 0.25, "task1": 0.25}
 
 
 def test_a_number_that_is_not_known_counts_nowhere(tmp_path: Path) -> None:
-    bad = conflict("mgda", 0, float("nan"), decrease=[float("nan"), 2.0], norms=[float("inf"), 3.0])
-    found = means_of(written(tmp_path, bad, conflict("mgda", 1, 0.5)))
-    assert found.cosines[1, 0] == 0.5
-    assert found.decrease.tolist() == [0.5, 1.75]
-    assert found.norms.tolist() == [1.0, 2.0]
-    assert found.lost.tolist() == [0.0, 0.0]
-    only = means_of(written(tmp_path / "only", bad))
-    assert isnan(only.decrease[0])
+    bad = conflict("mgda", 0, nan, decrease=[nan, 2.0], norms=[float("inf"), 3.0])
+    found = means_of(tmp_path / "two", [bad, conflict("mgda", 1, 0.5)])
+    assert found.numbers[COSINE] == {"task0 ~ task1": 0.5}
+    assert found.numbers["decrease"] == {"task0": 0.5, "task1": 1.75}
+    assert found.numbers["norm"] == {"task0": 1.0, "task1": 2.0}
+    assert found.numbers[LOST] == {"task0": 0.0, "task1": 0.0}
+    assert "2 measured steps, of which 1 had a gradient that is not finite" in found.steps
+    only = means_of(tmp_path / "one", [bad])
+    assert only.text("decrease", "task0") == only.text(COSINE, "task0 ~ task1") == "-"
 
 
-def test_a_task_loses_where_its_decrease_is_below_zero_beyond_rounding(tmp_path: Path) -> None:
-    rows = [
-        conflict("sum", 0, 0.0, decrease=[-0.1, 1.0]),
-        conflict("sum", 1, 0.0, decrease=[-1e-8, 1.0]),
-        conflict("sum", 2, 0.0, decrease=[0.1, 1.0]),
-        conflict("sum", 3, 0.0, decrease=[-1e-5, 1.0]),
-    ]
-    assert means_of(written(tmp_path, *rows)).lost.tolist() == [0.5, 0.0]
-
-
-def test_others_have_their_cosines_the_nearest_first_also_where_a_run_has_not_asked_them(
+def test_a_task_loses_where_the_cosine_to_the_update_is_below_zero_beyond_rounding(
     tmp_path: Path,
 ) -> None:
-    one = written(tmp_path / "1", conflict("mgda", 0), conflict("mgda", 1, others={}))
-    two = written(
-        tmp_path / "2", conflict("mgda", 0, others={"x": {"weights": [], "cosine": -1.0}})
-    )
-    three = written(tmp_path / "3", conflict("mgda", 0, others={}))
-    found = means_of(one, two, three).others
-    assert {name: cosine for name, (cosine, _) in found.items()} == {
-        "mean*": 1.0,
-        "mgda*": 0.75,
-        "x*": -1.0,
-    }
-    assert list(found) == ["mean*", "mgda*", "x*"]
-    assert found["mgda*"][1].tolist() == [0.25, 0.25]
+    gains = (-0.1, -1e-8, 0.1, -1e-5)
+    rows = [conflict("sum", at, 0.0, decrease=[gain, 1.0]) for at, gain in enumerate(gains)]
+    assert means_of(tmp_path / "1", rows).numbers[LOST] == {"task0": 0.5, "task1": 0.0}
+    # norms 1000, and a mean gradient of norm 1000 / sqrt(2), doubled: -1 is the cosine -7e-7
+    large = {"norms": [1000.0, 1000.0], "decrease": [-1.0, -2.0]}
+    rows = [conflict("sum", 0, 0.0, **large)]
+    assert means_of(tmp_path / "2", rows).numbers[LOST] == {"task0": 0.0, "task1": 1.0}
+
+
+def test_others_come_the_nearest_first_with_a_star_where_some_steps_have_no_result(
+    tmp_path: Path,
+) -> None:
+    alone = {"x": {"weights": [], "cosine": -1.0}}
+    rows = [
+        [conflict("mgda", 0), conflict("mgda", 1, others={})],
+        [conflict("mgda", 0, others=alone)],
+        [conflict("mgda", 0, others={})],
+    ]
+    found = means_of(tmp_path, *rows)
+    assert list(found.numbers[OTHERS].items()) == [("mean*", 1.0), ("mgda*", 0.75), ("x*", -1.0)]
+    text = " ".join(conflict_text(read_study(tmp_path)).split())
+    assert "cosine to the update of mgda: 1 mean*; 0.75 mgda*; -1 x*. *: at some" in text
+    whole = means_of(tmp_path / "whole", [conflict("mgda", 0), conflict("mgda", 1)])
+    assert list(whole.numbers[OTHERS]) == ["mean", "mgda"]
 
 
 def test_an_aggregator_without_weights_has_none(tmp_path: Path) -> None:
-    place = written(tmp_path, conflict("grad_drop", 0, weights=[], weight_entropy=float("nan")))
-    assert len(means_of(place).weights) == 0
-    (row,) = [line for line in conflict_text([("a", [place])]).splitlines() if "task1" in line][1:]
-    assert row.split() == ["task1", "1", "-", "1.5", "0.0%"]
+    study = study_of(tmp_path, [conflict("grad_drop", 0, weights=[], weight_entropy=nan)])
+    (line,) = [line for line in conflict_text(study).splitlines() if line.lstrip()[:5] == "task1"]
+    assert line.split() == ["task1", "1", "-", "1.5", "0.0%"]
+    assert data_of(conflict_charts(study)["conflict-weight"]) == []
 
 
-def pairs_in(folder: Path) -> list[Runs]:
-    controls = sorted(folder.glob("none-seed*"))
-    return [Runs(a, b) for a, b in zip(sorted(folder.glob("pcgrad-*")), controls, strict=True)]
-
-
-def test_a_job_prints_its_conflicts_beside_the_controls(tmp_path: Path) -> None:
-    text = report(pairs_in(studies.clashing(tmp_path / "first")))
-    assert NO_EFFECT not in text
-    table = text.partition("How the tasks conflict")[2].splitlines()
-    assert table[2].split() == ["pcgrad", "control"]
-    assert table[4].split() == ["cosine", "task0", "~", "task1", "0.05", "0.05"]
-    assert "means over 2 runs, 4 measured steps each" in text
-    assert "cosine to the update of pcgrad: 1 mean; 0.75 mgda." in text
-    lost = [line.split()[-1] for line in text.splitlines() if "task0" in line][1:]
+def test_the_arms_stand_side_by_side_with_the_control(tmp_path: Path) -> None:
+    text = conflict_text(read_study(studies.clashing(tmp_path / "first")))
+    caption, arms, tasks, *_ = text.split("\n\n")
+    assert caption == "How the tasks conflict, means over 2 runs, 4 measured steps each:"
+    assert arms.splitlines()[0].split() == ["arm", "pcgrad", "control"]
+    assert "cosine task0 ~ task1 0.05 0.05" in [" ".join(row.split()) for row in arms.splitlines()]
+    assert arms.splitlines()[-1].split() == ["most", "often", "lost", "none", "task0", "25.0%"]
+    lost = [line.split()[-1] for line in tasks.splitlines() if "task0" in line]
     assert lost == ["0.0%", "25.0%"]
-    assert text.index("pcgrad: ") < text.index("How the tasks conflict")
+    assert "cosine to the update of pcgrad: 1 mean; 0.75 mgda." in text
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 20])
 def test_many_tasks_are_told_by_their_extremes_and_lines_stay_short(
     tmp_path: Path, count: int
 ) -> None:
-    folder = studies.clashing(tmp_path / "first", count)
-    text = report(pairs_in(folder))
+    text = conflict_text(read_study(studies.clashing(tmp_path / "first", count)))
     assert max(map(len, text.splitlines())) <= TEXT_WIDTH
     assert text.count("cosine task") == (4 if count > 4 else count * (count - 1) // 2)
-    assert (f"{count * (count - 1) // 2 - 4} pairs between" in text) == (count > 4)
+    assert (f"of {count * (count - 1) // 2} pairs the extremes" in text) == (count > 4)
     assert ("14 between" in text) == (count == 20)
     assert f"task{count - 1}" in text
-    table = overview(study_report(folder))
-    assert max(map(len, table.splitlines())) <= TEXT_WIDTH
-    assert "task0 25.0%" not in table.partition("conflict between tasks")[0]
+
+
+def test_more_arms_than_fit_beside_one_another_are_said_to_be_more(tmp_path: Path) -> None:
+    arms = ("pcgrad", "mgda", "upgrad", "cagrad")
+    text = conflict_text(read_study(studies.clashing(tmp_path / "first", 2, arms)))
+    assert "the first 4 of 5 arms" in text
+    assert "control" not in text
 
 
 def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     rows = [conflict("mgda", 0, cosine, group=name) for name, cosine in (("a", 0.5), ("b", -0.5))]
-    control = written(tmp_path / "control", conflict("sum", 0, 0.25))
-    text = conflict_text([("mgda", [written(tmp_path, *rows)]), ("control", [control])])
-    assert text.startswith("How the tasks conflict at b, of 2 groups the one with the")
-    assert text.split("\n\n")[1].splitlines()[0].split() == ["mgda", "control", "at", "shared"]
-    assert "  -0.5  " in text
+    rows[0]["decrease"] = [-1.0, 1.0]
+    study = study_of(tmp_path, rows)
+    (one,) = sharpest(groups(study))
+    assert (one.name, one.least) == ("b", -0.5)
+    text = conflict_text(study)
+    assert "of 2 groups the one with the sharpest conflict" in " ".join(text.split())
+    assert "mgda at b" in text
+    assert "task0 at a 100.0%" in text
+    tables = dict(conflict_tables(study))
+    assert set(tables["Tasks"]["arm"]) == {"mgda at a", "mgda at b"}
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "told"),
     [
-        ((2, 2), "means over 2 runs, 2 measured steps each:"),
-        ((6, 4), "means over 2 runs, 4 to 6 measured steps each:"),
-        ((1, 1), "means over 2 runs, 1 measured step each:"),
-        ((3,), "means over 1 run, 3 measured steps:"),
+        ((6, 4), "2 runs, 4 to 6 measured steps each"),
+        ((1, 1), "2 runs, 1 measured step each"),
+        ((3,), "1 run, 3 measured steps"),
     ],
 )
 def test_runs_of_different_length_are_not_said_to_have_measured_as_many_steps(
-    tmp_path: Path, steps: tuple[int, ...], said: str
+    tmp_path: Path, steps: tuple[int, ...], told: str
 ) -> None:
-    runs = [
-        written(tmp_path / str(run), *(conflict("mgda", step) for step in range(count)))
-        for run, count in enumerate(steps)
+    runs = [[conflict("mgda", step) for step in range(count)] for count in steps]
+    assert means_of(tmp_path, *runs).steps == told
+
+
+def test_a_study_without_conflicts_has_no_text_no_charts_and_no_section(tmp_path: Path) -> None:
+    study = read_study(studies.mixed(tmp_path / "first"))
+    assert conflict_text(study) == ""
+    assert conflict_tables(study) == about_lengths(study) == sections(study) == []
+    assert conflict_charts(study) == {}
+
+
+def test_the_tables_have_a_row_an_arm_a_task_and_another_aggregator(tmp_path: Path) -> None:
+    study = read_study(studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda")))
+    arms, tasks, others = (frame for _, frame in conflict_tables(study))
+    assert arms["arm"].to_list() == ["mgda", "pcgrad", "control"]
+    assert arms["most often lost"].to_list() == ["none", "none", "task0 25.0%"]
+    assert arms["sharpest pair"].to_list() == ["task0 ~ task1 0.05"] * 3
+    assert tasks.filter(arm="control")["decrease"].to_list() == ["0.312", "1.27", "2.05"]
+    assert others.filter(arm="mgda").rows() == [
+        ("mgda", "mean", "1", "0.25, 0.25, 0.25"),
+        ("mgda", "mgda", "0.75", "0.25, 0.25, 0.25"),
     ]
-    assert said in conflict_text([("mgda", runs)])
-
-
-def test_without_a_row_an_aggregator_says_that_nothing_was_measured(tmp_path: Path) -> None:
-    folder = studies.clashing(tmp_path / "first")
-    for file in folder.glob(f"*/{CONFLICTS}"):
-        file.unlink()
-    text = report(pairs_in(folder))
-    assert NO_EFFECT not in text
-    assert "No conflict was measured: effects_every=0." in text
-
-
-def test_a_study_has_a_row_for_each_arm_and_says_what_others_would_have_done(
-    tmp_path: Path,
-) -> None:
-    text = overview(study_report(studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda"))))
-    table = text.partition("conflict between tasks")[2].splitlines()
-    rows = {line.split()[0]: line.split()[1:] for line in table[3:6]}
-    assert list(rows) == ["mgda", "pcgrad", "control"]
-    assert rows["control"][-2:] == ["task0", "25.0%"]
-    assert rows["pcgrad"][-1] == "none"
-    assert "cosine to the update of mgda" in text
-    assert "cosine to the update of control" not in text
+    assert set(others["arm"]) == {"mgda", "pcgrad"}
 
 
 def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
     tmp_path: Path,
 ) -> None:
-    study = studies.clashing(tmp_path, 2, ("pcgrad", "mean", "upgrad"))
-    assert not any("as long as" in text for text in study_report(study).cautions)
+    folder = studies.clashing(tmp_path, 2, ("pcgrad", "mean", "upgrad"))
+    assert about_lengths(read_study(folder)) == []
     for label, length in (("mean", 1.0), ("upgrad", 0.5)):
-        for folder in study.glob(f"{label}-*"):
-            (folder / CONFLICTS).unlink()
-            written(folder, conflict(label, 0, norm_to_mean=length))
-    (said,) = [text for text in study_report(study).cautions if "as long as" in text]
-    assert "0.5 (mean) and 0.25 (upgrad) times as long as the control's" in said
-    assert "pcgrad" not in said
-    assert "control=norm_matched compares directions alone" in said
+        for path in folder.glob(f"{label}-*"):
+            (path / CONFLICTS).unlink()
+            studies.RunDirectory(path).append_conflicts([conflict(label, 0, norm_to_mean=length)])
+    (told,) = about_lengths(read_study(folder))
+    assert "0.5 (mean) and 0.25 (upgrad) times as long as the control's" in told
+    assert "pcgrad" not in told
+    assert "control=norm_matched compares directions alone" in told
 
 
-def test_others_that_are_equal_in_all_that_is_shown_are_one_row(tmp_path: Path) -> None:
-    same = {"weights": [0.25, 0.25], "cosine": 0.99999}
-    others = {
-        "mean": same,
-        "dual_proj": {**same, "cosine": 1.0},
-        "sum": {**same, "weights": [1.0, 1.0]},
-        "mgda": {**same, "cosine": 0.5},
-    }
-    study = studies.clashing(tmp_path / "first")
-    for path in study.glob("pcgrad-*"):
-        (path / CONFLICTS).unlink()
-        written(path, conflict("pcgrad", 0, others=others))
-    treated, _ = study_report(study).conflicts
-    assert other_aggregators(treated) == {
-        "aggregator": ["dual_proj, mean", "sum", "mgda"],
-        "cosine": [1, 0.99999, 0.5],
-        "task0": [0.25, 1, 0.25],
-        "task1": [0.25, 1, 0.25],
-    }
-
-
-def test_series_cut_the_steps_into_intervals_and_show_the_same_pairs_for_all(
+def test_the_map_cuts_the_steps_into_intervals_and_shows_the_pairs_that_conflict_most(
     tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "first"
-    for seed in range(2):
-        place = studies.plan(folder, "none", seed)
-        rows = [conflict("sum", step, -1.0 if step >= 50 else 1.0, 10) for step in range(100)]
-        place.append_conflicts(rows)
-    (series,) = study_report(folder).conflicts
-    assert len(series.ends) == NUM_INTERVALS
-    assert series.ends[-1] == 99
-    assert series.cosines.shape == (MAX_PAIRS, NUM_INTERVALS)
-    assert series.cosines[0, 0] == 1.0
-    assert series.cosines[0, -1] == -1.0
-    assert len(series.shown) == MAX_TASKS
-    assert series.weights is not None
-    assert series.weights.mean.shape == (MAX_TASKS, NUM_INTERVALS)
-    assert np.all(series.decrease.low == series.decrease.high)  # the seeds are alike
+    rows = [conflict("sum", step, -1.0 if step >= 50 else 1.0, 10) for step in range(100)]
+    study = study_of(tmp_path, rows, rows, label="none")
+    assert "What the others would have done" not in conflict_text(study)
+    cells = data_of(conflict_charts(study)["conflicts"])
+    ends = sorted({cell["end"] for cell in cells})
+    assert (len(ends), ends[-1]) == (INTERVALS, 99)
+    assert len({cell["item"] for cell in cells}) == MAX_PAIRS
+    assert {cell["value"] for cell in cells if cell["end"] == ends[0]} == {1}
+    assert {cell["value"] for cell in cells if cell["end"] == 99} == {-1}
+    assert {cell["panel"] for cell in cells} == {"control, n = 2"}
 
 
-def test_the_interval_of_a_line_is_that_over_seeds(tmp_path: Path) -> None:
-    folder = tmp_path / "first"
-    for seed, gain in enumerate((1.0, 3.0)):
-        studies.plan(folder, "none", seed).append_conflicts(
-            [conflict("sum", 0, decrease=[gain, 0.0])]
-        )
-    (series,) = study_report(folder).conflicts
-    reach = 12.706204736432095  # Student's t, one degree of freedom, times sd/sqrt(2) = 1
-    assert series.decrease.mean[0, 0] == 2.0
-    assert series.decrease.low[0, 0] == pytest.approx(2.0 - reach)
-    assert series.decrease.high[0, 0] == pytest.approx(2.0 + reach)
-
-
-def test_the_rows_lie_beside_the_page_as_parquet(tmp_path: Path) -> None:
-    folder = studies.clashing(tmp_path / "first")
-    write_report(study_report(folder), tmp_path / "out", figures=False)
-    found = pl.read_parquet(tmp_path / "out" / "conflicts.parquet")
-    assert len(found) == 16
-    assert found.columns[:4] == ["run", "arm", "seed", "state"]
-    assert "others" not in found.columns
-    assert {"cosines", "others.mgda.cosine", "others.mgda.weights"} < set(found.columns)
-    write_report(study_report(studies.mixed(tmp_path / "none")), tmp_path / "out", figures=False)
-    assert not (tmp_path / "out" / "conflicts.parquet").exists()
-
-
-def test_a_file_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path: Path) -> None:
-    folder = studies.clashing(tmp_path / "first")
-    before = stamp(folder)
-    broken = next(iter(sorted(folder.glob("pcgrad-*")))) / CONFLICTS
-    broken.write_text('{"step": nonsense}\n', encoding="utf-8")
-    assert stamp(folder) != before
-    found = study_report(folder)
-    assert any("pcgrad-seed0" in said and CONFLICTS in said for said in found.cautions)
-    assert [one.means.runs for one in found.conflicts] == [1, 2]
-
-
-@pytest.mark.slow
-def test_there_is_a_figure_of_the_map_of_weights_and_of_decrease_and_loggers_get_them(
+def test_the_lines_have_the_interval_over_seeds_of_the_tasks_that_gain_least_and_most(
     tmp_path: Path,
 ) -> None:
-    folder = studies.clashing(tmp_path / "first", 9, ("pcgrad", "mgda"))
-    found = study_report(folder)
-    write_report(found, tmp_path / "out")
-    names = {name for name, _ in study_info(found, tmp_path / "out").figures}
-    assert {"conflicts", "conflict-weights", "conflict-decrease"} < names
-    assert (tmp_path / "out" / "conflicts.svg").is_file()
-    drawn = {figure.name: figure.panels for figure in figures(found)}
+    runs = [[conflict("sum", 0, count=9, decrease=[gain, *range(8)])] for gain in (1.0, 3.0)]
+    charts = conflict_charts(study_of(tmp_path, *runs, label="none"))
+    points = {point["item"]: point for point in data_of(charts["conflict-decrease"])}
+    assert len(points) == MAX_TASKS
+    assert "task4" not in points  # its decrease is in the middle
+    reach = 12.706  # Student's t, one degree of freedom, times sd / sqrt(2) = 1
+    first = points["task0"]
+    assert first["value"] == 2
+    assert [first["low"], first["high"]] == pytest.approx([2 - reach, 2 + reach], rel=1e-3)
+
+
+def test_a_file_has_a_panel_for_each_arm_and_the_page_a_list_of_arms(tmp_path: Path) -> None:
+    study = read_study(studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda")))
     names = ["mgda, n = 2", "pcgrad, n = 2", "control, n = 2"]
-    assert [panel.title for panel in drawn["conflicts"]] == names
-    for panel in drawn["conflict-decrease"]:
-        tasks = panel.data["tasks"]
-        assert isinstance(tasks, Grid)
-        assert len(set(tasks.labels["task"])) == MAX_TASKS
-    without = {figure.name for figure in figures(study_report(studies.mixed(tmp_path / "x")))}
-    assert not without & {"conflicts", "conflict-weights", "conflict-decrease"}
+    files = conflict_charts(study, facet=True)
+    assert list(files) == ["conflicts", "conflict-weight", "conflict-decrease"]
+    for chart in files.values():
+        assert chart.to_dict()["facet"]["sort"] == names
+    for chart in conflict_charts(study).values():
+        (chosen,) = [one for one in chart.to_dict()["params"] if one["name"] == "arm"]
+        assert chosen["bind"]["options"] == names
+    (section,) = sections(study)
+    assert (section.key, len(section.charts), len(section.tables)) == ("conflicts", 3, 3)
+
+
+def test_arms_that_are_read_in_parts_have_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = read_study(studies.clashing(tmp_path / "first", 3, ("pcgrad", "mgda")))
+    whole, charts = groups(study), conflict_charts(study)
+    monkeypatch.setattr("gradsurg.report.conflicts.MAX_STEPS", 1)
+    assert groups(study) == whole
+    for name, chart in conflict_charts(study).items():
+        assert data_of(chart) == data_of(charts[name])

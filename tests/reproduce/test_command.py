@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import gradsurg
-from gradsurg.newreport.arms import group
-from gradsurg.newreport.load import LoadedRun
+from gradsurg.report.arms import group
+from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce import command, studies
 from gradsurg.reproduce.expected import Drawing, WrongExperiment, papers, read_expected
 from gradsurg.reproduce.figures import draw, draw_maps

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.config.errors import ConfigError
-from gradsurg.newreport.terminal import Runs, report
+from gradsurg.report.terminal import Runs, report
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
 from gradsurg.torch_internals import random_state

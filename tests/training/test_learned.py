@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.newreport.cautions import cautions
-from gradsurg.newreport.compare import compare
-from gradsurg.newreport.study import read_study
+from gradsurg.report.cautions import cautions
+from gradsurg.report.compare import compare
+from gradsurg.report.study import read_study
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.logged_numbers import learned_nothing
 from gradsurg.training.study import execute
-from tests.newreport import studies
+from tests.report import studies
 from tests.runs import Wrapped, a_run
 
 

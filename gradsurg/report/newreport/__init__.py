@@ -1,0 +1,33 @@
+"""Reports: from the files of runs to text, tables, figures and a page."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradsurg.report.study import Study
+
+
+def summary(study: Path | str, only: Collection[str] | None = None, margin: str = "") -> str:
+    """Return the summary of a study that `python -m gradsurg.report STUDY` prints, as plain text.
+
+    `only` are names of run directories: the summary is of these runs and their controls. `margin`
+    asks for equivalence, as `0.5pp`. Raises NotAStudy, in one sentence, if there are no such runs.
+    """
+    # The terminal's report of one job is imported from here too, and needs none of this.
+    from gradsurg.report.study import read_study
+    from gradsurg.report.terminal import overview
+    from gradsurg.stats import parse_margin
+
+    return overview(read_study(Path(study), only), parse_margin(margin) if margin else None)
+
+
+def load_study(folder: str | Path) -> "Study":
+    """Read the runs of a study, such as `runs/digits-mlp`, as polars data frames.
+
+    Logs that cannot be read are left out; `faults` has a line for each. Raises NotAStudy, a
+    ValueError, if the folder has no runs. torch is not imported.
+    """
+    from gradsurg.report.study import read_study
+
+    return read_study(Path(folder))

@@ -1,0 +1,126 @@
+"""The command `python -m gradsurg.report runs/first`; libraries are imported after parsing."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradsurg.plugins.messages import printable, typed_command
+from gradsurg.plugins.pipes import ignore_closed_pipes
+
+if TYPE_CHECKING:
+    from gradsurg.stats import Margin
+
+WRONG_INPUT = 2
+EVERY = 3.0  # seconds between two looks
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the summary of a study and write its report; with --watch do so until interrupted."""
+    arguments = parser().parse_args(words)
+    changed = [key for key in ("metric", "arms", "style") if _is_given(arguments, key)]
+    if changed and not arguments.paper:
+        print(f"--{changed[0]}: needs --paper FOLDER", file=sys.stderr)
+        return WRONG_INPUT
+    from gradsurg.report.load import NotAStudy
+    from gradsurg.stats import parse_margin
+
+    try:
+        margin = parse_margin(arguments.margin) if arguments.margin else None
+        if arguments.watch:
+            return _watch(arguments.study, arguments.out, margin)
+        _run(arguments, margin)
+    except (NotAStudy, LookupError, OSError, ValueError) as error:
+        text = error.args[0] if isinstance(error, LookupError) else error
+        print(printable(str(text)), file=sys.stderr)
+        return WRONG_INPUT
+    return 0
+
+
+def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
+    from gradsurg.report.compare import compare_pairs
+    from gradsurg.report.export import write_report
+    from gradsurg.report.paper import write_paper
+    from gradsurg.report.study import read_study
+    from gradsurg.report.terminal import pairs_text, print_overview
+
+    study = read_study(arguments.study)
+    if arguments.compare is not None:
+        names = arguments.compare or [arm.name for arm in study.arms]
+        print(pairs_text(compare_pairs(study, names, margin), margin))
+        return
+    if arguments.paper:
+        choices = (arguments.metric, arguments.arms, arguments.style)
+        try:
+            files = write_paper(study, arguments.paper, *choices)
+        except OSError as error:
+            raise OSError(f"the figures cannot be written: {error}") from None
+        print(printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex"))
+        return
+    print_overview(study, margin)
+    try:
+        page = write_report(study, arguments.out or arguments.study / "report", margin=margin)
+    except OSError as error:  # a full disk, or a folder of somebody else
+        text = f"the report cannot be written: {error}; --out FOLDER writes it elsewhere"
+        raise OSError(text) from None
+    print(printable(f"report: {page}"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog=typed_command("gradsurg.report"),
+        description="Print the summary of a study, and write its report: a page, tables, figures.",
+    )
+    made.add_argument("study", type=Path, help="the folder of a study, as runs/first")
+    made.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
+    watch = "write the report anew when files change, until interrupted; the page reloads itself"
+    made.add_argument("--watch", action="store_true", help=watch)
+    margin = "ask for equivalence within a margin: 0.5pp, 0.02 (the metric's unit) or 2%% (a share)"
+    made.add_argument("--margin", default="", help=margin)
+    pairs = "compare these arms with each other, by the names that the report prints; all without"
+    made.add_argument("--compare", nargs="*", metavar="ARM", help=pairs)
+    paper = "write figures (PDF, SVG, PNG; 3.3 and 6.8 inches wide) and a LaTeX table here instead"
+    made.add_argument("--paper", type=Path, metavar="FOLDER", help=paper)
+    made.add_argument("--metric", default="", help="with --paper: one metric, as test/loss")
+    made.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these"
+    )
+    styles = "with --paper: the font; default: sans"
+    made.add_argument("--style", choices=("sans", "serif"), default="sans", help=styles)
+    return made
+
+
+def _is_given(arguments: argparse.Namespace, key: str) -> bool:
+    return getattr(arguments, key) != parser().get_default(key)
+
+
+def _watch(folder: Path, out: Path | None, margin: "Margin | None") -> int:
+    """Look every few seconds; a report that takes long to write is written less often."""
+    from gradsurg.report.export import write_report
+    from gradsurg.report.load import stamp
+    from gradsurg.report.study import read_study
+    from gradsurg.report.terminal import print_overview
+
+    out, seen, study = out or folder / "report", None, None
+    try:
+        while True:
+            began = time.monotonic()
+            if (now := stamp(folder)) != seen:
+                study, seen = read_study(folder), now
+                page = write_report(study, out, refresh=EVERY, margin=margin)
+                states = ", ".join(f"{number} {state}" for state, number in study.states.items())
+                print(f"{time.strftime('%H:%M:%S')}  {states}  {printable(str(page))}", flush=True)
+            time.sleep(max(EVERY, 2 * (time.monotonic() - began)))
+    except KeyboardInterrupt:
+        if study is not None:
+            write_report(study := read_study(folder), out, margin=margin)  # without the reload
+            print_overview(study, margin)
+        return 0
+
+
+if __name__ == "__main__":
+    ignore_closed_pipes()
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""Compare the arms of a study with their controls: one row an arm and metric."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+import polars as pl
+
+from gradsurg.effects.numbers import TASK_METRICS
+from gradsurg.report.arms import Arm, option_of, split_of
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import AREA, Study
+from gradsurg.stats import (
+    Direction,
+    Margin,
+    benjamini_hochberg,
+    finding,
+    margin_verdict,
+    paired_difference,
+    sign_test_p_value,
+)
+
+Others = Mapping[str, Mapping[str, str | None]]
+"""By the names of an arm and of its run, the name of the run that this is compared with."""
+FINISHED, DIVERGED = "finished", "diverged"
+ENDED = (FINISHED, DIVERGED)
+PARALLEL = 1 - 1e-6
+"""Smallest mean cosine of a transform that turns no gradient, up to rounding."""
+SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
+    **dict.fromkeys(("arm", "against", "metric", "block", "unit"), pl.String),
+    **dict.fromkeys(("n", "planned"), pl.Int64),
+    "population": pl.String,
+    **dict.fromkeys(("treated", "control", "difference", "low", "high"), pl.Float64),
+    "interval": pl.String,
+    **dict.fromkeys(("p", "q"), pl.Float64),
+    **dict.fromkeys(("higher", "lower"), pl.Int64),
+    **dict.fromkeys(("median", "t_low", "t_high", "effect_size"), pl.Float64),
+    **dict.fromkeys(("ended", "diverged", "diverged_control"), pl.Int64),
+    "p_diverged": pl.Float64,
+    **dict.fromkeys(("verdict", "margin", "vacuous"), pl.String),
+    "repeats": pl.Int64,
+    "not_compared": pl.String,
+    "differences": pl.List(pl.Float64),
+    "seeds": pl.List(pl.Int64),
+}
+"""The columns of a comparison."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A seed of an arm in one block: the values of both arms, None where there is none yet.
+
+    `state` and `beside` are those of the two runs; `why` says why they cannot be compared.
+    """
+
+    seed: int
+    block: str = ""
+    treated: float | None = None
+    control: float | None = None
+    state: str = FINISHED
+    beside: str = FINISHED
+    why: str = ""
+    same: bool = False  # as all other seeds: nothing in these runs is drawn at random
+
+
+def compare(study: Study, margin: Margin | None = None) -> pl.DataFrame:
+    """Compare each treated arm with its control, metric by metric; q is among the arms of a metric.
+
+    The columns are those of `SCHEMA`. Where a study has several blocks (splits, tasks or models),
+    the row of an arm is over blocks, each with the mean over its seeds, and a row with a `block`
+    has the details of one. Without a `margin` that of the study is used.
+    """
+    margin = margin or study.margin
+    treated = [arm for arm in study.arms if not arm.is_control]
+    controls = {arm.name: {run.name: run.control for run in arm.runs} for arm in treated}
+    return compared(study, treated, controls, margin)
+
+
+def compare_pairs(study: Study, names: Sequence[str], margin: Margin | None = None) -> pl.DataFrame:
+    """Compare each two of these arms seed by seed, the first minus the second.
+
+    Raises LookupError for a name that no arm has, or fewer than two names.
+    """
+    chosen = arms_named(study, names)
+    if len(chosen) < 2:
+        raise LookupError(f"name at least two arms to compare; {names_of(study)}")
+    arms, against = [], {}
+    others: dict[str, dict[str, str | None]] = {}
+    for first, second in combinations(chosen, 2):
+        pair = Arm(f"{first.name} - {second.name}", first.runs, first.config)
+        places = {(run.seed, study.block_of[run.name]): run.name for run in second.runs}
+        others[pair.name] = {
+            run.name: places.get((run.seed, study.block_of[run.name])) for run in first.runs
+        }
+        against[pair.name] = second.name
+        arms.append(pair)
+    frame = compared(study, arms, others, margin, "run of that seed")
+    return frame.with_columns(against=pl.col("arm").replace_strict(against))
+
+
+def arms_named(study: Study, names: Sequence[str]) -> list[Arm]:
+    """Return the arms of these names, in their order; LookupError for a name that no arm has."""
+    by_name = {arm.name: arm for arm in study.arms}
+    for name in names:
+        if name not in by_name:
+            raise LookupError(f"no arm is named {name!r}; {names_of(study)}")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def names_of(study: Study) -> str:
+    """Return a text with the names of all arms."""
+    return f"the arms are: {'; '.join(repr(arm.name) for arm in study.arms)}"
+
+
+def compare_values(
+    metrics: Mapping[str, Sequence[Pair]],
+    about: Mapping[str, str],
+    unit: str = "",
+    margin: Margin | None = None,
+) -> list[dict[str, Any]]:  # Any: the values of a row
+    """Return the rows of one arm: for each metric the comparison, then one for each block.
+
+    `about` has the arm, `against` and other texts of the rows; `unit` is what blocks are, such as
+    "split". `with_q` makes a frame of the rows of several arms.
+    """
+    rows = []
+    for metric, pairs in metrics.items():
+        pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
+        blocks = list(dict.fromkeys(pair.block for pair in pairs))
+        several = len(blocks) > 1
+        texts = {**about, "metric": metric}
+        if rows and margin and not margin.is_share:
+            margin = None  # it has the unit of the first metric
+        rows.append(texts | {"block": None} | _row(pairs, metric, unit if several else "", margin))
+        for block in blocks if several else ():
+            inside = [pair for pair in pairs if pair.block == block]
+            rows.append(texts | {"block": block} | _row(inside, metric, "", margin))
+    return rows
+
+
+def with_q(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # Any: the values of a row
+    """Return rows of several arms as a frame, with q and the verdict.
+
+    q is the p after the correction of Benjamini and Hochberg, among the arms within each metric; a
+    single arm has none.
+    """
+    families: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row["block"] is None and row.get("p") is not None:
+            families.setdefault(row["metric"], []).append(place)
+    q_values: dict[int, float | None] = {}
+    for places in families.values():
+        if len(places) > 1:
+            adjusted = benjamini_hochberg([rows[place]["p"] for place in places])
+            q_values |= dict(zip(places, adjusted, strict=True))
+    full = [
+        {
+            **row,
+            "q": q_values.get(place),
+            "verdict": finding(row["found"], q_values.get(place)) if row["found"] else "",
+        }
+        for place, row in enumerate(rows)
+    ]
+    columns = {key: [row.get(key) for row in full] for key in SCHEMA}
+    return pl.DataFrame(columns, schema=SCHEMA, strict=False)
+
+
+def _row(
+    pairs: Sequence[Pair], metric: str, unit: str, margin: Margin | None
+) -> dict[str, Any]:  # Any: the values of a row
+    """Return the numbers of a row: over seeds, or with a `unit` over blocks."""
+    repeats = len(pairs) if _are_repeats(pairs) else 0
+    both = [
+        (pair.block if unit else pair.seed, pair.treated, pair.control)
+        for pair in (pairs[:1] if repeats else pairs)
+        if pair.treated is not None and pair.control is not None
+    ]
+    lost = Counter(pair.why for pair in pairs if pair.why)
+    row: dict[str, Any] = {
+        "unit": unit or "seed",
+        "n": 0,
+        "planned": len(pairs),
+        "repeats": repeats,
+        "not_compared": ", ".join(f"{number} {why}" for why, number in lost.items()),
+        "found": None,
+        **_divergence(pairs),
+    }
+    if not both:
+        return row
+    keys = list(dict.fromkeys(key for key, *_ in both))
+    of_key = [[(a, b) for key, a, b in both if key == wanted] for wanted in keys]
+    treated, control = (
+        [fmean(pair[side] for pair in inside) for inside in of_key] for side in (0, 1)
+    )
+    found = paired_difference(treated, control)
+    low, high = found.interval or found.range
+    verdict = ""
+    if margin is not None and found.interval is not None:
+        size = margin.of(fmean(control))
+        verdict = margin_verdict(low, high, size, BETTER.get(metric.rpartition("/")[2]))
+    return row | {
+        "n": found.n,
+        "treated": fmean(treated),
+        "control": fmean(control),
+        "difference": found.mean,
+        "low": low,
+        "high": high,
+        "interval": "95 %" if found.interval else "range",
+        "p": found.p_value if found.n > 1 else None,
+        "higher": found.higher,
+        "lower": found.lower,
+        "median": found.median,
+        "t_low": found.t_low,
+        "t_high": found.t_high,
+        "effect_size": found.effect_size,
+        "margin": verdict,
+        "differences": list(found.differences),
+        "seeds": None if unit else keys,
+        "found": found,
+    }
+
+
+BETTER: dict[str, Direction | None] = {number.name: number.better for number in TASK_METRICS}
+"""The direction in which a metric is better, by the last part of its name."""
+
+
+def _divergence(pairs: Sequence[Pair]) -> dict[str, float | None]:
+    """Count the seeds that diverged, of those that ended in both arms; McNemar's exact p."""
+    ended = [pair for pair in pairs if pair.state in ENDED and pair.beside in ENDED]
+    diverged = [(pair.state == DIVERGED, pair.beside == DIVERGED) for pair in ended]
+    p_value = sign_test_p_value(diverged.count((True, False)), diverged.count((False, True)))
+    return {
+        "ended": len(ended),
+        "diverged": sum(treated for treated, _ in diverged),
+        "diverged_control": sum(control for _, control in diverged),
+        "p_diverged": p_value if any(map(any, diverged)) else None,
+    }
+
+
+def _are_repeats(pairs: Sequence[Pair]) -> bool:
+    """Whether all seeds came to the same numbers: nothing was drawn at random."""
+    return len(pairs) > 1 and all(pair.same for pair in pairs)
+
+
+def compared(
+    study: Study,
+    arms: Sequence[Arm],
+    others: Others,
+    margin: Margin | None = None,
+    kind: str = "control",
+) -> pl.DataFrame:
+    """Compare the runs of these arms with the runs in `others`, which texts call a `kind`."""
+    rows = []
+    for arm in arms:
+        beside = {run.name: study.by_name.get(others[arm.name][run.name] or "") for run in arm.runs}
+        vacuous = _vacuous_control(study, arm) if kind == "control" else ""
+        pairs = {
+            metric: _pairs(study, arm, metric, beside, kind, vacuous)
+            for metric in study.metrics_of or {"": ""}
+        }
+        known = [other for other in beside.values() if other]
+        about = {
+            "arm": arm.name,
+            "against": plain_name(known[0]) if known else PLAIN,
+            "population": _population(study, arm),
+            "vacuous": vacuous,
+        }
+        rows += compare_values(pairs, about, _unit(study), margin)
+    return with_q(rows)
+
+
+def _pairs(
+    study: Study,
+    arm: Arm,
+    metric: str,
+    beside: Mapping[str, LoadedRun | None],
+    kind: str,
+    vacuous: str,
+) -> list[Pair]:
+    """Return the pairs of an arm; a run of a task without the metric is left out."""
+    runs = [(run, beside[run.name]) for run in arm.runs]
+    known = [(run, other) for run, other in runs if other and not why_not(run, other, kind)]
+    same = _all_equal(study, known)
+    pairs = []
+    for run, other in runs:
+        why = "with a vacuous control" if vacuous else why_not(run, other, kind)
+        treated = control = None
+        if not why and other:
+            treated, control = study.outcome(run, metric), study.outcome(other, metric)
+            if treated is None or control is None:
+                continue
+        state = other.state if other else "missing"
+        block = study.block_of[run.name]
+        pairs.append(Pair(run.seed, block, treated, control, run.state, state, why, same))
+    return pairs
+
+
+def _all_equal(study: Study, pairs: Sequence[tuple[LoadedRun, LoadedRun]]) -> bool:
+    """Whether all seeds came to the same numbers, in all that was tested."""
+    keys = [key for key in study.metrics_of if not key.startswith(AREA)]
+    return len(pairs) > 1 and all(
+        len({tuple(run.number(key) for key in keys) for run in runs}) == 1
+        for runs in zip(*pairs, strict=True)
+    )
+
+
+def why_not(
+    run: LoadedRun, other: LoadedRun | None, kind: str, wanted: Collection[str] = (FINISHED,)
+) -> str:
+    """Return why a run cannot be compared: its own state, or that of its control."""
+    if run.state not in wanted:
+        return run.state
+    if other is None:
+        return f"without a {kind}"
+    return "" if other.state in wanted else f"{kind} {other.state}"
+
+
+PLAIN = "control"
+"""The name of a control arm without surgery."""
+
+
+def plain_name(run: LoadedRun) -> str:
+    """Return the name of a control run's arm in a sentence: `control`, `placebo`, `norm-matched`.
+
+    A run that is no control, as one of a shorter chain, has its label.
+    """
+    kind = control_kind(run)
+    if kind == "plain" or run.label == "none":
+        return PLAIN
+    return (kind or run.label).replace("_", "-")
+
+
+def control_kind(run: LoadedRun) -> str:
+    """Return the kind of a control run, as the key `control` has it; empty for other runs."""
+    if run.arm != "control":
+        return ""
+    return "plain" if run.label == "none" else run.label.partition("-")[0]
+
+
+def _vacuous_control(study: Study, arm: Arm) -> str:
+    """Return the name of a control that is the treatment itself; empty for any other.
+
+    A control that keeps the transform's norm, or its norm and cosine, is the treatment if the
+    transform has turned no gradient.
+    """
+    controls = [one for run in arm.whole if (one := study.by_name.get(run.control or ""))]
+    kinds = {control_kind(control) for control in controls}
+    has_aggregator = any((run.config or {}).get("aggregator") for run in arm.whole)
+    if not kinds & {"norm_matched", "placebo"} or has_aggregator:
+        return ""
+    rows = study.effects.filter(pl.col("run").is_in([run.name for run in arm.whole]))
+    cosines = rows.group_by("transform", "site").agg(pl.col("cosine").mean())["cosine"]
+    least = cosines.drop_nulls().min()
+    return plain_name(controls[0]) if isinstance(least, float) and least >= PARALLEL else ""
+
+
+def _unit(study: Study) -> str:
+    """Return what the blocks of a study are; empty for a single block."""
+    if not any(study.block_of.values()):
+        return ""
+    splits = {split_of(run) for run in study.all_runs if run.config}
+    kinds = [*study.factors, *["split"] * (len(splits) > 1)]
+    return kinds[0] if len(kinds) == 1 else "setting"
+
+
+def _population(study: Study, arm: Arm) -> str:
+    """Return what data the result is of: `one split, 450 test examples`."""
+    splits = {split for run in arm.runs if (split := split_of(run)) is not None}
+    sizes = {size for run in arm.whole if (size := (run.summary or {}).get("test_examples"))}
+    parts = []
+    if splits:
+        parts.append("one split" if len(splits) == 1 else f"{len(splits)} splits")
+    if len(sizes) == 1:
+        parts.append(f"{sizes.pop():,} test examples")
+    if several := [
+        key for key in study.factors if len({option_of(run, key) for run in arm.runs}) > 1
+    ]:
+        parts = [
+            f"{len({option_of(run, key) for run in arm.runs})} {key}s" for key in several
+        ] + parts
+    return (" of " if len(splits) > 1 and not several else ", ").join(parts)

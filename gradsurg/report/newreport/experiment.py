@@ -1,0 +1,118 @@
+"""What a study trained: plug-ins with their numbers, the command that repeats it, versions."""
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import inf, prod
+from typing import Any
+
+from gradsurg.report.arms import NAMES, value_text
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import Study
+from gradsurg.report.wording import count
+
+GROUPS = ("task", "model", "optimizer", "schedule", "transform", "aggregator", "site", "when")
+PLAIN_VALUES = (None, "*", "", {}, [])
+USUAL = {"schedule": "constant", "site": "parameters", "when": "steps: start 0; every 1"}
+"""Texts of groups that a reader takes for granted."""
+USUAL_NUMBERS = {"accumulate": "1", "precision": "float32"}
+MAX_COMMANDS = 4
+NO_COMMAND = (
+    "not recorded by the version that trained these runs; each run's config.yaml is complete"
+)
+Config = Mapping[str, Any]  # Any: YAML's values
+
+
+def experiment(study: Study) -> list[tuple[str, str]]:
+    """Return names and texts: each plug-in with its numbers, training, command, versions, hardware.
+
+    Where runs differ, all values.
+    """
+    runs = study.all_runs
+    treated = [run for run in runs if run.arm != "control" and run.config] or runs
+    configs = [run.config for run in treated if run.config]
+    if not configs:
+        return []
+    facts = [(key, text) for key in GROUPS if (text := _plugin(configs, key)) != USUAL.get(key, "")]
+    seeds = sorted({run.seed for run in runs if run.seed >= 0})
+    span = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
+    named = f"{seeds[0]} to {seeds[-1]}" if span else ", ".join(map(str, seeds))
+    length = [f"{_values(configs, 'steps')} steps", f"batches of {_values(configs, 'batch_size')}"]
+    texts = {key: _values(configs, key) for key in USUAL_NUMBERS}
+    length += [
+        f"{key} {text}" for key, text in texts.items() if text not in ("", USUAL_NUMBERS[key])
+    ]
+    facts.append(("training", ", ".join([*length, f"seeds {named}"])))
+    facts += [("command", line) for line in commands(treated) or [NO_COMMAND]]
+    made: dict[str, dict[str, None]] = {}
+    for key, item in (pair for run in runs for pair in run.made_with.items()):
+        made.setdefault(key, {})[str(item)] = None
+    versions = ", ".join(f"{key} {' and '.join(items)}" for key, items in made.items())
+    ended = [run.summary for run in runs if run.summary]
+    places = dict.fromkeys(str(summary["hardware"]) for summary in ended if summary.get("hardware"))
+    facts += [("versions", versions), *(("hardware", place) for place in places)]
+    return [(key, text) for key, text in [*facts, ("runner", _runners(ended))] if text]
+
+
+def _plugin(configs: Sequence[Config], key: str) -> str:
+    """`clip: value 0.01, 0.1` for the options of a group, with all their settings."""
+    items = [config[key] for config in configs if config.get(key)]
+    if key == "transform":
+        by_item = (item.values() if isinstance(item, Mapping) else [item] for item in items)
+        items = [fields for values in by_item for fields in values]
+    by_name: dict[str, list[Config]] = {}
+    for item in items:
+        fields = item if isinstance(item, Mapping) else {"name": item}
+        name = str(fields.get("name") or fields.get("_target_", ""))
+        by_name.setdefault(name, []).append(fields)
+    texts = []
+    for name, options in by_name.items():
+        keys = dict.fromkeys(key for fields in options for key in fields if key not in NAMES)
+        numbers = [f"{key} {text}" for key in keys if (text := _values(options, key))]
+        texts.append(f"{name}: {'; '.join(numbers)}" if numbers else name)
+    return ", or ".join(filter(None, texts))
+
+
+def _runners(ended: Sequence[Config]) -> str:
+    """How many runs were trained in stacks, and by how much these differ; empty if none was."""
+    stacked = [runner for one in ended if isinstance(runner := one.get("runner"), Mapping)]
+    steps = Counter(str(runner.get("first_step")) for runner in stacked)
+    parts = [
+        f"{count(number, 'run')} stacked; first step, beside a sequential one: {text}"
+        for text, number in steps.most_common()
+    ]
+    if stacked and len(ended) > len(stacked):
+        parts.append(f"{count(len(ended) - len(stacked), 'run')} one by one")
+    return "; ".join(parts)
+
+
+def _values(configs: Sequence[Config], key: str) -> str:
+    values = [config.get(key) for config in configs]
+    texts = dict.fromkeys(value_text(one) for one in values if one not in PLAIN_VALUES)
+    return ", ".join(sorted(texts, key=_numeric))
+
+
+def _numeric(text: str) -> tuple[float, str]:
+    """The place of a value among others: numbers by their size."""
+    try:
+        return float(text), ""
+    except ValueError:
+        return inf, text
+
+
+def commands(runs: Sequence[LoadedRun]) -> list[str]:
+    """Return the commands that repeat these runs; one of a sweep, if its jobs are all there."""
+    given = (tuple(word for word in run.command if word != "force=true") for run in runs)
+    jobs = list(dict.fromkeys(words for words in given if words))
+    keys = [[word.partition("=")[0] for word in job] for job in jobs]
+    values = [list(dict.fromkeys(words)) for words in zip(*jobs, strict=False)]
+    alike = all(one == keys[0] for one in keys) and prod(map(len, values)) == len(jobs)
+    if len(jobs) > 1 and alike:
+        joined = [
+            f"{key}={','.join(sorted((word.partition('=')[2] for word in words), key=_numeric))}"
+            for key, words in zip(keys[0], values, strict=True)
+        ]
+        jobs = [("-m", *joined)]
+    lines = [shlex.join(["python", "-m", "gradsurg.run", *job]) for job in jobs[:MAX_COMMANDS]]
+    more = f"and {len(jobs) - MAX_COMMANDS} more, of the other arms"
+    return [*lines, *[more] * (len(jobs) > MAX_COMMANDS)]

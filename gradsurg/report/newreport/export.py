@@ -1,0 +1,139 @@
+"""The files of a report: page, figures, Parquet, and the tables for Markdown and LaTeX."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import polars as pl
+
+from gradsurg.loggers.base import StudyInfo
+from gradsurg.report import charts, conflicts, fronts, paper
+from gradsurg.report.cautions import cautions
+from gradsurg.report.compare import compare
+from gradsurg.report.experiment import experiment
+from gradsurg.report.measures import costs
+from gradsurg.report.page import page
+from gradsurg.report.study import Study
+from gradsurg.report.tables import latex, markdown
+from gradsurg.report.terminal import effort
+from gradsurg.report.tuning import read_tunings, tuning_frames
+from gradsurg.report.verdict import sentence
+from gradsurg.stats import Margin
+
+PAGE = "index.html"
+WRITTEN = ".written.json"  # the names of the files of the report that lies there
+SCALE = 1.5  # of a PNG
+INFO = {"seeds": "n", "of": "planned", "not compared": "not_compared"}
+"""Names that loggers have for columns of the comparison."""
+
+
+def write_report(
+    study: Study,
+    out: Path,
+    refresh: float | None = None,
+    figures: bool = True,
+    margin: Margin | None = None,
+) -> Path:
+    """Write all files of a report atomically, each by a rename; return the page's path.
+
+    What an earlier report has written and this one does not is removed; other files stay. Raises
+    OSError, with the folder's name, if it cannot be written.
+    """
+    if out.is_symlink() and out.parent.resolve() == study.folder.resolve():
+        raise OSError(f"{out} is a link; name its target with --out to write there")
+    out.mkdir(parents=True, exist_ok=True)
+    frame = compare(study, margin)
+    # on the same disk, as files are renamed into place
+    with TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+        draft = Path(folder)
+        frames = {"runs": study.runs, "comparison": frame, "effects": study.effects}
+        frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
+        for name, rows in frames.items():
+            _write_parquet(rows, draft / f"{name}.parquet")
+        verdict, warned = sentence(frame, study, margin), cautions(study, frame)
+        (draft / "outcome.md").write_text(markdown(study, frame, [verdict, *warned]), "utf-8")
+        (draft / "outcome.tex").write_text(latex(study, frame), encoding="utf-8")
+        more = [*fronts.sections(study), *conflicts.sections(study)]
+        told = verdict, warned, experiment(study), more, effort(study)
+        text = page(study, frame, *told, refresh=refresh)
+        (draft / PAGE).write_text(text, encoding="utf-8")
+        drawn = _figures(study, frame) if figures else {}
+        with ThreadPoolExecutor() as threads:  # the converter needs no Python
+            list(threads.map(lambda name: save(drawn[name], draft / name), drawn))
+        _move(draft, out)
+    return out / PAGE
+
+
+def _move(draft: Path, out: Path) -> None:
+    names = sorted(path.name for path in draft.iterdir())
+    old = written(out) - {*names}
+    # noted before it is there: a kill in between leaves no file that nobody knows
+    (draft / WRITTEN).write_text(json.dumps(sorted({*names, *old})), encoding="utf-8")
+    os.replace(draft / WRITTEN, out / WRITTEN)
+    for name in old:
+        (out / name).unlink(missing_ok=True)
+    # the page last: who sees a new one finds the other files as new
+    for name in sorted(names, key=PAGE.__eq__):
+        os.replace(draft / name, out / name)
+
+
+def _write_parquet(table: pl.DataFrame, file: Path) -> None:
+    """Write a table; polars itself raises no OSError on a full disk."""
+    content = BytesIO()
+    table.write_parquet(content)
+    file.write_bytes(content.getbuffer())
+
+
+def save(chart: Any, stem: Path) -> None:  # Any: kinds of charts
+    """Write a chart as SVG, PDF and PNG."""
+    import vl_convert
+
+    svg = vl_convert.vegalite_to_svg(chart.to_dict(validate=False))
+    stem.with_name(f"{stem.name}.svg").write_text(svg, encoding="utf-8")
+    stem.with_name(f"{stem.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
+    stem.with_name(f"{stem.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))
+
+
+def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: kinds of charts
+    """The charts that are written as files, by the stems of their names."""
+    drawn = paper.figures(study, frame)
+    reached, cost = charts.reached_frame(study.runs), costs(study).head(paper.MAX_DRAWN)
+    drawn |= {"reached": charts.reached_chart(reached)} if len(reached) else {}
+    drawn |= {"cost": charts.cost_chart(cost)} if len(cost) else {}
+    tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
+    drawn |= paper.numbered("tuning", [charts.tuning_chart(one) for one in tuned])
+    drawn |= conflicts.conflict_charts(study, facet=True)
+    drawn |= paper.numbered("pareto", [fronts.front_figure(one) for one in fronts.fronts(study)])
+    ways = [fronts.landscape_chart(one, facet=True) for one in fronts.landscapes(study)]
+    return drawn | paper.numbered("trajectories", ways)
+
+
+def written(out: Path) -> set[str]:
+    """Return the names of the files that earlier reports wrote to `out`."""
+    file = out / WRITTEN
+    if out.is_symlink() or file.is_symlink():
+        return set()
+    try:
+        names = [str(name) for name in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError):  # there is none
+        return set()
+    # whatever the file says, nothing outside of the folder is touched
+    return {name for name in names if name not in ("", "..") and name == Path(name).name}
+
+
+def figures_in(out: Path) -> list[Path]:
+    """The figures of the report that lies there, as PNG."""
+    paths = [out / name for name in sorted(written(out)) if name.endswith(".png")]
+    return [path for path in paths if not path.is_symlink()]
+
+
+def study_info(study: Study, out: Path) -> StudyInfo:
+    """Return the study as loggers receive it: a row an arm and metric, and the figures in `out`."""
+    frame = compare(study).filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
+    renamed = frame.rename({column: name for name, column in INFO.items()})
+    figures = [(path.stem, path) for path in figures_in(out) if path.is_file()]
+    return StudyInfo(study.folder.name, out, renamed.to_dicts(), figures)

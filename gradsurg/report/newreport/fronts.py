@@ -1,0 +1,345 @@
+"""The trade-off between tasks: arms by their means in each task, and trajectories over losses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from json import dumps
+from math import ceil, isfinite
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from gradsurg.effects.numbers import TASK_METRICS
+from gradsurg.report.arms import SPLIT, group
+from gradsurg.report.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choice, finished, inline
+from gradsurg.report.load import LoadedRun, canonical
+from gradsurg.report.page import Section, frame_table
+from gradsurg.report.study import Study
+from gradsurg.report.wording import is_share, listed
+from gradsurg.stats import t_critical
+from gradsurg.training.run_directory import LANDSCAPE
+from gradsurg.training.run_reader import BrokenFile, read_json
+
+MAX_PAIRS, MAX_ARMS, MAX_DRAWN = 6, 12, 60  # arms with trajectories, of a trade-off
+WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
+LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
+SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
+"""The metrics that are better lower (1) or higher (-1); of others this is not known."""
+X1, X2 = "test/x1", "test/x2"
+MAX_PLACES, MAX_CELLS, LEVELS = 100, 51, 15  # cells along an axis
+PARETO, END = "#cc79a7", "#e69f00"
+PARTS = ("start", "x1", "x2", "values", "pareto")
+MEAN = "mean of the losses"
+HOW_WAYS = (
+    "Trajectories of an arm from all starts over a loss, by rank among all places, dark is "
+    "low; the thick line is the Pareto set."
+)
+HOW = (
+    "Each arm in two tasks: its runs, and their mean with its 95 % t interval. Filled: no arm is "
+    "better in one task and no worse in the others; the numbers of the arms are those of the table."
+)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A metric of every task, and the arms that were trained on these tasks.
+
+    `arms` has for each arm its number, name, number of runs, the arms that dominate it, and for
+    each task the mean and half of its 95 % t interval; `runs` the values themselves. An arm is
+    dominated by those whose means are no worse in any task and in one better, by more than a
+    thousandth of the range of the arms.
+    """
+
+    task: str
+    metric: str
+    names: list[str]
+    arms: pl.DataFrame
+    runs: pl.DataFrame
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        return list(combinations(self.names, 2))
+
+
+def fronts(study: Study) -> list[Front]:
+    """Return one for each task of several losses that two arms have, and for each metric."""
+    by_task: dict[str, list[tuple[str, bool, LoadedRun]]] = {}
+    for arm in study.arms:
+        for run in arm.whole:
+            names = _names(run)
+            if len(names) > 1:
+                key = canonical([_task(run), names])
+                by_task.setdefault(key, []).append((arm.name, arm.is_control, run))
+    found = []
+    for members in by_task.values():
+        names = _names(members[0][2])
+        task = _task(members[0][2])
+        for metric in SIGNS:
+            rows = [
+                {"arm": arm, "control": control, "seed": run.seed}
+                | {name: run.number(f"test/{metric}_{name}") for name in names}
+                for arm, control, run in members
+            ]
+            runs = pl.DataFrame(rows).drop_nulls(names)
+            if runs["arm"].n_unique() > 1:
+                title = str(task.get("name") or task.get("_target_") or "")
+                found.append(Front(title, metric, names, _ranked(runs, names, metric), runs))
+    return found
+
+
+def _names(run: LoadedRun) -> list[str]:
+    """The names of the tasks, as in the keys of their losses."""
+    begins = "test/loss_"
+    return [key.removeprefix(begins) for key in run.summary or {} if key.startswith(begins)]
+
+
+def _task(run: LoadedRun) -> dict[str, Any]:  # Any: YAML's values
+    """The fields of the task without its start and its split."""
+    task = (run.config or {}).get("task")
+    items = task.items() if isinstance(task, Mapping) else ()
+    return {key: item for key, item in items if key not in ("start", SPLIT)}
+
+
+def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFrame:
+    """The means of the arms with their intervals, and the arms that dominate each."""
+    reach = {n: t_critical(n) / n**0.5 for n in range(3, len(runs) + 1)}
+    half = pl.len().replace_strict(reach, default=None, return_dtype=pl.Float64)
+    ends = [(pl.col(name).std() * half).alias(f"{name} ±") for name in names]
+    means = runs.group_by("arm", "control", maintain_order=True)
+    arms = means.agg(pl.len().alias("n"), pl.col(names).mean(), *ends)
+    costs = dict(zip(arms["arm"], arms.select(pl.col(names) * SIGNS[metric]).rows(), strict=True))
+    gaps = [LEAST * (max(column) - min(column)) for column in zip(*costs.values(), strict=True)]
+
+    def dominates(theirs: Sequence[float], own: Sequence[float]) -> bool:
+        less = any(a < b - gap for a, b, gap in zip(theirs, own, gaps, strict=True))
+        return less and all(a <= b for a, b in zip(theirs, own, strict=True))
+
+    beaten = [[arm for arm, one in costs.items() if dominates(one, own)] for own in costs.values()]
+    by = pl.Series("dominated by", beaten, dtype=pl.List(pl.String))
+    return arms.with_row_index("number", 1).with_columns(by)
+
+
+def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of charts
+    """Two tasks: each run, and each arm's mean with its intervals."""
+    names = {"x": first, "y": second}
+    shown = front.arms.head(MAX_DRAWN)
+    arms = shown.select(
+        "number",
+        "arm",
+        "control",
+        pl.col("dominated by").list.len().eq(0).alias("best"),
+        **names,
+        **{f"{axis}_low": pl.col(name) - pl.col(f"{name} ±") for axis, name in names.items()},
+        **{f"{axis}_high": pl.col(name) + pl.col(f"{name} ±") for axis, name in names.items()},
+    )
+    x, y = (_axis(front, axis, name) for axis, name in names.items())
+    color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
+    runs = front.runs.join(shown, on="arm", how="semi", maintain_order="left")
+    points = alt.Chart(inline(runs.select("control", **names))).encode(x, y, color=color)
+    means = alt.Chart(inline(arms)).encode(x, y, color=color, tooltip=["arm:N", "x:Q", "y:Q"])
+    chart = alt.layer(
+        points.mark_circle(size=16, opacity=0.4),
+        means.mark_rule(clip=True).encode(alt.X("x_low:Q"), alt.X2("x_high")),
+        means.mark_rule(clip=True).encode(alt.Y("y_low:Q"), alt.Y2("y_high")),
+        means.mark_point(size=70, opacity=1, fill=PAPER, strokeWidth=2),
+        means.transform_filter("datum.best").mark_circle(size=70, opacity=1),
+        means.mark_text(align="left", dx=7, dy=-7).encode(text="number:N", color=alt.value(INK)),
+    )
+    better = "lower left" if SIGNS[front.metric] > 0 else "upper right"
+    return chart.properties(title=f"{better} is better")
+
+
+def front_figure(front: Front) -> Any:  # Any: kinds of charts
+    """A panel for each two tasks, at most six, for a file; arms are named below."""
+    panels = [front_chart(front, *pair) for pair in front.pairs[:MAX_PAIRS]]
+    sized = [panel.properties(width=250, height=220) for panel in panels]
+    of = f", the first {MAX_PAIRS} of {len(front.pairs)} pairs" * (len(front.pairs) > MAX_PAIRS)
+    shown = front.arms.head(MAX_DRAWN).select("number", "arm").iter_rows()
+    arms = [f"{number} {arm}" for number, arm in shown]
+    lines = [HOW, *(", ".join(arms[k : k + 4]) for k in range(0, len(arms), 4))]
+    title = alt.Title(f"{front.task}, test {front.metric} of each task{of}", subtitle=lines)
+    return alt.concat(*sized, columns=3, title=title).configure(**CONFIG)
+
+
+def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
+    """An axis with room for all runs, by logarithms where it is wide."""
+    seen: list[float] = front.runs[name].to_list()
+    low, high = min(seen), max(seen)
+    by_log = low > 0 and high >= WIDE * low
+    room = 0.08 * ((high - low) or abs(high) or 1)
+    ends = (
+        [low * (low / high) ** 0.08, high * (high / low) ** 0.08]
+        if by_log
+        else [low - room, high + room]
+    )
+    scale = alt.Scale(type="log" if by_log else "linear", domain=ends, nice=False, zero=False)
+    form = alt.Axis(format=".2~%" if is_share(front.metric) else ".3~g", tickCount=5)
+    label = f"{front.metric} {name}{' (log scale)' * by_log}"
+    channel = alt.X if axis == "x" else alt.Y
+    return channel(f"{axis}:Q", title=label, scale=scale, axis=form)
+
+
+def front_table(front: Front) -> pl.DataFrame:
+    """The means of the arms in every task, half of their intervals, and what dominates them."""
+    names = [column for name in front.names for column in (name, f"{name} ±")]
+    by = [listed(arms) if arms else "none" for arms in front.arms["dominated by"].to_list()]
+    table = front.arms.with_columns(pl.Series("dominated by", by))
+    return table.select("arm", "number", "n", *names, "dominated by")
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """The losses of a task on a grid, and the trajectories of each arm from all starts.
+
+    `grid` has a row for each loss and cell, with its rank among the cells in 15 levels, which shows
+    valleys and plateaus alike; `points` those of each arm and `way`, in their order; `pareto` those
+    of the Pareto set.
+    """
+
+    grid: pl.DataFrame
+    points: pl.DataFrame
+    pareto: pl.DataFrame
+
+
+def landscapes(study: Study) -> list[Landscape]:
+    """Return one for each task that has one; a file that cannot be read is a fault of the study.
+
+    Runs that differ in where they start, or in their seed, are of one arm.
+    """
+    contents: dict[str, Mapping[str, Any]] = {}  # Any: what JSON can hold
+    starts: dict[str, dict[str, list[float]]] = {}
+    for run in (run for run in study.all_runs if run.is_readable):
+        try:
+            content = read_json(run.path / LANDSCAPE)
+            if lacking := [
+                key for key in PARTS if content is not None and content.get(key) is None
+            ]:
+                raise BrokenFile(run.path / LANDSCAPE, f"has no {', '.join(lacking)}")
+        except BrokenFile as error:
+            fault = f"{run.name}: {error}"
+            study.faults.extend([fault] * (fault not in study.faults))
+            continue
+        if content is not None:
+            start = content.pop("start")
+            key = canonical(content)
+            contents[key] = content
+            starts.setdefault(key, {})[run.name] = start
+    found = (_landscape(study, content, starts[key]) for key, content in contents.items())
+    return [one for one in found if len(one.grid)]
+
+
+def _landscape(
+    study: Study, content: Mapping[str, Any], starts: Mapping[str, list[float]]
+) -> Landscape:
+    names = [f"loss {name}" for name in content["values"]]
+    every = [slice(None, None, ceil(len(content[x]) / MAX_CELLS)) for x in ("x1", "x2")]
+    cells = [(x1, x2) for x2 in content["x2"][every[1]] for x1 in content["x1"][every[0]]]
+    grid = pl.DataFrame(cells, schema=["x1", "x2"], orient="row").with_columns(
+        pl.Series(
+            name, [loss for row in table[every[1]] for loss in row[every[0]]], dtype=pl.Float64
+        )
+        for name, table in zip(names, content["values"].values(), strict=True)
+    )
+    grid = grid.with_columns(pl.mean_horizontal(names, ignore_nulls=False).alias(MEAN))
+    grid = grid.unpivot(index=["x1", "x2"], variable_name="loss", value_name="level")
+    grid = grid.filter(pl.col("level").is_finite())
+    rank = (pl.col("level").rank("dense") - 1) * LEVELS // pl.col("level").n_unique()
+    grid = grid.with_columns(rank.over("loss").cast(pl.Int64))
+    runs = [
+        replace(run, config={**(run.config or {}), "task": _task(run)})
+        for run in study.all_runs
+        if run.name in starts
+    ]
+    points = [
+        {"arm": arm.name, "way": way, "x1": x1, "x2": x2}
+        for arm in group(runs)[:MAX_ARMS]
+        for way, run in enumerate(arm.runs)
+        for x1, x2 in _points(study, run, starts[run.name])
+    ]
+    around = [*content["pareto"], *content["pareto"][: bool(content.get("closed"))]]
+    pareto = pl.DataFrame(around, schema={"x1": pl.Float64, "x2": pl.Float64}, orient="row")
+    return Landscape(grid, pl.DataFrame(points), pareto)
+
+
+def _points(study: Study, run: LoadedRun, start: Sequence[float]) -> list[tuple[float, float]]:
+    """The start, the logged points and the end, up to one that is not finite."""
+    points = [(start[0], start[1])]
+    if {X1, X2} <= {*study.metrics.columns}:
+        rows = study.metrics.filter(pl.col("run") == run.name).select("step", X1, X2)
+        points += rows.drop_nulls().unique("step").sort("step").select(X1, X2).rows()
+    x1, x2 = run.number(X1), run.number(X2)
+    if x1 is not None and x2 is not None and (x1, x2) != points[-1]:
+        points.append((x1, x2))
+    points = [point for point in points if all(map(isfinite, point))]
+    last, most = len(points) - 1, min(len(points), MAX_PLACES)
+    return [points[place * last // max(1, most - 1)] for place in range(most)]
+
+
+def landscape_chart(landscape: Landscape, facet: bool = False) -> Any:  # Any: kinds of charts
+    """The trajectories of an arm over a loss, both chosen in the chart.
+
+    With `facet`, for a file, each loss has a panel, and each arm one over the mean of the losses.
+    """
+    losses = landscape.grid["loss"].unique(maintain_order=True).to_list()
+    arms = landscape.points["arm"].unique(maintain_order=True).to_list()
+    if not facet:
+        chosen = choice("loss", "Contours of", losses[::-1]), choice("arm", "Arm", arms)
+        return finished(_over(landscape, "loss", "arm").add_params(*chosen), HOW_WAYS, 380)
+    panels = [_over(landscape, dumps(loss), "0").properties(title=loss) for loss in losses]
+    panels += [_over(landscape, dumps(MEAN), dumps(arm)).properties(title=arm) for arm in arms]
+    sized = [panel.properties(width=200, height=200) for panel in panels]
+    return alt.concat(*sized, columns=4).configure(**CONFIG)
+
+
+def _over(landscape: Landscape, loss: str, arm: str) -> Any:  # Any: kinds of charts
+    """A loss with the trajectories of an arm; both are expressions."""
+    channels: list[Any] = []  # Any: Altair has no type for the channels of both axes
+    widths: dict[str, Any] = {}
+    for channel, name in ((alt.X, "x1"), (alt.Y, "x2")):
+        places = landscape.grid[name].unique().sort().to_list()
+        first, last = places[0], places[-1]
+        scale = alt.Scale(domain=[first, last], nice=False)
+        channels.append(channel(f"{name}:Q", title=name, scale=scale, axis=alt.Axis(grid=False)))
+        widths[f"{name}_end"] = f"datum.{name} + {(last - first) / max(1, len(places) - 1)}"
+    ground = alt.Chart(inline(landscape.grid, by=["loss", "x2"]))
+    ground = ground.transform_filter(f"datum.loss == {loss}").transform_flatten(["x1", "level"])
+    level: dict[str, Any] = {"scale": alt.Scale(scheme="cividis"), "legend": None}
+    cells = ground.transform_calculate(**widths).mark_rect(clip=True, strokeWidth=0.7)
+    cells = cells.encode(*channels, alt.Color("level:Q", **level), alt.Stroke("level:Q", **level))
+    pareto = alt.Chart(inline(landscape.pareto.with_row_index("place")))
+    pareto = pareto.mark_line(clip=True, color=PARETO, strokeWidth=4)
+    ways = alt.Chart(inline(landscape.points, by=["arm", "way"]))
+    ways = ways.transform_filter(f"datum.arm == {arm}")
+    lines = ways.transform_flatten(["x1", "x2"]).transform_window(place="row_number()")
+    lines = lines.mark_line(clip=True, color=PAPER, strokeWidth=1.6).encode(detail="way:N")
+    ends: dict[str, Any] = {name: f"[datum.{name}[0], peek(datum.{name})]" for name in ("x1", "x2")}
+    marks = ways.transform_calculate(at="['start', 'end']", **ends)
+    marks = marks.transform_flatten(["x1", "x2", "at"])
+    shapes = alt.Scale(domain=["start", "end"], range=["circle", "cross"])
+    marks = marks.mark_point(filled=True, size=60, opacity=1, color=END, stroke=INK)
+    return alt.layer(
+        cells.encode(alt.X2("x1_end"), alt.Y2("x2_end")),
+        pareto.encode(*channels, order="place:O"),
+        lines.encode(*channels, order="place:O"),
+        marks.encode(*channels, alt.Shape("at:N", scale=shapes, title=None)),
+    )
+
+
+def sections(study: Study) -> list[Section]:
+    """Return the sections of the page on trade-offs and on trajectories."""
+    found = fronts(study)
+    charts = [
+        finished(front_chart(front, *pair), f"{front.metric} of {' and '.join(pair)} by arm", 300)
+        for front in found
+        for pair in front.pairs[:MAX_PAIRS]
+    ]
+    captions = [f"{front.task}: test {front.metric} of each task" for front in found]
+    frames = zip(captions, map(front_table, found), strict=True)
+    tables = [frame_table(*table, is_open=True) for table in frames]
+    more = max((len(front.arms) for front in found), default=0)
+    notes = [f"The first {MAX_DRAWN} of {more} arms are drawn."] * (more > MAX_DRAWN)
+    fields = ("fronts", "Trade-off between the tasks", HOW, charts, tables, notes)
+    parts = [Section(*fields)] if found else []
+    ways = [landscape_chart(landscape) for landscape in landscapes(study)]
+    return [*parts, *([Section("trajectories", "Trajectories", HOW_WAYS, ways)] if ways else [])]

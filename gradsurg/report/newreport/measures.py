@@ -1,0 +1,193 @@
+"""Further comparisons of a study: cost, steps to the target, update effects, links of a chain."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from statistics import median
+from typing import Any
+
+import polars as pl
+
+from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
+from gradsurg.report.compare import (
+    ENDED,
+    PLAIN,
+    compared,
+    plain_name,
+    why_not,
+)
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import Study
+from gradsurg.stats import benjamini_hochberg, paired_difference, sign_test_p_value
+from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
+
+
+def costs(study: Study) -> pl.DataFrame:
+    """Compare step times with those of the plain control, where both are known.
+
+    `ratio` is the median over pairs of runs, `low` and `high` are the least and the greatest.
+    Other controls run a surgery themselves, and so give no cost.
+    """
+    keys = ("time/step_ms", "time/measured_step_ms")
+    rows = [
+        (arm.name, *map(run.number, keys), other.number(keys[0]))
+        for arm in study.arms
+        for run in ([] if arm.is_control else arm.whole)
+        if (other := study.by_name.get(run.controls.get("plain") or run.control or ""))
+        and (other.label, other.state) == ("none", "finished")
+    ]
+    names = ("treated_ms", "measured_ms", "control_ms")
+    schema = {"arm": pl.String} | dict.fromkeys(names, pl.Float64)
+    pairs = pl.DataFrame(rows, schema=schema, orient="row").filter(
+        pl.col("treated_ms") > 0, pl.col("control_ms") > 0
+    )
+    ratio = pl.col("treated_ms") / pl.col("control_ms")
+    return pairs.group_by("arm", maintain_order=True).agg(
+        pairs=pl.len(),
+        ratio=ratio.median(),
+        low=ratio.min(),
+        high=ratio.max(),
+        **{name: pl.col(name).median() for name in names},
+        ratios=ratio,
+    )
+
+
+TIMES = {
+    **dict.fromkeys(("arm", "against", "until"), pl.String),
+    **dict.fromkeys(("n", "sooner", "later"), pl.Int64),
+    **dict.fromkeys(("p", "q", "median"), pl.Float64),
+    "both": pl.List(pl.Float64),
+    "not_compared": pl.String,
+}
+
+
+def times_to_target(study: Study) -> pl.DataFrame:
+    """Compare the steps at which an arm and its control reached the stopping condition.
+
+    A seed that did not reach it, or diverged before, counts as later than all that did. p is that
+    of the exact sign test of `sooner` against `later`; `both` are the differences in steps of the
+    seeds that reached it in both arms, and `median` is theirs.
+    """
+    rows: list[dict[str, Any]] = []  # Any: the values of a row
+    for arm in study.arms:
+        lost: Counter[str] = Counter()
+        steps, against, until = [], PLAIN, ""
+        for run in () if arm.is_control else arm.runs:
+            other = study.by_name.get(run.control or "")
+            if (why := why_not(run, other, "control", ENDED)) or other is None:
+                lost[why] += 1
+            elif UNTIL_REACHED in (run.summary or {}) and UNTIL_REACHED in (other.summary or {}):
+                against, until = plain_name(other), str((run.summary or {})[UNTIL])
+                steps.append((step_reached(run), step_reached(other)))
+        if steps:
+            ends = [(inf if a is None else a, inf if b is None else b) for a, b in steps]
+            sooner, later = sum(a < b for a, b in ends), sum(a > b for a, b in ends)
+            both = [a - b for a, b in steps if a is not None and b is not None]
+            rows.append(
+                {
+                    "arm": arm.name,
+                    "against": against,
+                    "until": until,
+                    "n": len(steps),
+                    "sooner": sooner,
+                    "later": later,
+                    "p": sign_test_p_value(sooner, later),
+                    "median": median(both) if both else None,
+                    "both": both,
+                    "not_compared": ", ".join(f"{n} {why}" for why, n in lost.items()),
+                }
+            )
+    if len(rows) > 1:
+        for row, q in zip(rows, benjamini_hochberg([row["p"] for row in rows]), strict=True):
+            row["q"] = q
+    return pl.DataFrame(rows, schema=TIMES)
+
+
+def step_reached(run: LoadedRun) -> float | None:
+    """Return the step at which a run reached its stopping condition; None if it did not."""
+    return run.number(UNTIL_STEP) if (run.summary or {}).get(UNTIL_REACHED) else None
+
+
+UPDATES = {
+    **dict.fromkeys(("arm", "number"), pl.String),
+    **dict.fromkeys(("mean", "low", "high"), pl.Float64),
+    **dict.fromkeys(("runs", "steps"), pl.Int64),
+}
+
+
+def update_effects(study: Study) -> pl.DataFrame:
+    """Return the update effect of each arm: each number's mean over runs with its t interval."""
+    rows = []
+    for arm in study.arms:
+        sampled = [run for run in arm.whole if run.number(UPDATES_SAMPLED)]
+        steps = sum(run.number(UPDATES_SAMPLED) or 0 for run in sampled)
+        for number in UPDATE_NUMBERS if sampled else ():
+            values = [one for run in sampled if (one := run.number(number.name)) is not None]
+            mean = paired_difference(values, [0.0] * len(values)) if values else None
+            rows.append(
+                {
+                    "arm": arm.name,
+                    "number": number.name,
+                    "mean": mean and mean.mean,
+                    "low": mean and mean.t_low,
+                    "high": mean and mean.t_high,
+                    "runs": len(sampled),
+                    "steps": int(steps),
+                }
+            )
+    return pl.DataFrame(rows, schema=UPDATES)
+
+
+def link_shares(study: Study) -> pl.DataFrame:
+    """Return the share of each link of a chain: the whole chain minus the chain without it.
+
+    The columns are those of a comparison and `link`. Shares need not sum to the effect of the
+    chain: two links with the same effect can both have share 0. q is among the links of a chain.
+    """
+    shorter = left_out(study)
+    empty = compared(study, [], {}).with_columns(link=pl.lit(None, pl.String))
+    frames = [empty]
+    for arm in study.arms:
+        links = {link: None for run in arm.runs for name, link in shorter if name == run.name}
+        arms = [replace(arm, name=link) for link in links]
+        others = {
+            link: {run.name: shorter.get((run.name, link)) for run in arm.runs} for link in links
+        }
+        frame = compared(study, arms, others, kind="shorter chain")
+        frames.append(frame.with_columns(link=pl.col("arm"), arm=pl.lit(arm.name)))
+    return pl.concat(frames)
+
+
+def left_out(study: Study) -> dict[tuple[str, str], str]:
+    """Return the run of the chain without a link, by the names of the whole chain's run and link.
+
+    Found by comparing configs, since a run of a shorter chain may belong to several longer chains
+    and to a sweep. A link is a key of `transform`: a `chain` or a `scheduled` transform is one link
+    with all that is inside.
+    """
+    configs = {
+        run.name: run.config for run in study.all_runs if run.config and run.arm != "control"
+    }
+    names = {_text(config): name for name, config in configs.items()}
+    found = {}
+    for whole, config in configs.items():
+        order = config.get("order") or []
+        for link in order if len(order) > 1 else []:
+            rest = {key: fields for key, fields in config["transform"].items() if key != link}
+            keys = [key for key in order if key != link]
+            name = names.get(_text({**config, "transform": rest, "order": keys}))
+            # A dotted path has one source in both, or it was edited in between.
+            if name and _sources(configs[name]) <= _sources(config):
+                found[whole, link] = name
+    return found
+
+
+def _text(config: Mapping[str, Any]) -> str:  # Any: YAML's values
+    kept = {key: item for key, item in config.items() if key != "sources"}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _sources(config: Mapping[str, Any]) -> set[tuple[str, str]]:  # Any: YAML's values
+    return set((config.get("sources") or {}).items())

@@ -1,0 +1,222 @@
+"""One comparison as a table of text: for the terminal, in Markdown and in LaTeX."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
+from types import MappingProxyType
+
+import polars as pl
+
+from gradsurg.effects.tables import aligned
+from gradsurg.report.arms import Arm
+from gradsurg.report.measures import link_shares
+from gradsurg.report.study import Study
+from gradsurg.report.verdict import Row, rows_of
+from gradsurg.report.wording import amount, amounts, p_text, table_width, title, value
+from gradsurg.plugins.messages import printable
+from gradsurg.stats import TOO_FEW, UNCLEAR
+
+Table = tuple[list[str], list[list[str]]]
+"""Heads and rows."""
+INTERVAL = "95 % interval"
+WORDS = ("arm", "link", "metric", "block", "verdict", "margin", "not compared", "reason")
+"""Heads of columns that are aligned to the left, and folded in a narrow terminal."""
+SHORTER = {UNCLEAR: "unclear", TOO_FEW: "few seeds"}
+"""Verdicts as they stand in a table."""
+NARROWEST = 24  # columns of names, which are folded rather than numbers left out
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "arm": lambda row: row["arm"],
+    "link": lambda row: row.get("link") or "",
+    "metric": lambda row: title(row["metric"]) if row["metric"] else "",
+    "block": lambda row: row["block"] or "",
+    "difference": lambda row: amount(row["metric"], row["difference"]) if row["n"] else "",
+    INTERVAL: lambda row: interval(row),
+    "p": lambda row: p_text(row["p"]) if row["interval"] != "range" else "",
+    "q": lambda row: p_text(row["q"]) if row["interval"] != "range" else "",
+    "verdict": lambda row: SHORTER.get(row["verdict"], row["verdict"]),
+    "margin": lambda row: row["margin"] or "",
+    "higher": lambda row: f"{row['higher']}/{row['n']}" if row["n"] else "",
+    "treated": lambda row: value(row["metric"], row["treated"]) if row["n"] else "",
+    "control": lambda row: value(row["metric"], row["control"]) if row["n"] else "",
+    "n": lambda row: f"{row['n']} of {row['planned']}" if row["unit"] == "seed" else f"{row['n']}",
+    "median": lambda row: amount(row["metric"], row["median"]) if row["n"] else "",
+    "t interval": lambda row: amounts(row["metric"], row["t_low"], row["t_high"]),
+    "effect size": lambda row: "" if (d := row["effect_size"]) is None else f"{d:.2g}",
+    "diverged": lambda row: (
+        f"{row['diverged']} and {row['diverged_control']} of {row['ended']}"
+        if row["p_diverged"] is not None
+        else ""
+    ),
+    "population": lambda row: row["population"] or "",
+    "not compared": lambda row: row["not_compared"] or "",
+}
+"""The cells of a comparison by the heads of their columns."""
+SHORT = (*tuple(COLUMNS)[:1], *tuple(COLUMNS)[4:13], "not compared")
+"""Columns in the terminal, which has a table for each metric."""
+SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
+"""Columns that are left out of a narrow terminal, in this order."""
+ABOUT_SHARES = "the chain minus the chain without it"
+SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
+"""Heads of the columns of a table of links' shares."""
+
+
+def interval(row: Row) -> str:
+    """The interval of a difference as text; a range is called so."""
+    span = amounts(row["metric"], row["low"], row["high"]) if row["n"] > 1 else ""
+    return f"{span} (range)" if span and row["interval"] == "range" else span
+
+
+def outcome_table(
+    rows: Sequence[Row],
+    called: Mapping[str, str] = MappingProxyType({}),
+    columns: Collection[str] = tuple(COLUMNS),
+) -> Table:
+    """Heads and rows of a table of comparisons; columns that are empty in all rows are left out."""
+    if all(row["interval"] == "range" for row in rows if row["n"]):
+        called = {**called, INTERVAL: "range"}
+    cells = {called.get(head, head): [COLUMNS[head](row) for row in rows] for head in columns}
+    if "range" in cells:
+        cells["range"] = [cell.removesuffix(" (range)") for cell in cells["range"]]
+    shown = {head: texts for head, texts in cells.items() if any(texts)}
+    return [*shown], [list(cells) for cells in zip(*shown.values(), strict=True)]
+
+
+def fitted(table: Table, spared: Sequence[Collection[str]] = SPARED) -> str:
+    """Return a table for the terminal; columns are left out, and names folded, until it fits.
+
+    Empty without rows.
+    """
+    heads, rows = table
+    if not rows:
+        return ""
+    columns = {head: cells for head, *cells in zip(heads, *rows, strict=True)}
+    widths = {head: max(map(len, [head, *cells])) for head, cells in columns.items()}
+    words = {head for head in heads if head in WORDS or head == heads[0]}
+    widths |= {head: min(widths[head], NARROWEST) for head in words}
+    for more in spared:
+        if sum(widths[head] + 2 for head in columns) > table_width():
+            columns = {head: cells for head, cells in columns.items() if head not in more}
+    lines = [[*columns], *zip(*columns.values(), strict=True)]
+    left = [place for place, head in enumerate(columns) if head in words]
+    return aligned([[*map(printable, line)] for line in lines], left, table_width())
+
+
+def uncompared(study: Study, frame: pl.DataFrame) -> list[Arm]:
+    """Arms with finished runs and no difference; a control only if nothing is compared at all."""
+    compared = set(frame.filter(pl.col("difference").is_not_null())["arm"])
+    return [
+        arm
+        for arm in study.arms
+        if arm.whole and arm.name not in compared and not (arm.is_control and compared)
+    ]
+
+
+def alone_table(study: Study, arms: Sequence[Arm], most: int | None = None) -> Table:
+    """A row for each arm and metric (the first `most`): mean, least and greatest of its runs."""
+    rows = []
+    for arm in arms:
+        for key, name in list(study.metrics_of.items())[:most]:
+            values = [x for run in arm.whole if (x := study.outcome(run, key)) is not None]
+            if values:
+                texts = [value(key, x) for x in (fmean(values), min(values), max(values))]
+                rows.append([arm.name, name, str(len(values)), *texts])
+    return ["arm", "metric", "n", "mean", "least", "greatest"], rows
+
+
+def shares_text(shares: pl.DataFrame) -> list[str]:
+    """Return a table of each link's share in the first metric, for each chain."""
+    rows = rows_of(shares)
+    columns = ("link", *SHORT[1:], "n", "not compared")
+    texts = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        table = outcome_table([row for row in rows if row["arm"] == name], SHARED, columns)
+        caption = f"{name}. Each link's share in {title(rows[0]['metric'])}, {ABOUT_SHARES}:"
+        texts.append(
+            f"{printable(caption)}\n\n{fitted(table, ({'with it', 'without it'}, {'higher'}))}"
+        )
+    return texts
+
+
+def markdown(study: Study, frame: pl.DataFrame, told: Sequence[str]) -> str:
+    """Return the outcomes as text for an issue or a README: what is `told`, then tables.
+
+    Names and reasons cannot be markup.
+    """
+    shares, alone = link_shares(study), uncompared(study, frame)
+    tables = [("", outcome_table(frame.to_dicts()))] if len(frame) else []
+    if len(shares):
+        caption = f"Each link's share, {ABOUT_SHARES}."
+        tables.append((caption, outcome_table(shares.to_dicts(), SHARED)))
+    if alone:
+        caption = "Arms that are not compared."
+        tables.append((caption, alone_table(study, alone)))
+    parts = [_plain(text) for text in (f"# {study.folder.name}", *told)]
+    for caption, (heads, rows) in tables:
+        cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+        lines = ["| " + " | ".join(map(_plain, row)) + " |" for row in cells]
+        parts += [*([_plain(caption)] if caption else []), "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Escape the characters of links, HTML, code, emphasis and cells of Markdown."""
+    text = re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", printable(text).replace("&", "&amp;"))
+    return text.replace("://", ":\\//").replace("www.", "www\\.")
+
+
+TEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "·": r"$\cdot$",
+        "-": "{-}",
+    }
+)
+PAPER = ("arm", "n", "treated", "control", "difference", INTERVAL, "p", "q")
+
+
+def latex(study: Study, frame: pl.DataFrame, metric: str = "", numbered: bool = False) -> str:
+    """Return a table of one metric for a paper, a row for each arm; it needs the package booktabs.
+
+    The first metric of the study by default. The label of the table is that of the study, and with
+    `numbered` that of the study and the metric.
+    """
+    key = metric or next(iter(study.metrics_of), "")
+    heads, rows = outcome_table(rows_of(frame, key), columns=PAPER)
+    about = (
+        f"{title(key)}: means of both arms, their difference paired by seed, the 95 % interval "
+        "that inverts the sign-flip test (below 6 seeds the range), and p of that test"
+    )
+    about += "; q is p corrected for the number of arms" if "q" in heads else ""
+    label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * numbered)
+    lines = [" & ".join(_cell(cell) for cell in row) + r" \\" for row in [heads, *rows]]
+    return "\n".join(
+        [
+            r"% \usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering\small\setlength{\tabcolsep}{4pt}",
+            rf"\caption{{{_cell(study.folder.name)}. {_cell(about)}.}}",
+            rf"\label{{tab:{label}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+            r"\toprule",
+            lines[0],
+            r"\midrule",
+            *lines[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _cell(text: str) -> str:
+    """A text in LaTeX; a number is in math mode, where a hyphen is a minus and e-05 a power."""
+    number = r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?"
+    if not re.fullmatch(rf"{number}%?(?: to {number})?(?: pp)?(?: \(range\))?|< {number}", text):
+        return printable(text).translate(TEX)
+    text = re.sub(r"e([+-]?\d+)", lambda power: rf" \cdot 10^{{{int(power[1])}}}", text)
+    text = re.sub(r" (to |pp|\(range\))", r"\\mbox{ \1}", text)
+    return f"${text}$".replace("%", r"\%")

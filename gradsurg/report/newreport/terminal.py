@@ -1,0 +1,311 @@
+"""Text for the terminal: the report of a job after training, and the overview of a study."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os.path import relpath
+from pathlib import Path
+
+import polars as pl
+
+from gradsurg.effects.numbers import UPDATE_NAMES
+from gradsurg.effects.tables import effect_table as effect_text
+from gradsurg.effects.tables import number
+from gradsurg.report.cautions import cautions
+from gradsurg.report.compare import PLAIN, compare
+from gradsurg.report.measures import costs, link_shares, update_effects
+from gradsurg.report.study import Study, read_study
+from gradsurg.report.sweeps import best_arms, trends
+from gradsurg.report.tables import (
+    INTERVAL,
+    SHORT,
+    alone_table,
+    fitted,
+    outcome_table,
+    shares_text,
+    uncompared,
+)
+from gradsurg.report.tuning import read_tunings, tuning_text
+from gradsurg.report.verdict import (
+    Row,
+    best_sentence,
+    reached,
+    rows_of,
+    sentence,
+    trend_sentence,
+)
+from gradsurg.report.wording import count, duration, filled, table_width, title
+from gradsurg.plugins.messages import printable
+from gradsurg.stats import Margin
+from gradsurg.training.frames import effect_table
+from gradsurg.training.run_directory import ERROR, RunDirectory
+
+MAX_LISTED = 20
+MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
+LOOKS = {"finished": "green", "diverged|failed|unreadable": "red", "running|interrupted": "yellow"}
+"""Colours of the numbers of runs in a state."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The run directories of one seed; one of them can be missing.
+
+    `without` are the directories of the chain without a link.
+    """
+
+    treated: Path | None
+    control: Path | None
+    without: Mapping[str, Path | None] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.treated, self.control, *self.without.values()) if path]
+
+
+def report(runs: Sequence[Runs], margin: Margin | None = None) -> str:
+    """Return the report of a job: verdict, cautions, outcomes, and the effects at each site."""
+    paths = list(dict.fromkeys(path for run in runs for path in run.paths))
+    study, shares = job_study(runs), []
+    if any(run.without for run in runs):
+        shares = shares_text(link_shares(read_study(paths[0].parent, [p.name for p in paths])))
+    frame = compare(study, margin)
+    rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
+    parts = [
+        _head(study, frame, margin),
+        _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
+        *shares,
+        _lines([*update_lines(study), *_notes(study)]),
+        conflicts := _conflicts(study),
+        _effects(study, [run.treated for run in runs if run.treated] or paths, bool(conflicts)),
+        f"{count(len(paths), 'run')} in {printable(relpath(paths[0].parent))}",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def overview(study: Study, margin: Margin | None = None) -> str:
+    """Return the overview of a study as plain text of the terminal's width."""
+    frame, first = compare(study, margin), next(iter(study.metrics_of), "")
+    few = frame["arm"].n_unique() <= MAX_WHOLE
+    over = [trend_sentence(row) for row in trends(study, frame).filter(metric=first).to_dicts()]
+    over += [best_sentence(row) for row in best_arms(study, margin).to_dicts()]
+    tables = []
+    for metric, name in list(study.metrics_of.items())[: None if few else 1]:
+        rows = rows_of(frame, metric)
+        if any(row["n"] for row in rows):
+            tables.append(f"{name}\n{fitted(outcome_table(rows, columns=SHORT))}")
+    alone = uncompared(study, frame)
+    parts = [
+        _head(study, frame, margin, over),
+        _lines(effort(study)),
+        *tables,
+        _lines(tuning_text(*read_tunings(study.folder, study.arms))),
+        f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
+        _conflicts(study),
+        *(shares_text(link_shares(study)) if few else []),
+        _lines(update_lines(study)) if few else "",
+        _unfinished(study),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def print_overview(study: Study, margin: Margin | None = None) -> None:
+    """Print the overview, with the states of runs in colour if standard output is a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text(overview(study, margin))
+    for states, look in LOOKS.items():
+        text.highlight_regex(rf"\b\d+ (?:{states})\b", look)
+    Console(highlight=False).print(text, soft_wrap=True)
+
+
+def pairs_text(frame: pl.DataFrame, margin: Margin | None = None) -> str:
+    """Return arms compared with each other: a sentence for each pair, a table for each metric."""
+    told = [
+        sentence(part.with_columns(arm=pl.col("arm").str.split(" - ").list.first()), margin=margin)
+        for _, part in frame.group_by("arm", maintain_order=True)
+    ]
+    called = {"treated": "first", "control": "second"}
+    tables = [
+        f"{title(metric)}\n{fitted(outcome_table(rows_of(frame, metric), called, SHORT))}"
+        for metric in frame["metric"].unique(maintain_order=True)
+    ]
+    return "\n\n".join([_lines(told), *tables])
+
+
+def _head(
+    study: Study, frame: pl.DataFrame, margin: Margin | None, over: Sequence[str] = ()
+) -> str:
+    """Verdict, sweeps and cautions."""
+    verdict = [*reached(study), sentence(frame, study, margin), *over]
+    told = "\n".join(filled(printable(text)) for text in verdict)
+    return "\n\n".join(filter(None, (told, _lines(cautions(study, frame)))))
+
+
+def _lines(texts: Sequence[str]) -> str:
+    """Wrap lines without breaking names, so that they can be copied."""
+    return "\n".join(filled(printable(text), "  ") for text in texts)
+
+
+def job_study(runs: Sequence[Runs]) -> Study:
+    """Return the study of a job's runs alone, each compared with the control of this job."""
+    beside = {run.treated.name: run.control and run.control.name for run in runs if run.treated}
+    wanted = {*beside, *(run.control.name for run in runs if run.control)}
+    study = read_study(next(path.parent for run in runs for path in run.paths), wanted)
+    arms = []
+    for arm in study.arms:
+        members = [run for run in arm.runs if run.path.name in wanted]
+        own = tuple(replace(run, control=beside.get(run.path.name)) for run in members)
+        arms += [replace(arm, runs=own)] * bool(own)
+    return replace(study, arms=arms)
+
+
+def failures(paths: Sequence[Path]) -> str:
+    """Return a line for each arm with failed runs or whose transform made NaN or infinity.
+
+    `paths` are all runs of a job; empty if nothing failed.
+    """
+    arms: dict[str, list[RunDirectory]] = {}
+    for path in dict.fromkeys(paths):
+        arms.setdefault(path.name.rpartition("-seed")[0], []).append(RunDirectory(path))
+    lines = []
+    for label, runs in arms.items():
+        name = "the control arm" if label == "none" else label
+        of = count(len(runs), "run")
+        if failed := [run for run in runs if run.recorded_state == "failed"]:
+            lines.append(
+                f"FAILED: {len(failed)} of {of} of {name}. The first: {failed[0].reason} (the "
+                f"traceback is in {relpath(failed[0].path / ERROR)})"
+            )
+        summaries = [run.read_summary() for run in runs if run.finished]
+        made = [fault for one in summaries if isinstance(fault := one.get("nonfinite"), dict)]
+        if made:
+            lines.append(
+                f"FAILED: {made[0]['transform']} returned NaN or infinity for a finite gradient at "
+                f"site '{made[0]['site']}', step {made[0]['step']}, and the run diverged "
+                f"({len(made)} of {of})."
+            )
+    return _lines(lines)
+
+
+def _job_table(study: Study, rows: Sequence[Row]) -> str:
+    """A metric a row, both arms beside each other, and the step times."""
+    arms = {"treated": rows[0]["arm"], "control": rows[0]["against"]}
+    columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
+    heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
+    notes = []
+    if arms["control"] != PLAIN:
+        notes = [
+            f"No step times: the {arms['control']} arm runs a surgery too; control=plain tells "
+            f"what {arms['treated']} costs."
+        ]
+    for cost in costs(study).to_dicts() if not notes else ():
+        times = [f"{cost[side]:.3g} ms" for side in ("treated_ms", "control_ms")]
+        ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%} (range)" * (cost["pairs"] > 1)
+        row = ["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]
+        table.append(row[: len(heads)])
+        if cost["measured_ms"]:
+            notes = [_about_times(study, cost)]
+    spared = ({"higher"}, {*arms.values()}, {"p"})
+    return "\n".join([fitted((heads, table), spared), *([_lines(notes)] if notes else [])])
+
+
+def _about_times(study: Study, cost: Row) -> str:
+    """Of which steps the step time is."""
+    every = max((run.summary or {}).get("effects_every", 1) for run in study.all_runs)
+    if every == 1:
+        which, more = "each of which measures the effects on gradients", ""
+    else:
+        which = "without those that measure effects on gradients"
+        more = (
+            f" Such a step (one in {every}) takes {cost['measured_ms']:.3g} ms with {cost['arm']}."
+        )
+    return (
+        f"Step time: median over the steps, {which}; its difference: median over the seeds.{more}"
+    )
+
+
+def update_lines(study: Study) -> list[str]:
+    """Describe the update effect of each arm that measured it, a sentence each."""
+    lines = []
+    for (arm,), rows in update_effects(study).group_by("arm", maintain_order=True):
+        means = dict(rows.select("number", "mean").iter_rows())
+        cosine, ratio, change, without = (number(means.get(name)) for name in UPDATE_NAMES)
+        of = f"{count(rows['steps'][0], 'step')} of {count(rows['runs'][0], 'run')}"
+        lines.append(
+            f"Updates of {arm} ({of}), beside those without the surgery: cosine {cosine}, norm "
+            f"ratio {ratio}; a step changes the loss of its batch by {change}, without the surgery "
+            f"by {without}."
+        )
+    return lines
+
+
+def _notes(study: Study) -> list[str]:
+    """Return a line for each different first sentence of the notes, worded as in its first run."""
+    kinds: dict[str, list[str]] = {}
+    for run in study.all_runs:
+        for note in (run.summary or {}).get("notes") or []:
+            kinds.setdefault(note.partition(". ")[0], []).append(note)
+    return [f"Note ({count(len(notes), 'run')}): {notes[0]}" for notes in kinds.values()]
+
+
+def _conflicts(study: Study) -> str:
+    if not any((run.config or {}).get("aggregator") for run in study.all_runs):
+        return ""
+    from gradsurg.report.conflicts import conflict_text  # it imports Altair
+
+    return conflict_text(study)
+
+
+def _effects(study: Study, paths: Sequence[Path], several: bool) -> str:
+    """At each site; an aggregator of `several` tasks has effects only if there is a transform."""
+    rows, examined = effect_table(paths), effect_table(paths, examined=True)
+    if not rows and not examined:
+        configs = [run.config or {} for run in study.all_runs]
+        if any(config.get("aggregator") and not config.get("transform") for config in configs):
+            return "" if several else "No conflict was measured: effects_every=0."
+        return "No effect was measured: effects_every=0, or the transform never acted."
+    means = f"means over {count(len(paths), 'run')}"
+    parts = []
+    if not examined or any(row["calls"] for row in rows):
+        every = {run.summary.get("effects_every", 1) for run in study.all_runs if run.summary}
+        when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
+        parts.append(f"Gradients at each site, {means}{when}:\n\n{_effect_text(rows)}")
+    if examined:
+        training = "acted on no gradient in" if rows else "was not measured in"
+        only = f" (the surgery {training} the training)" if not parts else ""
+        head = f"Gradients at each site in the examination after the training, {means}{only}:"
+        parts.append(f"{_lines([head])}\n\n{_effect_text(examined)}")
+    return "\n\n".join(parts)
+
+
+def _effect_text(rows: list[dict[str, object]]) -> str:
+    for row in rows:
+        if row["transform"] == "none":
+            row["norm_after"] = None  # what it was before: nothing was done
+    return effect_text(rows, table_width())
+
+
+def effort(study: Study) -> list[str]:
+    """The number of runs in each state, training time and hardware, a sentence each."""
+    states = ", ".join(f"{number} {state}" for state, number in study.states.items())
+    sentences = [f"{count(len(study.runs), 'run')}: {states}."]
+    ended = [run.summary for run in study.all_runs if run.summary]
+    times = [summary["time/train_s"] for summary in ended if summary.get("time/train_s")]
+    if times:
+        sentences.append(f"Trained for {duration(sum(times))} in all ({count(len(times), 'run')}).")
+    places = Counter(str(summary["hardware"]) for summary in ended if summary.get("hardware"))
+    told = [
+        f"{place} ({count(n, 'run')})" * (len(places) > 1) or place
+        for place, n in places.most_common()
+    ]
+    return [*sentences, *([f"Hardware: {'; '.join(told)}."] if told else [])]
+
+
+def _unfinished(study: Study) -> str:
+    """Every run that is not finished, with the reason; of very many the first."""
+    runs = [run for run in study.all_runs if run.state != "finished"]
+    rows = [[run.name, run.state, run.reason] for run in runs[:MAX_LISTED]]
+    if len(runs) > MAX_LISTED:
+        rows.append([f"and {len(runs) - MAX_LISTED} more: the page lists them", "", ""])
+    return fitted((["not finished", "state", "reason"], rows), ())

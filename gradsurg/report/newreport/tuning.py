@@ -1,0 +1,170 @@
+"""Tuning: the values that each arm chose on validation data, in sentences, a table and frames."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import polars as pl
+
+from gradsurg.report.arms import Arm, value_text
+from gradsurg.report.load import TUNING
+from gradsurg.report.wording import count, listed, title, value
+from gradsurg.training.run_reader import BrokenFile, read_json
+
+MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
+HEADS = ["arm", "chosen", "validation", "values", "seeds", "diverged", "remarks"]
+Scores = Mapping[int, float | None]  # by seed; None diverged
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The grid of one arm, the scores of each of its points, and the chosen point."""
+
+    name: str
+    metric: str
+    axes: Mapping[str, Sequence[Any]]  # Any: what JSON can hold
+    points: Sequence[tuple[Mapping[str, Any], Scores]]
+    chosen: Mapping[str, Any]
+    runs: Sequence[str]
+
+    @property
+    def best(self) -> Scores:
+        return next(scores for values, scores in self.points if values == self.chosen)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Reasons to widen the grid, or not to trust the choice."""
+        mean, lost = _mean_and_lost(self.best)
+        if mean is None:
+            return ["all values diverged; widen the grid"]
+        remarks = []
+        for key, values in self.axes.items():
+            at = self.chosen[key]
+            numeric = all(isinstance(one, int | float) for one in values)
+            if numeric and len(values) >= MIN_FOR_EDGE and at in (min(values), max(values)):
+                which = "smallest" if at == min(values) else "largest"
+                remarks.append(f"{key}={value_text(at)} is the {which} of the grid: widen it")
+        equal = [
+            ", ".join(map(value_text, values.values()))
+            for values, scores in self.points
+            if values != self.chosen and _mean_and_lost(scores) == (mean, lost)
+        ]
+        if equal:
+            remarks.append(f"as good on {title(self.metric)}: {listed(equal)}")
+        if lost:
+            remarks.append(f"{lost} of {len(self.best)} seeds diverged with it")
+        return remarks
+
+    @property
+    def row(self) -> list[str]:
+        """The cells of `HEADS`."""
+        chosen = ", ".join(f"{key}={value_text(item)}" for key, item in self.chosen.items())
+        score = value(self.metric, _mean_and_lost(self.best)[0])
+        lost = sum(_mean_and_lost(scores)[1] for _, scores in self.points)
+        numbers = [str(number) for number in (len(self.points), len(self.best), lost)]
+        return [self.name, chosen, score, *numbers, "; ".join(self.remarks)]
+
+    @property
+    def sentence(self) -> str:
+        """The choice and its remarks in one line."""
+        name, chosen, score, values, seeds, lost, remarks = self.row
+        grid = f"{count(int(values), 'value')} x {count(int(seeds), 'seed')}"
+        diverged = f", {lost} diverged" if lost != "0" else ""
+        text = f"{name}: {chosen} ({title(self.metric)} {score}; {grid}{diverged})"
+        return "; ".join([text, remarks] if remarks else [text])
+
+
+def read_tunings(
+    files: Path | Iterable[Path], arms: Sequence[Arm] = ()
+) -> tuple[list[Tuning], list[str]]:
+    """Return the tunings in a study's folder, or in these files, and a line for each broken one.
+
+    They have the names of their `arms`, and their order.
+    """
+    if isinstance(files, Path):
+        files = sorted((files / TUNING).glob("*.json"))
+    tunings, faults = [], []
+    for file in files:
+        try:
+            if (content := read_json(file)) is not None:
+                tunings.append(_parsed(file, content))
+        except BrokenFile as error:
+            faults.append(str(error))
+    homes = {run.name: arm.name for arm in arms for run in arm.runs}
+    order = {arm.name: place for place, arm in enumerate(arms)}
+    named = [
+        replace(one, name=next((homes[run] for run in one.runs if run in homes), one.name))
+        for one in tunings
+    ]
+    return sorted(named, key=lambda one: order.get(one.name, len(order))), faults
+
+
+def tuning_text(tunings: Sequence[Tuning], faults: Sequence[str] = ()) -> list[str]:
+    """Return a line for each arm under a heading, and one for each fault; [] without a tuning."""
+    heading = ["Chosen on validation data, with seeds that are not compared:"]
+    return [*heading * bool(tunings), *(f"  {one.sentence}" for one in tunings), *faults]
+
+
+def unequal(tunings: Sequence[Tuning]) -> str:
+    """Return a caution if some arms chose among more points than others; else ''."""
+    sizes = {one.name: len(one.points) for one in tunings}
+    if len(set(sizes.values())) < 2:
+        return ""
+    most, least = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
+    return (
+        f"{most} chose among {sizes[most]} values and {least} among {sizes[least]}: more tries are "
+        "an advantage of their own."
+    )
+
+
+def tuning_frames(tunings: Sequence[Tuning]) -> list[pl.DataFrame]:
+    """Return a frame for each tuned key and metric: a row for each arm, value and seed.
+
+    The columns are arm, key, metric, value, seed, score (null if it diverged) and is_chosen. With
+    several keys, of the points that have the chosen values of the others.
+    """
+    groups: dict[tuple[str, str], list[tuple[object, ...]]] = {}
+    for one in tunings:
+        for key in one.axes:
+            for values, scores in one.points:
+                if all(values[other] == one.chosen[other] for other in values if other != key):
+                    at = values[key], values == one.chosen
+                    rows = groups.setdefault((key, one.metric), [])
+                    rows += [(one.name, at[0], seed, x, at[1]) for seed, x in scores.items()]
+    frames = []
+    for (key, metric), rows in groups.items():
+        if not all(isinstance(row[1], int | float) for row in rows):
+            rows = [(arm, value_text(at), *rest) for arm, at, *rest in rows]
+        columns = ["arm", "value", "seed", "score", "is_chosen"]
+        frame = pl.DataFrame(rows, schema=columns, orient="row", strict=False)
+        frames.append(frame.with_columns(key=pl.lit(key), metric=pl.lit(metric)))
+    return frames
+
+
+def _mean_and_lost(scores: Scores) -> tuple[float | None, int]:
+    known = [score for score in scores.values() if score is not None]
+    return fmean(known) if known else None, len(scores) - len(known)
+
+
+def _parsed(file: Path, content: Mapping[str, Any]) -> Tuning:
+    try:
+        control = content["role"] == "control" and content["label"] == "none"
+        points: dict[int, tuple[dict[str, Any], dict[int, float | None]]] = {}
+        for row in content["rows"]:
+            _, scores = points.setdefault(row["place"], (dict(row["values"]), {}))
+            scores[row["seed"]] = None if row["score"] is None else float(row["score"])
+        one = Tuning(
+            "control" if control else str(content["label"]),
+            str(content["metric"]),
+            {axis["key"]: list(axis["values"]) for axis in content["axes"]},
+            list(points.values()),
+            dict(content["chosen"]),
+            list(content["runs"]),
+        )
+        if one.best and one.sentence:
+            return one
+    except (KeyError, TypeError, ValueError, StopIteration, AttributeError):
+        pass
+    raise BrokenFile(file, "is not the choice of an arm")

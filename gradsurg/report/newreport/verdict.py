@@ -1,0 +1,273 @@
+"""The verdict of a study in one sentence, and sentences on targets and sweeps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from gradsurg.report.measures import times_to_target
+from gradsurg.report.study import Study
+from gradsurg.report.wording import (
+    amount,
+    amounts,
+    better,
+    capital,
+    count,
+    listed,
+    p_text,
+    size,
+    sizes,
+    title,
+    value,
+)
+from gradsurg.stats import (
+    MIN_FOR_P,
+    TOO_FEW,
+    UNCLEAR,
+    Margin,
+    sign_flip_is_exact,
+)
+from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
+
+Row = Mapping[str, Any]  # Any: one row of the frame of `compare`
+
+DOES = {"higher": "raises", "lower": "lowers"}
+MARGINS = {
+    "equivalent": "{arm} and {against} are equivalent in {metric} within {margin}",
+    "not worse": "{arm} is not worse than {against} in {metric} by {margin} or more",
+    "better": "{arm} is better than {against} in {metric}",
+    "undecided": "Whether {arm} and {against} are equivalent in {metric} within {margin} is open",
+}
+"""How the sentence begins that answers the question of a margin."""
+MAX_NAMED = 4  # arms in one list of a sentence
+
+
+def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
+    """Return the comparisons of one metric, the first by default, without the rows of blocks."""
+    whole = frame.filter(pl.col("block").is_null())
+    key = metric or (whole["metric"][0] if len(whole) else "")
+    return whole.filter(metric=key).to_dicts()
+
+
+def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | None = None) -> str:
+    """Return the verdict on the first metric of a comparison, in one sentence.
+
+    Direction, size, interval, p, wins and population; seeds that diverged come first. Of several
+    arms those with a clear difference are named, and the others counted. `study` tells what there
+    is where nothing can be compared, `margin` is the one that was given to `compare`.
+    """
+    margin = margin or (study.margin if study else None)
+    rows = rows_of(frame)
+    compared = [row for row in rows if row["difference"] is not None]
+    vacuous = [row for row in rows if row["vacuous"]]
+    lost = _diverged(rows)
+    if not compared:
+        return (
+            f"{lost}; no seed is left to compare."
+            if lost
+            else vacuous_sentence(vacuous)
+            if vacuous
+            else _nothing(study)
+        )
+    text = _of_one(compared[0], margin) if len(compared) == 1 else _of_many(compared, margin)
+    if not lost:
+        return f"{text}."
+    if not any(text.startswith(row["arm"]) for row in compared):
+        text = text[:1].lower() + text[1:]
+    return f"{lost}; over the others, {text}."
+
+
+def _of_one(row: Row, margin: Margin | None) -> str:
+    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row)
+    difference = amount(key, row["difference"])
+    if row["margin"] and margin is not None:
+        limit = size(key, margin.of(row["control"]))
+        names = {"arm": arm, "against": against, "metric": title(key), "margin": limit}
+        return f"{MARGINS[row['margin']].format(**names)}: {difference} ({told})"
+    if word := DOES.get(row["verdict"]):
+        beside = "" if against == "control" else f" against {against}"
+        return f"{arm} {word} {title(key)} by {size(key, row['difference'])}{beside} ({told})"
+    if row["verdict"] == "identical":
+        seeds = count(row["repeats"] or row["n"], row["unit"])
+        return f"{capital(title(key))} is identical with {arm} and {against} in {seeds}"
+    if row["verdict"] == UNCLEAR:
+        between = f"{title(key)} between {arm} and {against}"
+        return f"No clear difference in {between}: {difference} ({told})"
+    number = "one training is" if row["repeats"] else f"{count(row['n'], row['unit'])} are"
+    few = f"{number.replace('1 seed are', '1 seed is')} too few for a test"
+    return f"{capital(title(key))} of {arm} minus {against}: {difference} ({told}); {few}"
+
+
+def evidence(row: Row, population: bool = True) -> str:
+    """Return interval, p, q, wins and population of a comparison, as they stand in brackets.
+
+    The interval of a clear difference has the sign of the verdict's word, so none of its own.
+    """
+    key, n, parts = row["metric"], row["n"], []
+    if n > 1 and row["interval"] == "range":
+        span = amounts(key, row["low"], row["high"])
+        parts.append(f"range over {count(n, row['unit'])} {span}")
+    elif n > 1 and row["interval"]:
+        directed = row["verdict"] in DOES and not row["margin"]
+        ends = (sizes if directed else amounts)(key, row["low"], row["high"])
+        parts.append(f"{row['interval']} interval {ends}")
+    if n >= MIN_FOR_P and row["p"] is not None:
+        exact = "exact " if sign_flip_is_exact(n) else ""
+        q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
+        parts.append(f"{exact}sign-flip p {p_text(row['p'])}{q}")
+    if n > 1:
+        parts.append(wins(row))
+    if row["population"] and population:
+        parts.append(row["population"])
+    return "; ".join(parts) or "one run of each"
+
+
+def wins(row: Row) -> str:
+    """Return `lower in 7 of 8 seeds`; with ties both directions are counted."""
+    word, other = ("higher", "lower") if row["difference"] > 0 else ("lower", "higher")
+    tied = row["higher"] + row["lower"] < row["n"]
+    also = f" and {other} in {row[other]}" if tied and row[other] else ""
+    return f"{word} in {row[word]}{also} of {count(row['n'], row['unit'])}"
+
+
+def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
+    key, controls = rows[0]["metric"], {row["against"] for row in rows}
+    against = next(iter(controls)) if len(controls) == 1 else "their controls"
+    column = "margin" if margin and any(row["margin"] for row in rows) else "verdict"
+    phrases = []
+    for word in MARGINS if column == "margin" else (*DOES, UNCLEAR, "identical", TOO_FEW):
+        alike = [row for row in rows if row[column] == word]
+        if alike:
+            alike.sort(key=lambda row: -abs(row["difference"]))
+            phrases.append(_phrase(word, alike, len(alike) == len(rows)))
+    limit = ""
+    if margin and column == "margin":
+        limit = f" within {size(key, margin.of(rows[0]['control']))}"
+    places = dict.fromkeys(row["population"] for row in rows if row["population"])
+    where = f" ({'; '.join(places)})" if places else ""
+    subject = f"{len(rows)} arms against {against}{limit}: {title(key)}"
+    return f"{subject} is {'; '.join(phrases)}{where}"
+
+
+def _phrase(word: str, rows: Sequence[Row], are_all: bool) -> str:
+    """One part of the sentence on several arms: those with the same verdict, the largest first."""
+    key, names = rows[0]["metric"], [row["arm"] for row in rows]
+    if word in (*DOES, TOO_FEW):
+        told = [
+            f"{row['arm']} by {(size if word in DOES else amount)(key, row['difference'])} "
+            f"({evidence(row, population=False)})"
+            for row in rows
+        ]
+        if word in DOES:
+            return f"{word} with {listed(told, MAX_NAMED)}"
+        unit = f"{rows[0]['unit']}s"
+        return (
+            f"not tested, as fewer than {MIN_FOR_P} {unit} are too few: {listed(told, MAX_NAMED)}"
+        )
+    if word != UNCLEAR:
+        return f"{word} with {listed(names, MAX_NAMED)}"
+    one = max(rows, key=lambda row: row["high"] - row["low"])
+    which = "" if are_all else f" with {names[0] if len(names) == 1 else f'{len(names)} arms'}"
+    widest = f"{'widest ' if len(names) > 1 else ''}{one['interval']} interval"
+    q = min((row["q"] for row in rows if row["q"] is not None), default=None)
+    least = f"; {'least ' if len(names) > 1 else ''}q {p_text(q)}" if q is not None else ""
+    span = amounts(key, one["low"], one["high"])
+    return f"not clearly different{which} ({widest} {span}{least}; n = {one['n']})"
+
+
+def _diverged(rows: Sequence[Row]) -> str:
+    """Return how many seeds diverged in each arm and in its control; empty if none did."""
+    hit = [row for row in rows if row["diverged"] or row["diverged_control"]]
+    told = [
+        f"{row['diverged']} of {count(row['ended'], 'seed')} diverged with {row['arm']} and "
+        f"{row['diverged_control']} with {row['against']} (exact McNemar p "
+        f"{p_text(row['p_diverged'])})"
+        for row in sorted(hit, key=lambda row: -row["diverged"])
+    ]
+    return listed(told, MAX_NAMED)
+
+
+def vacuous_sentence(rows: Sequence[Row]) -> str:
+    """Return a sentence on controls that are the treatment itself."""
+    names = listed([row["arm"] for row in rows])
+    return (
+        f"{names} turned no gradient (cosine 1 at every site), so the {rows[0]['vacuous']} arm is "
+        f"the same training up to rounding and tells nothing about {names}; compare with "
+        "control=plain."
+    )
+
+
+def _nothing(study: Study | None) -> str:
+    runs = study.all_runs if study else []
+    finished = sum(run.state == "finished" for run in runs)
+    of = f"{finished} of {count(len(runs), 'run')} finished"
+    if runs and all(run.arm == "control" for run in runs):
+        return f"There is no treated arm to compare: {of}."
+    if runs and not any(run.control for run in runs):
+        return f"There is no control to compare with: {of}, and their outcomes stand alone."
+    if all(run.state in ("finished", "diverged") for run in runs):
+        return "No seed finished in both arms, so there is no difference to report."
+    return f"Nothing can be compared yet: {of}, and no seed in both arms."
+
+
+def reached(study: Study) -> list[str]:
+    """Return how many seeds of each arm reached the stopping condition, and whether sooner than
+    in the control; the last sentence says at which step outcomes are taken. [] without one."""
+    asked = [run for run in study.all_runs if UNTIL_REACHED in (run.summary or {})]
+    if not asked:
+        return []
+    told = []
+    for arm in study.arms:
+        runs = [run for run in arm.runs if run in asked]
+        number = sum(bool((run.summary or {})[UNTIL_REACHED]) for run in runs)
+        told += [f"{number} of {count(len(runs), 'seed')} of {arm.name}"] * bool(runs)
+    lines = [f"{(asked[0].summary or {})[UNTIL]} was reached by {listed(told)}."]
+    for row in times_to_target(study).iter_rows(named=True):
+        q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
+        lines.append(
+            f"{row['arm']} reached it sooner than {row['against']} in {row['sooner']} of "
+            f"{count(row['n'], 'seed')} and later in {row['later']} (a seed that never did counts "
+            f"as latest; exact sign test p {p_text(row['p'])}{q}"
+            + (
+                f"; median of {len(row['both'])} that both did {row['median']:+,g} steps"
+                if row["both"]
+                else ""
+            )
+            + ")."
+        )
+    return [*lines, "Outcomes are of the step at which each run has ended."]
+
+
+def trend_sentence(row: Row) -> str:
+    """Return a sentence on a row of `trends`."""
+    key, change = row["metric"], f"the difference in {title(row['metric'])}"
+    about = f"{row['key']} ({row['name']})"
+    span = amounts(key, row["low"], row["high"])
+    q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
+    told = f"95 % interval {span}; sign-flip p {p_text(row['p'])}{q}; " if span else ""
+    size_text = (
+        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']})"
+    )
+    if row["direction"]:
+        return f"{capital(change)} {row['direction']} with {about}: {size_text}."
+    return f"No clear trend of {change} with {about}: {size_text}."
+
+
+def best_sentence(row: Row) -> str:
+    """Return a sentence on a row of `best_arms`: best value against best value."""
+    key, name, word = row["metric"], row["key"], row["verdict"]
+    arms = [
+        f"{arm} {value(key, row[side])} at {row[f'{side}_value']:g}"
+        for arm, side in ((row["label"], "treated"), (row["against"], "control"))
+    ]
+    gain = {UNCLEAR: "no clear difference", better(key): "a gain"}.get(word, word)
+    gain = "a loss" if gain in DOES else gain
+    chosen = title(row["chosen_on"]) + ", which flatters both" * (row["chosen_on"] == key)
+    wider = row["usable_treated"] - row["usable_control"]
+    usable = "as many" if not wider else "more" if wider > 0 else "fewer"
+    return (
+        f"Each at its best {name}, chosen on {chosen}: {' against '.join(arms)}, "
+        f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
+        f"{usable} values are usable ({row['usable_treated']} against {row['usable_control']} of "
+        f"{row['values']})."
+    )

@@ -1,0 +1,83 @@
+"""The files of a report, the rows for loggers, and what was trained."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from gradsurg.report.experiment import commands, experiment
+from gradsurg.report.export import PAGE, WRITTEN, figures_in, study_info, write_report
+from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import read_study
+from tests.report import studies
+
+
+def test_a_report_replaces_what_the_last_one_wrote_and_leaves_other_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_report(read_study(studies.clashing(tmp_path / "first")), out, figures=False)
+    conflicts = pl.read_parquet(out / "conflicts.parquet")
+    assert (len(conflicts), conflicts.columns[:4]) == (16, ["run", "arm", "seed", "state"])
+    assert {"cosines", "others.mgda.cosine", "others.mgda.weights"} < set(conflicts.columns)
+    (out / "mine.txt").write_text("kept", encoding="utf-8")
+    (out / WRITTEN).write_text(json.dumps(["conflicts.parquet", "../first"]), encoding="utf-8")
+    study = read_study(studies.paired(tmp_path / "second", "clip", [0.1, 0.2, 0.3] * 2))
+    assert write_report(study, out, figures=False) == out / PAGE
+    frames = {f"{name}.parquet" for name in ("runs", "comparison", "effects")}
+    names = {path.name for path in out.iterdir()}
+    assert names == {*frames, PAGE, "outcome.md", "outcome.tex", "mine.txt", WRITTEN}
+    assert (tmp_path / "first").is_dir()
+    assert len(pl.read_parquet(out / "runs.parquet")) == 12
+    assert pl.read_parquet(out / "comparison.parquet").filter(metric="test/accuracy")["n"][0] == 6
+    assert "clip raises test accuracy" in (out / "outcome.md").read_text(encoding="utf-8")
+    assert r"\toprule" in (out / "outcome.tex").read_text(encoding="utf-8")
+
+
+def test_a_report_folder_of_the_study_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    study = read_study(studies.paired(tmp_path / "first", "clip", [0.1]))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "first" / "report").symlink_to(tmp_path / "private")
+    with pytest.raises(OSError, match="is a link; name its target with --out"):
+        write_report(study, tmp_path / "first" / "report")
+    assert list((tmp_path / "private").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_figures_are_files_of_three_kinds_and_loggers_get_them_with_the_comparison(
+    tmp_path: Path,
+) -> None:
+    folder, out = studies.clashing(tmp_path / "first", 2, ("pcgrad",)), tmp_path / "out"
+    write_report(read_study(folder), out)
+    info = study_info(read_study(folder), out)
+    drawn = ["conflict-decrease", "conflict-weight", "conflicts", "cost", "curves", "outcome"]
+    assert [name for name, _ in info.figures] == drawn
+    for _, path in info.figures:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in path.with_suffix(".svg").read_text(encoding="utf-8")
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+    (row,) = [row for row in info.rows if row["metric"] == "test/accuracy"]
+    told = {"arm": "pcgrad", "seeds": 2, "of": 2, "against": "control", "not compared": ""}
+    assert told.items() < row.items()
+    assert row["difference"] == pytest.approx(0.05)
+    toy, figures = read_study(studies.toy(tmp_path / "toy")), tmp_path / "figures"
+    write_report(toy, figures)
+    assert {"pareto", "trajectories"} < {path.stem for path in figures_in(figures)}
+
+
+def test_the_experiment_has_its_settings_and_the_command_of_a_sweep(tmp_path: Path) -> None:
+    for label, size in (("clip", 64), ("sign", 8)):
+        studies.whole(tmp_path, label, 0, 0.9, optimizer={"name": label.upper()}, batch_size=size)
+    facts = dict(experiment(read_study(tmp_path)))
+    assert facts["transform"] == "clip: value 0.01, or sign: value 0.01"
+    assert facts["optimizer"] == "CLIP, or SIGN"
+    assert facts["training"] == "40 steps, batches of 8, 64, seeds 0"
+    assert facts["command"].startswith("not recorded")  # these runs have none
+    jobs = [
+        ("transform=clip", f"lr={lr}", f"optimizer={name}", "force=true")
+        for lr in ("0.1", "0.01")
+        for name in ("sgd", "adam")
+    ]
+    runs = [LoadedRun(tmp_path, "finished", command=job) for job in jobs]
+    told = "python -m gradsurg.run -m transform=clip lr=0.01,0.1 optimizer=adam,sgd"
+    assert commands(runs) == [told]
+    assert len(commands(runs[:3])) == 3

@@ -1,0 +1,202 @@
+"""The page of a study as text: what is in it, that nothing in it is markup, and its size."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from gradsurg.report import page as module
+from gradsurg.report.compare import compare
+from gradsurg.report.page import Section, Table, frame_table, page
+from gradsurg.report.study import read_study
+from tests.report import studies
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
+
+
+class Parsed(HTMLParser):
+    """The elements of a page, and the text of those with an id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        last = self.tags[-1][0] if self.tags else ""
+        (self.scripts if last == "script" else self.texts).append(data)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.scripts[0])
+
+
+def page_of(folder: Path, **more: Any) -> str:
+    study = read_study(folder)
+    return page(study, compare(study), more.pop("verdict", "So it is."), **more)
+
+
+def sections_of(text: str) -> list[str]:
+    return re.findall(r'<section aria-labelledby="h-\w+" id="(\w+)"', text)
+
+
+def test_the_experiment_comes_first_then_the_verdict_and_each_section(tmp_path: Path) -> None:
+    text = page_of(
+        studies.mixed(tmp_path / "first"),
+        verdict="clip lowers it.",
+        cautions=["One split alone."],
+        experiment=[("task", "digits"), ("command", "python -m gradsurg.run")],
+        more=[Section("extra", "Something else", notes=["said"])],
+        effort=["Trained for 2 s."],
+    )
+    assert sections_of(text) == ["outcome", "curves", "effects", "extra", "cost", "runs"]
+    order = [
+        "<dt>task</dt>",
+        ">python -m",
+        "noise failed:",
+        "clip lowers it.",
+        "<li>One split",
+    ]
+    places = [text.index(part) for part in [*order, 'id="outcome"', "Trained for 2 s."]]
+    assert places == sorted(places)
+    for link in ("outcome", "extra", "runs"):
+        assert f'href="#{link}"' in text
+    for state in ("diverged", "failed", "interrupted", "planned", "missing", "finished"):
+        assert f'class="{state}"' in text
+
+
+def test_links_updates_and_arms_without_a_control_have_their_sections(tmp_path: Path) -> None:
+    assert {"shares", "updates"} <= {*sections_of(page_of(studies.chain(tmp_path / "chain")))}
+    text = page_of(studies.tasks(tmp_path / "alone", mgda=[(1.0,)], sum=[(2.0,)]))
+    assert sections_of(text) == ["alone", "curves", "effects", "cost", "runs"]
+
+
+def test_swept_values_have_doses_and_best_arms(tmp_path: Path) -> None:
+    for value in (0.1, 0.2, 0.4):
+        for seed in range(2):
+            more = {"optimizer": {"name": "SGD", "lr": value}}
+            control = studies.whole(tmp_path, "none", seed, 0.5 + value + seed / 9, **more)
+            studies.whole(tmp_path, "clip", seed, 0.9 - value, control, **more)
+    text = page_of(tmp_path)
+    assert sections_of(text)[:3] == ["outcome", "best", "doses"]
+    assert "optimizer.lr" in text
+
+
+def test_a_planned_study_has_a_page(tmp_path: Path) -> None:
+    studies.plan(tmp_path, "clip", 0)
+    text = page_of(tmp_path)
+    assert "Nothing has been logged yet." in text
+    assert Parsed(text).data["runs"]["columns"][0] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_names_and_reasons_from_files_are_no_markup(tmp_path: Path) -> None:
+    place = studies.plan(tmp_path, "clip", 0, optimizer={"name": HOSTILE})
+    place.write_error(f"Traceback\nValueError: {HOSTILE}\n")
+    studies.whole(tmp_path, "clip", 1, 0.5, optimizer={"name": "SGD"})
+    hostile = {"verdict": HOSTILE, "cautions": [HOSTILE], "experiment": [(HOSTILE, HOSTILE)]}
+    table = Table(HOSTILE, [HOSTILE], [[HOSTILE]], is_open=True)
+    more = [Section("extra", HOSTILE, HOSTILE, tables=[table], notes=[HOSTILE])]
+    text = page_of(tmp_path, more=more, effort=[HOSTILE], **hostile)
+    parsed = Parsed(text)
+    assert "img" not in {tag for tag, _ in parsed.tags}
+    assert [tag for tag, _ in parsed.tags].count("script") == 3
+    assert "".join(parsed.texts).count(HOSTILE) >= 9
+    assert any(HOSTILE in name for name in parsed.data["arms"])
+    assert any(HOSTILE in text for text in parsed.data["runs"]["notes"]["texts"])
+
+
+def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
+    text = page_of(studies.paired(tmp_path, "clip", [0.1, 0.2]))
+    parsed = Parsed(text)
+    policy = next(attrs["content"] for _, attrs in parsed.tags if "http-equiv" in attrs)
+    assert str(policy).startswith("default-src 'none';")
+    assert "unsafe-eval" not in str(policy)
+    sources = [value for _, attrs in parsed.tags for key, value in attrs.items() if key == "src"]
+    assert sources == []
+    links = [str(attrs["href"]) for _, attrs in parsed.tags if "href" in attrs]
+    assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_each_chart_has_a_text_and_a_table_beside_it(tmp_path: Path) -> None:
+    text = page_of(studies.mixed(tmp_path / "first"))
+    parsed = Parsed(text)
+    drawn = [attrs for _, attrs in parsed.tags if "data-chart" in attrs]
+    assert [attrs["data-chart"] for attrs in drawn] == [str(k) for k in range(len(drawn))]
+    assert len(parsed.data["charts"]) == len(drawn) == 5
+    assert all(len(str(attrs["aria-label"])) > 20 for attrs in drawn)
+    for section in text.split("<section")[3:]:
+        assert ("data-chart" not in section) or ("<table>" in section)
+
+
+def test_a_table_aligns_numbers_and_leaves_no_row_without_a_word() -> None:
+    table = Table(
+        "t", ["arm", "p", "verdict", "none"], [["a", "< 0.1", "x", ""], ["1", "-", "", ""]]
+    )
+    assert table.columns == [("arm", ""), ("p", "num"), ("verdict", ""), ("none", "")]
+    assert Table("t", ["a"], []).columns == [("a", "")]
+    frame = pl.DataFrame({"a": [1.23456789, None], "b": ["x", "y"], "c": [1, 2]})
+    assert frame_table("t", frame).rows == [["1.235", "x", "1"], ["", "y", "2"]]
+
+
+def test_a_long_table_says_how_many_rows_it_has(tmp_path: Path) -> None:
+    table = Table("many", ["row"], [[f"row {k}"] for k in range(module.MAX_ROWS + 1)])
+    text = page_of(
+        studies.paired(tmp_path, "clip", [0.1]), more=[Section("x", "x", tables=[table])]
+    )
+    assert "row 99<" in text
+    assert "row 100<" not in text
+    assert "The first 100 of 101 rows." in text
+
+
+def test_of_very_many_arms_the_first_are_drawn_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in range(3):
+        for seed in range(2):
+            studies.whole(tmp_path, "clip", seed, 0.5, None, value=value)
+    control = studies.whole(tmp_path, "none", 0, 0.5)
+    studies.whole(tmp_path, "clip", 0, 0.6, control, value=9)
+    monkeypatch.setattr(module, "MAX_CURVES", 2)
+    text = page_of(tmp_path)
+    assert text.count("The first 2 of 5 arms are drawn; the Parquet files have all.") == 1
+    drawn = Parsed(text).data["charts"]
+    (curves,) = (one for one in drawn if one["description"].startswith("train loss of all"))
+    assert [row["arm"] for row in curves["data"]["values"]] == ["clip 0", "clip 1"]
+
+
+def test_a_config_is_written_once_for_each_arm(tmp_path: Path) -> None:
+    for value in (1, 2):
+        for seed in range(3):
+            missing = "none-seed9-00000000" if seed == 2 else None
+            studies.whole(tmp_path, "clip", seed, 0.5, missing, value=value)
+    data = Parsed(page_of(tmp_path)).data
+    assert data["common"]["model.name"] == "mlp"
+    assert "seed" not in data["common"]
+    assert data["configs"] == [{"transform.clip.value": "1"}, {"transform.clip.value": "2"}, None]
+    assert data["runs"]["columns"][1] == [0, 0, 0, 1, 1, 1, 2]
+    assert data["runs"]["columns"][2][:6] == [0, 1, 2] * 2
+
+
+def test_the_data_of_a_run_is_short(tmp_path: Path) -> None:
+    study = read_study(studies.paired(tmp_path, "clip", [0.1] * 20))
+    text = json.dumps(module._runs(study, list(study.metrics_of)), separators=(",", ":"))
+    assert len(text) / 40 < 100  # bytes for each run: 10,000 runs stay below a megabyte
+
+
+def test_a_reason_is_written_once(tmp_path: Path) -> None:
+    for seed in range(5):
+        studies.plan(tmp_path, "clip", seed).write_error("Traceback\nValueError: no room\n")
+    text = page_of(tmp_path)
+    notes = Parsed(text).data["runs"]["notes"]
+    assert len(notes["texts"]) == 1
+    assert notes["at"] == [0] * 5
+    assert "5 of 5 runs of clip failed: Traceback; ValueError: no room" in text

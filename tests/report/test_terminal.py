@@ -1,0 +1,373 @@
+"""What a job and a study print, from run directories made by hand; tuning in sentences."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import gradsurg.report.wording as wording
+from gradsurg.report import load_study, summary
+from gradsurg.report.load import NotAStudy
+from gradsurg.report.study import read_study
+from gradsurg.report.terminal import (
+    Runs,
+    failures,
+    job_study,
+    overview,
+    print_overview,
+    report,
+)
+from gradsurg.report.tuning import (
+    Tuning,
+    read_tunings,
+    tuning_frames,
+    tuning_text,
+    unequal,
+)
+from gradsurg.training.run_directory import SUMMARY, RunDirectory
+from tests.report import studies
+
+
+def job(folder: Path, treated: Sequence[float], **more: object) -> list[Runs]:
+    """The runs of a job whose control has an accuracy of 0.9; `more` is in treated summaries."""
+    runs = []
+    for seed, accuracy in enumerate(treated):
+        control = studies.plan(folder, "none", seed)
+        studies.log(control, "none")
+        studies.end(control, "none", 0.9)
+        own = studies.plan(folder, "clip", seed, control.path.name)
+        studies.log(own, "clip")
+        studies.end(own, "clip", accuracy, **more)
+        runs.append(Runs(own.path, control.path))
+    return runs
+
+
+def row_of(text: str, title: str) -> list[str]:
+    """The cells of a line of a table, which two spaces separate."""
+    (line,) = [one for one in text.splitlines() if one.startswith(f"{title}  ")]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def plain(text: str) -> str:
+    assert max(map(len, text.splitlines())) <= wording.TEXT_WIDTH, text
+    assert text == text.strip()
+    assert "\n\n\n" not in text
+    return " ".join(text.split())
+
+
+def test_a_job_prints_the_verdict_both_arms_and_the_effects_of_its_runs_alone(
+    tmp_path: Path,
+) -> None:
+    runs = job(tmp_path, [0.80, 0.81, 0.82, 0.83, 0.84, 0.86])
+    studies.whole(tmp_path, "zero", 0, 0.1, runs[0].control and runs[0].control.name)
+    text = report(runs)
+    said = plain(text)
+    assert said.startswith("clip lowers test accuracy by 7.33 pp (95 % interval ")
+    ends = "-10.00 to -4.00 pp"
+    assert row_of(text, "test accuracy")[1:] == [
+        "82.67%",
+        "90.00%",
+        "-7.33 pp",
+        ends,
+        "0.0312",
+        "0/6",
+    ]
+    assert row_of(text, "step time")[1:] == ["1.5 ms", "1 ms", "+50%", "+50% to +50% (range)"]
+    assert "Such a step (one in 10) takes 2 ms with clip." in said
+    assert "Gradients at each site, means over 6 runs at one step in 10:" in text
+    assert row_of(text, "first.weight")[1:] == ["2", "1", "0.5000", "25.0%", "12.5%", "240"]
+    assert text.splitlines()[-1].startswith("12 runs in ")
+
+
+def test_a_job_with_few_seeds_has_ranges_and_no_p(tmp_path: Path) -> None:
+    text = report(job(tmp_path, [0.80, 0.84, 0.91]))
+    heads = next(line for line in text.splitlines() if "  difference  " in line).split()
+    assert heads == ["clip", "control", "difference", "range", "higher"]
+    assert row_of(text, "test accuracy")[1:] == [
+        "85.00%",
+        "90.00%",
+        "-5.00 pp",
+        "-10.00 to +1.00 pp",
+        "1/3",
+    ]
+
+
+def test_effects_measured_at_every_step_are_said_in_one_clause(tmp_path: Path) -> None:
+    runs = job(tmp_path, [0.8], effects_every=1)
+    for path in tmp_path.glob("none-*"):
+        content = json.loads((path / SUMMARY).read_text("utf-8"))
+        (path / SUMMARY).write_text(json.dumps({**content, "effects_every": 1}), "utf-8")
+    assert "each of which measures the effects on gradients" in plain(report(runs))
+
+
+def test_a_job_is_compared_with_its_own_control(tmp_path: Path) -> None:
+    runs = []
+    for seed, one in enumerate(job(tmp_path, [0.8, 0.8])):
+        label = "placebo-clip"
+        place = studies.plan(tmp_path, label, seed, arm="control")
+        studies.end(place, label, 0.7)
+        runs.append(Runs(one.treated, place.path))
+    text = report(runs)
+    assert row_of(text, "test accuracy")[2] == "70.00%"
+    said = plain(text)
+    assert "of clip minus placebo: +10.00 pp" in said
+    assert "The placebo arm turns each gradient as far as clip" in said
+    assert (
+        "No step times: the placebo arm runs a surgery too; control=plain tells what clip" in said
+    )
+    assert {run.label for run in job_study(runs).all_runs} == {"clip", "placebo-clip"}
+
+
+def test_a_job_tells_links_updates_and_each_kind_of_note_once(tmp_path: Path) -> None:
+    study = read_study(studies.chain(tmp_path))
+    runs = []
+    for seed in range(2):
+        places = {run.label: run.path for run in study.all_runs if run.seed == seed}
+        content = json.loads((places["clip+noise"] / SUMMARY).read_text("utf-8"))
+        notes = [f"clip changed nothing. Quantiles: {seed}", "noise: \x1b[31m"][: 2 - seed]
+        (places["clip+noise"] / SUMMARY).write_text(json.dumps({**content, "notes": notes}))
+        without = {"clip": places["noise"], "noise": places["clip"]}
+        runs.append(Runs(places["clip+noise"], places["none"], without))
+    text = report(runs)
+    said = plain(text)
+    assert "clip+noise. Each link's share in test accuracy" in text
+    assert row_of(text, "noise")[1:3] == ["-12.00 pp", "-14.00 to -10.00 pp"]
+    assert (
+        "Updates of clip+noise (8 steps of 2 runs), beside those without the surgery: cosine"
+        in said
+    )
+    assert "a step changes the loss of its batch by -0.25, without the surgery by -0.5." in said
+    assert [line for line in text.splitlines() if line.startswith("Note")] == [
+        "Note (2 runs): clip changed nothing. Quantiles: 0",
+        r"Note (1 run): noise: \x1b[31m",
+    ]
+    assert "8 runs in" in text
+
+
+def test_runs_without_a_pair_are_printed_alone(tmp_path: Path) -> None:
+    runs = [Runs(one.treated, None) for one in job(tmp_path / "a", [0.8, 0.9])]
+    text = report(runs)
+    assert plain(text).startswith("There is no control to compare with: 2 of 2 runs finished")
+    line = next(one for one in text.splitlines() if one.startswith("clip "))
+    assert line.split() == ["clip", "test", "accuracy", "2", "85.00%", "80.00%", "90.00%"]
+    controls = [Runs(None, one.control) for one in job(tmp_path / "b", [0.8])]
+    alone = report(controls)
+    assert plain(alone).startswith("There is no treated arm to compare: 1 of 1 run finished.")
+    assert "norm after" not in alone
+
+
+@pytest.mark.parametrize("config", [{}, {"aggregator": {"name": "pcgrad"}, "transform": {}}])
+def test_effects_that_were_not_measured_are_said_so(tmp_path: Path, config: dict[str, Any]) -> None:
+    place = studies.plan(tmp_path, "pcgrad" if config else "clip", 0, **config)
+    studies.end(place, place.path.name.partition("-")[0], 0.8)
+    what = "No conflict was measured: effects_every=0." if config else "No effect was measured: "
+    assert what in report([Runs(place.path, None)])
+
+
+def test_conflicts_of_a_job_are_printed(tmp_path: Path) -> None:
+    study = read_study(studies.clashing(tmp_path))
+    beside = study.by_name
+    runs = [Runs(run.path, beside[run.control].path) for run in study.all_runs if run.control]
+    text = report(runs)
+    assert "How the tasks conflict, means over 2 runs, 4 measured steps each:" in text
+    assert "No conflict was measured" not in text
+
+
+def test_failed_runs_and_transforms_that_made_nan_are_told_first(tmp_path: Path) -> None:
+    study = read_study(studies.mixed(tmp_path))
+    made = {"transform": "zero", "site": "0.weight", "step": 7}
+    (zero,) = [run for run in study.all_runs if run.state == "diverged"]
+    studies.end(RunDirectory(zero.path), "zero", float("nan"), "diverged", nonfinite=made)
+    told = failures([run.path for run in study.all_runs if run.label != "none"])
+    lines = " ".join(told.split())
+    assert lines.startswith("FAILED: 1 of 3 runs of noise. The first: ValueError: <b>no</b> room (")
+    assert "(the traceback is in " in lines
+    assert "zero returned NaN or infinity for a finite gradient at site '0.weight', step 7" in lines
+    assert failures([run.path for run in study.all_runs if run.label == "clip"]) == ""
+
+
+def test_an_overview_has_a_table_for_each_metric_and_the_unfinished_runs(tmp_path: Path) -> None:
+    text = overview(read_study(studies.mixed(tmp_path)))
+    said = plain(text)
+    assert said.startswith("1 of 3 seeds diverged with zero and 0 with control (exact McNemar p 1)")
+    assert "13 runs: 8 finished, " in said
+    for name in ("test accuracy", "train loss", "area under train loss"):
+        assert f"\n\n{name}\narm " in text
+    assert "1 failed, 1 interrupted, 1 planned" in text
+    last = text.split("\n\n")[-1]
+    assert last.startswith("not finished")
+    assert "<b>no</b> room (logged up to step 0 of 40)" in last
+    assert row_of(last, "none-seed9-00000000")[1] == "missing"
+
+
+def test_an_overview_of_many_arms_has_the_first_metric_and_says_how_many_runs_there_are(
+    tmp_path: Path,
+) -> None:
+    control = studies.whole(tmp_path, "none", 0, 0.9)
+    for number in range(9):
+        studies.whole(tmp_path, f"arm{number}", 0, 0.8, control)
+    for seed in range(1, 23):
+        studies.plan(tmp_path, "late", seed, control)
+    text = overview(read_study(tmp_path))
+    assert "\n\ntest accuracy\n" in text
+    assert "\n\ntrain loss\n" not in text
+    assert "and 2 more: the page lists them" in text
+
+
+def test_an_overview_tells_conflicts_links_updates_and_arms_alone(tmp_path: Path) -> None:
+    chain = overview(read_study(studies.chain(tmp_path / "chain")))
+    assert "clip+noise. Each link's share in test accuracy" in chain
+    assert "Updates of clip (8 steps of 2 runs)" in chain
+    assert "How the tasks conflict" in overview(read_study(studies.clashing(tmp_path / "clash")))
+    studies.whole(tmp_path / "alone", "clip", 0, 0.8)
+    assert "\n\nnot compared\narm " in overview(read_study(tmp_path / "alone"))
+
+
+def test_training_time_and_hardware_are_told_with_the_number_of_runs(tmp_path: Path) -> None:
+    for seed, place in enumerate("ab"):
+        run = studies.plan(tmp_path, "none", seed)
+        studies.end(run, "none", 0.9, **{"time/train_s": 30.5, "hardware": place})
+    text = overview(read_study(tmp_path))
+    assert "Trained for 1 min 1 s in all (2 runs)." in text
+    assert "Hardware: a (1 run); b (1 run)." in text
+
+
+def test_colours_are_for_terminals_alone(tmp_path: Path, capsys, monkeypatch) -> None:
+    study = read_study(studies.mixed(tmp_path))
+    print_overview(study)
+    printed = capsys.readouterr().out
+    assert printed == f"{overview(study)}\n"
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr(Console, "color_system", "standard")
+    assert "\x1b" not in printed
+
+
+def test_a_summary_is_the_overview_of_some_runs_and_their_controls(tmp_path: Path) -> None:
+    folder = studies.mixed(tmp_path)
+    text = summary(folder, only=[path.name for path in folder.glob("clip-seed*")])
+    assert "6 runs: 6 finished." in text
+    assert "zero" not in text
+    assert summary(folder) == overview(read_study(folder))
+    assert "within 0.50 pp" in summary(
+        studies.paired(tmp_path / "b", "clip", [0.0, 0.001] * 4), margin="0.5pp"
+    )
+    with pytest.raises(NotAStudy, match="has no run clip-seed9$"):
+        summary(folder, only=["clip-seed9"])
+    assert load_study(folder).runs["run"].len() == 13
+
+
+def test_a_cut_summary_is_one_run_less_and_no_arm_of_its_own(tmp_path: Path) -> None:
+    folder = studies.paired(tmp_path, "clip", [0.01, 0.02, 0.015, 0.01, 0.02, 0.015, 0.01])
+    (first, *_) = sorted(folder.glob("clip-seed0*"))
+    (first / SUMMARY).write_text('{"state": "fin', "utf-8")
+    text = overview(read_study(folder))
+    assert text.startswith("clip raises test accuracy by ")
+    assert "; higher in 6 of 6 seeds" in plain(text)
+    assert "Of 14 runs, 1 unreadable" in text
+    assert "without a config" not in text
+
+
+@pytest.mark.slow
+def test_reading_and_printing_imports_no_torch_and_no_altair(tmp_path: Path) -> None:
+    studies.mixed(tmp_path)
+    code = f"""
+import sys
+from gradsurg.report import summary
+assert "test accuracy" in summary({str(tmp_path)!r})
+print(sorted({{"torch", "hydra", "wandb", "altair"}} & set(sys.modules)))
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+AXIS: dict[str, Any] = {"key": "lr", "values": [0.01, 0.1, 1.0], "by_log": True}
+
+
+def choice(means: list[float | None], place: int, **more: object) -> dict[str, object]:
+    """The file of an arm with two tuning seeds, one of which diverged where the mean is None."""
+    rows = [
+        {
+            "place": number,
+            "values": {"lr": lr},
+            "seed": 1_000_000 + seed,
+            "score": None if mean is None and not seed else (mean or 0.9) + 0.01 * seed,
+        }
+        for number, (lr, mean) in enumerate(zip(AXIS["values"], means, strict=True))
+        for seed in range(2)
+    ]
+    base = {"label": "clip", "role": "treated", "metric": "validation/accuracy", "lower": False}
+    chosen = {"lr": AXIS["values"][place]}
+    return {**base, "axes": [AXIS], "rows": rows, "chosen": chosen, "runs": ["clip-1"], **more}
+
+
+def tunings(folder: Path, *contents: dict[str, object]) -> list[Tuning]:
+    (folder / "tuning").mkdir(exist_ok=True)
+    for number, one in enumerate(contents):
+        (folder / "tuning" / f"{number}.json").write_text(json.dumps(one), encoding="utf-8")
+    known, faults = read_tunings(folder)
+    assert not faults
+    return known
+
+
+def test_a_choice_is_a_sentence_with_reasons_not_to_trust_it(tmp_path: Path) -> None:
+    inside, edge, tie, lost = tunings(
+        tmp_path,
+        choice([0.5, 0.8, 0.6], 1),
+        choice([0.5, 0.6, 0.8], 2),
+        choice([0.8, 0.8, None], 0),
+        choice([0.8, None, None], 1),
+    )
+    assert inside.sentence == "clip: lr=0.1 (validation accuracy 80.50%; 3 values x 2 seeds)"
+    assert edge.remarks == ["lr=1 is the largest of the grid: widen it"]
+    assert "as good on validation accuracy: 0.1" in tie.sentence
+    assert "seeds, 1 diverged)" in tie.sentence
+    assert "1 of 2 seeds diverged with it" in lost.remarks
+    assert tuning_text([inside], ["a fault"]) == [
+        "Chosen on validation data, with seeds that are not compared:",
+        f"  {inside.sentence}",
+        "a fault",
+    ]
+    assert tuning_text([]) == []
+    short = choice([0.5, 0.8, 0.6], 1, label="noise")
+    short["rows"] = short["rows"][:4]  # pyright: ignore[reportIndexIssue]: a list
+    assert unequal(tunings(tmp_path, short)) == (
+        "clip chose among 3 values and noise among 2: more tries are an advantage of their own."
+    )
+
+
+def test_a_tuned_study_says_that_it_compares_chosen_values(tmp_path: Path) -> None:
+    folder = studies.paired(tmp_path, "clip", [0.01, -0.01])
+    name = next(folder.glob("clip-*")).name
+    tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name]))
+    text = overview(read_study(folder))
+    assert "The arms are compared at their chosen values, which is not a comparison of" in text
+    assert "  clip: lr=0.1 (validation accuracy 80.50%; 3 values x 2 seeds)" in text
+    (folder / "tuning" / "0.json").write_text('{"label": "clip"}', "utf-8")
+    assert "is not the choice of an arm" in overview(read_study(folder))
+
+
+def test_scores_are_frames_by_key_at_the_chosen_values_of_the_other_keys(tmp_path: Path) -> None:
+    content = choice([0.5, 0.8, 0.6], 1)
+    content["axes"] = [AXIS, {"key": "opt", "values": ["SGD", "Adam"], "by_log": False}]
+    content["chosen"] = {"lr": 0.1, "opt": "SGD"}
+    content["rows"] = [
+        {"place": 2 * a + b, "values": {"lr": lr, "opt": opt}, "seed": 1, "score": lr / 10}
+        for a, lr in enumerate(AXIS["values"])
+        for b, opt in enumerate(["SGD", "Adam"])
+    ]
+    rates, names = tuning_frames(tunings(tmp_path, content))
+    assert rates["value"].to_list() == [0.01, 0.1, 1.0]
+    assert rates["is_chosen"].to_list() == [False, True, False]
+    assert names.select("value", "score").rows() == [("SGD", 0.01), ("Adam", 0.01)]
+    assert names.select("arm", "key", "metric", "seed").row(0) == (
+        "clip",
+        "opt",
+        "validation/accuracy",
+        1,
+    )

@@ -1,0 +1,392 @@
+"""The verdict sentence and the cautions, against frames and studies made by hand."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import polars as pl
+import pytest
+
+from gradsurg.report.cautions import CAUTIONS, cautions
+from gradsurg.report.compare import SCHEMA, compare
+from gradsurg.report.study import Study, read_study
+from gradsurg.report.sweeps import best_arms, trends
+from gradsurg.report.verdict import best_sentence, reached, sentence, trend_sentence
+from gradsurg.stats import finding, margin_verdict, paired_difference, parse_margin
+from gradsurg.training.run_directory import FACTS, SUMMARY
+from tests.report import studies
+
+CLIP = [-0.78, -0.61, -0.11, -0.83, 0.11, -0.67, -0.44, -0.67]  # percentage points
+PLACE = "one split, 450 test examples"
+
+
+def row(points: Sequence[float], arm: str = "clip", **more: object) -> dict[str, object]:
+    """The comparison of an arm with these differences in percentage points."""
+    found = paired_difference([0.9 + x / 100 for x in points], [0.9] * len(points))
+    low, high = found.interval or found.range
+    told = {
+        "arm": arm,
+        "against": "control",
+        "metric": "test/accuracy",
+        "unit": "seed",
+        "n": found.n,
+        "planned": found.n,
+        "population": PLACE,
+        "repeats": 0,
+        "treated": 0.9 + found.mean,
+        "control": 0.9,
+        "difference": found.mean,
+        "low": low,
+        "high": high,
+        "interval": "95 %" if found.interval else "range",
+        "p": found.p_value,
+        "higher": found.higher,
+        "lower": found.lower,
+        "median": median(found.differences),
+        "differences": list(found.differences),
+        "ended": found.n,
+        "diverged": 0,
+        "diverged_control": 0,
+        "vacuous": "",
+        "margin": "",
+    }
+    q: Any = more.get("q")
+    return {**told, "verdict": finding(found, q), **more}
+
+
+def frame(*rows: Mapping[str, object]) -> pl.DataFrame:
+    columns = {key: [one.get(key) for one in rows] for key in SCHEMA}
+    return pl.DataFrame(columns, schema=SCHEMA, strict=False)
+
+
+def said(*rows: Mapping[str, object], margin: str = "") -> str:
+    return sentence(frame(*rows), margin=parse_margin(margin) if margin else None)
+
+
+def test_a_clear_difference_has_direction_size_interval_p_wins_and_population() -> None:
+    assert said(row(CLIP)) == (
+        "clip lowers test accuracy by 0.50 pp (95 % interval 0.20 to 0.75 pp; exact sign-flip p "
+        "0.0234; lower in 7 of 8 seeds; one split, 450 test examples)."
+    )
+    up = said(row([-x for x in CLIP], against="norm-matched", population=""))
+    assert up.startswith("clip raises test accuracy by 0.50 pp against norm-matched (95 % interval")
+    assert up.endswith("; higher in 7 of 8 seeds).")
+
+
+def test_no_clear_difference_comes_with_its_signed_interval() -> None:
+    text = said(row([0.5, -0.3, 0.2, -0.1, 0.0, 0.4, -0.2, 0.3]))
+    start = (
+        "No clear difference in test accuracy between clip and control: +0.10 pp (95 % interval "
+    )
+    assert text.startswith(start + "-0.17 to +0.37 pp; exact sign-flip p 0.422; ")
+    assert text.endswith("higher in 4 and lower in 3 of 8 seeds; one split, 450 test examples).")
+
+
+@pytest.mark.parametrize(
+    ("points", "number"), [([-1, -2, 0.5], "3 seeds are"), ([-1], "1 seed is")]
+)
+def test_few_seeds_have_a_range_and_no_p(points: list[float], number: str) -> None:
+    text = said(row(points))
+    assert text.startswith("Test accuracy of clip minus control: ")
+    assert text.endswith(f"; {number} too few for a test.")
+    assert "p 0" not in text
+    assert ("range over 3 seeds -2.00 to +0.50 pp; lower in 2 of 3" in text) == (len(points) == 3)
+    assert "interval" not in text
+
+
+def test_several_splits_are_counted_as_splits() -> None:
+    text = said(row(CLIP, unit="split", population="8 splits of 450 test examples"))
+    assert text.endswith("; lower in 7 of 8 splits; 8 splits of 450 test examples).")
+
+
+def test_identical_arms_and_repeated_seeds_are_named_so() -> None:
+    assert said(row([0] * 8)) == ("Test accuracy is identical with clip and control in 8 seeds.")
+    assert said(row([1], repeats=8)).endswith("; one training is too few for a test.")
+
+
+def test_diverged_seeds_come_first() -> None:
+    text = said(row(CLIP, ended=10, diverged=2, diverged_control=0, p_diverged=0.5))
+    assert text.startswith(
+        "2 of 10 seeds diverged with clip and 0 with control (exact McNemar p 0.5); over the "
+        "others, clip lowers test accuracy by 0.50 pp ("
+    )
+    gone = row([1], difference=None, ended=8, diverged=8, diverged_control=0, p_diverged=0.0078)
+    assert said(gone) == (
+        "8 of 8 seeds diverged with clip and 0 with control (exact McNemar p 0.0078); no seed is "
+        "left to compare."
+    )
+
+
+def test_of_several_arms_the_clear_ones_are_named_and_the_others_counted() -> None:
+    wide, narrow = [3, -2, 1, -1, 2, -3, 1, 0], [0.1, -0.1, 0.2, 0, 0, -0.2, 0.1, 0]
+    text = said(
+        row(CLIP, q=0.047),
+        row([-x * 10 for x in CLIP], "a, lr=1", q=0.0312),
+        row(wide, "wide", q=0.9),
+        row(narrow, "narrow", q=0.8),
+        row(CLIP, "late", q=0.06),
+    )
+    assert text.startswith(
+        "5 arms against control: test accuracy is higher with a, lr=1 by 5.00 pp (95 % interval "
+        "2.03 to 7.50 pp; exact sign-flip p 0.0234, q 0.0312; higher in 7 of 8 seeds); lower with "
+        "clip by 0.50 pp ("
+    )
+    span = frame(row(wide)).row(0, named=True)
+    ends = f"{100 * span['low']:+.2f} to {100 * span['high']:+.2f} pp"
+    assert f"not clearly different with 3 arms (widest 95 % interval {ends}; least q 0.06; " in text
+    assert text.endswith(f"n = 8) ({PLACE}).")
+    assert "late" not in text  # p is below 0.05, q is not: no hint
+    few = said(row([-1, -2], "a"), row([1, 3], "b"))
+    assert "is not tested, as fewer than 6 seeds are too few: b by +2.00 pp (range over 2" in few
+
+
+@pytest.mark.parametrize(
+    ("points", "start"),
+    [
+        ([0.1, -0.1, 0.2, 0.0, -0.2, 0.1], "clip and control are equivalent in test accuracy"),
+        ([1.0, -0.2, 1.5, 0.1, 0.9, -0.1], "clip is not worse than control in test accuracy by"),
+        ([1.0, 0.9, 1.5, 1.2, 0.9, 1.1], "clip is better than control in test accuracy: +1.10 pp"),
+        ([1.0, -1.9, 1.5, -1.2, 0.9, 0.1], "Whether clip and control are equivalent in test"),
+    ],
+)
+def test_a_margin_is_answered_with_the_signed_interval(points: list[float], start: str) -> None:
+    one = row(points)
+    one["margin"] = margin_verdict(float(str(one["low"])), float(str(one["high"])), 0.005, "higher")
+    text = said(one, margin="0.5pp")
+    assert text.startswith(start)
+    assert ("0.50 pp" in text) == (one["margin"] != "better")
+    assert "95 % interval" in text
+    assert said(one, row([0] * 6, "b", margin="equivalent"), margin="0.5pp").startswith(
+        "2 arms against control within 0.50 pp: test accuracy is equivalent with "
+    )
+
+
+def test_a_control_that_is_the_treatment_itself_gives_no_verdict() -> None:
+    empty = {"difference": None, "vacuous": "placebo"}
+    text = said(row([1], **empty), row([1], "noise", **empty))
+    assert text.startswith("clip and noise turned no gradient (cosine 1 at every site), so the ")
+    assert text.endswith("compare with control=plain.")
+
+
+def test_rows_of_blocks_and_other_metrics_are_no_part_of_the_sentence() -> None:
+    others = [row(CLIP, block="split 1"), row(CLIP, metric="test/loss")]
+    assert said(row(CLIP), *others) == said(row(CLIP))
+
+
+def study_of(folder: Path, points: Sequence[float], **more: object) -> Study:
+    """Eight runs of clip with these differences in percentage points, and their controls."""
+    return read_study(studies.paired(folder, "clip", [x / 100 for x in points], **more))
+
+
+def warned(study: Study) -> dict[str, str]:
+    """The cautions of a study by the name of their rule."""
+    made = compare(study)
+    told = {name: text for name, rule in CAUTIONS.items() if (text := rule(study, made))}
+    assert list(told.values()) == cautions(study, made)
+    assert all(text.endswith(".") and text.count(". ") == 0 for text in told.values()), told
+    return told
+
+
+def rewrite(study: Study, name: str, number: int = 99, arm: str = "", **more: object) -> Study:
+    """The study with facts or summaries of its first runs changed."""
+    runs = [run for run in study.all_runs if arm in ("", run.arm)][:number]
+    for run in runs:
+        content = json.loads((run.path / name).read_text("utf-8"))
+        (run.path / name).write_text(json.dumps({**content, **more}), "utf-8")
+    return read_study(study.folder)
+
+
+def test_a_plain_clear_result_needs_no_caution(tmp_path: Path) -> None:
+    assert warned(study_of(tmp_path, CLIP)) == {}
+
+
+def test_divergence_control_at_chance_and_skipped_steps_are_told(tmp_path: Path) -> None:
+    study = study_of(tmp_path, CLIP)
+    study = rewrite(study, SUMMARY, 2, "treated", state="diverged", skipped_steps=3)
+    chance = {"metric": "test/accuracy", "what": "chance is", "beside": 0.25}
+    told = warned(rewrite(study, SUMMARY, 4, "control", learned_nothing=chance))
+    assert list(told)[:2] == ["divergence", "control at chance"]
+    assert told["control at chance"] == (
+        "Training did not learn anything with control in 4 of 8 seeds (test accuracy 50.00%, and "
+        "chance is 25.00%): a comparison with a control at chance tells little."
+    )
+    assert told["skipped steps"].startswith("2 runs skipped 6 steps")
+
+
+def test_one_seed_that_outweighs_is_told_and_skew_of_a_clear_difference_too(tmp_path: Path) -> None:
+    heavy = warned(study_of(tmp_path / "a", [0, 0.1, -0.1, 0.2, -0.2, 0.1, -0.1, -20]))
+    assert heavy["one seed outweighs"] == (
+        "One seed outweighs all others together with clip (-20.00 pp, median of all -0.05 pp)."
+    )
+    assert "skew" not in heavy
+    skewed = warned(study_of(tmp_path / "b", [1, 1.1, 1.2, 1, 1.1, 1.2, 1.1, 6]))
+    assert "those of clip (median +1.10 pp) are skewed" in skewed["skew"]
+
+
+def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
+    task = {"task": {"name": "digits", "split_seed": 0}}
+    clear = rewrite(study_of(tmp_path / "a", CLIP, **task), SUMMARY, test_examples=1000)
+    assert "(one test example is 0.10 pp)" in warned(clear)["one split only"]
+    unclear = study_of(tmp_path / "b", [1, -1, 2, -2, 1, -1, 2, -2], **task)
+    assert "one split only" not in warned(unclear)
+
+
+def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
+    unclear = warned(study_of(tmp_path / "a", [1, -1, 2, -2, 1, -1, 2, -2]))["few seeds"]
+    assert unclear.startswith("8 seeds find a difference of 2.0")
+    assert "in 80 % of studies (sd of the differences 1.69 pp)" in unclear
+    few = warned(study_of(tmp_path / "b", [1, -1, 2]))["few seeds"]
+    assert few.startswith("A test at the level 0.05 needs 6 seeds, which find a difference of 2.")
+    one = warned(study_of(tmp_path / "c", [1]))["few seeds"]
+    assert one == "A test at the level 0.05 needs 6 seeds."
+    two = tmp_path / "d"
+    studies.paired(two, "clip", [0.01, -0.01, 0.02, -0.02, 0, 0.01])
+    studies.paired(two, "noise", [0.01, -0.01, 0.02, -0.02, 0, 0.01])
+    told = warned(read_study(two))
+    assert "an arm that differs alone, needs 7 seeds" in told["few seeds"]
+    assert told["several arms"].startswith("Several arms are compared at once: q is p corrected")
+
+
+def test_runs_after_a_look_and_a_margin_after_it_are_told(tmp_path: Path) -> None:
+    study = rewrite(study_of(tmp_path, CLIP), FACTS, 3, looked=5)
+    told = warned(rewrite(study, FACTS, 1, margin_after=True))
+    assert "(3 of clip after 5)" in told["runs added after a look"]
+    assert told["margin after a look"] == "The margin was chosen when outcomes were known."
+
+
+def test_states_of_runs_and_metrics_are_told(tmp_path: Path) -> None:
+    told = warned(read_study(studies.mixed(tmp_path / "a")))
+    assert told["unfinished"] == (
+        "Of 13 runs, 1 interrupted, 1 planned, 1 diverged, 1 failed and 1 missing: the table of "
+        "runs has the reasons, numbers are of the others."
+    )
+    study = study_of(tmp_path / "b", CLIP)
+    wrong = warned(rewrite(study, FACTS, 1, measured={"metric": "test/f1"}))
+    assert wrong["metric"].startswith("metric=test/f1: no finished run has it; there are test/acc")
+    both = rewrite(study, FACTS, 1, measured={"metric": "test/accuracy"})
+    both = rewrite(both, FACTS, 1, "control", measured={"metric": "train/loss"})
+    assert "planned with metric=test/accuracy and train/loss" in warned(both)["metric"]
+
+
+def test_logs_that_cannot_be_read_are_told_in_one_line(tmp_path: Path) -> None:
+    study = study_of(tmp_path, CLIP)
+    (study.all_runs[0].path / "metrics.jsonl").write_text('{"step": "x"}\n[]\n', "utf-8")
+    tuning = tmp_path / "tuning"
+    tuning.mkdir()
+    (tuning / "a.json").write_text("{}", "utf-8")
+    text = warned(read_study(tmp_path))["unreadable files"]
+    assert "a.json" in text
+    assert "metrics.jsonl" in text
+
+
+@pytest.mark.parametrize("kind", ["norm_matched", "update_norm_matched", "placebo"])
+def test_a_control_that_acts_is_explained(tmp_path: Path, kind: str) -> None:
+    adam = {"optimizer": {"name": "Adam"}}
+    for seed in range(3):
+        plain = studies.whole(tmp_path, "none", seed, 0.9, **adam)
+        place = studies.plan(tmp_path, f"{kind}-clip", seed, arm="control", **adam)
+        studies.end(place, f"{kind}-clip", 0.8)
+        run = studies.whole(tmp_path, "clip", seed, 0.7 + seed / 100, place.path.name, **adam)
+        facts = tmp_path / run / FACTS
+        controls = {"plain": plain, kind: place.path.name}
+        both = {**json.loads(facts.read_text("utf-8")), "controls": controls}
+        facts.write_text(json.dumps(both), "utf-8")
+    told = warned(read_study(tmp_path))
+    name = kind.replace("_", "-")
+    assert told[f"{name} control"].startswith(f"The {name} arm ")
+    assert "clip" in told[f"{name} control"]
+    assert ("scale of gradients" in told) == (kind == "norm_matched")
+    assert "other controls" not in told
+
+
+def test_repeats_and_two_controls_are_told(tmp_path: Path) -> None:
+    study = rewrite(study_of(tmp_path, [1] * 8), FACTS, 8, "treated", controls={"placebo": "x"})
+    told = warned(study)
+    assert told["deterministic repeats"].startswith("The same numbers from the 8 seeds of clip: ")
+    assert "(8 with control=placebo)" in told["other controls"]
+
+
+def test_a_trend_has_a_size_and_a_direction_or_none() -> None:
+    one = {"metric": "test/accuracy", "key": "clip.value", "name": "clip", "n": 8, "size": 0.021}
+    ends = {"low": 0.01, "high": 0.03, "p": 0.0078, "q": 0.02}
+    assert trend_sentence({**one, **ends, "direction": "rises"}) == (
+        "The difference in test accuracy rises with clip.value (clip): +2.10 pp from the smallest "
+        "to the largest (95 % interval +1.00 to +3.00 pp; sign-flip p 0.0078, q 0.02; n = 8)."
+    )
+    none = {"low": None, "high": None, "p": 0.5, "q": None, "direction": ""}
+    assert trend_sentence({**one, **none, "n": 3}) == (
+        "No clear trend of the difference in test accuracy with clip.value (clip): +2.10 pp from "
+        "the smallest to the largest (n = 3)."
+    )
+
+
+def test_a_sweep_of_doses_and_of_rates_is_answered_from_its_runs(tmp_path: Path) -> None:
+    for value, dose in ((0.1, 0.01), (0.2, 0.02), (0.3, 0.03)):
+        for seed in range(6):
+            control = studies.whole(tmp_path / "doses", "none", seed, 0.5)
+            accuracy = 0.5 + dose + seed / 1000
+            studies.whole(tmp_path / "doses", "clip", seed, accuracy, control, value=value)
+    study = read_study(tmp_path / "doses")
+    (first, *_) = trends(study, compare(study)).to_dicts()
+    assert trend_sentence(first).startswith("The difference in test accuracy rises with transform")
+    accuracies = {0.1: (0.7, 0.8), 1.0: (0.82, 0.3), 10.0: (0.81, 0.1)}
+    for rate, (treated, plain) in accuracies.items():
+        for seed in range(6):
+            more = {"optimizer": {"name": "SGD", "lr": rate}}
+            own = plain + seed / 1000
+            control = studies.whole(tmp_path / "rates", "none", seed, own, **more)
+            place = treated + seed * seed / 1000
+            studies.whole(tmp_path / "rates", "clip", seed, place, control, **more)
+    (best,) = best_arms(read_study(tmp_path / "rates")).to_dicts()
+    text = best_sentence(best)
+    assert text.startswith(
+        "Each at its best optimizer.lr, chosen on test accuracy, which flatters both: clip 82.92% "
+        "at 1 against control 80.25% at 0.1, +2.67 pp (95 % interval "
+    )
+    assert text.endswith("which is a gain at the best; more values are usable (2 against 1 of 3).")
+
+
+def test_the_steps_to_a_target_are_told_beside_the_control(tmp_path: Path) -> None:
+    steps = {"none": [20, 24, 32, None, 36, None], "clip": [10, 16, 22, 30, None, None]}
+    controls = []
+    for label, reached_at in steps.items():
+        for seed, step in enumerate(reached_at):
+            beside = controls[seed] if label == "clip" else None
+            place = studies.plan(tmp_path, label, seed, beside)
+            controls.append(place.path.name)
+            told = {"until": "test/loss <= 0.5", "until/reached": int(step is not None)}
+            told |= {"until/step": step} if step is not None else {}
+            studies.end(place, label, 0.5, **told)
+    # sooner in four, later in one, and in one neither got there: p = 2 * (1 + 5) / 2^5
+    assert reached(read_study(tmp_path)) == [
+        "test/loss <= 0.5 was reached by 4 of 6 seeds of clip and 4 of 6 seeds of control.",
+        "clip reached it sooner than control in 4 of 6 seeds and later in 1 (a seed that never did "
+        "counts as latest; exact sign test p 0.375; median of 3 that both did -10 steps).",
+        "Outcomes are of the step at which each run has ended.",
+    ]
+    assert reached(study_of(tmp_path / "none", CLIP)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "start"),
+    [
+        ("control", "There is no treated arm to compare: 1 of 1 run finished."),
+        ("alone", "There is no control to compare with: 1 of 1 run finished, and their outcomes"),
+        ("planned", "Nothing can be compared yet: 1 of 2 runs finished, and no seed in both arms."),
+    ],
+)
+def test_without_a_pair_the_sentence_tells_what_there_is(
+    tmp_path: Path, make: str, start: str
+) -> None:
+    match make:
+        case "control":
+            studies.whole(tmp_path, "none", 0, 0.9)
+        case "alone":
+            studies.whole(tmp_path, "clip", 0, 0.9)
+        case "planned":
+            control = studies.whole(tmp_path, "none", 0, 0.9)
+            studies.plan(tmp_path, "clip", 0, control)
+    study = read_study(tmp_path)
+    assert sentence(compare(study), study).startswith(start)
