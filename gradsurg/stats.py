@@ -22,9 +22,6 @@ MAX_EXACT_SEEDS = 20
 """Largest n of the exact sign-flip test, which enumerates the 2^n sign vectors."""
 NUM_SIGN_DRAWS = 99_999
 """Random sign vectors of the sign-flip test for larger n."""
-MIN_BCA_SEEDS = 20
-"""Smallest n of a BCa interval."""
-NUM_RESAMPLES = 9_999
 _DRAWS_PER_BATCH = 9_000
 NUM_POSTERIOR_DRAWS = 20_000
 _T_TEST_SHARE = {6: 0.8, 7: 0.955, 8: 0.971, 9: 0.98}
@@ -103,21 +100,6 @@ class Difference:
         """The upper end of the paired t interval of the mean; None for n < 3."""
         return None if (margin := self._t_margin) is None else self.mean + margin
 
-    @property
-    def low(self) -> float | None:
-        """The lower end of the paired t interval."""
-        return self.t_low
-
-    @property
-    def high(self) -> float | None:
-        """The upper end of the paired t interval."""
-        return self.t_high
-
-    @cached_property
-    def median_interval(self) -> tuple[float, float] | None:
-        """The interval of the median by `median_interval`; None where n is too small."""
-        return median_interval(self.differences, self.confidence)
-
     @cached_property
     def _t_margin(self) -> float | None:
         if self.n < MIN_INTERVAL_SEEDS or self.sd is None:
@@ -153,24 +135,6 @@ def sign_test_p_value(higher: int, lower: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def median_interval(
-    differences: Sequence[float], confidence: float = 0.95
-) -> tuple[float, float] | None:
-    """Return the sign-test interval of the median, from order statistics; None if n is too small.
-
-    The narrowest [d_(k), d_(n+1-k)] that covers the median with at least the given probability,
-    whatever the distribution; Conover (1999), section 3.2. For 95 % it needs n >= 6.
-    """
-    _refuse_nonfinite("differences", differences)
-    _refuse_confidence(confidence)
-    n, ordered = len(differences), sorted(differences)
-    tail, left_out = 0, 0
-    while 2 * (tail + comb(n, left_out)) <= (1 - confidence) * 2**n * (1 + 1e-12):
-        tail += comb(n, left_out)
-        left_out += 1
-    return (ordered[left_out - 1], ordered[n - left_out]) if left_out else None
-
-
 def seeds_needed(arms: int, level: float = 0.05) -> int:
     """Return the smallest n with which one of `arms` treated arms that differs alone can be found.
 
@@ -181,69 +145,11 @@ def seeds_needed(arms: int, level: float = 0.05) -> int:
     return ceil(log2(2 * arms / level) - 1e-9)
 
 
-def trend_p_value(
-    doses: Sequence[float], outcomes: Sequence[Sequence[float]]
-) -> tuple[float, float]:
-    """Return Spearman's rank correlation of outcome and dose, a mean over seeds, and its p-value.
-
-    `outcomes[i]` are those of seed i, one a dose. The p-value is that of the sign-flip test on the
-    correlations of the seeds; a seed whose outcomes are all equal has correlation 0.
-    """
-    import numpy
-    from scipy.stats import rankdata
-
-    ranks = rankdata(doses) - (len(doses) + 1) / 2
-    by_seed = []
-    for values in outcomes:
-        values_ranks = rankdata(values) - (len(doses) + 1) / 2
-        scale = float(numpy.linalg.norm(ranks) * numpy.linalg.norm(values_ranks))
-        by_seed.append(float(ranks @ values_ranks) / scale if scale else 0.0)
-    return fmean(by_seed), sign_flip_p_value(by_seed)
-
-
 def t_critical(n: int, confidence: float = 0.95) -> float:
     """Return the two-sided critical value of Student's t with n - 1 degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(n - 1, (1 + confidence) / 2))
-
-
-def bca_interval(
-    differences: Sequence[float], confidence: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Return the bias-corrected and accelerated (BCa) bootstrap interval of the mean.
-
-    Efron (1987); Efron and Tibshirani (1993), equations 14.9, 14.10, 14.14 and 14.15. Raises
-    ValueError for n < 20, where its coverage, unlike that of the t interval, is below the nominal
-    level (0.81 instead of 0.95 at n = 5, 0.90 at n = 10). Resampling is seeded by `seed`. If all
-    differences are equal, the interval has width 0.
-    """
-    if len(differences) < MIN_BCA_SEEDS:
-        raise ValueError(
-            f"bca_interval needs {MIN_BCA_SEEDS} differences or more: with fewer it is too narrow, "
-            f"unlike the paired t interval. Found {len(differences)}."
-        )
-    _refuse_nonfinite("differences", differences)
-    _refuse_confidence(confidence)
-    least, most = min(differences), max(differences)
-    if least == most:
-        return least, most
-    import numpy
-    from scipy.stats import bootstrap
-
-    # Rescaled to [0, 1]: nearly equal, tiny or huge numbers would lose their digits.
-    half = most / 2 - least / 2
-    unit = [(difference / 2 - least / 2) / half for difference in differences]
-    ends = bootstrap(
-        (unit,),
-        numpy.mean,
-        confidence_level=confidence,
-        n_resamples=NUM_RESAMPLES,
-        method="BCa",
-        rng=numpy.random.default_rng(seed),
-    ).confidence_interval
-    low, high = (least + float(end) * half * 2 for end in (ends.low, ends.high))
-    return low, high
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
@@ -328,29 +234,8 @@ def adjusted_p_values(p_values: Mapping[Key, float | None]) -> dict[Key, float |
 
 
 CLEAR = ("higher", "lower")
-HINTS = ("higher (hint)", "lower (hint)")
 UNCLEAR = "no clear difference"
 TOO_FEW = "too few seeds"
-
-
-def verdict(difference: Difference, q_value: float | None = None) -> str:
-    """Return the direction of the difference as far as it is certain.
-
-    `higher` or `lower`: the sign-flip p-value, and `q_value` if given, is at most 0.05, which needs
-    6 seeds. `higher (hint)` or `lower (hint)`: it is not, but the t interval excludes zero.
-    `identical`: all differences are zero. For n < 3: `one seed: no interval` or `two seeds: no
-    interval`. Else `no clear difference`.
-    """
-    if not any(difference.differences):
-        return "identical"
-    if difference.low is None or difference.high is None:
-        return f"{'one seed' if difference.n == 1 else 'two seeds'}: no interval"
-    direction = CLEAR[0] if difference.mean > 0 else CLEAR[1]
-    is_low = [p <= MAX_P for p in (difference.p_value, q_value) if p is not None]
-    if all(is_low):
-        return direction
-    outside = difference.low > 0 or difference.high < 0 or any(is_low)
-    return f"{direction} (hint)" if outside else UNCLEAR
 
 
 def finding(difference: Difference, q_value: float | None = None) -> str:

@@ -133,7 +133,7 @@ def mean_with_interval(values: Sequence[float]) -> str:
     tell the sign of each end.
     """
     difference = paired_difference(values, [0.0] * len(values))
-    low, high = difference.low, difference.high
+    low, high = difference.t_low, difference.t_high
     if low is None or high is None or low == high:
         return f"{difference.mean:.4g}"
     decimals = 1 - floor(log10((high - low) / 2))
@@ -150,9 +150,9 @@ def mean_with_interval(values: Sequence[float]) -> str:
 def _interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
     """Return the t interval of the mean; None for fewer than three values."""
     difference = paired_difference(values, [0.0] * len(values), confidence)
-    if difference.low is None or difference.high is None:
+    if difference.t_low is None or difference.t_high is None:
         return None
-    return difference.low, difference.high
+    return difference.t_low, difference.t_high
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
@@ -234,7 +234,7 @@ def _dominating(band: Band, arms: Sequence[Arm], others: Sequence[LoadedRun]) ->
 
 def _is_below(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> bool:
     """Return whether the paired interval of every column lies below 0."""
-    highs = [paired_difference(*pair).high for pair in zip(own, other, strict=True)]
+    highs = [paired_difference(*pair).t_high for pair in zip(own, other, strict=True)]
     return all(high is not None and high < 0 for high in highs)
 
 
