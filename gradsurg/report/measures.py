@@ -146,8 +146,7 @@ def link_shares(study: Study) -> pl.DataFrame:
     The columns are those of a comparison and `link`. Shares need not sum to the effect of the
     chain: two links with the same effect can both have share 0. q is among the links of a chain.
     """
-    treated = [run for run in study.all_runs if run.config and run.arm != "control"]
-    shorter = left_out({run.name: run.config or {} for run in treated})
+    shorter = left_out(study)
     empty = compared(study, [], {}).with_columns(link=pl.lit(None, pl.String))
     frames = [empty]
     for arm in study.arms:
@@ -161,13 +160,16 @@ def link_shares(study: Study) -> pl.DataFrame:
     return pl.concat(frames)
 
 
-def left_out(configs: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+def left_out(study: Study) -> dict[tuple[str, str], str]:
     """Return the run of the chain without a link, by the names of the whole chain's run and link.
 
     Found by comparing configs, since a run of a shorter chain may belong to several longer chains
     and to a sweep. A link is a key of `transform`: a `chain` or a `scheduled` transform is one link
-    with all that is inside. Any: YAML's values.
+    with all that is inside.
     """
+    configs = {
+        run.name: run.config for run in study.all_runs if run.config and run.arm != "control"
+    }
     names = {_text(config): name for name, config in configs.items()}
     found = {}
     for whole, config in configs.items():

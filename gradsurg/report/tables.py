@@ -8,12 +8,12 @@ from types import MappingProxyType
 import polars as pl
 
 from gradsurg.effects.tables import aligned
+from gradsurg.plugins.messages import printable
 from gradsurg.report.arms import Arm
 from gradsurg.report.measures import link_shares
 from gradsurg.report.study import Study
 from gradsurg.report.verdict import Row, rows_of
 from gradsurg.report.wording import amount, amounts, p_text, table_width, title, value
-from gradsurg.plugins.messages import printable
 from gradsurg.stats import TOO_FEW, UNCLEAR
 
 Table = tuple[list[str], list[list[str]]]
@@ -33,7 +33,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     INTERVAL: lambda row: interval(row),
     "p": lambda row: p_text(row["p"]) if row["interval"] != "range" else "",
     "q": lambda row: p_text(row["q"]) if row["interval"] != "range" else "",
-    "verdict": lambda row: SHORTER.get(row["verdict"], row["verdict"]),
+    "verdict": lambda row: SHORTER.get(row["verdict"], row["verdict"] or ""),
     "margin": lambda row: row["margin"] or "",
     "higher": lambda row: f"{row['higher']}/{row['n']}" if row["n"] else "",
     "treated": lambda row: value(row["metric"], row["treated"]) if row["n"] else "",

@@ -11,6 +11,7 @@ import polars as pl
 from gradsurg.effects.numbers import UPDATE_NAMES
 from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.effects.tables import number
+from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import PLAIN, compare
 from gradsurg.report.measures import costs, link_shares, update_effects
@@ -35,7 +36,6 @@ from gradsurg.report.verdict import (
     trend_sentence,
 )
 from gradsurg.report.wording import count, duration, filled, table_width, title
-from gradsurg.plugins.messages import printable
 from gradsurg.stats import Margin
 from gradsurg.training.frames import effect_table
 from gradsurg.training.run_directory import ERROR, RunDirectory

@@ -46,7 +46,7 @@ def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
     """Return the comparisons of one metric, the first by default, without the rows of blocks."""
     whole = frame.filter(pl.col("block").is_null())
     key = metric or (whole["metric"][0] if len(whole) else "")
-    return whole.filter(metric=key).to_dicts()
+    return list(whole.filter(metric=key).iter_rows(named=True))
 
 
 def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | None = None) -> str:

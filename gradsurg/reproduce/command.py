@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
+from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width
-from gradsurg.plugins.messages import typed_command
 from gradsurg.reproduce.expected import (
     Drawing,
     Expected,

@@ -15,8 +15,8 @@ from gradsurg.config.build import Experiment
 from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.config.errors import ConfigError
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
-from gradsurg.report.load import TUNING, LoadedRun, read_runs
 from gradsurg.plugins.messages import nearest
+from gradsurg.report.load import TUNING, LoadedRun, read_runs
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record

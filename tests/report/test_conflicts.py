@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gradsurg.plugins.messages import TEXT_WIDTH
 from gradsurg.report.conflicts import (
     COSINE,
     INTERVALS,
@@ -23,7 +24,6 @@ from gradsurg.report.conflicts import (
     sharpest,
 )
 from gradsurg.report.study import Study, read_study
-from gradsurg.plugins.messages import TEXT_WIDTH
 from gradsurg.training.run_directory import CONFLICTS
 from tests.report import studies
 from tests.report.studies import conflict
