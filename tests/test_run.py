@@ -264,7 +264,7 @@ def test_diverged_runs_are_counted_apart_and_the_command_ends_well(command, tmp_
     printed, _ = command(*words, "seeds=2", "log_every=10")
     assert printed.startswith("2 of 2 seeds diverged with scale and 0 with control (exact ")
     assert "(exact McNemar p 0.5); no seed is left to compare." in " ".join(printed.split())
-    assert "\ncontrol: 2 seeds\n  train loss: " in printed
+    assert re.search(r"\ncontrol +test accuracy +2 ", printed)
     summary = json.loads((of(tmp_path, "scale-seed1") / "summary.json").read_text(encoding="utf-8"))
     assert summary["state"] == "diverged"
     assert summary["steps"] < 40
