@@ -170,6 +170,13 @@ def test_a_control_that_is_the_treatment_itself_gives_no_verdict() -> None:
     assert text.endswith("compare with control=plain.")
 
 
+def test_a_vacuous_control_of_some_arms_is_a_caution(tmp_path: Path) -> None:
+    rule, study = CAUTIONS["vacuous control"], study_of(tmp_path, CLIP)
+    empty = row([1], "scale", difference=None, vacuous="placebo")
+    assert rule(study, frame(row(CLIP), empty)).startswith("scale turned no gradient (cosine 1")
+    assert rule(study, frame(empty)) == rule(study, frame(row(CLIP))) == ""
+
+
 def test_rows_of_blocks_and_other_metrics_are_no_part_of_the_sentence() -> None:
     others = [row(CLIP, block="split 1"), row(CLIP, metric="test/loss")]
     assert said(row(CLIP), *others) == said(row(CLIP))
@@ -239,6 +246,8 @@ def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
     assert "in 80 % of studies (sd of the differences 1.69 pp)" in unclear
     few = warned(study_of(tmp_path / "b", [1, -1, 2]))["few seeds"]
     assert few.startswith("A test at the level 0.05 needs 6 seeds, which find a difference of 2.")
+    enough = warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))["few seeds"]
+    assert enough.startswith("6 seeds find a difference of ")
     one = warned(study_of(tmp_path / "c", [1]))["few seeds"]
     assert one == "A test at the level 0.05 needs 6 seeds."
     two = tmp_path / "d"
