@@ -52,7 +52,7 @@ def test_the_example_of_ones_own_code_trains(here: Here, folder: Path) -> None:
     (line,) = re.findall(r"^python -m gradsurg.run (.*mine.*)$", README, re.MULTILINE)
     ended = here(*line.split(), "steps=2", "seeds=1", "logger=none", "report=false")
     assert ended.code == 0, ended.err
-    assert ended.out.startswith("halve: test accuracy")
+    assert ended.out.startswith("Test accuracy of halve minus control: ")
 
 
 def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tmp_path) -> None:

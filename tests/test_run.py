@@ -131,21 +131,17 @@ def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) 
     _, done = first
     assert done.returncode == 0, done.stderr
     paragraphs = done.stdout.strip().split("\n\n")
-    assert re.match(r"clip: .*test accuracy", paragraphs[0])
-    assert "against the control arm; two seeds: no interval." in " ".join(paragraphs[0].split())
-    head, _, *table = paragraphs[1].splitlines()
-    assert re.split(r"\s{2,}", head.strip()) == [
-        "clip",
-        "control",
-        "higher",
-        "difference",
-        "95 % interval",
-        "sign-flip p",
-    ]
-    titles = [re.split(r"\s{2,}", line)[0] for line in table[:4]]
-    assert titles == ["train loss", "test loss", "test accuracy", "step time"]
-    assert paragraphs[2] == "Gradients at each site, means over 2 runs:"
-    effects = paragraphs[3].splitlines()
+    verdict = " ".join(paragraphs[0].split())
+    assert verdict.startswith("Test accuracy of clip minus control: -")
+    assert verdict.endswith("one split, 450 test examples); 2 seeds are too few for a test.")
+    assert paragraphs[1].startswith("A test at the level 0.05 needs 6 seeds")
+    head, _, *table = paragraphs[2].splitlines()
+    assert re.split(r"\s{2,}", head.strip()) == ["clip", "control", "difference", "range", "higher"]
+    titles = [re.split(r"\s{2,}", line)[0] for line in table[:5]]
+    metrics = ["test accuracy", "test loss", "train loss", "area under train loss"]
+    assert titles == [*metrics, "step time"]
+    assert paragraphs[3] == "Gradients at each site, means over 2 runs:"
+    effects = paragraphs[4].splitlines()
     assert re.split(r"\s{2,}", effects[0])[:3] == ["site", "norm before", "norm after"]
     assert len(effects) == 2 + 6
     assert effects[2].startswith("hidden.0.linear.weight")
@@ -183,7 +179,7 @@ def test_the_main_job_is_a_study_of_its_own_whose_page_and_tables_are_written(fi
     folder, _ = first
     report = folder / "runs" / "first" / "report"
     names = {path.name for path in report.iterdir() if path.is_file()}
-    tables = {"runs.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
+    tables = {"runs.parquet", "comparison.parquet", "effects.parquet", "outcome.md", "outcome.tex"}
     assert names == {"index.html", ".written.json", *tables}
     rows = (report / "outcome.md").read_text(encoding="utf-8").splitlines()
     (row,) = [line for line in rows if line.startswith("| clip | test accuracy |")]

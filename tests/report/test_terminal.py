@@ -130,7 +130,9 @@ def test_a_job_tells_links_updates_and_each_kind_of_note_once(tmp_path: Path) ->
         places = {run.label: run.path for run in study.all_runs if run.seed == seed}
         content = json.loads((places["clip+noise"] / SUMMARY).read_text("utf-8"))
         notes = [f"clip changed nothing. Quantiles: {seed}", "noise: \x1b[31m"][: 2 - seed]
-        (places["clip+noise"] / SUMMARY).write_text(json.dumps({**content, "notes": notes}))
+        (places["clip+noise"] / SUMMARY).write_text(
+            json.dumps({**content, "notes": notes}), "utf-8"
+        )
         without = {"clip": places["noise"], "noise": places["clip"]}
         runs.append(Runs(places["clip+noise"], places["none"], without))
     text = report(runs)
