@@ -327,9 +327,9 @@ def detectable_effect(n: int, sd: float, power: float = 0.8) -> float | None:
 
 @dataclass(frozen=True)
 class Trend:
-    """Rise of the outcome from the smallest to the largest dose, in its unit, over n seeds.
+    """Change of the outcome from the smallest to the largest dose, in its unit, over n seeds.
 
-    `interval` and `p_value` are those of a `Difference`.
+    `interval` is that of this change; `p_value` is that of a monotone contrast of all doses.
     """
 
     n: int
@@ -342,25 +342,20 @@ class Trend:
 def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
     """Return the monotone trend of outcomes over two or more doses.
 
-    `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The size
-    is a contrast of them with the maximin coefficients of Abelson and Tukey (1963), which depend
-    only on the order of the doses; on a straight line over the ranks of the doses it is the last
-    outcome minus the first. There is a direction if its sign-flip p-value is at most 0.05, and
-    between no two doses the outcome moves the other way with a p-value of at most 0.05.
+    `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The test
+    is the sign-flip test of a contrast with the maximin coefficients of Abelson and Tukey (1963),
+    which depend only on the order of the doses. There is a direction if its p-value is at most
+    0.05, and between no two doses the outcome moves the other way with a p-value of at most 0.05.
     """
     k = len(doses)
     if len(set(doses)) < max(k, 2):
         raise ValueError(f"trend needs two or more different doses. Found {list(doses)}.")
     roots = [sqrt(j * (1 - j / k)) for j in range(k + 1)]
     weights = [roots[j] - roots[j + 1] for j in range(k)]
-    scale = fsum(weight * j / (k - 1) for j, weight in enumerate(weights))
     ordered = [[y for _, y in sorted(zip(doses, ys, strict=True))] for ys in by_seed]
     # The positive and the negative part apart: equal outcomes have a contrast of 0 exactly.
     upper, lower = (
-        [
-            fsum(max(sign * w, 0) / scale * y for w, y in zip(weights, ys, strict=True))
-            for ys in ordered
-        ]
+        [fsum(max(sign * w, 0) * y for w, y in zip(weights, ys, strict=True)) for ys in ordered]
         for sign in (1, -1)
     )
     contrast = paired_difference(upper, lower)
@@ -373,7 +368,8 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
             direction = "rises"
         case "lower" if "higher" not in found:
             direction = "falls"
-    return Trend(contrast.n, contrast.mean, contrast.interval, contrast.p_value, direction)
+    change = paired_difference(columns[-1], columns[0])
+    return Trend(change.n, change.mean, change.interval, contrast.p_value, direction)
 
 
 def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[float, ...]:

@@ -198,7 +198,7 @@ def _row(
     found = paired_difference(treated, control)
     low, high = found.interval or found.range
     verdict = ""
-    if margin is not None and found.interval is not None:
+    if margin is not None and found.interval is not None and any(found.differences):
         size = margin.of(fmean(control))
         verdict = margin_verdict(low, high, size, BETTER.get(metric.rpartition("/")[2]))
     return row | {

@@ -134,7 +134,7 @@ def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 BEST = {
-    **dict.fromkeys(("label", "key", "chosen_on"), pl.String),
+    **dict.fromkeys(("label", "key", "chosen_on", "edge"), pl.String),
     "values": pl.Int64,
     **dict.fromkeys(("treated_value", "control_value"), pl.Float64),
     **dict.fromkeys(("usable_treated", "usable_control"), pl.Int64),
@@ -148,7 +148,8 @@ def best_arms(study: Study, margin: Margin | None = None) -> pl.DataFrame:
     For each surgery, `treated_value` and `control_value` are the values with the best mean of
     `chosen_on`: the validation metric, else the metric itself. `usable_treated` and
     `usable_control` count the values at which no seed diverged and the mean is close to the best:
-    within 5 percentage points, or within half of it for a loss. Of the headline metric alone.
+    within 5 percentage points, or within half of it for a loss. `edge` names the arms whose best of
+    three values or more is the least or the greatest. Of the headline metric alone.
     """
     metric = next(iter(study.metrics_of), "")
     better = BETTER.get(metric.rpartition("/")[2])
@@ -180,6 +181,12 @@ def best_arms(study: Study, margin: Margin | None = None) -> pl.DataFrame:
         row = compared(study, [first], {first.name: others}, margin)
         row = row.filter(pl.col("metric") == metric, pl.col("block").is_null())
         facts = {"label": label, "key": key, "chosen_on": chosen_on, "values": len(treated)}
+        at_edge = [
+            name
+            for name, side in ((label, "treated"), ("control", "control"))
+            if len(treated) >= MIN_DOSES and best[side] in (min(treated), max(treated))
+        ]
+        facts["edge"] = " and ".join(at_edge)
         facts |= {f"{side}_value": value for side, value in best.items()}
         facts |= {f"usable_{side}": number for side, number in usable.items()}
         frames.append(row.with_columns(pl.lit(v, BEST[k]).alias(k) for k, v in facts.items()))

@@ -12,6 +12,12 @@ ACCEPTED: dict[str, str] = {
     "runs *: composed config margin: only in the working tree": (
         "margin= asks for equivalence; null, the default, leaves the files of a run as before"
     ),
+    "runs report of * outcome.md*": (
+        "the interval inverts the sign-flip test, below six seeds it is the range; median and "
+        "paired t interval are details; hints are gone"
+    ),
+    "runs loggers: W&B */report *study.*": ("the table of the study has the columns of that frame"),
+    "runs report of * comparison.parquet*": ("the comparison is a frame, and written as one"),
     "runs *: composed config log: only in the working tree": (
         "a new key of the command line: which sites' effects the loggers get"
     ),

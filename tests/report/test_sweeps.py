@@ -112,6 +112,7 @@ def test_the_best_arms_are_compared_where_a_rate_is_swept(tmp_path: Path) -> Non
     assert (found["control"], found["treated"]) == pytest.approx((0.9, 0.9))
     assert (found["verdict"], found["n"]) == ("no clear difference", 6)
     assert (found["usable_control"], found["usable_treated"]) == (1, 2)
+    assert found["edge"] == "clip"  # its best rate is the largest, that of the control is not
 
 
 def test_the_best_arms_are_chosen_on_validation_data(tmp_path: Path) -> None:
