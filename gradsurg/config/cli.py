@@ -36,7 +36,7 @@ from gradsurg.training.run_reader import BrokenFile
 WRONG_INPUT = 2
 
 ANNOUNCED_RUNS = 100  # more are announced with a time before they start
-MIN_CONTROLS = 3  # finished control runs by whose spread an effect is told before training
+MIN_CONTROLS = 6  # finished control runs by whose spread an effect is told before training
 
 WORST_FIRST: tuple[RunState, ...] = (
     "failed",

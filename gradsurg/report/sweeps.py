@@ -190,7 +190,7 @@ def best_arms(study: Study, margin: Margin | None = None) -> pl.DataFrame:
         facts |= {f"{side}_value": value for side, value in best.items()}
         facts |= {f"usable_{side}": number for side, number in usable.items()}
         frames.append(row.with_columns(pl.lit(v, BEST[k]).alias(k) for k, v in facts.items()))
-    return pl.concat(frames).select(*BEST, *SCHEMA)
+    return pl.concat(frames, how="diagonal").select(*BEST, *SCHEMA)
 
 
 def _rivals(
