@@ -176,7 +176,7 @@ def test_conflicts_of_a_job_are_printed(tmp_path: Path) -> None:
     beside = study.by_name
     runs = [Runs(run.path, beside[run.control].path) for run in study.all_runs if run.control]
     text = report(runs)
-    assert "How the tasks conflict, means over 2 runs, 4 measured steps each:" in text
+    assert "How the tasks conflict, means over 8 measured steps of 2 runs:" in text
     assert "No conflict was measured" not in text
 
 
