@@ -277,7 +277,7 @@ def conflict_charts(study: Study, facet: bool = False) -> dict[str, Any]:  # Any
 
 def _cosines(rows: pl.DataFrame, pairs: list[str]) -> alt.Chart:
     rows = rows.filter(pl.col("item").is_in(pairs)).select("panel", "item", "end", "value")
-    reach = max(0.2, *rows["value"].abs())
+    reach = max([0.2, *rows["value"].abs()])
     scale = alt.Scale(scheme="purpleorange", reverse=True, domain=[-reach, reach])
     legend = alt.Legend(title="cosine of two gradients", orient="bottom", format=".2~g")
     axis = alt.Axis(labelAngle=0, labelOverlap=True, ticks=False)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from json import dumps
-from math import ceil, isfinite
+from math import ceil
 from typing import Any
 
 import altair as alt
@@ -29,7 +29,8 @@ SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_M
 X1, X2 = "test/x1", "test/x2"
 MAX_PLACES, MAX_CELLS, LEVELS = 100, 51, 15  # cells along an axis
 PARETO, END = "#cc79a7", "#e69f00"
-PARTS = ("start", "x1", "x2", "values", "pareto")
+LAST = 1 << 60  # the place of the end, after all steps
+Json = Any  # Any: what JSON can hold
 MEAN = "mean of the losses"
 HOW_WAYS = (
     "Trajectories of an arm from all starts over a loss, by rank among all places, dark is "
@@ -64,34 +65,30 @@ class Front:
 
 def fronts(study: Study) -> list[Front]:
     """Return one for each task of several losses that two arms have, and for each metric."""
-    by_task: dict[str, list[tuple[str, bool, LoadedRun]]] = {}
-    for arm in study.arms:
-        for run in arm.whole:
-            names = _names(run)
-            if len(names) > 1:
-                key = canonical([_task(run), names])
-                by_task.setdefault(key, []).append((arm.name, arm.is_control, run))
+    controls = [arm.name for arm in study.arms if arm.is_control]
+    runs = study.runs.filter(state="finished")
+    tasks = [_task(study.by_name[name]) for name in runs["run"]]
+    titles = [str(task.get("name") or task.get("_target_") or "") for task in tasks]
+    runs = runs.with_columns(control=pl.col("arm").is_in(controls), title=pl.Series(titles))
     found = []
-    for members in by_task.values():
-        names = _names(members[0][2])
-        task = _task(members[0][2])
+    for rows in runs.group_by(pl.Series(map(canonical, tasks)), maintain_order=True):
         for metric in SIGNS:
-            rows = [
-                {"arm": arm, "control": control, "seed": run.seed}
-                | {name: run.number(f"test/{metric}_{name}") for name in names}
-                for arm, control, run in members
-            ]
-            runs = pl.DataFrame(rows).drop_nulls(names)
-            if runs["arm"].n_unique() > 1:
-                title = str(task.get("name") or task.get("_target_") or "")
-                found.append(Front(title, metric, names, _ranked(runs, names, metric), runs))
+            found += _front(rows[1], metric)
     return found
 
 
-def _names(run: LoadedRun) -> list[str]:
-    """The names of the tasks, as in the keys of their losses."""
-    begins = "test/loss_"
-    return [key.removeprefix(begins) for key in run.summary or {} if key.startswith(begins)]
+def _front(runs: pl.DataFrame, metric: str) -> list[Front]:
+    """The front of a metric in runs of one task; none if it has several losses, or arms."""
+    begins = f"test/{metric}_"
+    keys = [key for key in runs.columns if key.startswith(begins) and runs[key].count()]
+    names = [key.removeprefix(begins) for key in keys]
+    runs = runs.drop_nulls(keys)
+    runs = runs.select("arm", "control", "seed", "title", *map(pl.col, keys)).rename(
+        dict(zip(keys, names, strict=True))
+    )
+    if len(names) < 2 or runs["arm"].n_unique() < 2:
+        return []
+    return [Front(runs["title"][0], metric, names, _ranked(runs, names, metric), runs)]
 
 
 def _task(run: LoadedRun) -> dict[str, Any]:  # Any: YAML's values
@@ -106,32 +103,33 @@ def _ranked(runs: pl.DataFrame, names: Sequence[str], metric: str) -> pl.DataFra
     reach = {n: t_critical(n) / n**0.5 for n in range(3, len(runs) + 1)}
     half = pl.len().replace_strict(reach, default=None, return_dtype=pl.Float64)
     ends = [(pl.col(name).std() * half).alias(f"{name} ±") for name in names]
-    means = runs.group_by("arm", "control", maintain_order=True)
-    arms = means.agg(pl.len().alias("n"), pl.col(names).mean(), *ends)
-    costs = dict(zip(arms["arm"], arms.select(pl.col(names) * SIGNS[metric]).rows(), strict=True))
-    gaps = [LEAST * (max(column) - min(column)) for column in zip(*costs.values(), strict=True)]
-
-    def dominates(theirs: Sequence[float], own: Sequence[float]) -> bool:
-        less = any(a < b - gap for a, b, gap in zip(theirs, own, gaps, strict=True))
-        return less and all(a <= b for a, b in zip(theirs, own, strict=True))
-
-    beaten = [[arm for arm, one in costs.items() if dominates(one, own)] for own in costs.values()]
-    by = pl.Series("dominated by", beaten, dtype=pl.List(pl.String))
-    return arms.with_row_index("number", 1).with_columns(by)
+    arms = runs.group_by("arm", "control", maintain_order=True)
+    arms = arms.agg(pl.len().alias("n"), pl.col(names).mean(), *ends).with_row_index("number", 1)
+    costs = arms.select("arm", pl.col(names) * SIGNS[metric])
+    gaps = costs.select((pl.col(name).max() - pl.col(name).min()) * LEAST for name in names)
+    more = {name: pl.col(name) - pl.col(f"{name}_right") for name in names}
+    no_worse = pl.all_horizontal(one >= 0 for one in more.values())
+    better = pl.any_horizontal(one > gaps[name].item() for name, one in more.items())
+    by = costs.join(costs, how="cross").filter(no_worse & better)
+    by = by.group_by("arm").agg(pl.col("arm_right").alias("dominated by"))
+    return arms.join(by, on="arm", how="left", maintain_order="left").with_columns(
+        pl.col("dominated by").fill_null([])
+    )
 
 
 def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of charts
     """Two tasks: each run, and each arm's mean with its intervals."""
     names = {"x": first, "y": second}
     shown = front.arms.head(MAX_DRAWN)
+    halves = {axis: pl.col(f"{name} ±") for axis, name in names.items()}
     arms = shown.select(
         "number",
         "arm",
         "control",
-        pl.col("dominated by").list.len().eq(0).alias("best"),
         **names,
-        **{f"{axis}_low": pl.col(name) - pl.col(f"{name} ±") for axis, name in names.items()},
-        **{f"{axis}_high": pl.col(name) + pl.col(f"{name} ±") for axis, name in names.items()},
+        best=pl.col("dominated by").list.len() == 0,
+        **{f"{axis}_low": pl.col(names[axis]) - half for axis, half in halves.items()},
+        **{f"{axis}_high": pl.col(names[axis]) + half for axis, half in halves.items()},
     )
     x, y = (_axis(front, axis, name) for axis, name in names.items())
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
@@ -164,16 +162,10 @@ def front_figure(front: Front) -> Any:  # Any: kinds of charts
 
 def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
     """An axis with room for all runs, by logarithms where it is wide."""
-    seen: list[float] = front.runs[name].to_list()
-    low, high = min(seen), max(seen)
-    by_log = low > 0 and high >= WIDE * low
-    room = 0.08 * ((high - low) or abs(high) or 1)
-    ends = (
-        [low * (low / high) ** 0.08, high * (high / low) ** 0.08]
-        if by_log
-        else [low - room, high + room]
-    )
-    scale = alt.Scale(type="log" if by_log else "linear", domain=ends, nice=False, zero=False)
+    low, high = front.runs.select(low=pl.col(name).min(), high=pl.col(name).max()).row(0)
+    by_log = 0 < WIDE * low <= high
+    kind = "log" if by_log else "linear"
+    scale = alt.Scale(type=kind, domain=[low, high], padding=14, nice=False, zero=False)
     form = alt.Axis(format=".2~%" if is_share(front.metric) else ".3~g", tickCount=5)
     label = f"{front.metric} {name}{' (log scale)' * by_log}"
     channel = alt.X if axis == "x" else alt.Y
@@ -207,73 +199,69 @@ def landscapes(study: Study) -> list[Landscape]:
 
     Runs that differ in where they start, or in their seed, are of one arm.
     """
-    contents: dict[str, Mapping[str, Any]] = {}  # Any: what JSON can hold
+    contents: dict[str, Json] = {}
     starts: dict[str, dict[str, list[float]]] = {}
     for run in (run for run in study.all_runs if run.is_readable):
         try:
             content = read_json(run.path / LANDSCAPE)
-            if lacking := [
-                key for key in PARTS if content is not None and content.get(key) is None
-            ]:
-                raise BrokenFile(run.path / LANDSCAPE, f"has no {', '.join(lacking)}")
         except BrokenFile as error:
             fault = f"{run.name}: {error}"
             study.faults.extend([fault] * (fault not in study.faults))
             continue
         if content is not None:
             start = content.pop("start")
-            key = canonical(content)
-            contents[key] = content
+            contents.setdefault(key := canonical(content), content)
             starts.setdefault(key, {})[run.name] = start
-    found = (_landscape(study, content, starts[key]) for key, content in contents.items())
+    found = (
+        Landscape(_grid(content), _points(study, starts[key]), _pareto(content))
+        for key, content in contents.items()
+    )
     return [one for one in found if len(one.grid)]
 
 
-def _landscape(
-    study: Study, content: Mapping[str, Any], starts: Mapping[str, list[float]]
-) -> Landscape:
-    names = [f"loss {name}" for name in content["values"]]
-    every = [slice(None, None, ceil(len(content[x]) / MAX_CELLS)) for x in ("x1", "x2")]
-    cells = [(x1, x2) for x2 in content["x2"][every[1]] for x1 in content["x1"][every[0]]]
-    grid = pl.DataFrame(cells, schema=["x1", "x2"], orient="row").with_columns(
-        pl.Series(
-            name, [loss for row in table[every[1]] for loss in row[every[0]]], dtype=pl.Float64
-        )
-        for name, table in zip(names, content["values"].values(), strict=True)
-    )
-    grid = grid.with_columns(pl.mean_horizontal(names, ignore_nulls=False).alias(MEAN))
+def _grid(content: Json) -> pl.DataFrame:
+    """The rank of each loss, and of their mean, in cells that are not too many."""
+    losses = {f"loss {name}": table for name, table in content["values"].items()}
+    schema = {"x2": pl.Float64, **dict.fromkeys(losses, pl.List(pl.Float64))}
+    grid = pl.DataFrame({"x2": content["x2"], **losses}, schema, strict=False)
+    grid = grid.gather_every(ceil(len(grid) / MAX_CELLS)).with_columns(x1=pl.lit(content["x1"]))
+    every = ceil(len(content["x1"]) / MAX_CELLS)
+    grid = grid.with_columns(pl.col("x1", *losses).list.gather_every(every)).explode("x1", *losses)
+    grid = grid.with_columns(pl.mean_horizontal(*losses, ignore_nulls=False).alias(MEAN))
     grid = grid.unpivot(index=["x1", "x2"], variable_name="loss", value_name="level")
     grid = grid.filter(pl.col("level").is_finite())
     rank = (pl.col("level").rank("dense") - 1) * LEVELS // pl.col("level").n_unique()
-    grid = grid.with_columns(rank.over("loss").cast(pl.Int64))
-    runs = [
-        replace(run, config={**(run.config or {}), "task": _task(run)})
-        for run in study.all_runs
-        if run.name in starts
-    ]
-    points = [
-        {"arm": arm.name, "way": way, "x1": x1, "x2": x2}
-        for arm in group(runs)[:MAX_ARMS]
-        for way, run in enumerate(arm.runs)
-        for x1, x2 in _points(study, run, starts[run.name])
-    ]
+    return grid.with_columns(rank.over("loss").cast(pl.Int64))
+
+
+def _pareto(content: Json) -> pl.DataFrame:
     around = [*content["pareto"], *content["pareto"][: bool(content.get("closed"))]]
-    pareto = pl.DataFrame(around, schema={"x1": pl.Float64, "x2": pl.Float64}, orient="row")
-    return Landscape(grid, pl.DataFrame(points), pareto)
+    return pl.DataFrame(around, schema={"x1": pl.Float64, "x2": pl.Float64}, orient="row")
 
 
-def _points(study: Study, run: LoadedRun, start: Sequence[float]) -> list[tuple[float, float]]:
-    """The start, the logged points and the end, up to one that is not finite."""
-    points = [(start[0], start[1])]
+def _points(study: Study, starts: Mapping[str, list[float]]) -> pl.DataFrame:
+    """The start, the logged points and the end of each run, the first arms alone."""
+    chosen = [run for run in study.all_runs if run.name in starts]
+    arms = group(
+        [replace(run, config={**(run.config or {}), "task": _task(run)}) for run in chosen]
+    )
+    ways = [
+        (run.name, arm.name, way) for arm in arms[:MAX_ARMS] for way, run in enumerate(arm.runs)
+    ]
+    rows = [(name, -1, *start) for name, start in starts.items()]
+    rows += [(run.name, LAST, run.number(X1), run.number(X2)) for run in chosen]
+    schema = {"run": pl.String, "step": pl.Int64, X1: pl.Float64, X2: pl.Float64}
+    points = pl.DataFrame(rows, schema, orient="row")
     if {X1, X2} <= {*study.metrics.columns}:
-        rows = study.metrics.filter(pl.col("run") == run.name).select("step", X1, X2)
-        points += rows.drop_nulls().unique("step").sort("step").select(X1, X2).rows()
-    x1, x2 = run.number(X1), run.number(X2)
-    if x1 is not None and x2 is not None and (x1, x2) != points[-1]:
-        points.append((x1, x2))
-    points = [point for point in points if all(map(isfinite, point))]
-    last, most = len(points) - 1, min(len(points), MAX_PLACES)
-    return [points[place * last // max(1, most - 1)] for place in range(most)]
+        logged = study.metrics.select(*schema).with_columns(pl.col("run").cast(pl.String))
+        points = pl.concat([points, logged.unique(["run", "step"])])
+    points = points.filter(pl.all_horizontal(pl.col(X1, X2).is_finite())).sort("step")
+    ends = pl.DataFrame(ways, schema=["run", "arm", "way"], orient="row")
+    points = ends.join(points, on="run", maintain_order="left_right")
+    place, last = pl.int_range(pl.len()).over("run"), (pl.len() - 1).over("run")
+    thin = (place % (last / (MAX_PLACES - 1)).ceil() == 0) | (place == last)
+    at = pl.when(place == last).then(pl.lit("end")).when(place == 0).then(pl.lit("start"))
+    return points.with_columns(at=at).filter(thin).select("arm", "way", "at", x1=X1, x2=X2)
 
 
 def landscape_chart(landscape: Landscape, facet: bool = False) -> Any:  # Any: kinds of charts
@@ -310,13 +298,11 @@ def _over(landscape: Landscape, loss: str, arm: str) -> Any:  # Any: kinds of ch
     pareto = alt.Chart(inline(landscape.pareto.with_row_index("place")))
     pareto = pareto.mark_line(clip=True, color=PARETO, strokeWidth=4)
     ways = alt.Chart(inline(landscape.points, by=["arm", "way"]))
-    ways = ways.transform_filter(f"datum.arm == {arm}")
-    lines = ways.transform_flatten(["x1", "x2"]).transform_window(place="row_number()")
-    lines = lines.mark_line(clip=True, color=PAPER, strokeWidth=1.6).encode(detail="way:N")
-    ends: dict[str, Any] = {name: f"[datum.{name}[0], peek(datum.{name})]" for name in ("x1", "x2")}
-    marks = ways.transform_calculate(at="['start', 'end']", **ends)
-    marks = marks.transform_flatten(["x1", "x2", "at"])
+    ways = ways.transform_filter(f"datum.arm == {arm}").transform_flatten(["x1", "x2", "at"])
+    lines = ways.transform_window(place="row_number()").encode(detail="way:N")
+    lines = lines.mark_line(clip=True, color=PAPER, strokeWidth=1.6)
     shapes = alt.Scale(domain=["start", "end"], range=["circle", "cross"])
+    marks = ways.transform_filter("isValid(datum.at)")
     marks = marks.mark_point(filled=True, size=60, opacity=1, color=END, stroke=INK)
     return alt.layer(
         cells.encode(alt.X2("x1_end"), alt.Y2("x2_end")),

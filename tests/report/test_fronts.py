@@ -119,10 +119,13 @@ def test_an_axis_has_room_for_all_runs_and_goes_by_logarithms_where_it_is_wide(
 ) -> None:
     (front,) = found_in(tmp_path, a=[(1.0, -1.0), (3.0, -1.0)], none=[(100.0, 4.0)])
     axes = axes_of(front_chart(front, "first", "second"))
-    low, high = axes["x"]["scale"]["domain"]
-    assert 0.5 < low < 1 < 100 < high < 200
-    assert (axes["x"]["scale"]["type"], axes["x"]["title"]) == ("log", "loss first (log scale)")
-    assert axes["y"]["scale"]["domain"] == pytest.approx([-1.4, 4.4])
+    x, y = (axes[axis]["scale"] for axis in "xy")
+    assert (x["type"], x["domain"], axes["x"]["title"]) == (
+        "log",
+        [1, 100],
+        "loss first (log scale)",
+    )
+    assert (y["type"], y["domain"], y["padding"]) == ("linear", [-1, 4], 14)
     assert axes["y"]["title"] == "loss second"
 
 
@@ -215,7 +218,7 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
     for step in range(1, 1001):
         place.append_metrics({"step": step, "test/x1": step / 1000, "test/x2": 0.5})
     way = points_of(ground(tmp_path / "toy"), "clip")
-    assert len(way) == MAX_PLACES
+    assert MAX_PLACES / 2 < len(way) <= MAX_PLACES
     assert (way[0], way[-1]) == ((0, 0), (1, 0.5))
 
 
@@ -232,7 +235,7 @@ def test_losses_that_are_nowhere_finite_are_no_landscape_and_a_pareto_set_may_be
     assert landscapes(read_study(tmp_path / "toy")) == []
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"axes": []}'])
+@pytest.mark.parametrize("text", ["[]", "{"])
 def test_a_broken_landscape_is_a_fault_and_the_rest_is_shown(tmp_path: Path, text: str) -> None:
     folder = studies.toy(tmp_path / "toy")
     run = sorted(folder.glob("clip-*"))[0]
