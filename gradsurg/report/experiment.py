@@ -13,9 +13,15 @@ from gradsurg.report.wording import count
 
 GROUPS = ("task", "model", "optimizer", "schedule", "transform", "aggregator", "site", "when")
 PLAIN_VALUES = (None, "*", "", {}, [])
+TRAINING = {
+    "steps": "{} steps",
+    "batch_size": "batches of {}",
+    "accumulate": "accumulate {}",
+    "precision": "precision {}",
+}
 USUAL = {"schedule": "constant", "site": "parameters", "when": "steps: start 0; every 1"}
-"""Texts of groups that a reader takes for granted."""
-USUAL_NUMBERS = {"accumulate": "1", "precision": "float32"}
+USUAL |= {"accumulate": "1", "precision": "float32"}
+"""Texts that a reader takes for granted."""
 MAX_COMMANDS = 4
 NO_COMMAND = (
     "not recorded by the version that trained these runs; each run's config.yaml is complete"
@@ -37,21 +43,25 @@ def experiment(study: Study) -> list[tuple[str, str]]:
     seeds = sorted({run.seed for run in runs if run.seed >= 0})
     span = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
     named = f"{seeds[0]} to {seeds[-1]}" if span else ", ".join(map(str, seeds))
-    length = [f"{_values(configs, 'steps')} steps", f"batches of {_values(configs, 'batch_size')}"]
-    texts = {key: _values(configs, key) for key in USUAL_NUMBERS}
-    length += [
-        f"{key} {text}" for key, text in texts.items() if text not in ("", USUAL_NUMBERS[key])
+    texts = {key: _values(configs, key) for key in TRAINING}
+    length = [
+        TRAINING[key].format(text)
+        for key, text in texts.items()
+        if text not in ("", USUAL.get(key))
     ]
     facts.append(("training", ", ".join([*length, f"seeds {named}"])))
     facts += [("command", line) for line in commands(treated) or [NO_COMMAND]]
-    made: dict[str, dict[str, None]] = {}
-    for key, item in (pair for run in runs for pair in run.made_with.items()):
-        made.setdefault(key, {})[str(item)] = None
-    versions = ", ".join(f"{key} {' and '.join(items)}" for key, items in made.items())
+    made = dict.fromkeys(f"{key} {item}" for run in runs for key, item in run.made_with.items())
+    facts += [("versions", ", ".join(made))] * bool(made)
     ended = [run.summary for run in runs if run.summary]
-    places = dict.fromkeys(str(summary["hardware"]) for summary in ended if summary.get("hardware"))
-    facts += [("versions", versions), *(("hardware", place) for place in places)]
-    return [(key, text) for key, text in [*facts, ("runner", _runners(ended))] if text]
+    places = dict.fromkeys(str(summary.get("hardware") or "") for summary in ended)
+    facts += [("hardware", place) for place in places if place]
+    stacked = [one["runner"] for one in ended if isinstance(one.get("runner"), Mapping)]
+    steps = Counter(str(runner.get("first_step")) for runner in stacked)
+    return facts + [
+        ("runner", f"{count(n, 'run')} stacked; first step, beside a sequential one: {text}")
+        for text, n in steps.most_common()
+    ]
 
 
 def _plugin(configs: Sequence[Config], key: str) -> str:
@@ -71,19 +81,6 @@ def _plugin(configs: Sequence[Config], key: str) -> str:
         numbers = [f"{key} {text}" for key in keys if (text := _values(options, key))]
         texts.append(f"{name}: {'; '.join(numbers)}" if numbers else name)
     return ", or ".join(filter(None, texts))
-
-
-def _runners(ended: Sequence[Config]) -> str:
-    """How many runs were trained in stacks, and by how much these differ; empty if none was."""
-    stacked = [runner for one in ended if isinstance(runner := one.get("runner"), Mapping)]
-    steps = Counter(str(runner.get("first_step")) for runner in stacked)
-    parts = [
-        f"{count(number, 'run')} stacked; first step, beside a sequential one: {text}"
-        for text, number in steps.most_common()
-    ]
-    if stacked and len(ended) > len(stacked):
-        parts.append(f"{count(len(ended) - len(stacked), 'run')} one by one")
-    return "; ".join(parts)
 
 
 def _values(configs: Sequence[Config], key: str) -> str:

@@ -26,7 +26,6 @@ from gradsurg.stats import Margin
 
 PAGE = "index.html"
 WRITTEN = ".written.json"  # the names of the files of the report that lies there
-SCALE = 1.5  # of a PNG
 INFO = {"seeds": "n", "of": "planned", "not compared": "not_compared"}
 """Names that loggers have for columns of the comparison."""
 
@@ -63,7 +62,7 @@ def write_report(
         (draft / PAGE).write_text(text, encoding="utf-8")
         drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
-            list(threads.map(lambda name: save(drawn[name], draft / name), drawn))
+            list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))
         _move(draft, out)
     return out / PAGE
 
@@ -88,28 +87,22 @@ def _write_parquet(table: pl.DataFrame, file: Path) -> None:
     file.write_bytes(content.getbuffer())
 
 
-def save(chart: Any, stem: Path) -> None:  # Any: kinds of charts
-    """Write a chart as SVG, PDF and PNG."""
-    import vl_convert
-
-    svg = vl_convert.vegalite_to_svg(chart.to_dict(validate=False))
-    stem.with_name(f"{stem.name}.svg").write_text(svg, encoding="utf-8")
-    stem.with_name(f"{stem.name}.pdf").write_bytes(vl_convert.svg_to_pdf(svg))
-    stem.with_name(f"{stem.name}.png").write_bytes(vl_convert.svg_to_png(svg, scale=SCALE))
-
-
-def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: kinds of charts
+def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
     """The charts that are written as files, by the stems of their names."""
     drawn = paper.figures(study, frame)
     reached, cost = charts.reached_frame(study.runs), costs(study).head(paper.MAX_DRAWN)
     drawn |= {"reached": charts.reached_chart(reached)} if len(reached) else {}
     drawn |= {"cost": charts.cost_chart(cost)} if len(cost) else {}
-    tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
-    drawn |= paper.numbered("tuning", [charts.tuning_chart(one) for one in tuned])
     drawn |= conflicts.conflict_charts(study, facet=True)
-    drawn |= paper.numbered("pareto", [fronts.front_figure(one) for one in fronts.fronts(study)])
-    ways = [fronts.landscape_chart(one, facet=True) for one in fronts.landscapes(study)]
-    return drawn | paper.numbered("trajectories", ways)
+    tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
+    several = {
+        "tuning": map(charts.tuning_chart, tuned),
+        "pareto": map(fronts.front_figure, fronts.fronts(study)),
+        "trajectories": [fronts.landscape_chart(x, facet=True) for x in fronts.landscapes(study)],
+    }
+    for stem, figures in several.items():
+        drawn |= paper.numbered(stem, figures)
+    return {name: chart.to_dict(validate=False) for name, chart in drawn.items()}
 
 
 def written(out: Path) -> set[str]:

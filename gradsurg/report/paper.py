@@ -1,7 +1,7 @@
 """Figures and a LaTeX table of a study for a paper, in the widths of one and of two columns."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ def write_paper(
     `arms` are names of arms, drawn with their controls; without any all are. Raises LookupError for
     a metric or an arm that the study does not have.
     """
-    import vl_convert
-
     frame, shown = compare(study), _of_arms(study, arms)
     frame = frame.filter(pl.col("arm").is_in([arm.name for arm in shown.arms]))
     metric = _metric(study, metric)
@@ -43,12 +41,8 @@ def write_paper(
     files = []
     for name, chart in figures(shown, frame, metric).items():
         for width in WIDTHS:
-            svg = vl_convert.vegalite_to_svg(_sized(chart, width, STYLES[style]))
-            stem = folder / f"{name}-{width}in"
-            paths = [stem.with_name(f"{stem.name}.{end}") for end in ("pdf", "svg", "png")]
-            paths[0].write_bytes(vl_convert.svg_to_pdf(svg))
-            paths[1].write_text(_in_inches(svg), encoding="utf-8")
-            paths[2].write_bytes(vl_convert.svg_to_png(svg, scale=1, ppi=DPI))
+            paths = save(_sized(chart, width, STYLES[style]), folder / f"{name}-{width}in", DPI)
+            paths[1].write_text(_in_inches(paths[1].read_text("utf-8")), encoding="utf-8")
             files += paths
     for place, key in enumerate([metric] if metric else list(study.metrics_of) or [""]):
         name = "table" + f"-{re.sub('[^0-9A-Za-z]', '-', key)}" * (place > 0)
@@ -57,34 +51,41 @@ def write_paper(
     return files
 
 
+def save(spec: charts.Json, stem: Path, ppi: int = 108) -> list[Path]:
+    """Write a chart's specification as PDF, SVG and PNG; return the files."""
+    import vl_convert
+
+    svg = vl_convert.vegalite_to_svg(spec)
+    files = [stem.with_name(f"{stem.name}.{end}") for end in ("pdf", "svg", "png")]
+    files[0].write_bytes(vl_convert.svg_to_pdf(svg))
+    files[1].write_text(svg, encoding="utf-8")
+    files[2].write_bytes(vl_convert.svg_to_png(svg, ppi=ppi))
+    return files
+
+
 def figures(study: Study, frame: pl.DataFrame, metric: str = "") -> dict[str, charts.Chart]:
     """The charts that have data, by the stem of their files; `metric` is the first by default."""
     key = metric or next(iter(study.metrics_of), "")
-    known = frame.filter(
-        pl.col("difference").is_not_null() & pl.col("block").is_null() & (pl.col("metric") == key)
-    ).head(MAX_DRAWN)
+    known = frame.filter(pl.col("block").is_null(), metric=key).drop_nulls("difference")
+    known = known.head(MAX_DRAWN)
     drawn = {"outcome": charts.outcome_chart(known)} if len(known) else {}
-    logged = charts.curve_metrics(study.metrics)
     controls = [arm.name for arm in study.arms if arm.is_control]
-    names = [arm.name for arm in study.arms if not arm.is_control][:MAX_ARMS] + controls[:MAX_ARMS]
-    if logged:
+    treated = [arm.name for arm in study.arms if not arm.is_control]
+    few = pl.col("arm").cast(pl.String).is_in([*treated[:MAX_ARMS], *controls[:MAX_ARMS]])
+    if logged := charts.curve_metrics(study.metrics):
         curve = metric if metric in logged else logged[0]
-        rows = study.metrics.select("run", "arm", "seed", "state", "step", curve).drop_nulls(curve)
-        rows = rows.filter(pl.col("arm").cast(pl.String).is_in(names))
+        rows = study.metrics.filter(few).select(*charts.LOG_KEYS, curve).drop_nulls(curve)
         drawn["curves"] = charts.curves_chart(rows, controls)
     swept = doses(study, known).group_by("label", "key", maintain_order=True)
     drawn |= numbered("doses", [charts.dose_chart(rows) for _, rows in swept])
-    acted = study.effects.filter(pl.col("transform").cast(pl.String) != "none")
-    acted = acted.filter(pl.col("arm").cast(pl.String).is_in(names))
-    if len(acted):
-        maps = charts.effect_frame(acted).partition_by("name", maintain_order=True)
-        titles = [f"{one['name'][0]}: cosine of before and after" for one in maps]
-        pairs = zip(maps, titles, strict=True)
-        drawn |= numbered("effects", [charts.effect_map(x).properties(title=t) for x, t in pairs])
-    return drawn
+    acted = study.effects.filter(few, pl.col("transform").cast(pl.String) != "none")
+    maps = charts.effect_frame(acted).partition_by("name") if len(acted) else []
+    heading = "{}: cosine of before and after"
+    effects = [charts.effect_map(x).properties(title=heading.format(x["name"][0])) for x in maps]
+    return drawn | numbered("effects", effects)
 
 
-def numbered(stem: str, items: Sequence[Any]) -> dict[str, Any]:  # Any: kinds of charts
+def numbered(stem: str, items: Iterable[Any]) -> dict[str, Any]:  # Any: kinds of charts
     """Names for several figures of one kind: `effects`, `effects-2` and so on."""
     return {f"{stem}-{place}" if place > 1 else stem: one for place, one in enumerate(items, 1)}
 
@@ -128,10 +129,6 @@ def _sized(chart: charts.Chart, width: float, font: str) -> dict[str, Any]:  # A
 
 
 def _in_inches(svg: str) -> str:
-    """An SVG whose sizes are given in inches."""
-    head, mark, rest = svg.partition(">")
-
-    def inches(size: re.Match[str]) -> str:
-        return f'{size[1]}="{float(size[2]) / POINTS:.4g}in"'
-
-    return re.sub(r'\b(width|height)="([\d.]+)"', inches, head) + mark + rest
+    """An SVG whose own width and height, the first that it has, are in inches."""
+    size = r'\b(width|height)="([\d.]+)"'
+    return re.sub(size, lambda one: f'{one[1]}="{float(one[2]) / POINTS:.4g}in"', svg, count=2)

@@ -12,8 +12,8 @@ import altair as alt
 from gradsurg.report.arms import Arm, group
 from gradsurg.report.charts import CONFIG, INK, UNCLEAR
 from gradsurg.report.charts import TASKS as COLOURS
-from gradsurg.report.export import save
 from gradsurg.report.load import LoadedRun
+from gradsurg.report.paper import save
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome, terms
@@ -56,7 +56,7 @@ def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | No
     if chart is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    save(chart.configure(**CONFIG), folder / NAME)
+    save(chart.configure(**CONFIG).to_dict(validate=False), folder / NAME)
     return folder / f"{NAME}.png"
 
 
