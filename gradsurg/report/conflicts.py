@@ -122,17 +122,14 @@ def _long(steps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _pairs(steps: pl.DataFrame) -> pl.DataFrame:
-    """The cosine of the gradients of each two tasks."""
-    rows = steps.select(*STEP, "cosines", task="tasks", tasks="tasks", place=_places())
+    """The cosine of the gradients of each task and each later one."""
+    place = pl.int_ranges(1, pl.col("tasks").list.len() + 1)
+    rows = steps.select(*STEP, "tasks", "cosines", task="tasks", place=place)
     rows = rows.explode("task", "place", "cosines")
-    rows = rows.with_columns(other="tasks", second=_places()).explode("other", "second", "cosines")
-    names = pl.format("{} ~ {}", "task", "other").alias("item")
-    rows = rows.filter(pl.col("place") < pl.col("second"))
-    return rows.select(*STEP, names, number=pl.lit(COSINE), value="cosines")
-
-
-def _places() -> pl.Expr:
-    return pl.int_ranges(0, pl.col("tasks").list.len())
+    later = (pl.col(name).list.slice("place") for name in ("tasks", "cosines"))
+    rows = rows.with_columns(*later).explode("tasks", "cosines")
+    pair = pl.format("{} ~ {}", "task", "tasks")
+    return rows.select(*STEP, item=pair, number=pl.lit(COSINE), value="cosines")
 
 
 def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
@@ -162,12 +159,11 @@ def conflict_tables(study: Study) -> list[tuple[str, pl.DataFrame]]:
     )
     others = sharp.filter(~pl.col("is_control"), number == OTHERS)
     others = others.join(weights, on=["arm", "item"], how="left", maintain_order="left")
+    others = others.select(arm="title", aggregator="item", cosine="text", weights=pl.col("weights"))
     tables = {
         "Conflict of each arm": arms.drop("arm").rename({"title": "arm"}),
         "Tasks": tasks.rename({"title": "arm", "item": "task"}),
-        "Updates of other aggregators from the same gradients": others.select(
-            "weights", arm="title", aggregator="item", cosine="text"
-        ).select("arm", "aggregator", "cosine", "weights"),
+        "Updates of other aggregators from the same gradients": others,
     }
     return [(caption, frame) for caption, frame in tables.items() if len(frame)]
 

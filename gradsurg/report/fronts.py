@@ -59,8 +59,15 @@ class Front:
     runs: pl.DataFrame
 
     @property
+    def title(self) -> str:
+        more = len(self.names) * (len(self.names) - 1) // 2
+        of = f", the first {MAX_PAIRS} of {more} pairs" * (more > MAX_PAIRS)
+        return f"{self.task}: test {self.metric} of each task{of}"
+
+    @property
     def pairs(self) -> list[tuple[str, str]]:
-        return list(combinations(self.names, 2))
+        """The tasks, two by two; of many the first."""
+        return list(combinations(self.names, 2))[:MAX_PAIRS]
 
 
 def fronts(study: Study) -> list[Front]:
@@ -70,11 +77,8 @@ def fronts(study: Study) -> list[Front]:
     tasks = [_task(study.by_name[name]) for name in runs["run"]]
     titles = [str(task.get("name") or task.get("_target_") or "") for task in tasks]
     runs = runs.with_columns(control=pl.col("arm").is_in(controls), title=pl.Series(titles))
-    found = []
-    for rows in runs.group_by(pl.Series(map(canonical, tasks)), maintain_order=True):
-        for metric in SIGNS:
-            found += _front(rows[1], metric)
-    return found
+    by_task = runs.group_by(pl.Series(map(canonical, tasks)), maintain_order=True)
+    return [one for _, rows in by_task for metric in SIGNS for one in _front(rows, metric)]
 
 
 def _front(runs: pl.DataFrame, metric: str) -> list[Front]:
@@ -82,12 +86,10 @@ def _front(runs: pl.DataFrame, metric: str) -> list[Front]:
     begins = f"test/{metric}_"
     keys = [key for key in runs.columns if key.startswith(begins) and runs[key].count()]
     names = [key.removeprefix(begins) for key in keys]
-    runs = runs.drop_nulls(keys)
-    runs = runs.select("arm", "control", "seed", "title", *map(pl.col, keys)).rename(
-        dict(zip(keys, names, strict=True))
-    )
+    runs = runs.drop_nulls(keys).rename(dict(zip(keys, names, strict=True)))
     if len(names) < 2 or runs["arm"].n_unique() < 2:
         return []
+    runs = runs.select("arm", "control", "seed", "title", *names)
     return [Front(runs["title"][0], metric, names, _ranked(runs, names, metric), runs)]
 
 
@@ -121,15 +123,18 @@ def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of 
     """Two tasks: each run, and each arm's mean with its intervals."""
     names = {"x": first, "y": second}
     shown = front.arms.head(MAX_DRAWN)
-    halves = {axis: pl.col(f"{name} ±") for axis, name in names.items()}
+    best, ends = pl.col("dominated by").list.len() == 0, {"low": -1, "high": 1}
     arms = shown.select(
         "number",
         "arm",
         "control",
+        best.alias("best"),
         **names,
-        best=pl.col("dominated by").list.len() == 0,
-        **{f"{axis}_low": pl.col(names[axis]) - half for axis, half in halves.items()},
-        **{f"{axis}_high": pl.col(names[axis]) + half for axis, half in halves.items()},
+        **{
+            f"{axis}_{end}": pl.col(name) + sign * pl.col(f"{name} ±")
+            for axis, name in names.items()
+            for end, sign in ends.items()
+        },
     )
     x, y = (_axis(front, axis, name) for axis, name in names.items())
     color = alt.condition("datum.control", alt.value(CONTROL), alt.value(TREATED))
@@ -150,14 +155,11 @@ def front_chart(front: Front, first: str, second: str) -> Any:  # Any: kinds of 
 
 def front_figure(front: Front) -> Any:  # Any: kinds of charts
     """A panel for each two tasks, at most six, for a file; arms are named below."""
-    panels = [front_chart(front, *pair) for pair in front.pairs[:MAX_PAIRS]]
-    sized = [panel.properties(width=250, height=220) for panel in panels]
-    of = f", the first {MAX_PAIRS} of {len(front.pairs)} pairs" * (len(front.pairs) > MAX_PAIRS)
-    shown = front.arms.head(MAX_DRAWN).select("number", "arm").iter_rows()
-    arms = [f"{number} {arm}" for number, arm in shown]
-    lines = [HOW, *(", ".join(arms[k : k + 4]) for k in range(0, len(arms), 4))]
-    title = alt.Title(f"{front.task}, test {front.metric} of each task{of}", subtitle=lines)
-    return alt.concat(*sized, columns=3, title=title).configure(**CONFIG)
+    panels = [front_chart(front, *p).properties(width=250, height=220) for p in front.pairs]
+    arms = front.arms.head(MAX_DRAWN).select(pl.format("{} {}", "number", "arm"))
+    lines = [", ".join(part.to_series()) for part in arms.iter_slices(4)]
+    title = alt.Title(front.title, subtitle=[HOW, *lines])
+    return alt.concat(*panels, columns=3, title=title).configure(**CONFIG)
 
 
 def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altair
@@ -174,10 +176,9 @@ def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altai
 
 def front_table(front: Front) -> pl.DataFrame:
     """The means of the arms in every task, half of their intervals, and what dominates them."""
-    names = [column for name in front.names for column in (name, f"{name} ±")]
     by = [listed(arms) if arms else "none" for arms in front.arms["dominated by"].to_list()]
-    table = front.arms.with_columns(pl.Series("dominated by", by))
-    return table.select("arm", "number", "n", *names, "dominated by")
+    table = front.arms.drop("control", "dominated by")
+    return table.with_columns(pl.Series("dominated by", by))
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ def landscapes(study: Study) -> list[Landscape]:
     """
     contents: dict[str, Json] = {}
     starts: dict[str, dict[str, list[float]]] = {}
+    found = []
     for run in (run for run in study.all_runs if run.is_readable):
         try:
             content = read_json(run.path / LANDSCAPE)
@@ -212,10 +214,10 @@ def landscapes(study: Study) -> list[Landscape]:
             start = content.pop("start")
             contents.setdefault(key := canonical(content), content)
             starts.setdefault(key, {})[run.name] = start
-    found = (
-        Landscape(_grid(content), _points(study, starts[key]), _pareto(content))
-        for key, content in contents.items()
-    )
+    for key, content in contents.items():
+        around = [*content["pareto"], *content["pareto"][: bool(content.get("closed"))]]
+        pareto = pl.DataFrame(around, {"x1": pl.Float64, "x2": pl.Float64}, orient="row")
+        found.append(Landscape(_grid(content), _points(study, starts[key]), pareto))
     return [one for one in found if len(one.grid)]
 
 
@@ -234,20 +236,12 @@ def _grid(content: Json) -> pl.DataFrame:
     return grid.with_columns(rank.over("loss").cast(pl.Int64))
 
 
-def _pareto(content: Json) -> pl.DataFrame:
-    around = [*content["pareto"], *content["pareto"][: bool(content.get("closed"))]]
-    return pl.DataFrame(around, schema={"x1": pl.Float64, "x2": pl.Float64}, orient="row")
-
-
 def _points(study: Study, starts: Mapping[str, list[float]]) -> pl.DataFrame:
     """The start, the logged points and the end of each run, the first arms alone."""
     chosen = [run for run in study.all_runs if run.name in starts]
-    arms = group(
-        [replace(run, config={**(run.config or {}), "task": _task(run)}) for run in chosen]
-    )
-    ways = [
-        (run.name, arm.name, way) for arm in arms[:MAX_ARMS] for way, run in enumerate(arm.runs)
-    ]
+    alike = [replace(run, config={**(run.config or {}), "task": _task(run)}) for run in chosen]
+    arms = group(alike)[:MAX_ARMS]
+    ways = [(run.name, arm.name, way) for arm in arms for way, run in enumerate(arm.runs)]
     rows = [(name, -1, *start) for name, start in starts.items()]
     rows += [(run.name, LAST, run.number(X1), run.number(X2)) for run in chosen]
     schema = {"run": pl.String, "step": pl.Int64, X1: pl.Float64, X2: pl.Float64}
@@ -318,11 +312,9 @@ def sections(study: Study) -> list[Section]:
     charts = [
         finished(front_chart(front, *pair), f"{front.metric} of {' and '.join(pair)} by arm", 300)
         for front in found
-        for pair in front.pairs[:MAX_PAIRS]
+        for pair in front.pairs
     ]
-    captions = [f"{front.task}: test {front.metric} of each task" for front in found]
-    frames = zip(captions, map(front_table, found), strict=True)
-    tables = [frame_table(*table, is_open=True) for table in frames]
+    tables = [frame_table(front.title, front_table(front), is_open=True) for front in found]
     more = max((len(front.arms) for front in found), default=0)
     notes = [f"The first {MAX_DRAWN} of {more} arms are drawn."] * (more > MAX_DRAWN)
     fields = ("fronts", "Trade-off between the tasks", HOW, charts, tables, notes)
