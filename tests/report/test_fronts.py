@@ -166,6 +166,13 @@ def ground(study: Path) -> Landscape:
     return found
 
 
+def toy_run(folder: Path, **content: object) -> studies.RunDirectory:
+    """A run of a toy task that has logged nothing, and its landscape."""
+    place = studies.plan(folder, "clip", 0)
+    place.write_landscape({**studies.GROUND, "start": [0, 0], **content})
+    return place
+
+
 def points_of(landscape: Landscape, arm: str, way: int = 0) -> list[tuple[float, float]]:
     return landscape.points.filter(arm=arm, way=way).select("x1", "x2").rows()
 
@@ -189,32 +196,27 @@ def test_a_fine_grid_is_thinned_and_a_loss_that_is_not_finite_has_no_cell(tmp_pa
     fine = [number / 10 for number in range(101)]
     table = [[x1 * x2 for x1 in fine] for x2 in fine]
     table[0][0] = float("nan")
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    content = {**studies.GROUND, "x1": fine, "x2": fine, "values": {"1": table}}
-    place.write_landscape({**content, "start": [0, 0]})
+    toy_run(tmp_path / "toy", x1=fine, x2=fine, values={"1": table})
     cells = ground(tmp_path / "toy").grid.filter(loss="loss 1")
     assert len(cells) == MAX_CELLS**2 - 1
     assert cells["x1"].unique().sort().to_list() == fine[::2]
 
 
 def test_a_pareto_set_that_goes_around_is_closed(tmp_path: Path) -> None:
-    place = studies.plan(tmp_path / "toy", "clip", 0)
     around = [[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
-    place.write_landscape({**studies.GROUND, "start": [0, 0], "pareto": around, "closed": True})
+    toy_run(tmp_path / "toy", pareto=around, closed=True)
     assert ground(tmp_path / "toy").pareto.rows() == [(0, 0), (1, 0), (1, 1), (0, 0)]
 
 
 def test_a_run_that_logged_no_place_has_its_start_and_its_end(tmp_path: Path) -> None:
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    place.write_landscape({**studies.GROUND, "start": [0, 0]})
+    place = toy_run(tmp_path / "toy")
     assert points_of(ground(tmp_path / "toy"), "clip") == [(0, 0)]
     studies.end(place, "clip", 0.5, **{"test/x1": 1.0, "test/x2": -1.0})
     assert points_of(ground(tmp_path / "toy"), "clip") == [(0, 0), (1, -1)]
 
 
 def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    place.write_landscape({**studies.GROUND, "start": [0, 0]})
+    place = toy_run(tmp_path / "toy")
     for step in range(1, 1001):
         place.append_metrics({"step": step, "test/x1": step / 1000, "test/x2": 0.5})
     way = points_of(ground(tmp_path / "toy"), "clip")
@@ -225,13 +227,11 @@ def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
 def test_losses_that_are_nowhere_finite_are_no_landscape_and_a_pareto_set_may_be_empty(
     tmp_path: Path,
 ) -> None:
-    place = studies.plan(tmp_path / "toy", "clip", 0)
-    content = {**studies.GROUND, "start": [0, 0], "pareto": []}
-    place.write_landscape(content)
+    toy_run(tmp_path / "toy", pareto=[])
     landscape = ground(tmp_path / "toy")
     assert landscape.pareto.is_empty()
     assert len(landscape_chart(landscape, facet=True).to_dict()["concat"]) == 4
-    place.write_landscape({**content, "values": {"1": [[None] * 3] * 2}})
+    toy_run(tmp_path / "toy", pareto=[], values={"1": [[None] * 3] * 2})
     assert landscapes(read_study(tmp_path / "toy")) == []
 
 
