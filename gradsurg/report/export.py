@@ -108,12 +108,9 @@ def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
 def written(out: Path) -> set[str]:
     """Return the names of the files that earlier reports wrote to `out`."""
     file = out / WRITTEN
-    if out.is_symlink() or file.is_symlink():
+    if out.is_symlink() or file.is_symlink() or not file.exists():
         return set()
-    try:
-        names = [str(name) for name in json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError):  # there is none
-        return set()
+    names = map(str, json.loads(file.read_text(encoding="utf-8")))
     # whatever the file says, nothing outside of the folder is touched
     return {name for name in names if name not in ("", "..") and name == Path(name).name}
 
@@ -121,12 +118,12 @@ def written(out: Path) -> set[str]:
 def figures_in(out: Path) -> list[Path]:
     """The figures of the report that lies there, as PNG."""
     paths = [out / name for name in sorted(written(out)) if name.endswith(".png")]
-    return [path for path in paths if not path.is_symlink()]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def study_info(study: Study, out: Path) -> StudyInfo:
     """Return the study as loggers receive it: a row an arm and metric, and the figures in `out`."""
     frame = compare(study).filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
     renamed = frame.rename({column: name for name, column in INFO.items()})
-    figures = [(path.stem, path) for path in figures_in(out) if path.is_file()]
+    figures = [(path.stem, path) for path in figures_in(out)]
     return StudyInfo(study.folder.name, out, renamed.to_dicts(), figures)

@@ -132,7 +132,8 @@ def test_more_arms_than_fit_beside_one_another_are_said_to_be_more(tmp_path: Pat
 
 def test_the_sharpest_of_several_groups_is_told(tmp_path: Path) -> None:
     rows = [conflict("mgda", 0, cosine, group=name) for name, cosine in (("a", 0.5), ("b", -0.5))]
-    rows[0]["decrease"] = [-1.0, 1.0]
+    rows[0]["decrease"], rows[1]["decrease"] = [-1.0, 1.0], [1.0, -1.0]
+    rows.append(conflict("mgda", 1, -0.5, group="b"))
     study = study_of(tmp_path, rows)
     text = conflict_text(study)
     assert "of 2 groups the one with the sharpest conflict" in " ".join(text.split())

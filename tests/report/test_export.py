@@ -66,11 +66,12 @@ def test_figures_are_files_of_three_kinds_and_loggers_get_them_with_the_comparis
 
 def test_the_experiment_has_its_settings_and_the_command_of_a_sweep(tmp_path: Path) -> None:
     for label, size in (("clip", 64), ("sign", 8)):
-        studies.whole(tmp_path, label, 0, 0.9, optimizer={"name": label.upper()}, batch_size=size)
+        more = {"optimizer": {"name": label.upper()}, "accumulate": 1, "precision": "bfloat16"}
+        studies.whole(tmp_path, label, 0, 0.9, batch_size=size, **more)
     facts = dict(experiment(read_study(tmp_path)))
     assert facts["transform"] == "clip: value 0.01, or sign: value 0.01"
     assert facts["optimizer"] == "CLIP, or SIGN"
-    assert facts["training"] == "40 steps, batches of 8, 64, seeds 0"
+    assert facts["training"] == "40 steps, batches of 8, 64, precision bfloat16, seeds 0"
     assert facts["command"].startswith("not recorded")  # these runs have none
     jobs = [
         ("transform=clip", f"lr={lr}", f"optimizer={name}", "force=true")
