@@ -20,7 +20,7 @@ EVERY = 3.0  # seconds between two looks
 def main(words: Sequence[str] | None = None) -> int:
     """Print the summary of a study and write its report; with --watch do so until interrupted."""
     arguments = parser().parse_args(words)
-    changed = [key for key in ("metric", "arms", "style") if _is_given(arguments, key)]
+    changed = [key for key in ("metric", "arms", "style", "spread") if _is_given(arguments, key)]
     if changed and not arguments.paper:
         print(f"--{changed[0]}: needs --paper FOLDER", file=sys.stderr)
         return WRONG_INPUT
@@ -52,7 +52,7 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
         print(pairs_text(compare_pairs(study, names, margin), margin))
         return
     if arguments.paper:
-        choices = (arguments.metric, arguments.arms, arguments.style)
+        choices = (arguments.metric, arguments.arms, arguments.style, arguments.spread)
         try:
             files = write_paper(study, arguments.paper, *choices)
         except OSError as error:
@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     )
     styles = "with --paper: the font; default: sans"
     made.add_argument("--style", choices=("sans", "serif"), default="sans", help=styles)
+    spreads = "with --paper: beside each mean of the table; default: interval"
+    made.add_argument("--spread", choices=("interval", "sd"), default="interval", help=spreads)
     return made
 
 

@@ -26,13 +26,19 @@ MAX_ARMS, MAX_DRAWN = 12, 60  # with curves or maps of effects, with differences
 
 
 def write_paper(
-    study: Study, folder: Path, metric: str = "", arms: Sequence[str] = (), style: str = "sans"
+    study: Study,
+    folder: Path,
+    metric: str = "",
+    arms: Sequence[str] = (),
+    style: str = "sans",
+    spread: str = "interval",
 ) -> list[Path]:
     """Write each figure in both widths as PDF, SVG and PNG, and a table for each metric; return the
     files.
 
-    `arms` are names of arms, drawn with their controls; without any all are. Raises LookupError for
-    a metric or an arm that the study does not have.
+    `arms` are names of arms, drawn with their controls; without any all are. `spread` is that of
+    the table (`tables.latex`). Raises LookupError for a metric or an arm that the study does not
+    have.
     """
     frame, shown = compare(study), _of_arms(study, arms)
     frame = frame.filter(pl.col("arm").is_in([arm.name for arm in shown.arms]))
@@ -47,7 +53,7 @@ def write_paper(
     for place, key in enumerate([metric] if metric else list(study.metrics_of) or [""]):
         name = "table" + f"-{re.sub('[^0-9A-Za-z]', '-', key)}" * (place > 0)
         files.append(folder / f"{name}.tex")
-        files[-1].write_text(latex(shown, frame, key, numbered=place > 0), encoding="utf-8")
+        files[-1].write_text(latex(shown, frame, key, place > 0, spread), encoding="utf-8")
     return files
 
 

@@ -14,7 +14,7 @@ from gradsurg.report.measures import link_shares
 from gradsurg.report.study import Study
 from gradsurg.report.verdict import Row, rows_of
 from gradsurg.report.wording import amount, amounts, p_text, table_width, title, value
-from gradsurg.stats import TOO_FEW, UNCLEAR
+from gradsurg.stats import TOO_FEW, UNCLEAR, paired_difference
 
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows."""
@@ -177,21 +177,35 @@ TEX = str.maketrans(
 PAPER = ("arm", "n", "treated", "control", "difference", INTERVAL, "p", "q")
 
 
-def latex(study: Study, frame: pl.DataFrame, metric: str = "", numbered: bool = False) -> str:
+def latex(
+    study: Study,
+    frame: pl.DataFrame,
+    metric: str = "",
+    numbered: bool = False,
+    spread: str = "interval",
+) -> str:
     """Return a table of one metric for a paper, a row for each arm; it needs the package booktabs.
 
     The first metric of the study by default. The label of the table is that of the study, and with
-    `numbered` that of the study and the metric.
+    `numbered` that of the study and the metric. `spread` is beside the mean of each arm: its 95 %
+    t `interval`, or `sd`, the standard deviation over seeds.
     """
     key = metric or next(iter(study.metrics_of), "")
-    heads, rows = outcome_table(rows_of(frame, key), columns=PAPER)
+    compared = rows_of(frame, key)
+    heads, rows = outcome_table(compared, columns=PAPER)
+    around = "95 % t interval" if spread == "interval" else "standard deviation over seeds"
     about = (
-        f"{title(key)}: means of both arms, their difference paired by seed, the 95 % interval "
-        "that inverts the sign-flip test (below 6 seeds the range), and p of that test"
+        f"{title(key)}: means of both arms with the {around}, their difference paired by seed, "
+        "the 95 % interval that inverts the sign-flip test (below 6 seeds the range), and p of "
+        "that test"
     )
     about += "; q is p corrected for the number of arms" if "q" in heads else ""
     label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * numbered)
-    lines = [" & ".join(_cell(cell) for cell in row) + r" \\" for row in [heads, *rows]]
+    table = [[_cell(cell) for cell in row] for row in [heads, *rows]]
+    for side in {"treated", "control"} & {*heads}:
+        for row, cells in zip(compared, table[1:], strict=True):
+            cells[heads.index(side)] += _around(study, row, side, spread)
+    lines = [" & ".join(cells) + r" \\" for cells in table]
     return "\n".join(
         [
             r"% \usepackage{booktabs}",
@@ -210,6 +224,25 @@ def latex(study: Study, frame: pl.DataFrame, metric: str = "", numbered: bool = 
             "",
         ]
     )
+
+
+def _around(study: Study, row: Row, side: str, spread: str) -> str:
+    """The spread of the compared runs of an arm, or of their means over blocks; '' for too few."""
+    values: dict[object, list[float]] = {}
+    arm = next(arm for arm in study.arms if arm.name == row["arm"])
+    for run in arm.whole if row["n"] > 1 else ():
+        control = study.by_name.get(run.control or "")
+        if control and control.state == "finished":
+            one = study.outcome(run if side == "treated" else control, row["metric"])
+            place = run.seed if row["unit"] == "seed" else study.block_of[run.name]
+            values.setdefault(place, []).extend([] if one is None else [one])
+    means = [fmean(some) for some in values.values() if some]
+    found = paired_difference(means, [0.0] * len(means)) if means else None
+    if not found or found.t_low is None or spread == "sd":
+        sd = found.sd if found and spread == "sd" else None
+        return "" if sd is None else rf" $\pm$ {_cell(value(row['metric'], sd))}"
+    low, high = (_cell(value(row["metric"], end)) for end in (found.t_low, found.t_high))
+    return f" ({low} to {high})"
 
 
 def _cell(text: str) -> str:

@@ -63,10 +63,10 @@ def test_arms_are_compared_with_each_other(study: Path, capsys) -> None:
 def test_figures_for_a_paper_are_written_instead_of_the_report(tmp_path: Path, capsys) -> None:
     folder = studies.paired(tmp_path / "a", "clip", [0.01, 0.02])
     out = tmp_path / "paper"
-    words = ["--metric", "test accuracy", "--arms", "clip", "--style", "serif"]
+    words = ["--metric", "test accuracy", "--arms", "clip", "--style", "serif", "--spread", "sd"]
     assert main([str(folder), "--paper", str(out), *words]) == 0
     assert capsys.readouterr().out.endswith(f"files in {out}: outcome-3.3in.pdf .. table.tex\n")
-    assert (out / "table.tex").is_file()
+    assert r"$51.50\%$ $\pm$ $0.71\%$ &" in (out / "table.tex").read_text("utf-8")
     assert not (folder / "report").exists()
     assert main([str(folder), "--metric", "test/loss"]) == 2
     assert capsys.readouterr().err == "--metric: needs --paper FOLDER\n"

@@ -154,10 +154,14 @@ def test_latex_has_the_same_rows_with_numbers_in_math_mode(tmp_path: Path) -> No
     made = compare(study)
     text = latex(study, made)
     row_of = (
-        r"clip & 8 of 8 & $49.50\%$ & $50.00\%$ & $-0.50\mbox{ pp}$ & "
+        r"clip & 8 of 8 & $49.50\%$ ($49.22\%$ to $49.78\%$) & $50.00\%$ ($50.00\%$ to "
+        r"$50.00\%$) & $-0.50\mbox{ pp}$ & "
         r"$-0.75\mbox{ to }-0.20\mbox{ pp}$ & $0.0234$ \\"
     )
     assert row_of in text.splitlines()
+    assert r"& $49.50\%$ $\pm$ $0.33\%$ & $50.00\%$ $\pm$ $0.00\%$ &" in latex(
+        study, made, spread="sd"
+    )
     assert r"\begin{tabular}{lrrrrrr}" in text
     assert r"\caption{a\_b. test accuracy: means of both arms" in text
     assert r"\label{tab:a-b}" in text
