@@ -2,9 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, stdev
-from typing import Any
 
 import polars as pl
 
@@ -21,55 +20,45 @@ from gradsurg.stats import (
     seeds_needed,
 )
 
+Tell = Callable[[Study, Sequence[Row]], Iterable[str]]
+"""The words of a rule on a study and the rows of its first metric; none if it does not hold."""
+
 
 def cautions(study: Study, frame: pl.DataFrame) -> list[str]:
-    """Return the cautions of a study, at most one sentence for each rule of `CAUTIONS`."""
-    return [text for rule in CAUTIONS.values() if (text := rule(study, frame))]
+    """Return the cautions of a study, at most a sentence for each rule of `CAUTIONS`."""
+    return [*by_rule(study, frame).values()]
 
 
-Rule = Callable[[Study, pl.DataFrame], str]
+def by_rule(study: Study, frame: pl.DataFrame) -> dict[str, str]:
+    """Return the sentences of the rules that hold by the rules' names."""
+    rows, told = rows_of(frame), {}
+    for name, (tell, text) in CAUTIONS.items():
+        if words := list(dict.fromkeys(filter(None, tell(study, rows)))):
+            told[name] = text.format(listed(words, MAX_NAMED))
+    return told
 
 
-def _each(tell: Callable[[Row], str], text: str) -> Rule:
-    """Return a rule on the arms in the first metric: `text` with what `tell` says of them."""
-
-    def rule(study: Study, frame: pl.DataFrame) -> str:
-        rows = [row for row in rows_of(frame) if row["difference"] is not None]
-        told = list(dict.fromkeys(words for row in rows if (words := tell(row))))
-        return text.format(listed(told, MAX_NAMED)) if told else ""
-
-    return rule
+def _each(tell: Callable[[Row], str]) -> Tell:
+    """Return a rule on each arm that is compared."""
+    return lambda _, rows: [tell(row) for row in rows if row["difference"] is not None]
 
 
-def _divergence(study: Study, frame: pl.DataFrame) -> str:
-    if not any(row["diverged"] or row["diverged_control"] for row in rows_of(frame)):
-        return ""
-    return (
-        "A seed that diverged in either arm is in no mean, interval or p: they describe the "
-        "surviving seeds alone."
-    )
-
-
-def _chance(study: Study, frame: pl.DataFrame) -> str:
-    arms = sorted(study.arms, key=lambda arm: not arm.is_control)
-    told = [learned_nothing(arm.name, [run.summary or {} for run in arm.whole]) for arm in arms]
-    dead = [text for text in told if text]
-    weak = any(text and arm.is_control for text, arm in zip(told, arms, strict=True))
-    useless = ": a comparison with a control at chance tells little" if weak else ""
-    return f"Training did not learn anything with {listed(dead, MAX_NAMED)}{useless}." * bool(dead)
-
-
-def learned_nothing(name: str, runs: Sequence[Mapping[str, Any]]) -> str:  # Any: JSON's values
-    """Return in how many seeds an arm is no better than chance; empty if it has learned."""
-    dead = [summary for summary in runs if summary.get("learned_nothing")]
-    if not dead:
-        return ""
-    evidence = dead[0]["learned_nothing"]
-    key = evidence["metric"]
-    own = value(key, fmean(summary[key] for summary in dead))
-    chance = value(key, fmean(summary["learned_nothing"]["beside"] for summary in dead))
-    seeds = f"{len(dead)} of {count(len(runs), 'seed')}"
-    return f"{name} in {seeds} ({title(key)} {own}, and {evidence['what']} {chance})"
+def _chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
+    """In how many seeds of each arm training came to no more than chance."""
+    told, weak = [], ""
+    for arm in sorted(study.arms, key=lambda arm: not arm.is_control):
+        dead = [run.summary for run in arm.whole if (run.summary or {}).get("learned_nothing")]
+        evidence = [summary["learned_nothing"] for summary in dead if summary]
+        if evidence:
+            key, what = evidence[0]["metric"], evidence[0]["what"]
+            own = value(key, fmean(summary[key] for summary in dead if summary))
+            chance = value(key, fmean(one["beside"] for one in evidence))
+            seeds = f"{len(dead)} of {count(len(arm.whole), 'seed')}"
+            told.append(f"{arm.name} in {seeds} ({title(key)} {own}, and {what} {chance})")
+            if arm.is_control:
+                weak = ": a comparison with a control at chance tells little"
+    if told:
+        yield listed(told, MAX_NAMED) + weak
 
 
 def _outweighed(row: Row) -> str:
@@ -81,14 +70,14 @@ def _outweighed(row: Row) -> str:
 
 def _skewed(row: Row) -> str:
     """Of a clear difference, skewness beyond twice its standard error under a normal one."""
-    n, mean, spread = row["n"], row["difference"], row["differences"]
-    sd = fmean((one - mean) ** 2 for one in spread) ** 0.5
+    n, around = row["n"], [one - row["difference"] for one in row["differences"]]
+    sd = fmean(one**2 for one in around) ** 0.5
     if row["verdict"] not in DOES or not sd or _outweighed(row):
         return ""
-    skewness = fmean(((one - mean) / sd) ** 3 for one in spread)
-    if abs(skewness) <= 2 * (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5:
-        return ""
-    return f"{row['arm']} (median {amount(row['metric'], row['median'])})"
+    skewness = fmean((one / sd) ** 3 for one in around)
+    error = (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5
+    median = amount(row["metric"], row["median"])
+    return f"{row['arm']} (median {median})" if abs(skewness) > 2 * error else ""
 
 
 def _on_one_split(row: Row) -> str:
@@ -103,178 +92,171 @@ def _on_one_split(row: Row) -> str:
     return f"new data (one test example is {one})"
 
 
-def _vacuous_too(study: Study, frame: pl.DataFrame) -> str:
-    rows = rows_of(frame)
+def _vacuous(_: Study, rows: Sequence[Row]) -> list[str]:
     vacuous = [row for row in rows if row["vacuous"]]
-    return vacuous_sentence(vacuous) if 0 < len(vacuous) < len(rows) else ""
+    return [vacuous_sentence(vacuous)] if 0 < len(vacuous) < len(rows) else []
 
 
-def _tuned(study: Study, frame: pl.DataFrame) -> str:
-    if not read_tunings(study.folder)[0]:
-        return ""
-    return (
-        "The arms are compared at their chosen values, which is not a comparison of the methods: "
-        f"two identical methods tuned like this differ at p <= {MAX_P} in more than 10 % of "
-        "studies."
-    )
-
-
-def _added(study: Study, frame: pl.DataFrame) -> str:
-    told = []
+def _added(study: Study, _: Sequence[Row]) -> Iterator[str]:
     for arm in study.arms:
-        added = [run.looked for run in arm.runs if run.looked]
-        told += [f"{len(added)} of {arm.name} after {min(added)}"] if added else []
-    if not told:
-        return ""
-    return (
-        f"Runs were added when others had finished ({listed(told, MAX_NAMED)}): if after a look at "
-        "them, p is too small (with looks at 8, 12 and 16 seeds 11 % false alarms instead of 5)."
-    )
+        if added := [run.looked for run in arm.runs if run.looked]:
+            yield f"{len(added)} of {arm.name} after {min(added)}"
 
 
-def _few(study: Study, frame: pl.DataFrame) -> str:
+def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     """The number of seeds for a test at all, or the size of the effect that so many find."""
-    rows = [row for row in rows_of(frame) if row["n"] and not row["repeats"]]
-    if not rows or all(row["verdict"] in (*DOES, "identical") for row in rows):
-        return ""
+    rows = [row for row in rows if row["n"] and not row["repeats"]]
+    if all(row["verdict"] in (*DOES, "identical") for row in rows):
+        return
     row = min(rows, key=lambda row: row["n"])
     n, unit, key = row["n"], row["unit"], row["metric"]
     needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P
     sd = stdev(row["differences"]) if n >= MIN_INTERVAL_SEEDS else 0.0
-    effect = detectable_effect(max(n, needed), sd)
     found = ""
-    if effect:
-        found = (
-            f" a difference of {size(key, effect)} in 80 % of studies (sd of the differences "
-            f"{size(key, sd)})"
-        )
+    if effect := detectable_effect(max(n, needed), sd):
+        sizes = f"{size(key, effect)} in 80 % of studies (sd of the differences {size(key, sd)})"
+        found = f"find a difference of {sizes}"
     if n < needed:
         alone = ", for an arm that differs alone," if len(rows) > 1 else ""
-        more = f", which find{found}" if found else ""
-        return f"A test at the level {MAX_P}{alone} needs {needed} {unit}s{more}."
-    return f"{n} {unit}s find{found}, and miss most smaller ones." if found else ""
+        more = f", which {found}" if found else ""
+        yield f"A test at the level {MAX_P}{alone} needs {needed} {unit}s{more}."
+    elif found:
+        yield f"{n} {unit}s {found}, and miss most smaller ones."
 
 
-def _unfinished(study: Study, frame: pl.DataFrame) -> str:
-    if {*study.states} <= {"finished", "diverged"}:
-        return ""
+def _unfinished(study: Study, _: Sequence[Row]) -> list[str]:
     lost = [f"{number} {state}" for state, number in study.states.items() if state != "finished"]
-    of = count(len(study.runs), "run")
-    return f"Of {of}, {listed(lost)}: the table of runs has the reasons, numbers are of the others."
+    is_whole = {*study.states} <= {"finished", "diverged"}
+    return [] if is_whole else [f"{count(len(study.runs), 'run')}, {listed(lost)}"]
 
 
-def _faults(study: Study, frame: pl.DataFrame) -> str:
-    faults = [*study.faults, *read_tunings(study.folder)[1]]
-    return f"Left out, because it cannot be read: {listed(faults, MAX_NAMED)}." if faults else ""
-
-
-def _skipped(study: Study, frame: pl.DataFrame) -> str:
+def _skipped(study: Study, _: Sequence[Row]) -> list[str]:
     steps = [n for run in study.all_runs if (n := (run.summary or {}).get("skipped_steps"))]
-    of = f"{count(len(steps), 'run')} skipped {count(sum(steps), 'step')}"
-    return f"{of}, because scaled gradients were not finite." if steps else ""
+    return [f"{count(len(steps), 'run')} skipped {count(sum(steps), 'step')}"] * bool(steps)
 
 
-def _metric(study: Study, frame: pl.DataFrame) -> str:
+def _metric(study: Study, _: Sequence[Row]) -> Iterator[str]:
     chosen, known = study.chosen_metrics, study.metrics_of
     if chosen and known and chosen[0] not in known:
-        return f"metric={chosen[0]}: no finished run has it; there are {', '.join(known)}."
-    if len(chosen) > 1:
-        return f"Runs were planned with metric={listed(chosen)}; the verdict is about the first."
-    return ""
+        yield f"metric={chosen[0]}: no finished run has it; there are {', '.join(known)}."
+    elif len(chosen) > 1:
+        yield f"Runs were planned with metric={listed(chosen)}; the verdict is about the first."
 
 
-def _against(kind: str) -> Callable[[Row], str]:
-    return lambda row: row["arm"] if row["against"] == kind else ""
+def _against(kind: str) -> Tell:
+    return _each(lambda row: row["arm"] if row["against"] == kind else "")
 
 
-def _scale(study: Study, frame: pl.DataFrame) -> str:
-    names = {row["arm"] for row in rows_of(frame) if row["against"] == "norm-matched"}
+def _scale_free(study: Study, rows: Sequence[Row]) -> list[str]:
+    """The optimizers in whose update a constant scale of the gradients cancels."""
+    names = {row["arm"] for row in rows if row["against"] == "norm-matched"}
     configs = [run.config or {} for arm in study.arms if arm.name in names for run in arm.whole]
-    used = {str((config.get("optimizer") or {}).get("name")) for config in configs} & SCALE_FREE
-    if not used:
-        return ""
-    return (
-        f"A constant scale of the gradients cancels in the updates of {listed(sorted(used))}: "
-        "control=update_norm_matched matches the norms of the updates."
+    return sorted({str((one.get("optimizer") or {}).get("name")) for one in configs} & SCALE_FREE)
+
+
+def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
+    kinds = Counter(
+        kind
+        for run in study.all_runs
+        for kind, name in run.controls.items()
+        if name != run.control and kind != "plain"
     )
+    return [f"{number} with control={kind}" for kind, number in kinds.items()]
 
 
-def _other_controls(study: Study, frame: pl.DataFrame) -> str:
-    kinds = [
-        kind for run in study.all_runs for kind in run.controls if run.controls[kind] != run.control
-    ]
-    told = [f"{n} with control={kind}" for kind, n in Counter(kinds).items() if kind != "plain"]
-    if not told:
-        return ""
-    return (
-        f"Some runs have another control too ({listed(told)}), and are compared with the plain one "
-        "here; the command with it, given again, tells the other."
-    )
-
-
-def _lengths(study: Study, frame: pl.DataFrame) -> str:
+def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
     if not any((run.config or {}).get("aggregator") for run in study.all_runs):
-        return ""
+        return []
     from gradsurg.report.conflicts import about_lengths  # it imports Altair
 
-    return " ".join(about_lengths(study))
+    return [" ".join(about_lengths(study))]
 
 
 SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
 SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
 """Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
 DIRECTION = "with the norm that it has with {}: a clear difference is due to the direction."
-CAUTIONS: dict[str, Rule] = {
-    "divergence": _divergence,
-    "control at chance": _chance,
-    "one seed outweighs": _each(_outweighed, "One seed outweighs all others together with {}."),
-    "one split only": _each(
-        _on_one_split,
+CAUTIONS: dict[str, tuple[Tell, str]] = {
+    "divergence": (
+        lambda _, rows: (row["arm"] for row in rows if row["diverged"] or row["diverged_control"]),
+        "A seed that diverged in either arm is in no mean, interval or p: they describe the "
+        "surviving seeds alone.",
+    ),
+    "control at chance": (_chance, "Training did not learn anything with {}."),
+    "one seed outweighs": (_each(_outweighed), "One seed outweighs all others together with {}."),
+    "one split only": (
+        _each(_on_one_split),
         "Interval and p are about new seeds on this split, not about {}: splits=6 tells more.",
     ),
-    "vacuous control": _vacuous_too,
-    "tuned values": _tuned,
-    "runs added after a look": _added,
-    "margin after a look": lambda study, _: (
-        "The margin was chosen when outcomes were known."
-        * any(r.margin_after for r in study.all_runs)
+    "vacuous control": (_vacuous, "{}"),
+    "tuned values": (
+        lambda study, _: (one.name for one in read_tunings(study.folder)[0]),
+        "The arms are compared at their chosen values, which is not a comparison of the methods: "
+        f"two identical methods tuned like this differ at p <= {MAX_P} in more than 10 % of "
+        "studies.",
     ),
-    "few seeds": _few,
-    "skew": _each(
-        _skewed,
+    "runs added after a look": (
+        _added,
+        "Runs were added when others had finished ({}): if after a look at them, p is too small "
+        "(with looks at 8, 12 and 16 seeds 11 % false alarms instead of 5).",
+    ),
+    "margin after a look": (
+        lambda study, _: (run.name for run in study.all_runs if run.margin_after),
+        "The margin was chosen when outcomes were known.",
+    ),
+    "few seeds": (_few, "{}"),
+    "skew": (
+        _each(_skewed),
         "The test assumes differences that are symmetric about their mean, and those of {} are "
         "skewed: p can be too small.",
     ),
-    "unfinished": _unfinished,
-    "unreadable files": _faults,
-    "skipped steps": _skipped,
-    "metric": _metric,
-    "norm-matched control": _each(
+    "unfinished": (
+        _unfinished,
+        "Of {}: the table of runs has the reasons, numbers are of the others.",
+    ),
+    "unreadable files": (
+        lambda study, _: [*study.faults, *read_tunings(study.folder)[1]],
+        "Left out, because it cannot be read: {}.",
+    ),
+    "skipped steps": (_skipped, "{}, because scaled gradients were not finite."),
+    "metric": (_metric, "{}"),
+    "norm-matched control": (
         _against("norm-matched"),
         f"The norm-matched arm has the gradient's direction {DIRECTION}",
     ),
-    "update-norm-matched control": _each(
+    "update-norm-matched control": (
         _against("update-norm-matched"),
         f"The update-norm-matched arm has the direction of the plain update {DIRECTION}",
     ),
-    "placebo control": _each(
+    "placebo control": (
         _against("placebo"),
         "The placebo arm turns each gradient as far as {}, to the same norm, in a random "
         "direction: a clear difference is due to the direction chosen.",
     ),
-    "scale of gradients": _scale,
-    "other controls": _other_controls,
-    "update lengths": _lengths,
-    "unequal tuning": lambda study, _: unequal(read_tunings(study.folder, study.arms)[0]),
-    "deterministic repeats": _each(
-        lambda row: f"the {row['repeats']} seeds of {row['arm']}" if row["repeats"] else "",
+    "scale of gradients": (
+        _scale_free,
+        "A constant scale of the gradients cancels in the updates of {}: "
+        "control=update_norm_matched matches the norms of the updates.",
+    ),
+    "other controls": (
+        _other_controls,
+        "Some runs have another control too ({}), and are compared with the plain one here; the "
+        "command with it, given again, tells the other.",
+    ),
+    "update lengths": (_lengths, "{}"),
+    "unequal tuning": (
+        lambda study, _: [unequal(read_tunings(study.folder, study.arms)[0])],
+        "{}",
+    ),
+    "deterministic repeats": (
+        _each(lambda row: f"the {row['repeats']} seeds of {row['arm']}" if row["repeats"] else ""),
         "The same numbers from {}: nothing in these runs is drawn at random, so they count as one.",
     ),
-    "several arms": _each(
-        lambda row: "q" if row["q"] is not None and row["verdict"] != TOO_FEW else "",
-        f"Several arms are compared at once: {{}} is p corrected for that, metric by metric "
+    "several arms": (
+        _each(lambda row: "q" if row["q"] is not None and row["verdict"] != TOO_FEW else ""),
+        "Several arms are compared at once: {} is p corrected for that, metric by metric "
         f"(Benjamini-Hochberg), and a difference is clear if both are at most {MAX_P}; an interval "
         "is that of its arm alone.",
     ),
 }
-"""The rules in the order in which they are told; each returns a sentence, or '' if it holds not."""
+"""The rules in the order in which they are told: of each its words and the sentence with them."""
