@@ -33,10 +33,10 @@ Row = Mapping[str, Any]  # Any: one row of the frame of `compare`
 
 DOES = {"higher": "raises", "lower": "lowers"}
 MARGINS = {
+    "better": "{arm} is better than {against} in {metric}",
     "equivalent": "{arm} and {against} are equivalent in {metric} within {margin}",
     "not worse": "{arm} is not worse than {against} in {metric} by {margin} or more",
-    "better": "{arm} is better than {against} in {metric}",
-    "undecided": "Whether {arm} and {against} are equivalent in {metric} within {margin} is open",
+    "undecided": "whether {arm} and {against} are equivalent in {metric} within {margin} is open",
 }
 """How the sentence begins that answers the question of a margin."""
 MAX_NAMED = 4  # arms in one list of a sentence
@@ -59,43 +59,68 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
     margin = margin or (study.margin if study else None)
     rows = rows_of(frame)
     compared = [row for row in rows if row["difference"] is not None]
-    vacuous = [row for row in rows if row["vacuous"]]
     lost = _diverged(rows)
     if not compared:
-        return (
-            f"{lost}; no seed is left to compare."
-            if lost
-            else vacuous_sentence(vacuous)
-            if vacuous
-            else _nothing(study)
-        )
-    text = _of_one(compared[0], margin) if len(compared) == 1 else _of_many(compared, margin)
-    if not lost:
-        return f"{text}."
-    if not any(text.startswith(row["arm"]) for row in compared):
-        text = text[:1].lower() + text[1:]
-    return f"{lost}; over the others, {text}."
+        vacuous = [row for row in rows if row["vacuous"]]
+        without = vacuous_sentence(vacuous) if vacuous else _nothing(study)
+        return f"{lost}; no seed is left to compare." if lost else without
+    text = _of_many(compared, margin) if len(compared) > 1 else _of_one(compared[0], margin)
+    if few := [row for row in compared if row["verdict"] == TOO_FEW]:
+        row = max(few, key=lambda row: row["n"])
+        seeds = "one training" if row["repeats"] else count(row["n"], row["unit"])
+        text += f"; {seeds} {'is' if row['n'] == 1 else 'are'} too few for a test"
+    if lost:
+        return f"{lost}; over the others, {text}."
+    return f"{text if text.startswith(compared[0]['arm']) else capital(text)}."
 
 
-def _of_one(row: Row, margin: Margin | None) -> str:
-    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row)
-    difference = amount(key, row["difference"])
+def _of_one(row: Row, margin: Margin | None, population: bool = True) -> str:
+    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, population)
+    metric, difference = title(key), amount(key, row["difference"])
     if row["margin"] and margin is not None:
         limit = size(key, margin.of(row["control"]))
-        names = {"arm": arm, "against": against, "metric": title(key), "margin": limit}
-        return f"{MARGINS[row['margin']].format(**names)}: {difference} ({told})"
+        begin = MARGINS[row["margin"]]
+        begin = begin.format(arm=arm, against=against, metric=metric, margin=limit)
+        return f"{begin}: {difference} ({told})"
     if word := DOES.get(row["verdict"]):
         beside = "" if against == "control" else f" against {against}"
-        return f"{arm} {word} {title(key)} by {size(key, row['difference'])}{beside} ({told})"
+        return f"{arm} {word} {metric} by {size(key, row['difference'])}{beside} ({told})"
     if row["verdict"] == "identical":
         seeds = count(row["repeats"] or row["n"], row["unit"])
-        return f"{capital(title(key))} is identical with {arm} and {against} in {seeds}"
+        return f"{metric} is identical with {arm} and {against} in {seeds}"
     if row["verdict"] == UNCLEAR:
-        between = f"{title(key)} between {arm} and {against}"
-        return f"No clear difference in {between}: {difference} ({told})"
-    number = "one training is" if row["repeats"] else f"{count(row['n'], row['unit'])} are"
-    few = f"{number.replace('1 seed are', '1 seed is')} too few for a test"
-    return f"{capital(title(key))} of {arm} minus {against}: {difference} ({told}); {few}"
+        between = f"{metric} between {arm} and {against}"
+        return f"no clear difference in {between}: {difference} ({told})"
+    return f"{metric} of {arm} minus {against}: {difference} ({told})"
+
+
+def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
+    """The sentences on the arms with the same verdict together, the largest differences first."""
+    told = []
+    for word in (*MARGINS, *DOES, UNCLEAR, "identical", TOO_FEW):
+        alike = [row for row in rows if (row["margin"] or row["verdict"]) == word]
+        alike.sort(key=lambda row: -abs(row["difference"]))
+        if word == UNCLEAR and len(alike) > 1:
+            told.append(_unclear(alike))
+            continue
+        told += [_of_one(row, margin, population=False) for row in alike[:MAX_NAMED]]
+        told += [f"{len(alike) - MAX_NAMED} more: {word}"] * (len(alike) > MAX_NAMED)
+    controls = {row["against"] for row in rows}
+    against = controls.pop() if len(controls) == 1 else "their controls"
+    places = dict.fromkeys(row["population"] for row in rows if row["population"])
+    where = f" ({'; '.join(places)})" if places else ""
+    return f"{len(rows)} arms against {against}: {'; '.join(told)}{where}"
+
+
+def _unclear(rows: Sequence[Row]) -> str:
+    key, widest = rows[0]["metric"], max(rows, key=lambda row: row["high"] - row["low"])
+    span = amounts(key, widest["low"], widest["high"])
+    q = min((row["q"] for row in rows if row["q"] is not None), default=None)
+    least = f"; least q {p_text(q)}" if q is not None else ""
+    return (
+        f"no clear difference in {title(key)} with {len(rows)} of them (widest "
+        f"{widest['interval']} interval {span}{least}; n = {widest['n']})"
+    )
 
 
 def evidence(row: Row, population: bool = True) -> str:
@@ -112,9 +137,7 @@ def evidence(row: Row, population: bool = True) -> str:
         ends = (sizes if directed else amounts)(key, row["low"], row["high"])
         parts.append(f"{row['interval']} interval {ends}")
     if n >= MIN_FOR_P and row["p"] is not None:
-        exact = "exact " if sign_flip_is_exact(n) else ""
-        q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
-        parts.append(f"{exact}sign-flip p {p_text(row['p'])}{q}")
+        parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
     if n > 1:
         parts.append(wins(row))
     if row["population"] and population:
@@ -130,49 +153,9 @@ def wins(row: Row) -> str:
     return f"{word} in {row[word]}{also} of {count(row['n'], row['unit'])}"
 
 
-def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
-    key, controls = rows[0]["metric"], {row["against"] for row in rows}
-    against = next(iter(controls)) if len(controls) == 1 else "their controls"
-    column = "margin" if margin and any(row["margin"] for row in rows) else "verdict"
-    phrases = []
-    for word in MARGINS if column == "margin" else (*DOES, UNCLEAR, "identical", TOO_FEW):
-        alike = [row for row in rows if row[column] == word]
-        if alike:
-            alike.sort(key=lambda row: -abs(row["difference"]))
-            phrases.append(_phrase(word, alike, len(alike) == len(rows)))
-    limit = ""
-    if margin and column == "margin":
-        limit = f" within {size(key, margin.of(rows[0]['control']))}"
-    places = dict.fromkeys(row["population"] for row in rows if row["population"])
-    where = f" ({'; '.join(places)})" if places else ""
-    subject = f"{len(rows)} arms against {against}{limit}: {title(key)}"
-    return f"{subject} is {'; '.join(phrases)}{where}"
-
-
-def _phrase(word: str, rows: Sequence[Row], are_all: bool) -> str:
-    """One part of the sentence on several arms: those with the same verdict, the largest first."""
-    key, names = rows[0]["metric"], [row["arm"] for row in rows]
-    if word in (*DOES, TOO_FEW):
-        told = [
-            f"{row['arm']} by {(size if word in DOES else amount)(key, row['difference'])} "
-            f"({evidence(row, population=False)})"
-            for row in rows
-        ]
-        if word in DOES:
-            return f"{word} with {listed(told, MAX_NAMED)}"
-        unit = f"{rows[0]['unit']}s"
-        return (
-            f"not tested, as fewer than {MIN_FOR_P} {unit} are too few: {listed(told, MAX_NAMED)}"
-        )
-    if word != UNCLEAR:
-        return f"{word} with {listed(names, MAX_NAMED)}"
-    one = max(rows, key=lambda row: row["high"] - row["low"])
-    which = "" if are_all else f" with {names[0] if len(names) == 1 else f'{len(names)} arms'}"
-    widest = f"{'widest ' if len(names) > 1 else ''}{one['interval']} interval"
-    q = min((row["q"] for row in rows if row["q"] is not None), default=None)
-    least = f"; {'least ' if len(names) > 1 else ''}q {p_text(q)}" if q is not None else ""
-    span = amounts(key, one["low"], one["high"])
-    return f"not clearly different{which} ({widest} {span}{least}; n = {one['n']})"
+def _p_and_q(row: Row, test: str) -> str:
+    q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
+    return f"{test} p {p_text(row['p'])}{q}"
 
 
 def _diverged(rows: Sequence[Row]) -> str:
@@ -199,15 +182,12 @@ def vacuous_sentence(rows: Sequence[Row]) -> str:
 
 def _nothing(study: Study | None) -> str:
     runs = study.all_runs if study else []
-    finished = sum(run.state == "finished" for run in runs)
-    of = f"{finished} of {count(len(runs), 'run')} finished"
+    of = f"{sum(run.state == 'finished' for run in runs)} of {count(len(runs), 'run')} finished"
     if runs and all(run.arm == "control" for run in runs):
         return f"There is no treated arm to compare: {of}."
     if runs and not any(run.control for run in runs):
         return f"There is no control to compare with: {of}, and their outcomes stand alone."
-    if all(run.state in ("finished", "diverged") for run in runs):
-        return "No seed finished in both arms, so there is no difference to report."
-    return f"Nothing can be compared yet: {of}, and no seed in both arms."
+    return f"Nothing can be compared: {of}, and no seed in both arms."
 
 
 def reached(study: Study) -> list[str]:
@@ -218,22 +198,15 @@ def reached(study: Study) -> list[str]:
         return []
     told = []
     for arm in study.arms:
-        runs = [run for run in arm.runs if run in asked]
-        number = sum(bool((run.summary or {})[UNTIL_REACHED]) for run in runs)
-        told += [f"{number} of {count(len(runs), 'seed')} of {arm.name}"] * bool(runs)
+        ends = [run.summary[UNTIL_REACHED] for run in arm.runs if run in asked and run.summary]
+        told += [f"{sum(map(bool, ends))} of {count(len(ends), 'seed')} of {arm.name}"] * bool(ends)
     lines = [f"{(asked[0].summary or {})[UNTIL]} was reached by {listed(told)}."]
     for row in times_to_target(study).iter_rows(named=True):
-        q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
+        both = f"; median of {len(row['both'])} that both did {row['median'] or 0:+,g} steps"
         lines.append(
             f"{row['arm']} reached it sooner than {row['against']} in {row['sooner']} of "
             f"{count(row['n'], 'seed')} and later in {row['later']} (a seed that never did counts "
-            f"as latest; exact sign test p {p_text(row['p'])}{q}"
-            + (
-                f"; median of {len(row['both'])} that both did {row['median']:+,g} steps"
-                if row["both"]
-                else ""
-            )
-            + ")."
+            f"as latest; {_p_and_q(row, 'exact sign test')}{both if row['both'] else ''})."
         )
     return [*lines, "Outcomes are of the step at which each run has ended."]
 
@@ -241,21 +214,18 @@ def reached(study: Study) -> list[str]:
 def trend_sentence(row: Row) -> str:
     """Return a sentence on a row of `trends`."""
     key, change = row["metric"], f"the difference in {title(row['metric'])}"
-    about = f"{row['key']} ({row['name']})"
     span = amounts(key, row["low"], row["high"])
-    q = f", q {p_text(row['q'])}" if row["q"] is not None else ""
-    told = f"95 % interval {span}; sign-flip p {p_text(row['p'])}{q}; " if span else ""
-    size_text = (
-        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']})"
+    told = f"95 % interval {span}; {_p_and_q(row, 'sign-flip')}; " if span else ""
+    begin = f"{capital(change)} {row['direction']}" if row["direction"] else ""
+    return (
+        f"{begin or f'No clear trend of {change}'} with {row['key']} ({row['name']}): "
+        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']})."
     )
-    if row["direction"]:
-        return f"{capital(change)} {row['direction']} with {about}: {size_text}."
-    return f"No clear trend of {change} with {about}: {size_text}."
 
 
 def best_sentence(row: Row) -> str:
     """Return a sentence on a row of `best_arms`: best value against best value."""
-    key, name, word = row["metric"], row["key"], row["verdict"]
+    key, word = row["metric"], row["verdict"]
     arms = [
         f"{arm} {value(key, row[side])} at {row[f'{side}_value']:g}"
         for arm, side in ((row["label"], "treated"), (row["against"], "control"))
@@ -266,7 +236,7 @@ def best_sentence(row: Row) -> str:
     wider = row["usable_treated"] - row["usable_control"]
     usable = "as many" if not wider else "more" if wider > 0 else "fewer"
     return (
-        f"Each at its best {name}, chosen on {chosen}: {' against '.join(arms)}, "
+        f"Each at its best {row['key']}, chosen on {chosen}: {' against '.join(arms)}, "
         f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
         f"{usable} values are usable ({row['usable_treated']} against {row['usable_control']} of "
         f"{row['values']})."

@@ -129,17 +129,21 @@ def test_of_several_arms_the_clear_ones_are_named_and_the_others_counted() -> No
         row(CLIP, "late", q=0.06),
     )
     assert text.startswith(
-        "5 arms against control: test accuracy is higher with a, lr=1 by 5.00 pp (95 % interval "
-        "2.03 to 7.50 pp; exact sign-flip p 0.0234, q 0.0312; higher in 7 of 8 seeds); lower with "
-        "clip by 0.50 pp ("
+        "5 arms against control: a, lr=1 raises test accuracy by 5.00 pp (95 % interval 2.03 to "
+        "7.50 pp; exact sign-flip p 0.0234, q 0.0312; higher in 7 of 8 seeds); clip lowers test "
+        "accuracy by 0.50 pp ("
     )
     span = frame(row(wide)).row(0, named=True)
     ends = f"{100 * span['low']:+.2f} to {100 * span['high']:+.2f} pp"
-    assert f"not clearly different with 3 arms (widest 95 % interval {ends}; least q 0.06; " in text
-    assert text.endswith(f"n = 8) ({PLACE}).")
+    assert text.endswith(
+        "no clear difference in test accuracy with 3 of them (widest 95 % interval "
+        f"{ends}; least q 0.06; n = 8) ({PLACE})."
+    )
     assert "late" not in text  # p is below 0.05, q is not: no hint
     few = said(row([-1, -2], "a"), row([1, 3], "b"))
-    assert "is not tested, as fewer than 6 seeds are too few: b by +2.00 pp (range over 2" in few
+    assert few.startswith("2 arms against control: test accuracy of b minus control: +2.00 pp (")
+    assert few.endswith("; 2 seeds are too few for a test.")
+    assert "; 2 more: higher (" in said(*(row([1] * 6, f"arm{number}") for number in range(6)))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +162,8 @@ def test_a_margin_is_answered_with_the_signed_interval(points: list[float], star
     assert text.startswith(start)
     assert ("0.50 pp" in text) == (one["margin"] != "better")
     assert "95 % interval" in text
-    assert said(one, row([0] * 6, "b", margin="equivalent"), margin="0.5pp").startswith(
-        "2 arms against control within 0.50 pp: test accuracy is equivalent with "
+    assert "b and control are equivalent in test accuracy within 0.50 pp: +0.00 pp (" in said(
+        one, row([0] * 6, "b", margin="equivalent"), margin="0.5pp"
     )
 
 
@@ -382,7 +386,7 @@ def test_the_steps_to_a_target_are_told_beside_the_control(tmp_path: Path) -> No
     [
         ("control", "There is no treated arm to compare: 1 of 1 run finished."),
         ("alone", "There is no control to compare with: 1 of 1 run finished, and their outcomes"),
-        ("planned", "Nothing can be compared yet: 1 of 2 runs finished, and no seed in both arms."),
+        ("planned", "Nothing can be compared: 1 of 2 runs finished, and no seed in both arms."),
     ],
 )
 def test_without_a_pair_the_sentence_tells_what_there_is(
