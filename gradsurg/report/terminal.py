@@ -194,35 +194,20 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
     columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
     heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
-    if arms["control"] != PLAIN:
-        notes = [
-            f"No step times: the {arms['control']} arm runs a surgery too; control=plain tells "
-            f"what {arms['treated']} costs."
-        ]
-    for cost in costs(study).to_dicts() if not notes else ():
+    # other controls run a surgery too
+    for cost in costs(study).to_dicts() if arms["control"] == PLAIN else ():
         times = [f"{cost[side]:.3g} ms" for side in ("treated_ms", "control_ms")]
         ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%} (range)" * (cost["pairs"] > 1)
         row = ["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]
         table.append(row[: len(heads)])
-        if cost["measured_ms"]:
-            notes = [_about_times(study, cost)]
+        every = max((run.summary or {}).get("effects_every", 1) for run in study.all_runs)
+        which = f"without those that measure effects on gradients (one in {every}, which takes "
+        which += f"{cost['measured_ms'] or 0:.3g} ms with {cost['arm']})"
+        which = which if every > 1 else "each of which measures the effects on gradients"
+        difference = "its difference: median over the seeds"
+        notes = [f"Step time: median over the steps, {which}; {difference}."]
     spared = ({"higher"}, {*arms.values()}, {"p"})
-    return "\n".join([fitted((heads, table), spared), *([_lines(notes)] if notes else [])])
-
-
-def _about_times(study: Study, cost: Row) -> str:
-    """Of which steps the step time is."""
-    every = max((run.summary or {}).get("effects_every", 1) for run in study.all_runs)
-    if every == 1:
-        which, more = "each of which measures the effects on gradients", ""
-    else:
-        which = "without those that measure effects on gradients"
-        more = (
-            f" Such a step (one in {every}) takes {cost['measured_ms']:.3g} ms with {cost['arm']}."
-        )
-    return (
-        f"Step time: median over the steps, {which}; its difference: median over the seeds.{more}"
-    )
+    return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
 
 
 def update_lines(study: Study) -> list[str]:
@@ -260,30 +245,28 @@ def _conflicts(study: Study) -> str:
 def _effects(study: Study, paths: Sequence[Path], several: bool) -> str:
     """At each site; an aggregator of `several` tasks has effects only if there is a transform."""
     rows, examined = effect_table(paths), effect_table(paths, examined=True)
-    if not rows and not examined:
-        configs = [run.config or {} for run in study.all_runs]
-        if any(config.get("aggregator") and not config.get("transform") for config in configs):
-            return "" if several else "No conflict was measured: effects_every=0."
-        return "No effect was measured: effects_every=0, or the transform never acted."
-    means = f"means over {count(len(paths), 'run')}"
-    parts = []
-    if not examined or any(row["calls"] for row in rows):
-        every = {run.summary.get("effects_every", 1) for run in study.all_runs if run.summary}
-        when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
-        parts.append(f"Gradients at each site, {means}{when}:\n\n{_effect_text(rows)}")
+    every = {run.summary.get("effects_every", 1) for run in study.all_runs if run.summary}
+    when = f" at one step in {every.pop()}" if len(every) == 1 and every != {1} else ""
+    about = {f", means over {count(len(paths), 'run')}{when}:": rows}
     if examined:
-        training = "acted on no gradient in" if rows else "was not measured in"
-        only = f" (the surgery {training} the training)" if not parts else ""
-        head = f"Gradients at each site in the examination after the training, {means}{only}:"
-        parts.append(f"{_lines([head])}\n\n{_effect_text(examined)}")
-    return "\n\n".join(parts)
-
-
-def _effect_text(rows: list[dict[str, object]]) -> str:
-    for row in rows:
-        if row["transform"] == "none":
-            row["norm_after"] = None  # what it was before: nothing was done
-    return effect_text(rows, table_width())
+        only = "acted on no gradient in" if rows else "was not measured in"
+        is_only = not any(row["calls"] for row in rows)
+        told = f" (the surgery {only} the training):" if is_only else ":"
+        after = f" in the examination after the training, means over {count(len(paths), 'run')}"
+        about = {**({} if is_only else about), f"{after}{told}": examined}
+    parts = []
+    for text, table in about.items():
+        for row in table:
+            if row["transform"] == "none":
+                row["norm_after"] = None  # what it was before: nothing was done
+        if table:
+            parts += [_lines([f"Gradients at each site{text}"]), effect_text(table, table_width())]
+    if parts:
+        return "\n\n".join(parts)
+    configs = [run.config or {} for run in study.all_runs]
+    if any(config.get("aggregator") and not config.get("transform") for config in configs):
+        return "" if several else "No conflict was measured: effects_every=0."
+    return "No effect was measured: effects_every=0, or the transform never acted."
 
 
 def effort(study: Study) -> list[str]:
