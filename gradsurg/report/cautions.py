@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import polars as pl
 
 from gradsurg.report.study import Study
-from gradsurg.report.tuning import read_tunings, unequal
+from gradsurg.report.tuning import read_tunings
 from gradsurg.report.verdict import DOES, MAX_NAMED, Row, rows_of, vacuous_sentence
 from gradsurg.report.wording import amount, count, is_share, listed, size, title, value
 from gradsurg.stats import (
@@ -164,6 +164,12 @@ def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
     return [f"{number} with control={kind}" for kind, number in kinds.items()]
 
 
+def _unequal(study: Study, _: Sequence[Row]) -> list[str]:
+    sizes = {one.name: len(one.points) for one in read_tunings(study.folder, study.arms)[0]}
+    told = [f"{name} {number}" for name, number in sizes.items()]
+    return told if len({*sizes.values()}) > 1 else []
+
+
 def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
     if not any((run.config or {}).get("aggregator") for run in study.all_runs):
         return []
@@ -245,8 +251,9 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     ),
     "update lengths": (_lengths, "{}"),
     "unequal tuning": (
-        lambda study, _: [unequal(read_tunings(study.folder, study.arms)[0])],
-        "{}",
+        _unequal,
+        "The arms chose among different numbers of values ({}): more tries are an advantage of "
+        "their own.",
     ),
     "deterministic repeats": (
         _each(lambda row: f"the {row['repeats']} seeds of {row['arm']}" if row["repeats"] else ""),

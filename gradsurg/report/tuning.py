@@ -41,17 +41,14 @@ class Tuning:
             return ["all values diverged; widen the grid"]
         remarks = []
         for key, values in self.axes.items():
-            at = self.chosen[key]
             numeric = all(isinstance(one, int | float) for one in values)
-            if numeric and len(values) >= MIN_FOR_EDGE and at in (min(values), max(values)):
-                which = "smallest" if at == min(values) else "largest"
-                remarks.append(f"{key}={value_text(at)} is the {which} of the grid: widen it")
-        equal = [
-            ", ".join(map(value_text, values.values()))
-            for values, scores in self.points
-            if values != self.chosen and _mean_and_lost(scores) == (mean, lost)
-        ]
-        if equal:
+            ends = {min(values): "smallest", max(values): "largest"} if numeric else {}
+            if len(values) >= MIN_FOR_EDGE and (at := self.chosen[key]) in ends:
+                remarks.append(f"{key}={value_text(at)} is the {ends[at]} of the grid: widen it")
+        same = [values for values, scores in self.points if _mean_and_lost(scores) == (mean, lost)]
+        if equal := [
+            ", ".join(map(value_text, one.values())) for one in same if one != self.chosen
+        ]:
             remarks.append(f"as good on {title(self.metric)}: {listed(equal)}")
         if lost:
             remarks.append(f"{lost} of {len(self.best)} seeds diverged with it")
@@ -92,13 +89,13 @@ def read_tunings(
                 tunings.append(_parsed(file, content))
         except BrokenFile as error:
             faults.append(str(error))
-    homes = {run.name: arm.name for arm in arms for run in arm.runs}
-    order = {arm.name: place for place, arm in enumerate(arms)}
-    named = [
-        replace(one, name=next((homes[run] for run in one.runs if run in homes), one.name))
-        for one in tunings
-    ]
-    return sorted(named, key=lambda one: order.get(one.name, len(order))), faults
+    places = {run.name: place for place, arm in enumerate(arms) for run in arm.runs}
+    ordered = []
+    for one in tunings:
+        place = next((places[run] for run in one.runs if run in places), len(arms))
+        named = replace(one, name=arms[place].name) if place < len(arms) else one
+        ordered.append((place, named))
+    return [one for _, one in sorted(ordered, key=lambda pair: pair[0])], faults
 
 
 def tuning_text(tunings: Sequence[Tuning], faults: Sequence[str] = ()) -> list[str]:
@@ -107,40 +104,24 @@ def tuning_text(tunings: Sequence[Tuning], faults: Sequence[str] = ()) -> list[s
     return [*heading * bool(tunings), *(f"  {one.sentence}" for one in tunings), *faults]
 
 
-def unequal(tunings: Sequence[Tuning]) -> str:
-    """Return a caution if some arms chose among more points than others; else ''."""
-    sizes = {one.name: len(one.points) for one in tunings}
-    if len(set(sizes.values())) < 2:
-        return ""
-    most, least = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
-    return (
-        f"{most} chose among {sizes[most]} values and {least} among {sizes[least]}: more tries are "
-        "an advantage of their own."
-    )
-
-
 def tuning_frames(tunings: Sequence[Tuning]) -> list[pl.DataFrame]:
     """Return a frame for each tuned key and metric: a row for each arm, value and seed.
 
     The columns are arm, key, metric, value, seed, score (null if it diverged) and is_chosen. With
     several keys, of the points that have the chosen values of the others.
     """
-    groups: dict[tuple[str, str], list[tuple[object, ...]]] = {}
+    frames: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in tunings:
-        for key in one.axes:
+        for key, axis in one.axes.items():
+            are_numbers = all(isinstance(item, int | float) for item in axis)
+            rows = frames.setdefault((key, one.metric), [])
             for values, scores in one.points:
-                if all(values[other] == one.chosen[other] for other in values if other != key):
-                    at = values[key], values == one.chosen
-                    rows = groups.setdefault((key, one.metric), [])
-                    rows += [(one.name, at[0], seed, x, at[1]) for seed, x in scores.items()]
-    frames = []
-    for (key, metric), rows in groups.items():
-        if not all(isinstance(row[1], int | float) for row in rows):
-            rows = [(arm, value_text(at), *rest) for arm, at, *rest in rows]
-        columns = ["arm", "value", "seed", "score", "is_chosen"]
-        frame = pl.DataFrame(rows, schema=columns, orient="row", strict=False)
-        frames.append(frame.with_columns(key=pl.lit(key), metric=pl.lit(metric)))
-    return frames
+                if {**values, key: None} == {**one.chosen, key: None}:
+                    at = values[key] if are_numbers else value_text(values[key])
+                    about = {"arm": one.name, "key": key, "metric": one.metric, "value": at}
+                    chosen = {"is_chosen": values == one.chosen}
+                    rows += [about | {"seed": s, "score": x} | chosen for s, x in scores.items()]
+    return [pl.DataFrame(rows, infer_schema_length=None, strict=False) for rows in frames.values()]
 
 
 def _mean_and_lost(scores: Scores) -> tuple[float | None, int]:
@@ -150,13 +131,13 @@ def _mean_and_lost(scores: Scores) -> tuple[float | None, int]:
 
 def _parsed(file: Path, content: Mapping[str, Any]) -> Tuning:
     try:
-        control = content["role"] == "control" and content["label"] == "none"
         points: dict[int, tuple[dict[str, Any], dict[int, float | None]]] = {}
         for row in content["rows"]:
             _, scores = points.setdefault(row["place"], (dict(row["values"]), {}))
             scores[row["seed"]] = None if row["score"] is None else float(row["score"])
+        is_control = content["role"] == "control" and content["label"] == "none"
         one = Tuning(
-            "control" if control else str(content["label"]),
+            "control" if is_control else str(content["label"]),
             str(content["metric"]),
             {axis["key"]: list(axis["values"]) for axis in content["axes"]},
             list(points.values()),
