@@ -365,7 +365,7 @@ def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
     from gradsurg.config.cli import outcome_table
     from gradsurg.report.study import read_study
-    from gradsurg.report.terminal import print_overview
+    from gradsurg.report.terminal import overview
 
     table, all_finished = outcome_table(command.chosen())
     if command.has_new_runs:
@@ -373,7 +373,7 @@ def _report_sweep(command: "Command") -> bool:
     for folder, loggers in command.studies.items():
         study = read_study(folder)
         print(f"\nstudy {folder.name}:")
-        print_overview(study)
+        print(overview(study))
         if command.report:
             _write_report(study, loggers.values(), figures=True)
     _print_notes(command.loggers.values())

@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from gradsurg.stats import Margin
 
 WRONG_INPUT = 2
+OF_PAPER = ("metric", "arms", "style", "spread")
 EVERY = 3.0  # seconds between two looks
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the summary of a study and write its report; with --watch do so until interrupted."""
     arguments = parser().parse_args(words)
-    changed = [key for key in ("metric", "arms", "style", "spread") if _is_given(arguments, key)]
-    if changed and not arguments.paper:
-        print(f"--{changed[0]}: needs --paper FOLDER", file=sys.stderr)
-        return WRONG_INPUT
+    for key in OF_PAPER if not arguments.paper else ():
+        if getattr(arguments, key) != parser().get_default(key):
+            print(f"--{key}: needs --paper FOLDER", file=sys.stderr)
+            return WRONG_INPUT
     from gradsurg.report.load import NotAStudy
     from gradsurg.stats import parse_margin
 
@@ -44,7 +45,7 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
     from gradsurg.report.export import write_report
     from gradsurg.report.paper import write_paper
     from gradsurg.report.study import read_study
-    from gradsurg.report.terminal import pairs_text, print_overview
+    from gradsurg.report.terminal import overview, pairs_text
 
     study = read_study(arguments.study)
     if arguments.compare is not None:
@@ -52,14 +53,11 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
         print(pairs_text(compare_pairs(study, names, margin), margin))
         return
     if arguments.paper:
-        choices = (arguments.metric, arguments.arms, arguments.style, arguments.spread)
-        try:
-            files = write_paper(study, arguments.paper, *choices)
-        except OSError as error:
-            raise OSError(f"the figures cannot be written: {error}") from None
+        choices = {key: getattr(arguments, key) for key in OF_PAPER}
+        files = write_paper(study, arguments.paper, **choices)
         print(printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex"))
         return
-    print_overview(study, margin)
+    print(overview(study, margin))
     try:
         page = write_report(study, arguments.out or arguments.study / "report", margin=margin)
     except OSError as error:  # a full disk, or a folder of somebody else
@@ -95,16 +93,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _is_given(arguments: argparse.Namespace, key: str) -> bool:
-    return getattr(arguments, key) != parser().get_default(key)
-
-
 def _watch(folder: Path, out: Path | None, margin: "Margin | None") -> int:
     """Look every few seconds; a report that takes long to write is written less often."""
     from gradsurg.report.export import write_report
     from gradsurg.report.load import stamp
     from gradsurg.report.study import read_study
-    from gradsurg.report.terminal import print_overview
+    from gradsurg.report.terminal import overview
 
     out, seen, study = out or folder / "report", None, None
     try:
@@ -119,7 +113,7 @@ def _watch(folder: Path, out: Path | None, margin: "Margin | None") -> int:
     except KeyboardInterrupt:
         if study is not None:
             write_report(study := read_study(folder), out, margin=margin)  # without the reload
-            print_overview(study, margin)
+            print(overview(study, margin))
         return 0
 
 

@@ -1,7 +1,6 @@
 """The cautions of a study: a table of rules, each with a condition and at most one sentence."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, stdev
 
@@ -154,22 +153,6 @@ def _scale_free(study: Study, rows: Sequence[Row]) -> list[str]:
     return sorted({str((one.get("optimizer") or {}).get("name")) for one in configs} & SCALE_FREE)
 
 
-def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
-    kinds = Counter(
-        kind
-        for run in study.all_runs
-        for kind, name in run.controls.items()
-        if name != run.control and kind != "plain"
-    )
-    return [f"{number} with control={kind}" for kind, number in kinds.items()]
-
-
-def _unequal(study: Study, _: Sequence[Row]) -> list[str]:
-    sizes = {one.name: len(one.points) for one in read_tunings(study.folder, study.arms)[0]}
-    told = [f"{name} {number}" for name, number in sizes.items()]
-    return told if len({*sizes.values()}) > 1 else []
-
-
 def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
     if not any((run.config or {}).get("aggregator") for run in study.all_runs):
         return []
@@ -244,17 +227,7 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
         "A constant scale of the gradients cancels in the updates of {}: "
         "control=update_norm_matched matches the norms of the updates.",
     ),
-    "other controls": (
-        _other_controls,
-        "Some runs have another control too ({}), and are compared with the plain one here; the "
-        "command with it, given again, tells the other.",
-    ),
     "update lengths": (_lengths, "{}"),
-    "unequal tuning": (
-        _unequal,
-        "The arms chose among different numbers of values ({}): more tries are an advantage of "
-        "their own.",
-    ),
     "deterministic repeats": (
         _each(lambda row: f"the {row['repeats']} seeds of {row['arm']}" if row["repeats"] else ""),
         "The same numbers from {}: nothing in these runs is drawn at random, so they count as one.",

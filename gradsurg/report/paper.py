@@ -53,7 +53,7 @@ def write_paper(
     for place, key in enumerate([metric] if metric else list(study.metrics_of) or [""]):
         name = "table" + f"-{re.sub('[^0-9A-Za-z]', '-', key)}" * (place > 0)
         files.append(folder / f"{name}.tex")
-        files[-1].write_text(latex(shown, frame, key, place > 0, spread), encoding="utf-8")
+        files[-1].write_text(latex(shown, frame, key, spread), encoding="utf-8")
     return files
 
 

@@ -51,7 +51,19 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "not compared": lambda row: row["not_compared"] or "",
 }
 """The cells of a comparison by the heads of their columns."""
-SHORT = (*tuple(COLUMNS)[:1], *tuple(COLUMNS)[4:13], "not compared")
+SHORT = (
+    "arm",
+    "difference",
+    INTERVAL,
+    "p",
+    "q",
+    "verdict",
+    "margin",
+    "higher",
+    "treated",
+    "control",
+)
+SHORT += ("not compared",)
 """Columns in the terminal, which has a table for each metric."""
 SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
 """Columns that are left out of a narrow terminal, in this order."""
@@ -177,20 +189,15 @@ TEX = str.maketrans(
 PAPER = ("arm", "n", "treated", "control", "difference", INTERVAL, "p", "q")
 
 
-def latex(
-    study: Study,
-    frame: pl.DataFrame,
-    metric: str = "",
-    numbered: bool = False,
-    spread: str = "interval",
-) -> str:
+def latex(study: Study, frame: pl.DataFrame, metric: str = "", spread: str = "interval") -> str:
     """Return a table of one metric for a paper, a row for each arm; it needs the package booktabs.
 
-    The first metric of the study by default. The label of the table is that of the study, and with
-    `numbered` that of the study and the metric. `spread` is beside the mean of each arm: its 95 %
-    t `interval`, or `sd`, the standard deviation over seeds.
+    The first metric of the study by default; the label of the table of another one ends with its
+    name. `spread` is beside the mean of each arm: its 95 % t `interval`, or `sd`, the standard
+    deviation over seeds.
     """
-    key = metric or next(iter(study.metrics_of), "")
+    first = next(iter(study.metrics_of), "")
+    key = metric or first
     compared = rows_of(frame, key)
     heads, rows = outcome_table(compared, columns=PAPER)
     around = "95 % t interval" if spread == "interval" else "standard deviation over seeds"
@@ -200,7 +207,7 @@ def latex(
         "that test"
     )
     about += "; q is p corrected for the number of arms" if "q" in heads else ""
-    label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * numbered)
+    label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * (key != first))
     table = [[_cell(cell) for cell in row] for row in [heads, *rows]]
     for side in {"treated", "control"} & {*heads}:
         for row, cells in zip(compared, table[1:], strict=True):

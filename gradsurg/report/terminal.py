@@ -42,8 +42,6 @@ from gradsurg.training.run_directory import ERROR, RunDirectory
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest
-LOOKS = {"finished": "green", "diverged|failed|unreadable": "red", "running|interrupted": "yellow"}
-"""Colours of the numbers of runs in a state."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +104,6 @@ def overview(study: Study, margin: Margin | None = None) -> str:
         _unfinished(study),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def print_overview(study: Study, margin: Margin | None = None) -> None:
-    """Print the overview, with the states of runs in colour if standard output is a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    text = Text(overview(study, margin))
-    for states, look in LOOKS.items():
-        text.highlight_regex(rf"\b\d+ (?:{states})\b", look)
-    Console(highlight=False).print(text, soft_wrap=True)
 
 
 def pairs_text(frame: pl.DataFrame, margin: Margin | None = None) -> str:

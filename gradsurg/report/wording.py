@@ -24,26 +24,17 @@ def table_width() -> int:
     return terminal_width(sys.stdout) or TEXT_WIDTH
 
 
-def prose_width() -> int:
-    """Return the columns of sentences, which wide terminals do not fill."""
-    return min(table_width(), MAX_PROSE_WIDTH)
-
-
 def filled(text: str, indent: str = "") -> str:
     """Fold a paragraph to the width of sentences; names, `n = 2` and `95 %` stay in one line."""
-    spaced = re.sub(r"(?<=\bn) = (?=\d)|(?<=\d) (?=(?:%|pp|ms)(?!\w))", _hard, text)
+    bound = r"(?<=\bn) = (?=\d)|(?<=\d) (?=(?:%|pp|ms)(?!\w))"
     folded = fill(
-        spaced,
-        prose_width(),
+        re.sub(bound, lambda found: found[0].replace(" ", "\u00a0"), text),
+        min(table_width(), MAX_PROSE_WIDTH),  # wide terminals are not filled
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
     return folded.replace("\u00a0", " ")
-
-
-def _hard(spaced: re.Match[str]) -> str:
-    return spaced[0].replace(" ", "\u00a0")
 
 
 def titles(summary: Mapping[str, object]) -> dict[str, str]:

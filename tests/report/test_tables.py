@@ -165,7 +165,7 @@ def test_latex_has_the_same_rows_with_numbers_in_math_mode(tmp_path: Path) -> No
     assert r"\begin{tabular}{lrrrrrr}" in text
     assert r"\caption{a\_b. test accuracy: means of both arms" in text
     assert r"\label{tab:a-b}" in text
-    assert r"\label{tab:a-b-train-loss}" in latex(study, made, "train/loss", numbered=True)
+    assert r"\label{tab:a-b-train-loss}" in latex(study, made, "train/loss")
     lines = text.splitlines()
     assert [lines.index(rf"\{rule}rule") for rule in ("top", "mid", "bottom")] == [6, 8, 10]
     tiny = frame(row([0.0001] * 8, metric="area/train/loss"))
