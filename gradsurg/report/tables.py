@@ -14,7 +14,7 @@ from gradsurg.report.measures import link_shares
 from gradsurg.report.study import Study
 from gradsurg.report.verdict import Row, rows_of
 from gradsurg.report.wording import amount, amounts, p_text, table_width, title, value
-from gradsurg.stats import TOO_FEW, UNCLEAR, paired_difference
+from gradsurg.stats import MIN_INTERVAL_SEEDS, TOO_FEW, UNCLEAR, paired_difference
 
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows."""
@@ -51,19 +51,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "not compared": lambda row: row["not_compared"] or "",
 }
 """The cells of a comparison by the heads of their columns."""
-SHORT = (
-    "arm",
-    "difference",
-    INTERVAL,
-    "p",
-    "q",
-    "verdict",
-    "margin",
-    "higher",
-    "treated",
-    "control",
-)
-SHORT += ("not compared",)
+DETAILS = {"link", "metric", "block", "n", "median", "t interval", "effect size", "diverged"}
+SHORT = tuple(head for head in COLUMNS if head not in {*DETAILS, "population"})
 """Columns in the terminal, which has a table for each metric."""
 SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
 """Columns that are left out of a narrow terminal, in this order."""
@@ -137,15 +126,13 @@ def alone_table(study: Study, arms: Sequence[Arm], most: int | None = None) -> T
 
 def shares_text(shares: pl.DataFrame) -> list[str]:
     """Return a table of each link's share in the first metric, for each chain."""
-    rows = rows_of(shares)
-    columns = ("link", *SHORT[1:], "n", "not compared")
-    texts = []
-    for name in dict.fromkeys(row["arm"] for row in rows):
-        table = outcome_table([row for row in rows if row["arm"] == name], SHARED, columns)
+    texts, columns = [], ("link", *SHORT[1:], "n")
+    for (name,), part in shares.group_by("arm", maintain_order=True):
+        rows = rows_of(part)
+        table = outcome_table(rows, SHARED, columns)
         caption = f"{name}. Each link's share in {title(rows[0]['metric'])}, {ABOUT_SHARES}:"
-        texts.append(
-            f"{printable(caption)}\n\n{fitted(table, ({'with it', 'without it'}, {'higher'}))}"
-        )
+        spared = ({"with it", "without it"}, {"higher"})
+        texts.append(f"{printable(caption)}\n\n{fitted(table, spared)}")
     return texts
 
 
@@ -154,19 +141,16 @@ def markdown(study: Study, frame: pl.DataFrame, told: Sequence[str]) -> str:
 
     Names and reasons cannot be markup.
     """
-    shares, alone = link_shares(study), uncompared(study, frame)
-    tables = [("", outcome_table(frame.to_dicts()))] if len(frame) else []
-    if len(shares):
-        caption = f"Each link's share, {ABOUT_SHARES}."
-        tables.append((caption, outcome_table(shares.to_dicts(), SHARED)))
-    if alone:
-        caption = "Arms that are not compared."
-        tables.append((caption, alone_table(study, alone)))
+    tables = {
+        "": outcome_table(frame.to_dicts()),
+        f"Each link's share, {ABOUT_SHARES}.": outcome_table(link_shares(study).to_dicts(), SHARED),
+        "Arms that are not compared.": alone_table(study, uncompared(study, frame)),
+    }
     parts = [_plain(text) for text in (f"# {study.folder.name}", *told)]
-    for caption, (heads, rows) in tables:
-        cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows]
+    for caption, (heads, rows) in tables.items():
+        cells = [heads, [":--", *["--:"] * (len(heads) - 1)], *rows] if rows else []
         lines = ["| " + " | ".join(map(_plain, row)) + " |" for row in cells]
-        parts += [*([_plain(caption)] if caption else []), "\n".join(lines)]
+        parts += [text for text in (_plain(caption), "\n".join(lines)) if text and rows]
     return "\n\n".join(parts) + "\n"
 
 
@@ -235,21 +219,20 @@ def latex(study: Study, frame: pl.DataFrame, metric: str = "", spread: str = "in
 
 def _around(study: Study, row: Row, side: str, spread: str) -> str:
     """The spread of the compared runs of an arm, or of their means over blocks; '' for too few."""
-    values: dict[object, list[float]] = {}
+    key, values = row["metric"], {}
     arm = next(arm for arm in study.arms if arm.name == row["arm"])
-    for run in arm.whole if row["n"] > 1 else ():
+    for run in arm.whole:
         control = study.by_name.get(run.control or "")
-        if control and control.state == "finished":
-            one = study.outcome(run if side == "treated" else control, row["metric"])
+        one = study.outcome(run if side == "treated" or not control else control, key)
+        if control and control.state == "finished" and one is not None:
             place = run.seed if row["unit"] == "seed" else study.block_of[run.name]
-            values.setdefault(place, []).extend([] if one is None else [one])
-    means = [fmean(some) for some in values.values() if some]
-    found = paired_difference(means, [0.0] * len(means)) if means else None
-    if not found or found.t_low is None or spread == "sd":
-        sd = found.sd if found and spread == "sd" else None
-        return "" if sd is None else rf" $\pm$ {_cell(value(row['metric'], sd))}"
-    low, high = (_cell(value(row["metric"], end)) for end in (found.t_low, found.t_high))
-    return f" ({low} to {high})"
+            values.setdefault(place, []).append(one)
+    if row["n"] < 2 or (row["n"] < MIN_INTERVAL_SEEDS and spread == "interval"):
+        return ""
+    means = [fmean(some) for some in values.values()]
+    found = paired_difference(means, [0.0] * len(means))
+    sd, low, high = (_cell(value(key, one)) for one in (found.sd, found.t_low, found.t_high))
+    return rf" $\pm$ {sd}" if spread == "sd" else f" ({low} to {high})"
 
 
 def _cell(text: str) -> str:
