@@ -173,10 +173,8 @@ def test_latex_has_the_same_rows_with_numbers_in_math_mode(tmp_path: Path) -> No
 
 
 def test_numbers_names_and_lists_have_one_format() -> None:
-    assert (amount("test/accuracy", -0.0062), amount("test/loss", 0.02531)) == (
-        "-0.62 pp",
-        "+0.0253",
-    )
+    assert amount("test/accuracy", -0.0062) == "-0.62 pp"
+    assert amount("test/loss", 0.02531) == "+0.0253"
     assert amounts("test/accuracy", -0.0089, 0.0044) == "-0.89 to +0.44 pp"
     assert (amount("x", None), amounts("x", None, 1.0)) == ("-", "")
     assert (size("test/accuracy", -0.0062), size("x", -0.0253)) == ("0.62 pp", "0.0253")
@@ -187,18 +185,11 @@ def test_numbers_names_and_lists_have_one_format() -> None:
     assert listed(["a, lr=1", "b"]) == "a, lr=1 and b"
     assert listed(["a, lr=1", "b", "c"]) == "a, lr=1; b and c"
     assert listed(list("abcdefg"), 3) == "a, b and 5 more"
-    assert [duration(s) for s in (3.21, 45.2, 250, 7500)] == [
-        "3.2 s",
-        "45 s",
-        "4 min 10 s",
-        "2 h 5 min",
-    ]
+    times = [duration(s) for s in (3.21, 45.2, 250, 7500)]
+    assert times == ["3.2 s", "45 s", "4 min 10 s", "2 h 5 min"]
     assert title("area/test/loss_first") == "area under test loss first"
-    assert [better(k) for k in ("test/loss_first", "test/accuracy", "test/f1")] == [
-        "lower",
-        "higher",
-        "",
-    ]
+    directions = [better(k) for k in ("test/loss_first", "test/accuracy", "test/f1")]
+    assert directions == ["lower", "higher", ""]
 
 
 def test_every_metric_of_a_task_has_a_title_and_the_usual_ones_come_first() -> None:

@@ -12,7 +12,6 @@ import pytest
 from gradsurg.report.cautions import by_rule
 from gradsurg.report.compare import SCHEMA, compare
 from gradsurg.report.study import Study, read_study
-from gradsurg.report.sweeps import best_arms, trends
 from gradsurg.report.verdict import best_sentence, reached, sentence, trend_sentence
 from gradsurg.stats import finding, margin_verdict, paired_difference, parse_margin
 from gradsurg.training.run_directory import FACTS, SUMMARY
@@ -96,13 +95,10 @@ def test_few_seeds_have_a_range_and_no_p(points: list[float], number: str) -> No
     assert "interval" not in text
 
 
-def test_several_splits_are_counted_as_splits() -> None:
+def test_splits_identical_arms_and_repeated_seeds_are_named_so() -> None:
     text = said(row(CLIP, unit="split", population="8 splits of 450 test examples"))
     assert text.endswith("; lower in 7 of 8 splits; 8 splits of 450 test examples).")
-
-
-def test_identical_arms_and_repeated_seeds_are_named_so() -> None:
-    assert said(row([0] * 8)) == ("Test accuracy is identical with clip and control in 8 seeds.")
+    assert said(row([0] * 8)) == "Test accuracy is identical with clip and control in 8 seeds."
     assert said(row([1], repeats=8)).endswith("; one training is too few for a test.")
 
 
@@ -331,30 +327,22 @@ def test_a_trend_has_a_size_and_a_direction_or_none() -> None:
     )
 
 
-def test_a_sweep_of_doses_and_of_rates_is_answered_from_its_runs(tmp_path: Path) -> None:
-    for value, dose in ((0.1, 0.01), (0.2, 0.02), (0.3, 0.03)):
-        for seed in range(6):
-            control = studies.whole(tmp_path / "doses", "none", seed, 0.5)
-            accuracy = 0.5 + dose + seed / 1000
-            studies.whole(tmp_path / "doses", "clip", seed, accuracy, control, value=value)
-    study = read_study(tmp_path / "doses")
-    (first, *_) = trends(study, compare(study)).to_dicts()
-    assert trend_sentence(first).startswith("The difference in test accuracy rises with transform")
-    accuracies = {0.1: (0.7, 0.8), 1.0: (0.82, 0.3), 10.0: (0.81, 0.1)}
-    for rate, (treated, plain) in accuracies.items():
-        for seed in range(6):
-            more = {"optimizer": {"name": "SGD", "lr": rate}}
-            own = plain + seed / 1000
-            control = studies.whole(tmp_path / "rates", "none", seed, own, **more)
-            place = treated + seed * seed / 1000
-            studies.whole(tmp_path / "rates", "clip", seed, place, control, **more)
-    (best,) = best_arms(read_study(tmp_path / "rates")).to_dicts()
-    text = best_sentence(best)
+def test_best_arm_against_best_arm_has_values_a_gain_or_none_and_the_usable_values() -> None:
+    best = {"label": "clip", "key": "optimizer.lr", "chosen_on": "test/accuracy", "values": 3}
+    best |= {"treated_value": 1.0, "control_value": 0.1}
+    best |= {"usable_treated": 2, "usable_control": 1}
+    text = best_sentence({**row([-x for x in CLIP], q=None), **best})
     assert text.startswith(
-        "Each at its best optimizer.lr, chosen on test accuracy, which flatters both: clip 82.92% "
-        "at 1 against control 80.25% at 0.1, +2.67 pp (95 % interval "
+        "Each at its best optimizer.lr, chosen on test accuracy, which flatters both: clip 90.50% "
+        "at 1 against control 90.00% at 0.1, +0.50 pp (95 % interval "
     )
     assert text.endswith("which is a gain at the best; more values are usable (2 against 1 of 3).")
+    best |= {"chosen_on": "validation/accuracy", "usable_treated": 1}
+    text = best_sentence({**row(CLIP, q=None), **best})
+    assert "chosen on validation accuracy: clip 89.50% at 1" in text
+    assert text.endswith("is a loss at the best; as many values are usable (1 against 1 of 3).")
+    unclear = {**row([1, -1, 2, -2, 1, -1], q=None), **best, "usable_treated": 0}
+    assert "is no clear difference at the best; fewer values are" in best_sentence(unclear)
 
 
 def test_the_steps_to_a_target_are_told_beside_the_control(tmp_path: Path) -> None:
@@ -378,24 +366,15 @@ def test_the_steps_to_a_target_are_told_beside_the_control(tmp_path: Path) -> No
     assert reached(study_of(tmp_path / "none", CLIP)) == []
 
 
-@pytest.mark.parametrize(
-    ("make", "start"),
-    [
-        ("control", "There is no treated arm to compare: 1 of 1 run finished."),
-        ("alone", "There is no control to compare with: 1 of 1 run finished, and their outcomes"),
-        ("planned", "Nothing can be compared: 1 of 2 runs finished, and no seed in both arms."),
-    ],
-)
-def test_without_a_pair_the_sentence_tells_what_there_is(
-    tmp_path: Path, make: str, start: str
-) -> None:
-    match make:
-        case "control":
-            studies.whole(tmp_path, "none", 0, 0.9)
-        case "alone":
-            studies.whole(tmp_path, "clip", 0, 0.9)
-        case "planned":
-            control = studies.whole(tmp_path, "none", 0, 0.9)
-            studies.plan(tmp_path, "clip", 0, control)
-    study = read_study(tmp_path)
-    assert sentence(compare(study), study).startswith(start)
+def test_without_a_pair_the_sentence_tells_what_there_is(tmp_path: Path) -> None:
+    def told(name: str) -> str:
+        study = read_study(tmp_path / name)
+        return sentence(compare(study), study)
+
+    control = studies.whole(tmp_path / "both", "none", 0, 0.9)
+    assert told("both") == "There is no treated arm to compare: 1 of 1 run finished."
+    studies.whole(tmp_path / "alone", "clip", 0, 0.9)
+    assert told("alone").startswith("There is no control to compare with: 1 of 1 run finished, ")
+    studies.plan(tmp_path / "both", "clip", 0, control)
+    text = "Nothing can be compared: 1 of 2 runs finished, and no seed in both arms."
+    assert told("both") == text
