@@ -60,16 +60,16 @@ class Runs:
         return [path for path in (self.treated, self.control, *self.without.values()) if path]
 
 
-def report(runs: Sequence[Runs], margin: Margin | None = None) -> str:
+def report(runs: Sequence[Runs]) -> str:
     """Return the report of a job: verdict, cautions, outcomes, and the effects at each site."""
     paths = list(dict.fromkeys(path for run in runs for path in run.paths))
     study, shares = job_study(runs), []
     if any(run.without for run in runs):
         shares = shares_text(link_shares(read_study(paths[0].parent, [p.name for p in paths])))
-    frame = compare(study, margin)
+    frame = compare(study)
     rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
     parts = [
-        _head(study, frame, margin),
+        _head(study, frame),
         _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
         *shares,
         _lines([*update_lines(study), *_notes(study)]),
@@ -86,16 +86,11 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     few = frame["arm"].n_unique() <= MAX_WHOLE
     over = [trend_sentence(row) for row in trends(study, frame).filter(metric=first).to_dicts()]
     over += [best_sentence(row) for row in best_arms(study, margin).to_dicts()]
-    tables = []
-    for metric, name in list(study.metrics_of.items())[: None if few else 1]:
-        rows = rows_of(frame, metric)
-        if any(row["n"] for row in rows):
-            tables.append(f"{name}\n{fitted(outcome_table(rows, columns=SHORT))}")
     alone = uncompared(study, frame)
     parts = [
         _head(study, frame, margin, over),
         _lines(effort(study)),
-        *tables,
+        *_tables(frame, None if few else 1),
         _lines(tuning_text(*read_tunings(study.folder, study.arms))),
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
@@ -112,16 +107,20 @@ def pairs_text(frame: pl.DataFrame, margin: Margin | None = None) -> str:
         sentence(part.with_columns(arm=pl.col("arm").str.split(" - ").list.first()), margin=margin)
         for _, part in frame.group_by("arm", maintain_order=True)
     ]
-    called = {"treated": "first", "control": "second"}
-    tables = [
+    return "\n\n".join([_lines(told), *_tables(frame, None, treated="first", control="second")])
+
+
+def _tables(frame: pl.DataFrame, most: int | None, **called: str) -> list[str]:
+    """A table for each metric (the first `most`) with its title; columns may be `called` else."""
+    compared = frame.filter(pl.col("n") > 0)
+    return [
         f"{title(metric)}\n{fitted(outcome_table(rows_of(frame, metric), called, SHORT))}"
-        for metric in frame["metric"].unique(maintain_order=True)
+        for metric in compared["metric"].unique(maintain_order=True)[:most]
     ]
-    return "\n\n".join([_lines(told), *tables])
 
 
 def _head(
-    study: Study, frame: pl.DataFrame, margin: Margin | None, over: Sequence[str] = ()
+    study: Study, frame: pl.DataFrame, margin: Margin | None = None, over: Sequence[str] = ()
 ) -> str:
     """Verdict, sweeps and cautions."""
     verdict = [*reached(study), sentence(frame, study, margin), *over]
