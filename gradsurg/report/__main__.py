@@ -25,7 +25,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if getattr(arguments, key) != parser().get_default(key):
             print(f"--{key}: needs --paper FOLDER", file=sys.stderr)
             return WRONG_INPUT
-    from gradsurg.report.load import NotAStudy
     from gradsurg.stats import parse_margin
 
     try:
@@ -33,7 +32,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.watch:
             return _watch(arguments.study, arguments.out, margin)
         _run(arguments, margin)
-    except (NotAStudy, LookupError, OSError, ValueError) as error:
+    except (LookupError, OSError, ValueError) as error:
         text = error.args[0] if isinstance(error, LookupError) else error
         print(printable(str(text)), file=sys.stderr)
         return WRONG_INPUT
@@ -72,24 +71,23 @@ def parser() -> argparse.ArgumentParser:
         prog=typed_command("gradsurg.report"),
         description="Print the summary of a study, and write its report: a page, tables, figures.",
     )
-    made.add_argument("study", type=Path, help="the folder of a study, as runs/first")
-    made.add_argument("--out", type=Path, help="where the report goes; default: STUDY/report")
+    add = made.add_argument
+    add("study", type=Path, help="the folder of a study, as runs/first")
+    add("--out", type=Path, help="where the report goes; default: STUDY/report")
     watch = "write the report anew when files change, until interrupted; the page reloads itself"
-    made.add_argument("--watch", action="store_true", help=watch)
+    add("--watch", action="store_true", help=watch)
     margin = "ask for equivalence within a margin: 0.5pp, 0.02 (the metric's unit) or 2%% (a share)"
-    made.add_argument("--margin", default="", help=margin)
+    add("--margin", default="", help=margin)
     pairs = "compare these arms with each other, by the names that the report prints; all without"
-    made.add_argument("--compare", nargs="*", metavar="ARM", help=pairs)
+    add("--compare", nargs="*", metavar="ARM", help=pairs)
     paper = "write figures (PDF, SVG, PNG; 3.3 and 6.8 inches wide) and a LaTeX table here instead"
-    made.add_argument("--paper", type=Path, metavar="FOLDER", help=paper)
-    made.add_argument("--metric", default="", help="with --paper: one metric, as test/loss")
-    made.add_argument(
-        "--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these"
-    )
+    add("--paper", type=Path, metavar="FOLDER", help=paper)
+    add("--metric", default="", help="with --paper: one metric, as test/loss")
+    add("--arms", nargs="+", default=[], metavar="ARM", help="with --paper: only these")
     styles = "with --paper: the font; default: sans"
-    made.add_argument("--style", choices=("sans", "serif"), default="sans", help=styles)
+    add("--style", choices=("sans", "serif"), default="sans", help=styles)
     spreads = "with --paper: beside each mean of the table; default: interval"
-    made.add_argument("--spread", choices=("interval", "sd"), default="interval", help=spreads)
+    add("--spread", choices=("interval", "sd"), default="interval", help=spreads)
     return made
 
 

@@ -4,7 +4,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import Any
 
 from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.effects.tables import number
@@ -15,8 +14,6 @@ OUTCOMES = ("test/", "examined/")
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 AREA = "area/"
 """Prefix of the mean height of a logged curve."""
-
-Summary = dict[str, Any]  # Any: what JSON can hold
 
 
 def table_width() -> int:
