@@ -1,6 +1,7 @@
 """The cautions of a study: a table of rules, each with a condition and at most one sentence."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, stdev
 
@@ -153,6 +154,16 @@ def _scale_free(study: Study, rows: Sequence[Row]) -> list[str]:
     return sorted({str((one.get("optimizer") or {}).get("name")) for one in configs} & SCALE_FREE)
 
 
+def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
+    kinds = Counter(
+        kind
+        for run in study.all_runs
+        for kind, name in run.controls.items()
+        if kind != "plain" and name != run.control
+    )
+    return [f"{number} with control={kind}" for kind, number in kinds.items()]
+
+
 def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
     if not any((run.config or {}).get("aggregator") for run in study.all_runs):
         return []
@@ -226,6 +237,11 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
         _scale_free,
         "A constant scale of the gradients cancels in the updates of {}: "
         "control=update_norm_matched matches the norms of the updates.",
+    ),
+    "other controls": (
+        _other_controls,
+        "Some runs have another control too ({}), and are compared with the plain one here; the "
+        "command with it, given again, tells the other.",
     ),
     "update lengths": (_lengths, "{}"),
     "deterministic repeats": (

@@ -81,13 +81,6 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, word
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_with_a_config_alone_is_no_study(tmp_path: Path, capsys) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text("seed: 0\n", "utf-8")
-    assert main([str(tmp_path)]) == 2
-    assert "has no runs in it" in capsys.readouterr().err
-
-
 def test_a_report_that_cannot_be_written_is_one_line_below_the_overview(
     tmp_path: Path, capsys
 ) -> None:

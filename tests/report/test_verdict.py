@@ -306,10 +306,13 @@ def test_a_control_that_acts_is_explained(tmp_path: Path, kind: str) -> None:
     assert told[f"{name} control"].startswith(f"The {name} arm ")
     assert "clip" in told[f"{name} control"]
     assert ("scale of gradients" in told) == (kind == "norm_matched")
+    assert "other controls" not in told
 
 
-def test_repeats_are_told(tmp_path: Path) -> None:
-    told = warned(study_of(tmp_path, [1] * 8))
+def test_repeats_and_two_controls_are_told(tmp_path: Path) -> None:
+    study = rewrite(study_of(tmp_path, [1] * 8), FACTS, 8, "treated", controls={"placebo": "x"})
+    told = warned(study)
+    assert "(8 with control=placebo)" in told["other controls"]
     assert told["deterministic repeats"].startswith("The same numbers from the 8 seeds of clip: ")
 
 
