@@ -13,7 +13,7 @@ from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.effects.tables import number
 from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
-from gradsurg.report.compare import PLAIN, compare
+from gradsurg.report.compare import compare
 from gradsurg.report.measures import costs, link_shares, update_effects
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.sweeps import best_arms, trends
@@ -180,8 +180,7 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
     columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
     heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
-    # other controls run a surgery too
-    for cost in costs(study).to_dicts() if arms["control"] == PLAIN else ():
+    for cost in costs(study).to_dicts():  # none beside a control that runs a surgery too
         times = [f"{cost[side]:.3g} ms" for side in ("treated_ms", "control_ms")]
         ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%} (range)" * (cost["pairs"] > 1)
         row = ["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]

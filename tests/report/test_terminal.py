@@ -287,7 +287,7 @@ def test_a_choice_is_a_sentence_with_reasons_not_to_trust_it(tmp_path: Path) -> 
 def test_a_tuned_study_says_that_it_compares_chosen_values(tmp_path: Path) -> None:
     folder = studies.paired(tmp_path, "clip", [0.01, -0.01])
     name = next(folder.glob("clip-*")).name
-    tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name]))
+    tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name], label="typed"))
     text = overview(read_study(folder))
     assert "The arms are compared at their chosen values, which is not a comparison of" in text
     assert "  clip: lr=0.1 (validation accuracy 80.50%; 3 values x 2 seeds)" in text

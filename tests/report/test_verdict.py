@@ -139,7 +139,9 @@ def test_of_several_arms_the_clear_ones_are_named_and_the_others_counted() -> No
     few = said(row([-1, -2], "a"), row([1, 3], "b"))
     assert few.startswith("2 arms against control: test accuracy of b minus control: +2.00 pp (")
     assert few.endswith("; 2 seeds are too few for a test.")
-    assert "; 2 more: higher (" in said(*(row([1] * 6, f"arm{number}") for number in range(6)))
+    text = said(*(row([1] * 6, f"arm{number}") for number in range(6)))
+    assert "; 2 more: higher (" in text
+    assert text.count(" raises test accuracy by ") == 4
 
 
 @pytest.mark.parametrize(
