@@ -1,5 +1,6 @@
 """Reports: from the files of runs to text, tables, figures and a page."""
 
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,13 @@ def summary(study: Path | str, only: Collection[str] | None = None, margin: str 
 def load_study(folder: str | Path) -> "Study":
     """Read the runs of a study, such as `runs/digits-mlp`, as polars data frames.
 
-    Logs that cannot be read are left out; `faults` has a line for each. Raises NotAStudy, a
-    ValueError, if the folder has no runs. torch is not imported.
+    Logs that cannot be read are left out with a warning. Raises NotAStudy, a ValueError, if the
+    folder has no runs. torch is not imported.
     """
     from gradsurg.report.study import read_study
 
-    return read_study(Path(folder))
+    study = read_study(Path(folder))
+    assert study.metrics is not study.effects is not study.conflicts  # all are read
+    for fault in study.faults:
+        warnings.warn(f"left out, because it cannot be read: {fault}", stacklevel=2)
+    return study

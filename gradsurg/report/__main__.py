@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
     study = read_study(arguments.study)
     if arguments.compare is not None:
         names = arguments.compare or [arm.name for arm in study.arms]
-        print(pairs_text(compare_pairs(study, names, margin), margin))
+        print(pairs_text(study, compare_pairs(study, names, margin), margin))
         return
     if arguments.paper:
         choices = {key: getattr(arguments, key) for key in OF_PAPER}

@@ -14,7 +14,6 @@ from gradsurg.report.wording import amount, count, is_share, listed, size, title
 from gradsurg.stats import (
     MAX_P,
     MIN_FOR_P,
-    MIN_INTERVAL_SEEDS,
     TOO_FEW,
     detectable_effect,
     seeds_needed,
@@ -65,19 +64,22 @@ def _outweighed(row: Row) -> str:
     key, (heaviest, *others) = row["metric"], sorted(row["differences"], key=abs, reverse=True)
     if len(others) < 2 or abs(heaviest) <= sum(map(abs, others)):
         return ""
-    return f"{row['arm']} ({amount(key, heaviest)}, median of all {amount(key, row['median'])})"
+    seed = row["seeds"][row["differences"].index(heaviest)] if row["seeds"] else ""
+    which = f"{row['unit']} {seed}".strip()
+    median = amount(key, row["median"])
+    return f"{row['arm']} ({which}: {amount(key, heaviest)}, median of all {median})"
 
 
 def _skewed(row: Row) -> str:
-    """Of a clear difference, skewness beyond twice its standard error under a normal one."""
+    """Of a clear difference, a tail against it: skewness beyond twice its standard error."""
     n, around = row["n"], [one - row["difference"] for one in row["differences"]]
     sd = fmean(one**2 for one in around) ** 0.5
     if row["verdict"] not in DOES or not sd or _outweighed(row):
         return ""
     skewness = fmean((one / sd) ** 3 for one in around)
     error = (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5
-    median = amount(row["metric"], row["median"])
-    return f"{row['arm']} (median {median})" if abs(skewness) > 2 * error else ""
+    against = skewness * row["difference"] < 0  # a tail on the side of the claim is no harm
+    return row["arm"] if against and abs(skewness) > 2 * error else ""
 
 
 def _on_one_split(row: Row) -> str:
@@ -99,8 +101,25 @@ def _vacuous(_: Study, rows: Sequence[Row]) -> list[str]:
 
 def _added(study: Study, _: Sequence[Row]) -> Iterator[str]:
     for arm in study.arms:
-        if added := [run.looked for run in arm.runs if run.looked]:
+        # with fewer than six there was no test to look at
+        if added := [run.looked for run in arm.runs if run.looked >= MIN_FOR_P]:
             yield f"{len(added)} of {arm.name} after {min(added)}"
+
+
+def _late_margin(study: Study, rows: Sequence[Row]) -> list[str]:
+    late = any(run.margin_after for run in study.all_runs) or study.margin is None
+    return ["late"] if late and any(row["margin"] for row in rows) else []
+
+
+def _splits(_: Study, rows: Sequence[Row]) -> list[str]:
+    return [row["arm"] for row in rows if row["unit"] == "split" and row["n"] >= MIN_FOR_P]
+
+
+def _unchanged(study: Study, _: Sequence[Row]) -> Iterator[str]:
+    for run in study.all_runs:
+        for note in (run.summary or {}).get("notes") or []:
+            if found := re.match(r"(\S+) changed nothing", note):
+                yield found[1]
 
 
 def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
@@ -111,17 +130,12 @@ def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     row = min(rows, key=lambda row: row["n"])
     n, unit, key = row["n"], row["unit"], row["metric"]
     needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P
-    sd = stdev(row["differences"]) if n >= MIN_INTERVAL_SEEDS else 0.0
-    found = ""
-    if effect := detectable_effect(max(n, needed), sd):
-        sizes = f"{size(key, effect)} in 80 % of studies (sd of the differences {size(key, sd)})"
-        found = f"find a difference of {sizes}"
     if n < needed:
         alone = ", for an arm that differs alone," if len(rows) > 1 else ""
-        more = f", which {found}" if found else ""
-        yield f"A test at the level {MAX_P}{alone} needs {needed} {unit}s{more}."
-    elif found:
-        yield f"{n} {unit}s {found}, and miss most smaller ones."
+        yield f"A test at the level {MAX_P}{alone} needs {needed} {unit}s."
+    elif len(rows) == 1 and (effect := detectable_effect(n, sd := stdev(row["differences"]))):
+        sizes = f"{size(key, effect)} in 80 % of studies (sd of the differences {size(key, sd)})"
+        yield f"{n} {unit}s find a difference of {sizes}, and miss most smaller ones."
 
 
 def _unfinished(study: Study, _: Sequence[Row]) -> list[str]:
@@ -186,7 +200,7 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     "one seed outweighs": (_each(_outweighed), "One seed outweighs all others together with {}."),
     "one split only": (
         _each(_on_one_split),
-        "Interval and p are about new seeds on this split, not about {}: splits=6 tells more.",
+        "Interval and p are about new seeds on this split, not about {}: splits=8 tells more.",
     ),
     "vacuous control": (_vacuous, "{}"),
     "tuned values": (
@@ -197,18 +211,24 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     ),
     "runs added after a look": (
         _added,
-        "Runs were added when others had finished ({}): if after a look at them, p is too small "
-        "(with looks at 8, 12 and 16 seeds 11 % false alarms instead of 5).",
+        "Runs were added when others had finished ({}): if after a look at them, p can be too "
+        "small (with looks at 8, 12 and 16 seeds 11 % false alarms instead of 5).",
     ),
     "margin after a look": (
-        lambda study, _: (run.name for run in study.all_runs if run.margin_after),
-        "The margin was chosen when outcomes were known.",
+        _late_margin,
+        "The margin was given when outcomes were known: this is no planned test of equivalence.",
     ),
     "few seeds": (_few, "{}"),
+    "nothing changed": (_unchanged, "No gradient was changed by {}: the arms are one training."),
+    "several splits": (
+        _splits,
+        "Splits share examples and seeds: interval and p are about splitting these data anew, and "
+        "too narrow for new data.",
+    ),
     "skew": (
         _each(_skewed),
         "The test assumes differences that are symmetric about their mean, and those of {} are "
-        "skewed: p can be too small.",
+        "skewed against the verdict: p can be too small.",
     ),
     "unfinished": (
         _unfinished,

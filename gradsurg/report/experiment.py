@@ -97,6 +97,9 @@ def _numeric(text: str) -> tuple[float, str]:
         return inf, text
 
 
+LATER = ("seeds=", "splits=")
+
+
 def commands(runs: Sequence[LoadedRun]) -> list[str]:
     """Return the commands that repeat these runs; one of a sweep, if its jobs are all there."""
     given = (tuple(word for word in run.command if word != "force=true") for run in runs)
@@ -104,6 +107,8 @@ def commands(runs: Sequence[LoadedRun]) -> list[str]:
     keys = [[word.partition("=")[0] for word in job] for job in jobs]
     values = [list(dict.fromkeys(words)) for words in zip(*jobs, strict=False)]
     alike = all(one == keys[0] for one in keys) and prod(map(len, values)) == len(jobs)
+    # other seeds were asked for by another command, after a look
+    alike = alike and all(len(words) == 1 for words in values if words[0].startswith(LATER))
     if len(jobs) > 1 and alike:
         joined = [
             f"{key}={','.join(sorted((word.partition('=')[2] for word in words), key=_numeric))}"

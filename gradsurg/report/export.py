@@ -21,7 +21,7 @@ from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
 from gradsurg.report.terminal import effort
 from gradsurg.report.tuning import read_tunings, tuning_frames
-from gradsurg.report.verdict import sentence
+from gradsurg.report.verdict import reached, sentence, sweeps
 from gradsurg.stats import Margin
 
 PAGE = "index.html"
@@ -54,8 +54,9 @@ def write_report(
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
         verdict, warned = sentence(frame, study, margin), cautions(study, frame)
-        (draft / "outcome.md").write_text(markdown(study, frame, [verdict, *warned]), "utf-8")
-        (draft / "outcome.tex").write_text(latex(study, frame), encoding="utf-8")
+        notes = [*reached(study), verdict, *sweeps(study, frame, margin), *warned]
+        (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
+        (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
         more = [*fronts.sections(study), *conflicts.sections(study)]
         told = verdict, warned, experiment(study), more, effort(study)
         text = page(study, frame, *told, refresh=refresh)

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from gradsurg.report import charts
+from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import arms_named, compare
 from gradsurg.report.study import Study
 from gradsurg.report.sweeps import doses
@@ -53,7 +54,9 @@ def write_paper(
     for place, key in enumerate([metric] if metric else list(study.metrics_of) or [""]):
         name = "table" + f"-{re.sub('[^0-9A-Za-z]', '-', key)}" * (place > 0)
         files.append(folder / f"{name}.tex")
-        files[-1].write_text(latex(shown, frame, key, spread), encoding="utf-8")
+        files[-1].write_text(
+            latex(shown, frame, key, spread, cautions(shown, frame)), encoding="utf-8"
+        )
     return files
 
 

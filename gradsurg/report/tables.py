@@ -21,7 +21,7 @@ Table = tuple[list[str], list[list[str]]]
 INTERVAL = "95 % interval"
 WORDS = ("arm", "link", "metric", "block", "verdict", "margin", "not compared", "reason")
 """Heads of columns that are aligned to the left, and folded in a narrow terminal."""
-SHORTER = {UNCLEAR: "unclear", TOO_FEW: "few seeds"}
+SHORTER = {UNCLEAR: "unclear", TOO_FEW: "too few"}
 """Verdicts as they stand in a table."""
 NARROWEST = 24  # columns of names, which are folded rather than numbers left out
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -51,7 +51,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "not compared": lambda row: row["not_compared"] or "",
 }
 """The cells of a comparison by the heads of their columns."""
-DETAILS = {"link", "metric", "block", "n", "median", "t interval", "effect size", "diverged"}
+DETAILS = {"link", "metric", "n", "median", "t interval", "effect size", "diverged"}
 SHORT = tuple(head for head in COLUMNS if head not in {*DETAILS, "population"})
 """Columns in the terminal, which has a table for each metric."""
 SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
@@ -173,12 +173,18 @@ TEX = str.maketrans(
 PAPER = ("arm", "n", "treated", "control", "difference", INTERVAL, "p", "q")
 
 
-def latex(study: Study, frame: pl.DataFrame, metric: str = "", spread: str = "interval") -> str:
+def latex(
+    study: Study,
+    frame: pl.DataFrame,
+    metric: str = "",
+    spread: str = "interval",
+    notes: Sequence[str] = (),
+) -> str:
     """Return a table of one metric for a paper, a row for each arm; it needs the package booktabs.
 
     The first metric of the study by default; the label of the table of another one ends with its
     name. `spread` is beside the mean of each arm: its 95 % t `interval`, or `sd`, the standard
-    deviation over seeds.
+    deviation over seeds. `notes` stand before the table as comments.
     """
     first = next(iter(study.metrics_of), "")
     key = metric or first
@@ -187,9 +193,11 @@ def latex(study: Study, frame: pl.DataFrame, metric: str = "", spread: str = "in
     around = "95 % t interval" if spread == "interval" else "standard deviation over seeds"
     about = (
         f"{title(key)}: means of both arms with the {around}, their difference paired by seed, "
-        "the 95 % interval that inverts the sign-flip test (below 6 seeds the range), and p of "
-        "that test"
+        "the 95 % interval that inverts the sign-flip test (below 6 seeds the range), and its "
+        "two-sided p"
     )
+    places = dict.fromkeys(row["population"] for row in compared if row["population"])
+    about = "; ".join([about, *places])
     about += "; q is p corrected for the number of arms" if "q" in heads else ""
     label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * (key != first))
     table = [[_cell(cell) for cell in row] for row in [heads, *rows]]
@@ -199,6 +207,7 @@ def latex(study: Study, frame: pl.DataFrame, metric: str = "", spread: str = "in
     lines = [" & ".join(cells) + r" \\" for cells in table]
     return "\n".join(
         [
+            *(f"% {printable(text)}" for text in notes),
             r"% \usepackage{booktabs}",
             r"\begin{table}",
             r"\centering\small\setlength{\tabcolsep}{4pt}",

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import comb
 from os.path import relpath
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.measures import costs, link_shares, update_effects
 from gradsurg.report.study import Study, read_study
-from gradsurg.report.sweeps import best_arms, trends
 from gradsurg.report.tables import (
     INTERVAL,
     SHORT,
@@ -29,11 +29,9 @@ from gradsurg.report.tables import (
 from gradsurg.report.tuning import read_tunings, tuning_text
 from gradsurg.report.verdict import (
     Row,
-    best_sentence,
     reached,
-    rows_of,
     sentence,
-    trend_sentence,
+    sweeps,
 )
 from gradsurg.report.wording import count, duration, filled, table_width, title
 from gradsurg.stats import Margin
@@ -82,13 +80,11 @@ def report(runs: Sequence[Runs]) -> str:
 
 def overview(study: Study, margin: Margin | None = None) -> str:
     """Return the overview of a study as plain text of the terminal's width."""
-    frame, first = compare(study, margin), next(iter(study.metrics_of), "")
+    frame = compare(study, margin)
     few = frame["arm"].n_unique() <= MAX_WHOLE
-    over = [trend_sentence(row) for row in trends(study, frame).filter(metric=first).to_dicts()]
-    over += [best_sentence(row) for row in best_arms(study, margin).to_dicts()]
     alone = uncompared(study, frame)
     parts = [
-        _head(study, frame, margin, over),
+        _head(study, frame, margin, sweeps(study, frame, margin)),
         _lines(effort(study)),
         *_tables(frame, None if few else 1),
         _lines(tuning_text(*read_tunings(study.folder, study.arms))),
@@ -101,21 +97,27 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def pairs_text(frame: pl.DataFrame, margin: Margin | None = None) -> str:
+def pairs_text(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> str:
     """Return arms compared with each other: a sentence for each pair, a table for each metric."""
+    pairs, possible = frame["arm"].n_unique(), comb(len(study.arms), 2)
+    warned = cautions(study, frame)
+    if pairs < possible:
+        warned.append(f"{pairs} of {possible} pairs of arms: p and q do not know of the choice.")
     told = [
         sentence(part.with_columns(arm=pl.col("arm").str.split(" - ").list.first()), margin=margin)
         for _, part in frame.group_by("arm", maintain_order=True)
     ]
-    return "\n\n".join([_lines(told), *_tables(frame, None, treated="first", control="second")])
+    tables = _tables(frame, None, treated="first", control="second")
+    return "\n\n".join([_lines(told), _lines(warned), *tables])
 
 
 def _tables(frame: pl.DataFrame, most: int | None, **called: str) -> list[str]:
     """A table for each metric (the first `most`) with its title; columns may be `called` else."""
     compared = frame.filter(pl.col("n") > 0)
     return [
-        f"{title(metric)}\n{fitted(outcome_table(rows_of(frame, metric), called, SHORT))}"
+        f"{title(metric)}\n{fitted(outcome_table(rows.to_dicts(), called, SHORT))}"
         for metric in compared["metric"].unique(maintain_order=True)[:most]
+        if len(rows := frame.filter(metric=metric))
     ]
 
 

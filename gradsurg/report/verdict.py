@@ -7,12 +7,14 @@ import polars as pl
 
 from gradsurg.report.measures import times_to_target
 from gradsurg.report.study import Study
+from gradsurg.report.sweeps import best_arms, trends
 from gradsurg.report.wording import (
     amount,
     amounts,
     better,
     capital,
     count,
+    is_share,
     listed,
     p_text,
     size,
@@ -79,6 +81,9 @@ def _of_one(row: Row, margin: Margin | None, population: bool = True) -> str:
     metric, difference = title(key), amount(key, row["difference"])
     if row["margin"] and margin is not None:
         limit = size(key, margin.of(row["control"]))
+        if row["margin"] == "equivalent" and (word := DOES.get(row["verdict"])):
+            by = size(key, row["difference"])
+            return f"{arm} {word} {metric} by {by}, less than the margin of {limit} ({told})"
         begin = MARGINS[row["margin"]]
         begin = begin.format(arm=arm, against=against, metric=metric, margin=limit)
         return f"{begin}: {difference} ({told})"
@@ -117,8 +122,9 @@ def _unclear(rows: Sequence[Row]) -> str:
     span = amounts(key, widest["low"], widest["high"])
     q = min((row["q"] for row in rows if row["q"] is not None), default=None)
     least = f"; least q {p_text(q)}" if q is not None else ""
+    names = listed([row["arm"] for row in rows], MAX_NAMED)
     return (
-        f"no clear difference in {title(key)} with {len(rows)} of them (widest "
+        f"no clear difference in {title(key)} with {names} (widest "
         f"{widest['interval']} interval {span}{least}; n = {widest['n']})"
     )
 
@@ -136,7 +142,9 @@ def evidence(row: Row, population: bool = True) -> str:
         directed = row["verdict"] in DOES and not row["margin"]
         ends = (sizes if directed else amounts)(key, row["low"], row["high"])
         parts.append(f"{row['interval']} interval {ends}")
-    if n >= MIN_FOR_P and row["p"] is not None:
+    if row["margin"] == "equivalent" and row["verdict"] not in DOES:
+        parts.append("two one-sided tests at 0.025 each")
+    elif n >= MIN_FOR_P and row["p"] is not None:
         parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
     if n > 1:
         parts.append(wins(row))
@@ -211,6 +219,13 @@ def reached(study: Study) -> list[str]:
     return [*lines, "Outcomes are of the step at which each run has ended."]
 
 
+def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
+    """Return a sentence for each trend of the first metric, and for best against best."""
+    first = trends(study, frame).filter(metric=next(iter(study.metrics_of), ""))
+    told = [trend_sentence(row) for row in first.iter_rows(named=True)]
+    return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
+
+
 def trend_sentence(row: Row) -> str:
     """Return a sentence on a row of `trends`."""
     key, change = row["metric"], f"the difference in {title(row['metric'])}"
@@ -219,7 +234,8 @@ def trend_sentence(row: Row) -> str:
     begin = f"{capital(change)} {row['direction']}" if row["direction"] else ""
     return (
         f"{begin or f'No clear trend of {change}'} with {row['key']} ({row['name']}): "
-        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']})."
+        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']}; a "
+        "further test, not among the q of the arms)."
     )
 
 
@@ -235,9 +251,10 @@ def best_sentence(row: Row) -> str:
     chosen = title(row["chosen_on"]) + ", which flatters both" * (row["chosen_on"] == key)
     wider = row["usable_treated"] - row["usable_control"]
     usable = "as many" if not wider else "more" if wider > 0 else "fewer"
+    edge = f"; the best of {row['edge']} is at the edge: sweep further" if row["edge"] else ""
     return (
         f"Each at its best {row['key']}, chosen on {chosen}: {' against '.join(arms)}, "
         f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
-        f"{usable} values are usable ({row['usable_treated']} against {row['usable_control']} of "
-        f"{row['values']})."
+        f"{usable} values are usable, within {'5 pp' if is_share(key) else 'half'} of the best "
+        f"({row['usable_treated']} against {row['usable_control']} of {row['values']}){edge}."
     )

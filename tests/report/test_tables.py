@@ -72,7 +72,7 @@ def test_a_column_that_is_empty_is_left_out_and_ranges_are_called_so() -> None:
     few = row([-1, -2], p_diverged=1.0, ended=3, diverged=1, not_compared="1 diverged")
     found = cells(outcome_table(frame(few).to_dicts()))
     assert found["range"] == "-2.00 to -1.00 pp"
-    assert found["verdict"] == "few seeds"
+    assert found["verdict"] == "too few"
     assert found["diverged"] == "1 and 0 of 3"
     assert found["not compared"] == "1 diverged"
     assert not {"p", "q", "link", "block", "margin", "95 % interval", "effect size"} & {*found}
@@ -137,7 +137,7 @@ def test_markdown_has_a_row_for_each_arm_and_metric_and_no_markup_of_names(tmp_p
     rows = [line for line in lines if line.startswith("| ")]
     assert rows[1].startswith("| :-- | --: |")
     (one,) = [line for line in rows if line.startswith("| clip+noise | test accuracy | -")]
-    assert "| -15.00 pp | -20.00 to -10.00 pp | few seeds | 0/2 | 75.00% | 90.00% | 2 of 2 |" in one
+    assert "| -15.00 pp | -20.00 to -10.00 pp | too few | 0/2 | 75.00% | 90.00% | 2 of 2 |" in one
     assert "| clip+noise | noise | test accuracy | -12.00 pp |" in text
     assert "Each link's share, the chain minus the chain without it." in lines
     alone = read_study(_alone(tmp_path / "alone"))

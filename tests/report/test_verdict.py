@@ -132,10 +132,9 @@ def test_of_several_arms_the_clear_ones_are_named_and_the_others_counted() -> No
     span = frame(row(wide)).row(0, named=True)
     ends = f"{100 * span['low']:+.2f} to {100 * span['high']:+.2f} pp"
     assert text.endswith(
-        "no clear difference in test accuracy with 3 of them (widest 95 % interval "
+        "no clear difference in test accuracy with late, wide and narrow (widest 95 % interval "
         f"{ends}; least q 0.06; n = 8) ({PLACE})."
     )
-    assert "late" not in text  # p is below 0.05, q is not: no hint
     few = said(row([-1, -2], "a"), row([1, 3], "b"))
     assert few.startswith("2 arms against control: test accuracy of b minus control: +2.00 pp (")
     assert few.endswith("; 2 seeds are too few for a test.")
@@ -160,6 +159,11 @@ def test_a_margin_is_answered_with_the_signed_interval(points: list[float], star
     assert text.startswith(start)
     assert ("0.50 pp" in text) == (one["margin"] != "better")
     assert "95 % interval" in text
+    assert ("two one-sided tests" in text) == (one["margin"] == "equivalent")
+    small = said(row([0.1] * 5 + [0.2], margin="equivalent"), margin="0.5pp")
+    assert small.startswith(
+        "clip raises test accuracy by 0.12 pp, less than the margin of 0.50 pp ("
+    )
     assert "b and control are equivalent in test accuracy within 0.50 pp: +0.00 pp (" in said(
         one, row([0] * 6, "b", margin="equivalent"), margin="0.5pp"
     )
@@ -226,11 +230,15 @@ def test_divergence_control_at_chance_and_skipped_steps_are_told(tmp_path: Path)
 def test_one_seed_that_outweighs_is_told_and_skew_of_a_clear_difference_too(tmp_path: Path) -> None:
     heavy = warned(study_of(tmp_path / "a", [0, 0.1, -0.1, 0.2, -0.2, 0.1, -0.1, -20]))
     assert heavy["one seed outweighs"] == (
-        "One seed outweighs all others together with clip (-20.00 pp, median of all -0.05 pp)."
+        "One seed outweighs all others together with clip (seed 7: -20.00 pp, median "
+        "of all -0.05 pp)."
     )
     assert "skew" not in heavy
-    skewed = warned(study_of(tmp_path / "b", [1, 1.1, 1.2, 1, 1.1, 1.2, 1.1, 6]))
-    assert "those of clip (median +1.10 pp) are skewed" in skewed["skew"]
+    tail = [3, 3.1, 3.2, 3, 3.1, 3.2, 3.1, -1]
+    skewed = warned(study_of(tmp_path / "b", tail))
+    assert "those of clip are skewed against the verdict" in skewed["skew"]
+    same = warned(study_of(tmp_path / "c", [1, 1.1, 1.2, 1, 1.1, 1.2, 1.1, 6]))
+    assert "skew" not in same  # a tail on the side of the verdict makes it no weaker
 
 
 def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
@@ -246,7 +254,7 @@ def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
     assert unclear.startswith("8 seeds find a difference of 2.0")
     assert "in 80 % of studies (sd of the differences 1.69 pp)" in unclear
     few = warned(study_of(tmp_path / "b", [1, -1, 2]))["few seeds"]
-    assert few.startswith("A test at the level 0.05 needs 6 seeds, which find a difference of 2.")
+    assert few == "A test at the level 0.05 needs 6 seeds."
     enough = warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))["few seeds"]
     assert enough.startswith("6 seeds find a difference of ")
     one = warned(study_of(tmp_path / "c", [1]))["few seeds"]
@@ -260,10 +268,26 @@ def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
 
 
 def test_runs_after_a_look_and_a_margin_after_it_are_told(tmp_path: Path) -> None:
-    study = rewrite(study_of(tmp_path, CLIP), FACTS, 3, looked=5)
-    told = warned(rewrite(study, FACTS, 1, margin_after=True))
-    assert "(3 of clip after 5)" in told["runs added after a look"]
-    assert told["margin after a look"] == "The margin was chosen when outcomes were known."
+    study = rewrite(study_of(tmp_path, CLIP), FACTS, 3, looked=6)
+    told = warned(study)
+    assert "(3 of clip after 6)" in told["runs added after a look"]
+    assert "margin after a look" not in told
+    late = by_rule(study, compare(study, parse_margin("1pp")))["margin after a look"]
+    assert late.startswith("The margin was given when outcomes were known")
+    planned = rewrite(study, FACTS, measured={"margin": "1pp"})
+    assert "margin after a look" not in warned(planned)
+    told = warned(rewrite(planned, FACTS, 1, margin_after=True, looked=5))
+    assert "margin after a look" in told
+
+
+def test_a_transform_that_changed_nothing_and_several_splits_are_told(tmp_path: Path) -> None:
+    study = rewrite(study_of(tmp_path / "a", [0] * 6), SUMMARY, notes=["clip changed nothing. So."])
+    assert warned(study)["nothing changed"].startswith("No gradient was changed by clip")
+    for split in range(6):
+        task = {"name": "digits", "split_seed": split}
+        studies.paired(tmp_path / "b", "clip", [0.1 + split / 100], task=task)
+    assert "Splits share examples" in warned(read_study(tmp_path / "b"))["several splits"]
+    assert "several splits" not in warned(study)
 
 
 def test_states_of_runs_and_metrics_are_told(tmp_path: Path) -> None:
@@ -323,29 +347,34 @@ def test_a_trend_has_a_size_and_a_direction_or_none() -> None:
     ends = {"low": 0.01, "high": 0.03, "p": 0.0078, "q": 0.02}
     assert trend_sentence({**one, **ends, "direction": "rises"}) == (
         "The difference in test accuracy rises with clip.value (clip): +2.10 pp from the smallest "
-        "to the largest (95 % interval +1.00 to +3.00 pp; sign-flip p 0.0078, q 0.02; n = 8)."
+        "to the largest (95 % interval +1.00 to +3.00 pp; sign-flip p 0.0078, q 0.02; n = 8; "
+        "a further test, not among the q of the arms)."
     )
     none = {"low": None, "high": None, "p": 0.5, "q": None, "direction": ""}
     assert trend_sentence({**one, **none, "n": 3}) == (
         "No clear trend of the difference in test accuracy with clip.value (clip): +2.10 pp from "
-        "the smallest to the largest (n = 3)."
+        "the smallest to the largest (n = 3; a further test, not among the q of the arms)."
     )
 
 
 def test_best_arm_against_best_arm_has_values_a_gain_or_none_and_the_usable_values() -> None:
     best = {"label": "clip", "key": "optimizer.lr", "chosen_on": "test/accuracy", "values": 3}
-    best |= {"treated_value": 1.0, "control_value": 0.1}
+    best |= {"treated_value": 1.0, "control_value": 0.1, "edge": "clip"}
     best |= {"usable_treated": 2, "usable_control": 1}
     text = best_sentence({**row([-x for x in CLIP], q=None), **best})
     assert text.startswith(
         "Each at its best optimizer.lr, chosen on test accuracy, which flatters both: clip 90.50% "
         "at 1 against control 90.00% at 0.1, +0.50 pp (95 % interval "
     )
-    assert text.endswith("which is a gain at the best; more values are usable (2 against 1 of 3).")
-    best |= {"chosen_on": "validation/accuracy", "usable_treated": 1}
+    assert text.endswith(
+        "which is a gain at the best; more values are usable, within 5 pp of the best (2 against 1 "
+        "of 3); the best of clip is at the edge: sweep further."
+    )
+    best |= {"edge": "", "chosen_on": "validation/accuracy", "usable_treated": 1}
     text = best_sentence({**row(CLIP, q=None), **best})
     assert "chosen on validation accuracy: clip 89.50% at 1" in text
-    assert text.endswith("is a loss at the best; as many values are usable (1 against 1 of 3).")
+    assert text.endswith("(1 against 1 of 3).")
+    assert "is a loss at the best; as many values are usable" in text
     unclear = {**row([1, -1, 2, -2, 1, -1], q=None), **best, "usable_treated": 0}
     assert "is no clear difference at the best; fewer values are" in best_sentence(unclear)
 
