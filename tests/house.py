@@ -19,19 +19,19 @@ ROOMS = {
     "transforms": (("transforms",), 4097),
     "aggregators": (("aggregators",), 3875),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5177),
-    "multitask per_example": (("multitask", "per_example"), 3858),
-    "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 8170),
+    "multitask per_example": (("multitask", "per_example"), 3854),
+    "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 7927),
     "stacked": (("stacked",), 1591),
-    "report": (("report",), 5600),
-    "stats": (("stats.py",), 660),
-    "reproduce": (("reproduce",), 1612),
+    "report": (("report",), 5286),
+    "stats": (("stats.py",), 495),
+    "reproduce": (("reproduce",), 1591),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2336, 52_000
+REST, TESTS = 2335, 48_387
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
