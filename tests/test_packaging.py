@@ -70,7 +70,7 @@ def test_the_command_runs_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     assert conf == str(installed / "gradsurg" / "conf")
     assert version != "0+unknown"
     printed = python(installed, tmp_path, "-m", "gradsurg.run", *WORDS)
-    assert printed.startswith("clip: test accuracy ")
+    assert printed.startswith("Test accuracy of clip minus control: ")
     assert len([*(tmp_path / "runs" / "digits-mlp").glob("*-seed0-*")]) == 2
     assert (tmp_path / "runs" / "digits-mlp" / "report" / "index.html").is_file()
 
