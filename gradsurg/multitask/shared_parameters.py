@@ -1,6 +1,5 @@
 """SharedParameters: select the parameters whose gradients an aggregator combines."""
 
-from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -9,7 +8,7 @@ from torch import nn
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.base import HookRegistry, PlaceTest, Stage
+from gradsurg.sites.base import Attached, PlaceTest, Stage
 from gradsurg.sites.selection import (
     ROOT,
     ParamSelector,
@@ -18,8 +17,6 @@ from gradsurg.sites.selection import (
     nothing_matched,
     selected_params,
 )
-from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.transforms.base import Scope
 
 SHARED = "shared"
 """The name of the group of all selected parameters, for granularity `whole`."""
@@ -165,13 +162,5 @@ class SharedParameters(ParamSelector):
             f"{name}={value!r}" for name, value in values.items() if value not in ("*", None)
         )
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
         raise AssertionError("transforms do not act on SharedParameters")

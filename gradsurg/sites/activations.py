@@ -1,7 +1,6 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -12,12 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import HookRegistry, Stage
+from gradsurg.sites.base import Attached, Stage
 from gradsurg.sites.call_tracker import Calls, rebuilt
 from gradsurg.sites.selection import ROOT, ModuleSelector, SiteIds, names_of
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Scope
 
 Change = Callable[[str, Tensor], Tensor]
 
@@ -54,20 +51,13 @@ class Activations(ModuleSelector):
     def mechanism(self) -> tuple[object, ...]:
         return ("Activations", self.stage, self.side, self.backward)
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
         block = ["open"]
         stack.callback(block.clear)
-        flow = Flow(names_of(model), self, registry, {}, block)
+        flow = Flow(names_of(model), self, attached, {}, block)
         flow.calls.hook(model, stack)
-        for module in self.expect_modules(flow.calls.names, registry, flow.suffix):
+        for module in self.expect_modules(flow.calls.names, attached, flow.suffix):
             if self.side == "output":
                 handle = module.register_forward_hook(output_hook(flow))
             else:
@@ -122,7 +112,7 @@ class ActivationFields(Protocol):
     def side(self) -> str: ...
     @property
     def backward(self) -> str: ...
-    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds: ...
+    def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds: ...
 
 
 class OwnedTensors(Calls):
@@ -145,21 +135,21 @@ class Flow:
         self,
         names: dict[nn.Module, list[str]],
         at: ActivationFields,
-        registry: HookRegistry,
+        attached: Attached,
         records: MutableMapping[nn.Module, list[CallRecord]],
         block: list[str],
     ) -> None:
         self.calls = OwnedTensors(names)
         self.names = names
         self.kind = type(at).__name__
-        self.registry = registry
+        self.attached = attached
         # The calls in the newest forward, in order. Shared by all threads, as is `block` (not empty
         # while attached): a backward pass may run in another thread.
         self.records = records
         self.block = block
         self.suffix = ".input" if at.side == "input" else ""
         self.straight = at.backward == "straight"
-        self.site_ids = at.site_ids(registry, self.suffix)
+        self.site_ids = at.site_ids(attached, self.suffix)
 
     def change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the current call to its new value."""
@@ -181,7 +171,7 @@ class Flow:
         record = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
-            record = CallRecord(ref(module), self.registry.moment, base)
+            record = CallRecord(ref(module), self.attached.moment, base)
             if counter.inside and module in calls.recorded:
                 self.records[module].append(record)
             else:
@@ -195,13 +185,13 @@ class Flow:
         """Return the new value of a tensor in the forward, and record the outcome."""
         site = base + path
         if path:
-            self.registry.forget(base)
+            self.attached.forget(base)
         owners = self.calls.owners
         if id(tensor) in owners:
             owner = _site_in(owners[id(tensor)], tensor, name)
             # An identity called outside the model may get the same tensor at each call.
             if owner is not None and owner != site:
-                self.registry.expect(owner, [site])
+                self.attached.expect(owner, [site])
                 return tensor
         result = self._transformed(tensor, site)
         if record is not None:
@@ -223,12 +213,12 @@ class Flow:
                 "several times with a different outcome, and a recomputation does not say which "
                 "call it is. Choose all of its calls or none."
             )
-        if paths and self.registry.unsteady:
+        if paths and self.attached.unsteady:
             raise RuntimeError(
                 f"{self.kind}: site '{site}' is recomputed by a checkpoint, which must give the "
-                f"same values again, and {self.registry.unsteady}"
+                f"same values again, and {self.attached.unsteady}"
             )
-        if paths and record.moment != self.registry.moment:
+        if paths and record.moment != self.attached.moment:
             raise RuntimeError(
                 f"{self.kind}: site '{site}' is recomputed by a checkpoint, which must give the "
                 "same values again, and the step, a switch or the intervention changed since the "
@@ -240,7 +230,7 @@ class Flow:
 
     def _transformed(self, tensor: Tensor, site: str) -> Tensor:
         """Return the new value of a tensor, or the tensor itself."""
-        hook = self.registry.hook_for(site)
+        hook = self.attached.hook_at(site)
         if not (self.straight and torch.is_grad_enabled()):
             result = hook(tensor)
             return tensor if result is None else result

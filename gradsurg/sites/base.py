@@ -99,8 +99,31 @@ PlaceTest = Callable[[Place], bool | None]
 """Decides whether a place is selected; None if more must be known of it first."""
 
 
-class HookRegistry(Protocol):
+class Attached(Protocol):
     """One attached intervention, as a selector sees it: it supplies the hook of each site."""
+
+    stack: ExitStack
+    """Removals of hooks are put here, at once."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose places are hooked."""
+        ...
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        """The optimizers of the surgery."""
+        ...
+
+    @property
+    def stage(self) -> Stage:
+        """The stage at which the transform acts."""
+        ...
+
+    @property
+    def scope(self) -> Scope:
+        """Whether the transform takes one gradient or a group of them."""
+        ...
 
     @property
     def needs_value(self) -> bool:
@@ -173,7 +196,7 @@ class HookRegistry(Protocol):
         """Call `check` on detach and note the text that it returns, if any."""
         ...
 
-    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         """Return the hook of a site, always the same; `value` returns the tensor whose gradient
         passes.
         """
@@ -305,16 +328,8 @@ class Selector(ABC):
         """
 
     @abstractmethod
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        """Hook the places that `registry.selects`, and put each removal on `stack` at once."""
+    def hook(self, attached: Attached) -> None:
+        """Hook the places that `attached.selects`; each removal goes on `attached.stack` at once."""
 
     def __or__(self, other: "Selector") -> "Selector":
         return _combined((self, other), "any")

@@ -1,26 +1,24 @@
 """Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from pydantic import Field
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.sites.base import HookRegistry, SiteHook, Stage
+from gradsurg.sites.base import Attached, SiteHook, Stage
 from gradsurg.sites.parameters import hook_accumulated
 from gradsurg.sites.selection import ParamSelector, expect_params
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_wrapped
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
 Reduce = Literal["allreduce", "fp16", "powerSGD", "bf16"]
@@ -68,32 +66,25 @@ class Buckets(ParamSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stage, stack = attached.model, attached.stage, attached.stack
         if autograd.in_backward():
             raise RuntimeError(
                 "Buckets: cannot be attached inside a backward pass, as DistributedDataParallel "
                 "would average some gradients wrongly"
             )
-        params = expect_params(self, model, registry)
+        params = expect_params(self, model, attached)
         if not (distributed.is_available() and distributed.is_initialized()):
-            hook_accumulated(params, registry, stack)
+            hook_accumulated(params, attached, stack)
             return
         hooks: dict[Tensor, _Site] = {
-            param: _Site(name, registry.hook_for(name, ref(param)), registry)
+            param: _Site(name, attached.hook_at(name, ref(param)), attached)
             for name, param in params.items()
         }
         if self.reduce == "powerSGD":
-            begun = registry.state("powerSGD")
+            begun = attached.state("powerSGD")
             if begun:
-                registry.note("reduce='powerSGD' began anew: its state is not that of a surgery")
+                attached.note("reduce='powerSGD' began anew: its state is not that of a surgery")
             begun["begun"] = torch.ones(())
         part = _Part(stage, self.reduce, self.power_rank, hooks)
 
@@ -112,7 +103,7 @@ class _Site:
 
     name: str
     hook: SiteHook
-    registry: HookRegistry
+    attached: Attached
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +260,7 @@ class _Dispatcher:
             for part in self.parts:
                 if param in part.sites:
                     site = part.sites[param]
-                    site.registry.count_bytes(site.name, size)
+                    site.attached.count_bytes(site.name, size)
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:

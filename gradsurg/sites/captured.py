@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, HookRegistry, Place, PlaceTest, Stage
+from gradsurg.sites.base import NO_GRADIENT, Attached, Place, PlaceTest, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import (
     ROOT,
@@ -27,9 +27,8 @@ from gradsurg.sites.selection import (
     params_of,
     selected_params,
 )
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 NOT_ASKED = "not asked of autograd.grad"
 UNUSED = "what was differentiated does not depend on it"
@@ -92,25 +91,18 @@ class Captured(ModuleSelector):
             raise nothing_matched(self, "pattern", described(self), choices)
         return trainable + modules
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        sites = _Sites(registry)
-        for name, param in expect_params(self, model, registry).items():
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
+        sites = _Sites(attached)
+        for name, param in expect_params(self, model, attached).items():
             sites.add(param, name)
         calls = Calls(names_of(model))
-        selected = candidates(calls.names, self.mechanism, registry.selects)
+        selected = candidates(calls.names, self.mechanism, attached.selects)
         if selected:  # without module hooks, compiled code keeps its graph in one piece
             calls.hook(model, stack)
         for module, names in selected.items():
-            registry.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
-            hook = _output_recorder(sites, calls, self.site_ids(registry))
+            attached.expect(f"{names[0]}#{self.call or 0}", skipped=NOT_ASKED)
+            hook = _output_recorder(sites, calls, self.site_ids(attached))
             stack.callback(module.register_forward_hook(hook).remove)
         _watch(sites, stack)
 
@@ -126,7 +118,7 @@ def _output_recorder(sites: "_Sites", calls: Calls, site_ids: SiteIds) -> Callab
             return
         for path, tensor in tensors_in(output):
             if path:
-                sites.registry.forget(base)
+                sites.attached.forget(base)
             sites.add(tensor, base + path)
 
     return hook
@@ -199,8 +191,8 @@ class _Sites:
     A tensor has one site, the first: a parameter that a module returns keeps its own name.
     """
 
-    def __init__(self, registry: HookRegistry) -> None:
-        self.registry = registry
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
         self.known = WeakIdKeyDictionary()  # tensor -> (site, version)
         self.entered: set[str] = set()
 
@@ -210,7 +202,7 @@ class _Sites:
             return
         if not tensor.requires_grad:
             if site not in self.entered:
-                self.registry.expect(site, skipped=NO_GRADIENT)
+                self.attached.expect(site, skipped=NO_GRADIENT)
             return
         owner = self.site_of(tensor)
         if not owner:
@@ -218,10 +210,10 @@ class _Sites:
         if site not in self.entered:
             self.entered.add(site)
             if owner != site and owner:
-                self.registry.expect(owner, [site], skipped=NOT_ASKED)
+                self.attached.expect(owner, [site], skipped=NOT_ASKED)
             else:
-                self.registry.hook_for(site)
-                self.registry.expect(site, skipped=NOT_ASKED)
+                self.attached.hook_at(site)
+                self.attached.expect(site, skipped=NOT_ASKED)
 
     def site_of(self, tensor: object) -> str:
         """Return the site of an input, empty if it has none."""
@@ -235,7 +227,7 @@ class _Sites:
         for tensor in inputs:
             if isinstance(tensor, Tensor) and tensor in self.known and not self.site_of(tensor):
                 site, _ = self.known[tensor]
-                self.registry.note(f"'{site}' was asked for and left alone: {CHANGED}")
+                self.attached.note(f"'{site}' was asked for and left alone: {CHANGED}")
         site = next(filter(None, map(self.site_of, inputs)), "")
         if not site:
             return False
@@ -250,10 +242,10 @@ class _Sites:
         """Transform the gradient `after[key]` of a tensor in place in the dict, if it is a site."""
         site = self.site_of(tensor)
         if site and key not in after:  # None, or zeros made by materialize_grads
-            self.registry.expect(site, skipped=UNUSED)
+            self.attached.expect(site, skipped=UNUSED)
         elif site:
-            value = tensor if self.registry.needs_value else None
-            result = self.registry.hook_for(site)(after[key], value)
+            value = tensor if self.attached.needs_value else None
+            result = self.attached.hook_at(site)(after[key], value)
             after[key] = after[key] if result is None else result
 
 

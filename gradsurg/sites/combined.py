@@ -1,15 +1,14 @@
 """Combined: unions, intersections and complements of selectors."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import nn
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
-from gradsurg.sites.step_hooks import OptimizerSteps
+from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -112,21 +111,14 @@ class Combined(Selector):
             raise SelectionError(self, "by", text)
         return names
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model = attached.model
         for kind in self._hooking():
             try:
-                kind.find(model, registry.selects)
+                kind.find(model, attached.selects)
             except LookupError:
                 continue  # the other kinds have sites, or `find` has raised before
-            kind.hook(model, steps, stage, scope, registry, stack)
+            kind.hook(attached)
 
     def decide(self, place: Place, decisions: Sequence[bool | None]) -> bool | None:
         """Return whether the place is selected, given the decisions of the parts."""

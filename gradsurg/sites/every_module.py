@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import CallRecord, Flow, input_hook, output_hook
-from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
+from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.module_gradients import (
     BackwardHook,
@@ -36,7 +36,6 @@ from gradsurg.sites.selection import (
     names_of,
     site_ids,
 )
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
@@ -119,43 +118,36 @@ class EveryModule(Selector):
         names = [name for names in selected.values() for name in names]
         return names or [f"what fits {self!r} outside the model"]
 
-    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
+    def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds:
         """Return a cached function from the calls of modules to site ids."""
         # Weak keys: modules outside the model may be freed.
-        return site_ids(self.mechanism, registry, WeakKeyDictionary(), suffix)
+        return site_ids(self.mechanism, attached, WeakKeyDictionary(), suffix)
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
         names = _Names(names_of(model))
         suffix = ".input" if self.side == "input" else ""
         others = foreign_hooks(*(vars(process)[table] for table in TABLES))
         for module, (name, *_) in names.items():
-            if registry.selects(Place(self.mechanism, name, module)) is not False:
-                registry.expect(f"{name}#0{suffix}", foreign=others)
+            if attached.selects(Place(self.mechanism, name, module)) is not False:
+                attached.expect(f"{name}#0{suffix}", foreign=others)
         match self.kind:
             case "forward_pre" | "forward":
-                self._hook_activations(model, names, registry, stack)
+                self._hook_activations(model, names, attached, stack)
             case "full_backward_pre" | "full_backward":
-                self._hook_gradients(model, names, registry, stack, self.kind)
+                self._hook_gradients(model, names, attached, stack, self.kind)
 
     @property
     def _stage(self) -> Stage:
         return "forward" if self.kind in ("forward_pre", "forward") else "backward"
 
     def _hook_activations(
-        self, model: nn.Module, names: "_Names", registry: HookRegistry, stack: ExitStack
+        self, model: nn.Module, names: "_Names", attached: Attached, stack: ExitStack
     ) -> None:
         block = ["open"]
         stack.callback(block.clear)
         records: WeakKeyDictionary[nn.Module, list[CallRecord]] = WeakKeyDictionary()
-        flow = Flow(names, self, registry, records, block)
+        flow = Flow(names, self, attached, records, block)
         _follow_begin(flow.calls, model, stack)
         if self.kind == "forward_pre":
             handle = process.register_module_forward_pre_hook(_positional(input_hook(flow)))
@@ -170,7 +162,7 @@ class EveryModule(Selector):
         self,
         model: nn.Module,
         names: "_Names",
-        registry: HookRegistry,
+        attached: Attached,
         stack: ExitStack,
         kind: Kind,
     ) -> None:
@@ -182,8 +174,8 @@ class EveryModule(Selector):
         pre_hook = forward_pre_hook(calls, "EveryModule")
         stack.callback(process.register_module_forward_pre_hook(pre_hook).remove)
         suffix = ".input" if kind == "full_backward" else ""
-        site_ids = self.site_ids(registry, suffix)
-        post_hook = forward_hook(calls, replaced, site_ids, registry, kind, refused_by="")
+        site_ids = self.site_ids(attached, suffix)
+        post_hook = forward_hook(calls, replaced, site_ids, attached, kind, refused_by="")
         handle = process.register_module_forward_hook(post_hook, with_kwargs=True)
         stack.callback(autograd.remove_global_forward_hook, handle)
         _follow_end(calls, model, stack)

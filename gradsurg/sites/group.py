@@ -1,7 +1,6 @@
 """Group: the gradients of several parameters together, at the end of a backward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import HookRegistry, Stage
+from gradsurg.sites.base import Attached, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import refuse_averaged
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 
 @validated
@@ -42,20 +40,13 @@ class Group(ParamSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
         # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
         # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
+        model, stack = attached.model, attached.stack
         refuse_averaged("Group", model, stack)
-        params = expect_params(self, model, registry)
-        passes = _BackwardPasses(params, registry)
+        params = expect_params(self, model, attached)
+        passes = _BackwardPasses(params, attached)
         for name, param in params.items():
             handle = param.register_post_accumulate_grad_hook(_reach(passes, name))
             stack.callback(handle.remove)
@@ -81,10 +72,10 @@ class _Reached:
 class _BackwardPasses:
     """The running backward passes and the parameters that each has reached, by name."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], registry: HookRegistry) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], attached: Attached) -> None:
         self.params = {name: ref(param) for name, param in params.items()}
-        self.group_hook = registry.group_hook(list(self.params), list(self.params.values()))
-        self.registry = registry
+        self.group_hook = attached.group_hook(list(self.params), list(self.params.values()))
+        self.attached = attached
         self.open: dict[int, ref[_Reached]] = {}  # by the number of the backward pass
 
     def reach(self, names: Iterable[str]) -> None:
@@ -120,7 +111,7 @@ class _BackwardPasses:
         handles = [node.register_prehook(hook) for node, _ in edges if node is not None]
         if not handles:
             del self.open[task]
-            self.registry.note(
+            self.attached.note(
                 "a backward was called by a hook on a leaf, inside another backward: at its end "
                 "the group was not complete, and was left as it is"
             )
@@ -137,7 +128,7 @@ class _BackwardPasses:
             if grad is None and name in reached
         ]
         if gone:
-            self.registry.note(
+            self.attached.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
@@ -151,7 +142,7 @@ class _BackwardPasses:
 
     def _failed(self, task: int, held: ref[_Reached]) -> None:
         if self.open.pop(task, None) is not None:
-            self.registry.note(
+            self.attached.note(
                 "a backward has failed, and the group was left as it is: what had been added to "
                 "its .grad by then is there unchanged"
             )

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
+from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Stage
 from gradsurg.sites.call_tracker import rebuilt, tensors_in
 from gradsurg.sites.outputs import HookedTensors, alias_of, is_new, value_of
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 SUFFIX = ".input"
 
@@ -60,21 +59,14 @@ class Inputs(ModuleSelector):
     def mechanism(self) -> tuple[object, ...]:
         return ("Inputs", self.stage, self.path)
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        inputs = _HookedInputs(names_of(model), {}, {}, {}, self.path, registry)
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
+        inputs = _HookedInputs(names_of(model), {}, {}, {}, self.path, attached)
         stack.callback(inputs.release)
-        site_ids = self.site_ids(registry, SUFFIX)
+        site_ids = self.site_ids(attached, SUFFIX)
         hooks = [
             (module, _pre_hook(inputs, site_ids), _post_hook(inputs))
-            for module in self.expect_modules(inputs.names, registry, SUFFIX)
+            for module in self.expect_modules(inputs.names, attached, SUFFIX)
         ]
         check_end, following = _model_hook(inputs), inputs.following(model)
 
@@ -85,7 +77,7 @@ class Inputs(ModuleSelector):
             removals.callback(model.register_forward_hook(check_end).remove)
             following(removals)
 
-        registry.register(register, stack)
+        attached.register(register, stack)
 
 
 def _register_before_aliases(
@@ -104,7 +96,7 @@ def _register_before_aliases(
 
 def _pre_hook(inputs: "_HookedInputs", site_ids: SiteIds) -> Callable[..., Arguments | None]:
     """Return the forward pre-hook that hooks the inputs of a module."""
-    registry, fast, path = inputs.registry, inputs.fast, inputs.path
+    attached, fast, path = inputs.attached, inputs.fast, inputs.path
     hook_single = _hook_single_alias if path == "branch" else _hook_single
 
     # Any: a user's values
@@ -113,7 +105,7 @@ def _pre_hook(inputs: "_HookedInputs", site_ids: SiteIds) -> Callable[..., Argum
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         call, running = inputs.counter.next(module), inputs.open
-        if call in fast and len(args) == 1 and not kwargs and not registry.needs_value:
+        if call in fast and len(args) == 1 and not kwargs and not attached.needs_value:
             base, site_hook = fast[call]
             given = hook_single(args[0], site_hook)
             if given is not None:
@@ -193,13 +185,13 @@ class _HookedInputs(HookedTensors):
         sites: dict[object, str],
         fast: dict[tuple[str, int] | None, tuple[str, GradFn]],
         path: Path,
-        registry: HookRegistry,
+        attached: Attached,
     ) -> None:
         super().__init__(names, leaves, sites)
         # Shared by all threads: site and hook of the calls that took one positional tensor.
         self.fast = fast
         self.path: Path = path
-        self.registry = registry
+        self.attached = attached
         self.open: list[tuple[nn.Module, _Given, _Copies]] = []  # the running calls
         self.returned: _Given = []
 
@@ -221,12 +213,12 @@ class _HookedInputs(HookedTensors):
         def change(path: str, tensor: Tensor) -> Tensor:
             site = base + path
             if path:
-                self.registry.forget(base)
+                self.attached.forget(base)
             if not (tensor.requires_grad and torch.is_grad_enabled()):
-                self.registry.expect(site, skipped=NO_GRADIENT)
+                self.attached.expect(site, skipped=NO_GRADIENT)
                 sites[id(tensor)] = tensor, site
             elif id(tensor) in sites:
-                self.registry.expect(sites[id(tensor)][1], [site])
+                self.attached.expect(sites[id(tensor)][1], [site])
             else:
                 sites[id(tensor)] = self._hooked(tensor, base, path, call), site
             return sites[id(tensor)][0]
@@ -247,7 +239,7 @@ class _HookedInputs(HookedTensors):
                 kwargs if all(by_key[key] is kwargs[key] for key in by_key) else by_key,
             )
         if not sites:
-            self.registry.expect(base, skipped="takes no floating tensor")
+            self.attached.expect(base, skipped="takes no floating tensor")
         return given
 
     def leave(self, given: _Given, copies: _Copies, output: object) -> None:
@@ -285,15 +277,15 @@ class _HookedInputs(HookedTensors):
         match self.path:
             case "branch":
                 given = alias_of(tensor)
-                hook = self.registry.hook_for(site)
-                if self.registry.needs_value:
+                hook = self.attached.hook_at(site)
+                if self.attached.needs_value:
                     hook = partial(hook, value=value_of(given))
                 given.register_hook(hook)
             case "total":
                 given = tensor
-                hooked = self.hook_tensor(tensor, base, path, self.open[-1][0], self.registry)
+                hooked = self.hook_tensor(tensor, base, path, self.open[-1][0], self.attached)
         if hooked and not path:
-            self.fast[call] = base, self.registry.hook_for(base)
+            self.fast[call] = base, self.attached.hook_at(base)
         if given is not tensor or given._is_view():
             self.open[-1][1].append((given, given._version, site))
         return given

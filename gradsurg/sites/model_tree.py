@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook
+from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
@@ -162,13 +162,12 @@ def _site_lines(
     at.find(model)
     scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
     stage = at.resolve(scope)
-    recorder = _Recorder(at.new_test())
-    steps = OptimizerSteps()
+    recorder = _Recorder(at.new_test(), model, stage, scope)
     if stage == "step":  # it is never stepped
         params = [*model.parameters()] or [torch.zeros(1, requires_grad=True)]
-        steps.bind([torch.optim.SGD(params, lr=0.0)])
-    with ExitStack() as stack:
-        at.hook(model, steps, stage, scope, recorder, stack)
+        recorder.steps.bind([torch.optim.SGD(params, lr=0.0)])
+    with recorder.stack as stack:
+        at.hook(recorder)
         recorder.running = True
         _uncompile(model, stack)
         _run(model, example)
@@ -194,7 +193,7 @@ class _HookedNode(NamedTuple):
 
 
 class _Recorder:
-    """A `HookRegistry` that records the sites it is asked for; its hooks change nothing."""
+    """A `Attached` that records the sites it is asked for; its hooks change nothing."""
 
     needs_value = False
     may_skip = False
@@ -204,8 +203,11 @@ class _Recorder:
     acts_on_shards = True
     moment = None
 
-    def __init__(self, test: PlaceTest) -> None:
+    def __init__(self, test: PlaceTest, model: nn.Module, stage: Stage, scope: Scope) -> None:
         self._test = test
+        self.model, self.stage, self.scope = model, stage, scope
+        self.steps = OptimizerSteps()
+        self.stack = ExitStack()
         self.running = False  # whether the forward has begun
         self.hooked: dict[str, TensorSpec | None] = {}
         self.left_out: dict[str, str] = {}
@@ -282,7 +284,7 @@ class _Recorder:
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Ignore a check for the end of a block."""
 
-    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         self.hooked.setdefault(site)
 
         def hook(

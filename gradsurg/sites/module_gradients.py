@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage, apply_hooks
+from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Stage, apply_hooks
 from gradsurg.sites.call_tracker import Calls, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Scope
 
 Kind = Literal["full_backward_pre", "full_backward"]
 Grads = tuple[Tensor | None, ...]
@@ -58,19 +56,12 @@ class ModuleGradients(ModuleSelector):
     def mechanism(self) -> tuple[object, ...]:
         return ("ModuleGradients", self.stage, self.kind)
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
         suffix = ".input" if self.kind == "full_backward" else ""
         calls = Calls(names_of(model))
-        site_ids = self.site_ids(registry, suffix)
-        for module in self.expect_modules(calls.names, registry, suffix):
+        site_ids = self.site_ids(attached, suffix)
+        for module in self.expect_modules(calls.names, attached, suffix):
             owner = f"module '{calls.names[module][0]}'"
             refuse_legacy_hooks(module._is_full_backward_hook, owner, "ModuleGradients")
             replaced = replaced_hook()
@@ -78,7 +69,7 @@ class ModuleGradients(ModuleSelector):
             pre_hook = forward_pre_hook(calls, "ModuleGradients")
             stack.callback(module.register_forward_pre_hook(pre_hook).remove)
             post_hook = forward_hook(
-                calls, replaced, site_ids, registry, self.kind, "ModuleGradients"
+                calls, replaced, site_ids, attached, self.kind, "ModuleGradients"
             )
             stack.callback(module.register_forward_hook(post_hook, with_kwargs=True).remove)
         explain_in_place_error(model, stack)
@@ -127,7 +118,7 @@ def forward_hook(
     calls: Calls,
     replaced: BackwardHook,
     site_ids: SiteIds,
-    registry: HookRegistry,
+    attached: Attached,
     kind: Kind,
     refused_by: str,
 ) -> Callable[..., None]:
@@ -154,7 +145,7 @@ def forward_hook(
         value = output if not on_inputs else args[0] if len(args) == 1 and not kwargs else None
         if isinstance(value, Tensor) and value.is_floating_point() and _needs_gradient(value):
             if base not in fast:
-                fast[base] = _backward_hook([registry.hook_for(base)])
+                fast[base] = _backward_hook([attached.hook_at(base)])
             autograd.replace_backward_hook(module, replaced, fast[base])
             return
         ended = _EndedCall(args, kwargs, output)
@@ -164,7 +155,7 @@ def forward_hook(
                 f"{refused_by}: site '{base}': PyTorch calls a {kind} hook for tensors and tuples "
                 f"of them, and those that need a gradient are inside {where}. Use {instead}."
             )
-        site_hooks = _site_hooks(kind, ended, base, registry)
+        site_hooks = _site_hooks(kind, ended, base, attached)
         autograd.replace_backward_hook(module, replaced, _backward_hook(site_hooks))
 
     return hook
@@ -264,26 +255,26 @@ class _EndedCall:
         return f"a {type(self.output).__name__}"
 
 
-def _site_hooks(kind: Kind, call: _EndedCall, base: str, registry: HookRegistry) -> list[GradFn]:
+def _site_hooks(kind: Kind, call: _EndedCall, base: str, attached: Attached) -> list[GradFn]:
     """Return the hooks of the gradients that the backward hook gets, in order.
 
     Tensors that it does not see are entered into the ledger.
     """
     direct = call.direct(kind)
     if not any(_needs_gradient(tensor) for _, tensor in call.tensors(kind)):
-        registry.expect(base, skipped=NO_GRADIENT)
+        attached.expect(base, skipped=NO_GRADIENT)
         return [_pass] * len(direct)
     for path, tensor in call.tensors(kind):
         if path:
-            registry.forget(base)
+            attached.forget(base)
         if not _needs_gradient(tensor):
-            registry.expect(f"{base}{path}", skipped=NO_GRADIENT)
+            attached.expect(f"{base}{path}", skipped=NO_GRADIENT)
         elif all(tensor is not other for _, other in direct):
-            registry.expect(f"{base}{path}", skipped="a full backward hook does not see it")
+            attached.expect(f"{base}{path}", skipped="a full backward hook does not see it")
     hooks = []
     for path, value in direct:
         seen = isinstance(value, Tensor) and value.is_floating_point() and _needs_gradient(value)
-        hooks.append(registry.hook_for(f"{base}{path}") if seen else _pass)
+        hooks.append(attached.hook_at(f"{base}{path}") if seen else _pass)
     return hooks
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import GradFn, HookRegistry, Place, PlaceTest, Selector, SiteHook, Stage
+from gradsurg.sites.base import Attached, GradFn, Place, PlaceTest, Selector, SiteHook, Stage
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
 from gradsurg.sites.selection import (
     Pattern,
@@ -25,8 +25,7 @@ from gradsurg.sites.selection import (
     nothing_matched,
     unnumbered,
 )
-from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 COMPILED = "CompiledFunction"
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # node and the edge of the gradient with respect to the input
@@ -148,18 +147,11 @@ class Nodes(Selector):
             raise nothing_matched(self, "types", str(self.types), types)
         raise nothing_matched(self, "module", self.module, choices)
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        self.find(model, registry.selects)
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
+        self.find(model, attached.selects)
         named = names_of(model)
-        selected = candidates(named, self.mechanism, registry.selects)
+        selected = candidates(named, self.mechanism, attached.selects)
         places = [(module, name) for module, names in selected.items() for name in names]
         hooked_before = False
         hookers: dict[NodePlace, Callable[[Node], object] | None] = {}  # None: not selected
@@ -167,16 +159,16 @@ class Nodes(Selector):
         @cache
         def wanted(node: str) -> bool:
             tried = (Place(self.mechanism, name, module, node=node) for module, name in places)
-            return any(registry.selects(place) is not False for place in tried)
+            return any(attached.selects(place) is not False for place in tried)
 
         def take(graph: CallGraph) -> None:
             nonlocal hooked_before
             hooked = False
             for node, place in graph.nodes(wanted):
                 if place not in hookers:
-                    hookers[place] = self._hooker(node, place, registry, graph.outside)
+                    hookers[place] = self._hooker(node, place, attached, graph.outside)
                     if hookers[place] and plain(place.name) == f"{COMPILED}Backward":
-                        registry.note(ONE_NODE)
+                        attached.note(ONE_NODE)
                 register = hookers[place]
                 if register is not None:
                     hooked = True
@@ -186,7 +178,7 @@ class Nodes(Selector):
             if complete and not (hooked or hooked_before):
                 # In a combination other parts may have used up its limit.
                 tried = (Place(self.mechanism, name, module) for module, name in places)
-                if any(registry.selects(place) is not False for place in tried):
+                if any(attached.selects(place) is not False for place in tried):
                     raise self._nothing_selected(graph)
             hooked_before = hooked_before or hooked
 
@@ -199,18 +191,18 @@ class Nodes(Selector):
                 for module, (name, *_) in names_of(model).items()
                 if module is not model
                 and (id(module) in compiled or getattr(module, "_compiled_call_impl", None))
-                and registry.selects(Place(self.mechanism, name, module)) is not False
+                and attached.selects(Place(self.mechanism, name, module)) is not False
             ]
             if not names or COMPILED in self.pattern:
                 return ""
             return f"it did not act inside {', '.join(names)}: {ONE_COMPILED_NODE}"
 
-        registry.check_at_end(compiled_inside)
+        attached.check_at_end(compiled_inside)
 
         def register(removals: ExitStack) -> None:
             Tracer().follow(model, modules, take, removals, since=selected)
 
-        registry.register(register, stack)
+        attached.register(register, stack)
 
     def _nothing_selected(self, graph: CallGraph) -> SelectionError:
         places = [place for _, place in graph.nodes() if matches(place.call.name, self.module)]
@@ -235,32 +227,32 @@ class Nodes(Selector):
         )
 
     def _hooker(
-        self, node: Node, place: NodePlace, registry: HookRegistry, outside: bool
+        self, node: Node, place: NodePlace, attached: Attached, outside: bool
     ) -> Callable[[Node], object] | None:
         """Return a function that hooks nodes like this one at this place; None if not selected."""
         call = place.call
         where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
         full = Place(*where, whole=True)
-        if outside and registry.selects(replace(full, call=None)) is None:
+        if outside and attached.selects(replace(full, call=None)) is None:
             raise unnumbered(call.name)
-        if not registry.selects(full):
+        if not attached.selects(full):
             return None
         site = place.id
         if self.side == "enter":
-            prehook = _prehook(site, registry, len(node._input_metadata) == 1)
+            prehook = _prehook(site, attached, len(node._input_metadata) == 1)
             return lambda node: node.register_prehook(prehook)
         posthooks: dict[tuple[bool, ...], Callable[..., object]] = {}
 
         def register(node: Node) -> None:
             live = tuple([source is not None for source, _ in node.next_functions])
             if live not in posthooks:
-                posthooks[live] = self._posthook(site, registry, live)
+                posthooks[live] = self._posthook(site, attached, live)
             node.register_hook(posthooks[live])
 
         return register
 
     def _posthook(
-        self, site: str, registry: HookRegistry, live: Sequence[bool]
+        self, site: str, attached: Attached, live: Sequence[bool]
     ) -> Callable[..., object]:
         edges = [index for index, takes_gradient in enumerate(live) if takes_gradient]
         if self.edge not in (None, *edges):
@@ -271,7 +263,7 @@ class Nodes(Selector):
                 f"There are: {', '.join(map(str, edges))}.",
             )
         selected = edges if self.edge is None else [self.edge]
-        return posthook([(index, registry.hook_for(f"{site}.{index}")) for index in selected])
+        return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
 
 
 def posthook(hooks: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
@@ -303,10 +295,10 @@ def fits_node(name: str, pattern: str) -> bool:
     )
 
 
-def _prehook(site: str, registry: HookRegistry, single: bool) -> Callable[..., object]:
+def _prehook(site: str, attached: Attached, single: bool) -> Callable[..., object]:
     """Return a node prehook; of several outputs, those that get a gradient are sites."""
     if single:
-        site_hook = registry.hook_for(site)
+        site_hook = attached.hook_at(site)
 
         def hook_single(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
             result = site_hook(grads[0])
@@ -321,7 +313,7 @@ def _prehook(site: str, registry: HookRegistry, single: bool) -> Callable[..., o
             if grad is not None:
                 output_hook = hooks.get(index)
                 if output_hook is None:
-                    output_hook = hooks[index] = registry.hook_for(f"{site}.{index}")
+                    output_hook = hooks[index] = attached.hook_at(f"{site}.{index}")
                 result = output_hook(grad)
                 if result is not None:
                     changed = changed or list(grads)

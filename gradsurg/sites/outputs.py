@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, GradFn, HookRegistry, Stage
+from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Stage
 from gradsurg.sites.call_tracker import Calls, rebuilt, tensors_in
 from gradsurg.sites.selection import ModuleSelector, SiteIds, foreign_hooks, names_of
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 
 ORIGINAL = "_gradsurg_original"  # the attribute of an alias that holds the original tensor
 
@@ -43,22 +42,15 @@ class Outputs(ModuleSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "error", "labels"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
         tensors = HookedTensors(names_of(model), {}, {})
         stack.callback(tensors.release)
-        registry.register(tensors.following(model), stack)
+        attached.register(tensors.following(model), stack)
         before = _note_inputs(tensors)
         hooks = [
-            (module, _hook_output(registry, tensors, self.site_ids(registry)))
-            for module in self.expect_modules(tensors.names, registry)
+            (module, _hook_output(attached, tensors, self.site_ids(attached)))
+            for module in self.expect_modules(tensors.names, attached)
         ]
 
         def check_end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -70,11 +62,11 @@ class Outputs(ModuleSelector):
                 removals.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             removals.callback(model.register_forward_hook(compiling.untraced(check_end)).remove)
 
-        registry.register(register, stack)
+        attached.register(register, stack)
 
 
 def _hook_output(
-    registry: HookRegistry, tensors: "HookedTensors", site_ids: SiteIds
+    attached: Attached, tensors: "HookedTensors", site_ids: SiteIds
 ) -> Callable[..., object]:
     fast: dict[tuple[str, int], GradFn] = {}  # the hooks of calls that have returned one tensor
 
@@ -85,7 +77,7 @@ def _hook_output(
         call = tensors.counter.next(module)
         if call is None:
             return output
-        site_hook = None if registry.needs_value else fast.get(call)
+        site_hook = None if attached.needs_value else fast.get(call)
         base = "" if site_hook is not None else site_ids(module, call)
         if base is None:
             return output
@@ -95,11 +87,11 @@ def _hook_output(
             return output
         base = base or site_ids(module, call) or ""
         if isinstance(output, Tensor):
-            if tensors.hook_tensor(output, base, "", module, registry):
-                fast[call] = registry.hook_for(base)
+            if tensors.hook_tensor(output, base, "", module, attached):
+                fast[call] = attached.hook_at(base)
         else:
             for path, tensor in tensors_in(output):
-                tensors.hook_tensor(tensor, base, path, module, registry)
+                tensors.hook_tensor(tensor, base, path, module, attached)
         return output
 
     return hook
@@ -196,7 +188,7 @@ class HookedTensors(Calls):
                 )
 
     def hook_tensor(
-        self, tensor: Tensor, base: str, path: str, module: nn.Module, registry: HookRegistry
+        self, tensor: Tensor, base: str, path: str, module: nn.Module, attached: Attached
     ) -> bool:
         """Hook a tensor at site `base + path` unless it needs no gradient or has a site already.
 
@@ -205,10 +197,10 @@ class HookedTensors(Calls):
         tensor = original(tensor)
         site = base + path
         if path:
-            registry.forget(base)
+            attached.forget(base)
         if not tensor.requires_grad:
             if tensor.is_floating_point():
-                registry.expect(site, skipped=NO_GRADIENT)
+                attached.expect(site, skipped=NO_GRADIENT)
                 self.without_graph(module)
             return False
         if tensor._backward_hooks:
@@ -216,12 +208,12 @@ class HookedTensors(Calls):
             # A leaf keeps its hook in later steps.
             if owner is not None:
                 if owner != site:
-                    registry.expect(owner, [site])
+                    attached.expect(owner, [site])
                 return False
-            registry.expect(site, foreign=foreign_hooks(tensor._backward_hooks))
-        hook = registry.hook_for(site)
+            attached.expect(site, foreign=foreign_hooks(tensor._backward_hooks))
+        hook = attached.hook_at(site)
         self.sites[hook] = site
-        if registry.needs_value:
+        if attached.needs_value:
             hook = partial(hook, value=value_of(tensor))
         handle = tensor.register_hook(hook)
         if tensor.is_leaf:  # it outlives the graph, and so does its hook

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import GradFn, GroupFn, HookRegistry, Stage
+from gradsurg.sites.base import Attached, GradFn, GroupFn, Stage
 from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -43,24 +43,23 @@ class Parameters(ParamSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "examples", "skip"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, steps, stage, scope, stack = (
+            attached.model,
+            attached.steps,
+            attached.stage,
+            attached.scope,
+            attached.stack,
+        )
         shardable = stage in ("accumulated", "step")
-        params = expect_params(self, model, registry, takes_shards=shardable)
+        params = expect_params(self, model, attached, takes_shards=shardable)
         if shardable and any(map(autograd.is_sharded, params.values())):
-            _hook_shards(params, steps, stage, scope, registry, stack)
+            _hook_shards(params, steps, stage, scope, attached, stack)
             return
         match stage:
             case "backward":
                 hooks = [
-                    (ref(param), registry.hook_for(name, ref(param)))
+                    (ref(param), attached.hook_at(name, ref(param)))
                     for name, param in params.items()
                 ]
 
@@ -70,16 +69,16 @@ class Parameters(ParamSelector):
                         if param is not None:  # it may have left the model
                             removals.callback(param.register_hook(hook).remove)
 
-                registry.register(register, stack)
+                attached.register(register, stack)
             case "accumulated":
-                hook_accumulated(params, registry, stack)
+                hook_accumulated(params, attached, stack)
             case "reduced":
                 values = [ref(param) for param in params.values()]
-                _hook_reduced(model, params, registry.group_hook(list(params), values), stack)
+                _hook_reduced(model, params, attached.group_hook(list(params), values), stack)
             case "step":
                 for optimizer, part in steps.split(params, scope):
                     values = [ref(param) for param in part.values()]
-                    act = _step_hook(part, values, steps, optimizer, registry)
+                    act = _step_hook(part, values, steps, optimizer, attached)
                     steps.before(optimizer, _before_step(list(part.values()), act), stack)
             case _:
                 raise AssertionError(stage)
@@ -90,22 +89,22 @@ def _step_hook(
     values: Sequence[Callable[[], Tensor | None]],
     steps: OptimizerSteps,
     optimizer: Optimizer,
-    registry: HookRegistry,
+    attached: Attached,
 ) -> GroupFn:
-    if registry.may_skip and isinstance(optimizer, LBFGS):
+    if attached.may_skip and isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS also steps without gradients, so that no step of it can be skipped; choose "
             "another optimizer"
         )
-    return registry.group_hook(list(params), values, skip=partial(steps.skip, optimizer))
+    return attached.group_hook(list(params), values, skip=partial(steps.skip, optimizer))
 
 
 def hook_accumulated(
-    params: Mapping[str, nn.Parameter], registry: HookRegistry, stack: ExitStack
+    params: Mapping[str, nn.Parameter], attached: Attached, stack: ExitStack
 ) -> None:
     """Hook the `.grad` of each parameter, after each backward pass has added to it."""
     for name, param in params.items():
-        hook = _on_grad_attribute(registry.hook_for(name, ref(param)))
+        hook = _on_grad_attribute(attached.hook_at(name, ref(param)))
         stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
 
 
@@ -136,7 +135,7 @@ def _hook_shards(
     steps: OptimizerSteps,
     stage: Stage,
     scope: Scope,
-    registry: HookRegistry,
+    attached: Attached,
     stack: ExitStack,
 ) -> None:
     """Hook parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
@@ -150,34 +149,34 @@ def _hook_shards(
             raise TypeError(
                 f"Parameters: sharded over a mesh of {mesh.ndim} dimensions, needs one dimension"
             )
-    if registry.stateful:
+    if attached.stateful:
         processes = sharded[0].device_mesh.size()
-        made = int(registry.state("#parts").setdefault("processes", torch.tensor(processes)))
+        made = int(attached.state("#parts").setdefault("processes", torch.tensor(processes)))
         if made != processes:
             raise ValueError(
                 f"Parameters: the surgery has the state of {made} processes, each with its part of "
                 f"the parameters; found {processes} processes"
             )
     are_alike = len(meshes) == 1 and len(sharded) == len(params)
-    by_parts = registry.acts_on_shards and are_alike
+    by_parts = attached.acts_on_shards and are_alike
     if stage == "accumulated":
-        if registry.varies or not by_parts:
-            reason = registry.varies or "the transform or its trigger needs whole gradients"
+        if attached.varies or not by_parts:
+            reason = attached.varies or "the transform or its trigger needs whole gradients"
             raise ValueError(
                 f"Parameters, stage 'accumulated': the parameters are sharded, and {reason}; use "
                 "stage='step'"
             )
         for name, param in params.items():
-            act = _on_parts({name: param}, registry.group_hook([name], []), registry)
+            act = _on_parts({name: param}, attached.group_hook([name], []), attached)
             hook = _on_grad_attribute(partial(_alone, act))
             stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
         return
     if not by_parts:
-        registry.note("it needs whole gradients: those of sharded parameters were gathered")
+        attached.note("it needs whole gradients: those of sharded parameters were gathered")
     for optimizer, part in steps.split(params, scope):
         values = [partial(_whole, ref(param)) for param in part.values()]
-        act = _step_hook(part, values if registry.needs_value else [], steps, optimizer, registry)
-        act = _on_parts(part, act, registry) if by_parts else _on_whole(act)
+        act = _step_hook(part, values if attached.needs_value else [], steps, optimizer, attached)
+        act = _on_parts(part, act, attached) if by_parts else _on_whole(act)
         steps.before(optimizer, _before_step(list(part.values()), act), stack)
 
 
@@ -191,14 +190,14 @@ def _whole(held: ref[nn.Parameter]) -> Tensor | None:
     return cast(Any, param.detach()).full_tensor() if param is not None and is_sharded else param
 
 
-def _on_parts(params: Mapping[str, nn.Parameter], act: GroupFn, registry: HookRegistry) -> GroupFn:
+def _on_parts(params: Mapping[str, nn.Parameter], act: GroupFn, attached: Attached) -> GroupFn:
     """Call `act` with the part of each gradient that this process has."""
     sizes = {name: param.numel() for name, param in params.items()}
     mesh = cast(Any, next(iter(params.values()))).device_mesh
 
     def act_on_parts(grads: Sequence[Any]) -> Sequence[Tensor | None]:
         parts = [None if grad is None else grad.to_local() for grad in grads]
-        with registry.on_shards(mesh.get_group(), sizes):
+        with attached.on_shards(mesh.get_group(), sizes):
             results = act(parts)
         return [
             None if result is None else _as_part(result, grad)

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._tensor_origins import Origin, TensorOrigins
-from gradsurg.sites.base import HookRegistry, Place, PlaceTest, SiteHook, Stage
+from gradsurg.sites.base import Attached, Place, PlaceTest, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
 from gradsurg.sites.nodes import fits_node
@@ -24,9 +24,7 @@ from gradsurg.sites.selection import (
     described,
     names_of,
 )
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Scope
 
 BLOCK = "block"  # the pattern, and the site, of all tensors saved while the block is open
 Choice = Literal["activations", "parameters", "all"]
@@ -109,39 +107,32 @@ class SavedTensors(ModuleSelector):
             )
         return [BLOCK]
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
         match self.mechanism[-1]:
             case "block":
-                self._hook_block(model, registry, stack)
+                self._hook_block(model, attached, stack)
             case "node":
-                self._hook_nodes(model, registry, stack)
+                self._hook_nodes(model, attached, stack)
             case _:
-                self._hook_modules(model, registry, stack)
+                self._hook_modules(model, attached, stack)
 
-    def _hook_block(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
-        if not registry.selects(Place(self.mechanism, BLOCK, whole=True)):
+    def _hook_block(self, model: nn.Module, attached: Attached, stack: ExitStack) -> None:
+        if not attached.selects(Place(self.mechanism, BLOCK, whole=True)):
             return
-        if registry.stateful:
+        if attached.stateful:
             raise ValueError(
-                f"SavedTensors: site 'block' is many tensors, and {registry.stateful} remembers "
+                f"SavedTensors: site 'block' is many tensors, and {attached.stateful} remembers "
                 "one thing for each site: choose modules or nodes"
             )
-        hook = registry.hook_for(BLOCK)
+        hook = attached.hook_at(BLOCK)
         origins = TensorOrigins(model, stack)
         is_chosen = _filter(self.of, origins)
 
         def wanted(tensor: Tensor) -> bool:
             origins.update()  # no module hook would show that a weight was replaced
             if compiling.in_compiled():
-                registry.note(COMPILED_SAVES)
+                attached.note(COMPILED_SAVES)
             return is_chosen(tensor)
 
         pair = hook_pair(
@@ -150,23 +141,23 @@ class SavedTensors(ModuleSelector):
         autograd.push_saved_tensor_hooks(pair)
         stack.callback(autograd.remove_saved_tensor_hooks, pair)
 
-    def _hook_modules(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
+    def _hook_modules(self, model: nn.Module, attached: Attached, stack: ExitStack) -> None:
         origins = TensorOrigins(model, stack)
         wanted = _filter(self.of, origins)
-        calls = _SavingCalls(names_of(model), self.site_ids(registry), registry, origins, wanted)
+        calls = _SavingCalls(names_of(model), self.site_ids(attached), attached, origins, wanted)
         stack.callback(calls.close_all)
         calls.hook(model, stack)
         enter = compiling.untraced(calls.enter, calls.enter_compiled)
         leave = compiling.untraced(calls.leave)
-        for module in self.expect_modules(calls.names, registry):
+        for module in self.expect_modules(calls.names, attached):
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
 
-    def _hook_nodes(self, model: nn.Module, registry: HookRegistry, stack: ExitStack) -> None:
+    def _hook_nodes(self, model: nn.Module, attached: Attached, stack: ExitStack) -> None:
         named = names_of(model)
         places = [
             Place(self.mechanism, name, module)
-            for module, names in candidates(named, self.mechanism, registry.selects).items()
+            for module, names in candidates(named, self.mechanism, attached.selects).items()
             for name in names
         ]
         origins = TensorOrigins(model, stack)
@@ -177,19 +168,19 @@ class SavedTensors(ModuleSelector):
 
         @cache
         def wanted_node(node: str) -> bool:
-            return any(registry.selects(replace(place, node=node)) is not False for place in places)
+            return any(attached.selects(replace(place, node=node)) is not False for place in places)
 
         def take(graph: CallGraph) -> None:
             nonlocal hooked
             origins.update()
             for node, place in graph.nodes(wanted_node):
                 if place not in decisions:
-                    decisions[place] = bool(registry.selects(self._place(place)))
+                    decisions[place] = bool(attached.selects(self._place(place)))
                 if decisions[place]:
                     hooked = True
                     inside = origins.is_parametrization(place.call.module)
                     _hook_node(
-                        node, place, wanted_in_parametrization if inside else wanted, registry
+                        node, place, wanted_in_parametrization if inside else wanted, attached
                     )
             if not hooked and graph.whole and not graph.empty and not graph.hides_nodes():
                 raise self._nothing_selected(graph)
@@ -214,7 +205,7 @@ class SavedTensors(ModuleSelector):
         return Place(*where, whole=True)
 
 
-def _hook_node(node: Node, place: NodePlace, wanted: TensorFilter, registry: HookRegistry) -> None:
+def _hook_node(node: Node, place: NodePlace, wanted: TensorFilter, attached: Attached) -> None:
     """Register a pair of hooks on each wanted tensor that a node has saved."""
     for name, saved, read in _saved_by(node):
         data = saved.data
@@ -228,7 +219,7 @@ def _hook_node(node: Node, place: NodePlace, wanted: TensorFilter, registry: Hoo
             )
         # PyTorch checks for in-place changes only without hooks: `read` makes it check now.
         if wanted(read()):
-            hook = registry.hook_for(site)
+            hook = attached.hook_at(site)
             saved.register_hooks(*hook_pair(lambda _, packed=(hook, site): packed, None))
 
 
@@ -257,12 +248,12 @@ class _SavingCalls(Calls):
         self,
         names: dict[nn.Module, list[str]],
         site_ids: SiteIds,
-        registry: HookRegistry,
+        attached: Attached,
         origins: TensorOrigins,
         wanted: TensorFilter,
     ) -> None:
         super().__init__(names)
-        self.registry = registry
+        self.attached = attached
         self.origins = origins
         self.wanted = wanted
         self.site_ids = site_ids
@@ -291,14 +282,14 @@ class _SavingCalls(Calls):
             # Of two nested calls the inner one replaces the outer.
             if outer is not None and outer[0] is other.pair[0]:
                 outer = other.outer
-        numbered = _NumberedSites(base, self.registry, self.wanted)
+        numbered = _NumberedSites(base, self.attached, self.wanted)
         pair = hook_pair(numbered, outer)
         self.open.append(_OpenCall(module, pair, outer, numbered))
         autograd.push_saved_tensor_hooks(pair)
 
     def enter_compiled(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Call `enter` in a compiled model, and warn about what it saves."""
-        self.registry.note(COMPILED_SAVES)
+        self.attached.note(COMPILED_SAVES)
         self.enter(module, args)
 
     def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
@@ -311,16 +302,16 @@ class _SavingCalls(Calls):
         call = self.open.pop()
         autograd.remove_saved_tensor_hooks(call.pair)
         if not call.sites.number:
-            self.registry.expect(call.sites.base, skipped="saves no such tensor of its own")
+            self.attached.expect(call.sites.base, skipped="saves no such tensor of its own")
         return call.module
 
 
 class _NumberedSites:
     """The sites of one call: a number for each wanted tensor that it saves."""
 
-    def __init__(self, base: str, registry: HookRegistry, wanted: TensorFilter) -> None:
+    def __init__(self, base: str, attached: Attached, wanted: TensorFilter) -> None:
         self.base = base
-        self.registry = registry
+        self.attached = attached
         self.wanted = wanted
         self.number = 0
 
@@ -329,8 +320,8 @@ class _NumberedSites:
             return None
         site = f"{self.base}.{self.number}"
         self.number += 1
-        self.registry.forget(self.base)
-        return self.registry.hook_for(site), site
+        self.attached.forget(self.base)
+        return self.attached.hook_at(site), site
 
 
 @dataclass(frozen=True, slots=True)

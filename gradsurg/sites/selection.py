@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from gradsurg.effects.ledger import OTHER_NAME
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import HookRegistry, Place, PlaceTest, Selector, Stage
+from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.torch_internals import autograd
 
 ROOT = "root"  # the name of the model itself
@@ -125,29 +125,29 @@ class ModuleSelector(Selector):
         raise nothing_matched(self, _selecting_field(self), described(self), choices)
 
     def expect_modules(
-        self, named: Mapping[nn.Module, Sequence[str]], registry: HookRegistry, suffix: str = ""
+        self, named: Mapping[nn.Module, Sequence[str]], attached: Attached, suffix: str = ""
     ) -> list[nn.Module]:
         """Return the modules that may be selected, after entering their sites into the ledger.
 
         `suffix` is the end of their site ids.
         """
-        selected = candidates(named, self.mechanism, registry.selects)
+        selected = candidates(named, self.mechanism, attached.selects)
         for module, names in selected.items():
             tables = (table for key, table in vars(module).items() if key in HOOK_TABLES)
             # Only the first name is certain to be called; the others are entered at their call.
             first = Place(self.mechanism, names[0], module, 0)
             # In a combination another part may select call 0 of the module.
-            call = self.call if self.call and registry.selects(first) is False else 0
+            call = self.call if self.call and attached.selects(first) is False else 0
             counted, skipped = named[module][0], ""
             if names[0] != counted:
                 skipped = f"{OTHER_NAME}{counted}, which names its first call"
             site = f"{names[0]}#{call}{suffix}"
-            registry.expect(site, skipped=skipped, foreign=foreign_hooks(*tables))
+            attached.expect(site, skipped=skipped, foreign=foreign_hooks(*tables))
         return list(selected)
 
-    def site_ids(self, registry: HookRegistry, suffix: str = "") -> SiteIds:
+    def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds:
         """Return a cached function from the calls of modules to site ids."""
-        return site_ids(self.mechanism, registry, {}, suffix)
+        return site_ids(self.mechanism, attached, {}, suffix)
 
 
 class ParamFields(Protocol):
@@ -203,17 +203,17 @@ class ParamSelector(Selector):
 
 
 def expect_params(
-    fields: ParamFields, model: nn.Module, registry: HookRegistry, takes_shards: bool = False
+    fields: ParamFields, model: nn.Module, attached: Attached, takes_shards: bool = False
 ) -> dict[str, nn.Parameter]:
     """Return the selected trainable parameters by name, after entering them into the ledger.
 
     Raises TypeError for a parameter that is sharded, unless the caller `takes_shards`.
     """
     params: dict[str, nn.Parameter] = {}
-    for param, (name, *aliases) in selected_params(fields, model, registry.selects):
+    for param, (name, *aliases) in selected_params(fields, model, attached.selects):
         tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
         skipped = "" if param.requires_grad else "frozen"
-        registry.expect(name, aliases, skipped, foreign_hooks(*tables) if any(tables) else ())
+        attached.expect(name, aliases, skipped, foreign_hooks(*tables) if any(tables) else ())
         if skipped:
             continue
         if not takes_shards and type(param) is not nn.Parameter and autograd.is_sharded(param):
@@ -225,12 +225,12 @@ def expect_params(
             )
         params[name] = param
     if any(map(is_parametrized, model.modules())):
-        _note_parametrized(fields, model, registry, params)
+        _note_parametrized(fields, model, attached, params)
     return params
 
 
 def _note_parametrized(
-    fields: ParamFields, model: nn.Module, registry: HookRegistry, params: Mapping[str, object]
+    fields: ParamFields, model: nn.Module, attached: Attached, params: Mapping[str, object]
 ) -> None:
     """Tell of weights that fit by their usual name and have other parameters behind them."""
     for prefix, module in model.named_modules():
@@ -245,8 +245,8 @@ def _note_parametrized(
                 for key, param in parametrization.named_parameters(recurse=False)
             }
             places = [Place(fields.mechanism, name, one, owner=module) for one in behind.values()]
-            if not {*behind} & {*params} and any(map(registry.selects, places)):
-                registry.note(
+            if not {*behind} & {*params} and any(map(attached.selects, places)):
+                attached.note(
                     f"'{name}' is parametrized and not selected: its parameters are "
                     f"{', '.join(behind)}"
                 )
@@ -297,7 +297,7 @@ def candidates(
 
 def site_ids(
     mechanism: tuple[object, ...],
-    registry: HookRegistry,
+    attached: Attached,
     known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
     suffix: str = "",
 ) -> SiteIds:
@@ -310,13 +310,13 @@ def site_ids(
         if call not in calls:
             name, number = call
             counted = None if number == OUTSIDE else number
-            selected = registry.selects(Place(mechanism, name, module, counted, whole=True))
+            selected = attached.selects(Place(mechanism, name, module, counted, whole=True))
             number = counted or 0
             if selected is None:
                 raise unnumbered(name)
             calls[call] = f"{name}#{number}{suffix}" if selected else None
             if not selected:
-                registry.forget(f"{name}#{number}{suffix}")
+                attached.forget(f"{name}#{number}{suffix}")
         return calls[call]
 
     return site_id

@@ -3,7 +3,6 @@
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import GroupFn, HookRegistry, Stage
+from gradsurg.sites.base import Attached, GroupFn, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
-from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
 
 
@@ -44,19 +42,12 @@ class Updates(ParamSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "gradient"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        params = expect_params(self, model, registry)
+    def hook(self, attached: Attached) -> None:
+        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
+        params = expect_params(self, model, attached)
         for optimizer, part in steps.split(params, scope):
             _refuse_lbfgs(optimizer)
-            updates = _StepUpdates(optimizer, part, registry)
+            updates = _StepUpdates(optimizer, part, attached)
             steps.at_begin(optimizer, updates.before_step, stack)
             steps.after(optimizer, updates.after_step, stack)
 
@@ -85,19 +76,12 @@ class MatchedUpdates(ParamSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "examples"})
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        params = expect_params(self, model, registry)
+    def hook(self, attached: Attached) -> None:
+        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
+        params = expect_params(self, model, attached)
         for index, (optimizer, part) in enumerate(steps.split(params, scope)):
             _refuse_lbfgs(optimizer)
-            matched = _SecondOptimizer(optimizer, part, registry, f"optimizer{index}")
+            matched = _SecondOptimizer(optimizer, part, attached, f"optimizer{index}")
             steps.at_begin(optimizer, matched.copy_values, stack)
             steps.before(optimizer, matched.treat, stack)
             steps.after(optimizer, matched.match, stack)
@@ -110,17 +94,17 @@ class _SecondOptimizer:
         self,
         optimizer: Optimizer,
         params: Mapping[str, nn.Parameter],
-        registry: HookRegistry,
+        attached: Attached,
         key: str,
     ) -> None:
         self._optimizer = optimizer
         self._params = dict(params)
-        self._registry = registry
+        self._registry = attached
         self._key = key  # of the state in that of the surgery
         self._before: dict[str, Tensor] = {}  # empty except during a step
         self._treated: dict[str, Tensor] = {}
         values = [ref(param) for param in params.values()]
-        self._group_hook: GroupFn = registry.group_hook(list(params), values)
+        self._group_hook: GroupFn = attached.group_hook(list(params), values)
 
     def copy_values(self) -> None:
         """Copy the parameters."""
@@ -203,14 +187,14 @@ class _StepUpdates:
     """What runs around a step of an optimizer. It ends on detach, so it may hold parameters."""
 
     def __init__(
-        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter], registry: HookRegistry
+        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter], attached: Attached
     ) -> None:
         self._optimizer = optimizer
         self._params = list(params.values())
         self._before: list[Tensor] = []  # empty except during a step
         values = [self._value(index) for index in range(len(params))]
         gradients = [_gradient(param) for param in self._params]
-        self._group_hook: GroupFn = registry.group_hook(list(params), values, gradients)
+        self._group_hook: GroupFn = attached.group_hook(list(params), values, gradients)
 
     def before_step(self) -> None:
         """Copy the parameters."""

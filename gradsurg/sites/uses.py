@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -13,7 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.base import (
     NO_GRADIENT,
-    HookRegistry,
+    Attached,
     Place,
     PlaceTest,
     Selector,
@@ -23,9 +22,7 @@ from gradsurg.sites.base import (
 from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around
 from gradsurg.sites.nodes import posthook
 from gradsurg.sites.selection import ROOT, Pattern, matches, names_of, nothing_matched, params_of
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Scope
 
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
@@ -89,25 +86,18 @@ class Uses(Selector):
         trained = [used.site for param, used in params.items() if param.requires_grad]
         return [*(names[0] for names in modules.values()), *trained]
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        modules, params = self._candidates(model, registry.selects)
+    def hook(self, attached: Attached) -> None:
+        model, stack = attached.model, attached.stack
+        modules, params = self._candidates(model, attached.selects)
         for names in modules.values():
-            registry.expect(names[0])
+            attached.expect(names[0])
         for param, used in params.items():
-            registry.expect(used.site, skipped="" if param.requires_grad else "frozen")
+            attached.expect(used.site, skipped="" if param.requires_grad else "frozen")
         owners = {
             place.owner for used in params.values() for place in (used.place, *used.place.aliases)
         }
         chosen = {*modules, *(owner for owner in owners if owner is not None)}
-        hook_uses = _UseHooker(self, modules, params, registry)
+        hook_uses = _UseHooker(self, modules, params, attached)
         followed = around(names_of(model), chosen, inside=False)
         Tracer().follow(model, followed, hook_uses, stack, outputs=set(modules))
 
@@ -142,12 +132,12 @@ class _UseHooker:
         selector: Uses,
         modules: dict[nn.Module, list[str]],
         params: dict[nn.Parameter, UsedTensor],
-        registry: HookRegistry,
+        attached: Attached,
     ) -> None:
         self.selector = selector
         self.modules = modules
         self.params = params
-        self.registry = registry
+        self.attached = attached
         self.decisions: dict[tuple[str, int], bool] = {}
         self.hooked: set[str] = set()
         self.resolved: set[str] = set()  # tensors whose placeholder has left the ledger
@@ -205,28 +195,28 @@ class _UseHooker:
         first, *others = (f"{name}/use[{number}]" for name in names)
         if first not in self.hooked:
             self.hooked.add(first)
-            self.registry.expect(first, others)
-        return self.registry.hook_for(first)
+            self.attached.expect(first, others)
+        return self.attached.hook_at(first)
 
     def _selects(self, used: UsedTensor, number: int) -> bool:
         key = used.site, number
         if key not in self.decisions:
             place = replace(used.place, occurrence=number, whole=True)
-            self.decisions[key] = bool(self.registry.selects(place))
+            self.decisions[key] = bool(self.attached.selects(place))
         return self.decisions[key]
 
     def _skip(self, used: UsedTensor, reason: str) -> None:
         """Record once why a tensor has no uses."""
         if used.site not in self.resolved:
             self._resolve(used)
-            self.registry.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=reason)
+            self.attached.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=reason)
 
     def _resolve(self, used: UsedTensor) -> None:
         """Remove the site expected before the call from the ledger: its uses take its place."""
         self.resolved.add(used.site)
         thing = used.place.thing
         name = self.modules[thing][0] if isinstance(thing, nn.Module) else used.site
-        self.registry.forget(name)
+        self.attached.forget(name)
 
     def _nothing_selected(self, counts: Mapping[str, int]) -> SelectionError:
         uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"

@@ -1,18 +1,15 @@
 """Weights: the values of the parameters."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import HookRegistry, Stage
+from gradsurg.sites.base import Attached, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
-from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling
-from gradsurg.transforms.base import Scope
 
 
 @validated
@@ -33,22 +30,21 @@ class Weights(ParamSelector):
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
 
-    def hook(
-        self,
-        model: nn.Module,
-        steps: OptimizerSteps,
-        stage: Stage,
-        scope: Scope,
-        registry: HookRegistry,
-        stack: ExitStack,
-    ) -> None:
-        params = expect_params(self, model, registry)
+    def hook(self, attached: Attached) -> None:
+        model, steps, stage, scope, stack = (
+            attached.model,
+            attached.steps,
+            attached.stage,
+            attached.scope,
+            attached.stack,
+        )
+        params = expect_params(self, model, attached)
         match stage:
             case "step":
                 for optimizer, part in steps.split(params, scope):
-                    steps.after(optimizer, _editor(part, registry), stack)
+                    steps.after(optimizer, _editor(part, attached), stack)
             case "forward":
-                edit = _editor(params, registry)
+                edit = _editor(params, attached)
                 stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
             case _:
                 raise AssertionError(stage)
@@ -64,10 +60,10 @@ def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:
     return hook
 
 
-def _editor(params: Mapping[str, nn.Parameter], registry: HookRegistry) -> Callable[[], None]:
+def _editor(params: Mapping[str, nn.Parameter], attached: Attached) -> Callable[[], None]:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
     held = list(params.values())
-    group_hook = registry.group_hook(list(params), [_no_value] * len(held))
+    group_hook = attached.group_hook(list(params), [_no_value] * len(held))
 
     @torch.no_grad()
     def edit() -> None:

@@ -14,18 +14,20 @@ from gradsurg.hooks.group_hook import GroupHook
 from gradsurg.hooks.intervention import Intervention
 from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook
+from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook, Stage
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.surgery.coverage import Coverage
 from gradsurg.surgery.forward_observers import observe, observe_output_gradient
 from gradsurg.torch_internals import autograd, compiling
+from gradsurg.transforms.base import Scope
 
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
 
 class Attachment:
-    """One attached intervention: its hooks, and the `HookRegistry` that its selector uses.
+    """One attached intervention: its hooks, and the `Attached` that its selector uses.
 
     `planned` is the intervention after the changes that wait for the end of a backward pass.
     """
@@ -41,7 +43,7 @@ class Attachment:
         self._hooks: dict[str, TransformHook] = {}
         self.coverage = Coverage(intervention.at, self.controller, self._hooks)
         self.selects = self.coverage.selects
-        self._stack = ExitStack()
+        self.stack = ExitStack()
         self._observers = ExitStack()  # the forward hooks for the trigger and the transform
         self._registered: list[
             tuple[RegisterHooks, ExitStack]
@@ -60,10 +62,10 @@ class Attachment:
         item = self.intervention
         self._observe(model)
         self.controller.begin_step()
-        item.at.hook(model, self.session.steps, item.stage, item.scope, self, self._stack)
+        item.at.hook(self)
         if self.session.processes > 1 and item.differs_from_average:
-            when_averaged(model, self._stack, self._note_average)
-        self.coverage.check(model, self._stack)
+            when_averaged(model, self.stack, self._note_average)
+        self.coverage.check(model, self.stack)
 
     def change(self, intervention: Intervention) -> None:
         """Set another transform with the same links, or another trigger, at the same sites."""
@@ -159,7 +161,7 @@ class Attachment:
         self._hooks.clear()
         self._end_checks = []
         self._registered = []
-        self._stack.close()
+        self.stack.close()
         self._observers.close()
 
     def drop_records(self) -> None:
@@ -170,7 +172,27 @@ class Attachment:
         for entry in [entry for entry in ledger if entry.intervention == self.label]:
             ledger.forget(entry.intervention, entry.site)
 
-    # The HookRegistry.
+    # What a selector sees.
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose places are hooked."""
+        return self.session.model
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        """The optimizers of the surgery."""
+        return self.session.steps
+
+    @property
+    def stage(self) -> Stage:
+        """The stage at which the transform acts."""
+        return self.intervention.stage
+
+    @property
+    def scope(self) -> Scope:
+        """Whether the transform takes one gradient or a group of them."""
+        return self.intervention.scope
 
     @property
     def needs_value(self) -> bool:
@@ -241,7 +263,7 @@ class Attachment:
         stack.callback(registered.close)
         self._registered.append((register_hooks, registered))
 
-    def hook_for(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
         hook = self._hooks.get(site)
         if hook is None:
             hook = self._hooks[site] = TransformHook(
