@@ -329,7 +329,7 @@ class Selector(ABC):
 
     @abstractmethod
     def hook(self, attached: Attached) -> None:
-        """Hook the places that `attached.selects`; each removal goes on `attached.stack` at once."""
+        """Hook the places that `attached.selects`; put each removal on its `stack` at once."""
 
     def __or__(self, other: "Selector") -> "Selector":
         return _combined((self, other), "any")
