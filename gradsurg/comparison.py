@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.loggers.base import RunInfo
 from gradsurg.loggers.console import Console
 from gradsurg.stats import Margin, parse_margin
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals import random_state
 from gradsurg.training.controls import ActingControl, control_interventions
 

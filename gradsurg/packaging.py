@@ -16,10 +16,10 @@ from torch.package.package_exporter import EmptyMatchError, PackageExporter, Pac
 from torch.package.package_importer import PackageImporter
 
 import gradsurg
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.messages import one_line
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 
 PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
 NOT_PACKAGED = (PackagingError, pickle.PicklingError, TypeError, AttributeError, ValueError)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.first_steps import FirstSteps
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.sites.base import Selector
 from gradsurg.sites.parameters import Parameters
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
@@ -99,7 +100,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_hooks(model: nn.Module, *optimizers: Optimizer) -> int:
-    """Count all hooks on a model's modules and parameters and on optimizers."""
+    """Count all hooks on a model's modules and parameters and on optimizers.
+
+    Those that look on in the first steps alone are left out: `num_watching` counts them.
+    """
     tables = []
     for module in model.modules():
         tables += [table for name, table in vars(module).items() if name.endswith("_hooks")]
@@ -107,4 +111,11 @@ def num_hooks(model: nn.Module, *optimizers: Optimizer) -> int:
         tables += [param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)]
     for optimizer in optimizers:
         tables += [table for name, table in vars(optimizer).items() if name.endswith("_hooks")]
-    return sum(len(table) for table in tables if table)
+    return sum(len(table) for table in tables if table) - num_watching(model)
+
+
+def num_watching(model: nn.Module) -> int:
+    """Count the hooks of the first steps on a model's parameters."""
+    tables = [getattr(param, "_post_accumulate_grad_hooks", None) for param in model.parameters()]
+    hooks = [hook for table in tables if table for hook in table.values()]
+    return sum(isinstance(getattr(hook, "__self__", None), FirstSteps) for hook in hooks)

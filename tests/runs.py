@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import Batches

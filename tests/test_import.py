@@ -108,7 +108,7 @@ print("torch" in sys.modules)
 import torch
 torch.manual_seed(1)
 state, threads = torch.get_rng_state(), torch.get_num_threads()
-import gradsurg.comparison, gradsurg.surgery.hook
+import gradsurg.comparison, gradsurg.core.hook
 print(gradsurg.compare.__name__, gradsurg.hook.__name__, gradsurg.sites.__name__)
 print(torch.equal(state, torch.get_rng_state()), threads == torch.get_num_threads())
 """

@@ -85,7 +85,7 @@ def test_a_loaded_surgery_trains_on_bit_identically_where_its_code_is_missing(
     train(model, surgery, 5, seed=1)
     contents = packaging.save(tmp_path / "model.pt", model, surgery)
     assert contents.captured == ("their_code", "their_helper")
-    assert {"gradsurg.surgery.surgery", "torch.nn", "builtins"} <= {*contents.environment}
+    assert {"gradsurg.core.surgery", "torch.nn", "builtins"} <= {*contents.environment}
     assert contents.mocked == ()
     assert "captured: their_code, their_helper" in str(contents)
     assert [path.name for path in tmp_path.glob("*model*")] == ["model.pt"]

@@ -28,8 +28,9 @@ from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
 from gradsurg.config.runs import Pair, Plan, create_model, split_plans
 from gradsurg.config.settings import Settings
 from gradsurg.config.tuning import FIRST_SEED, Candidate, Tuning, configs, tuning_metric
+from gradsurg.core.intervention import Intervention, labels_of
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -38,7 +39,6 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.controls import control_interventions

@@ -237,7 +237,7 @@ def _stages_of(transform: "Transform") -> Iterator[str]:
 
 
 def _accepts(selector: Any, transform: "Transform") -> bool:  # Any: a selector
-    from gradsurg.hooks.intervention import Intervention
+    from gradsurg.core.intervention import Intervention
 
     try:
         Intervention(transform, selector)

@@ -21,17 +21,17 @@ from gradsurg.config.errors import ErrorCollector, joined
 from gradsurg.config.instantiate import Config, user_code
 from gradsurg.config.runs import optimizer_config
 from gradsurg.config.settings import Settings
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.observers import observed_modules
+from gradsurg.core.site_hook import is_trusted
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import Entry, SurgeryWarning
-from gradsurg.hooks.intervention import Intervention
-from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, only_changed_field
 from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.forward_observers import observed_modules
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
 from gradsurg.training.loop import Batches, outputs_of

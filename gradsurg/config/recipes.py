@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from gradsurg.config.errors import ConfigError
+from gradsurg.core.surgery import Surgery
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names
-from gradsurg.surgery.surgery import Surgery
 
 FOLDER = "experiment"
 KEYS = ("transform", "site", "when", "aggregator", "shared", "seed")

@@ -11,12 +11,12 @@ from torch import nn
 from gradsurg.aggregators.sum import Sum
 from gradsurg.config.instantiate import Config, fields_of, instantiate, target_of, user_code
 from gradsurg.config.settings import Settings
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.training.controls import ActingControl, control_interventions
 from gradsurg.training.optimizers import optimizer_maker

@@ -73,16 +73,20 @@ class EntryState(TypedDict):
 
 @dataclass(slots=True, eq=False)
 class Ledger:
-    """The entries of an attachment, in the order in which the sites were met.
+    """The entries of an attachment, of each intervention in the order in which sites were met.
 
     `resumed` says that they include the counts of an interrupted run.
     """
 
-    entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    sites: dict[str, dict[str, Entry]] = field(default_factory=dict)  # by intervention and id
     resumed: bool = False
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self.entries.values())
+        return (entry for entries in self.sites.values() for entry in entries.values())
+
+    def of(self, intervention: str) -> list[Entry]:
+        """The entries of one intervention."""
+        return list(self.sites.get(intervention, {}).values())
 
     def enter(
         self,
@@ -93,9 +97,10 @@ class Ledger:
         foreign: Sequence[str] = (),
     ) -> Entry:
         """Return the entry of a site; make it, or update its aliases and hooks of others."""
-        entry = self.entries.get((intervention, site))
+        entries = self.sites.setdefault(intervention, {})
+        entry = entries.get(site)
         if entry is None:
-            entry = self.entries[intervention, site] = Entry(intervention, site)
+            entry = entries[site] = Entry(intervention, site)
         entry.aliases.extend(alias for alias in aliases if alias not in entry.aliases)
         entry.foreign.extend(name for name in foreign if name not in entry.foreign)
         entry.skipped = skipped
@@ -105,9 +110,9 @@ class Ledger:
 
     def forget(self, intervention: str, site: str) -> None:
         """Remove the entry of a site, unless it has seen a gradient."""
-        entry = self.entries.get((intervention, site))
-        if entry is not None and not entry.all_calls:
-            del self.entries[intervention, site]
+        entries = self.sites.get(intervention, {})
+        if site in entries and not entries[site].all_calls:
+            del entries[site]
 
     def settle(self) -> None:
         """Copy all counts on the device to the host, and hold no tensor afterwards."""
@@ -130,43 +135,41 @@ class Ledger:
 
     def resume(self, states: Iterable[EntryState]) -> None:
         """Continue the counts of a checkpoint; expected sites it does not have are removed."""
-        present = self.entries
-        self.entries = {}
+        present = self.sites
+        self.sites = {}
         self.resumed = True
         for state in states:
-            key = state["intervention"], state["site"]
-            entry = self.entries[key] = present.get(key) or Entry(*key)
+            name, site = state["intervention"], state["site"]
+            entry = present.get(name, {}).get(site) or Entry(name, site)
+            self.sites.setdefault(name, {})[site] = entry
             entry.aliases, entry.skipped = list(state["aliases"]), state["skipped"]
             entry.earlier_calls, entry.earlier_fired = state["calls"], state["fired"]
 
-    def warnings(self, start: int = 0, reason: str = "") -> list[str]:
-        """The warnings of sites and triggers that never fired.
+    def warnings(self, intervention: str, start: int = 0, reason: str = "") -> Iterator[str]:
+        """The warnings of the sites and the trigger of an intervention that never fired.
 
         `start` is the step at attach; `reason` explains why hooks may not have run.
         """
-        texts = []
-        for name in dict.fromkeys(entry.intervention for entry in self):
-            entries = [entry for entry in self if entry.intervention == name]
-            silent = [entry for entry in entries if not entry.all_calls]
-            if any(entry.all_calls for entry in entries):
-                # A site skipped for a known reason is in the table, and not worth a warning.
-                silent = [
-                    entry
-                    for entry in silent
-                    if not entry.skipped or entry.skipped.startswith(OTHER_NAME)
-                ]
-            if silent:
-                sites = ", ".join(
-                    entry.site + (f" ({entry.skipped})" if entry.skipped else "")
-                    for entry in silent
-                )
-                texts.append(f"{name}: attached, but no gradient ever passed at: {sites}{reason}")
-            calls = sum(entry.all_calls for entry in entries)
-            if calls and not any(entry.all_fired for entry in entries):
-                has_start = start and not self.resumed
-                since = f"; this block began at step {start}" if has_start else ""
-                texts.append(f"{name}: its trigger never fired in {calls} gradients{since}")
-        return texts
+        entries = self.of(intervention)
+        if silent := self.silent(intervention):
+            yield f"{intervention}: attached, but no gradient ever passed at: {silent}{reason}"
+        calls = sum(entry.all_calls for entry in entries)
+        if calls and not any(entry.all_fired for entry in entries):
+            has_start = start and not self.resumed
+            since = f"; this block began at step {start}" if has_start else ""
+            yield f"{intervention}: its trigger never fired in {calls} gradients{since}"
+
+    def silent(self, intervention: str) -> str:
+        """The sites of an intervention at which no gradient passed, each with the known reason.
+
+        If one passed at another site, those with a reason are in the table, and not listed.
+        """
+        entries = self.of(intervention)
+        silent = [entry for entry in entries if not entry.all_calls]
+        if len(silent) < len(entries):
+            silent = [e for e in silent if not e.skipped or e.skipped.startswith(OTHER_NAME)]
+        reasons = ((entry.site, entry.skipped) for entry in silent)
+        return ", ".join(f"{site} ({why})" if why else site for site, why in reasons)
 
     def table(self) -> str:
         """Format the entries, one line a site: gradients seen, gradients acted on, other names.

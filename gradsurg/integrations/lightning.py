@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
 from gradsurg.multitask.losses import Losses, scaled
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 
 
 class SurgeryCallback(pl.Callback):

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
 from gradsurg.multitask.losses import Losses, scaled
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 
 library: Any = import_module("transformers.trainer_callback")
 

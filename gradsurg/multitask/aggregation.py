@@ -24,7 +24,7 @@ from gradsurg.aggregators.base import (
 )
 from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of, is_finite
 from gradsurg.aggregators.solvers import NotConverged
-from gradsurg.hooks.controller import Session
+from gradsurg.core.session import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters

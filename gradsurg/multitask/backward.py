@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.hooks.controller import HookController, Session
+from gradsurg.core.attached import Attached
+from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import (
@@ -108,7 +109,7 @@ class MultiTaskBackward:
     def backward(
         self,
         losses: Losses,
-        controllers: Sequence[HookController],
+        interventions: Sequence[Attached],
         scale: float,
         aggregate: bool,
         retain_graph: bool,
@@ -118,7 +119,7 @@ class MultiTaskBackward:
         if scale != 1.0:
             named = {name: loss * scale for name, loss in named.items()}
         self.session.factor = scale
-        call = BackwardCall(named, list(controllers), aggregate, retain_graph)
+        call = BackwardCall(named, list(interventions), aggregate, retain_graph)
         if retain_graph:
             check_repeatable(call.losses, shared=False)
         self._tasks |= dict.fromkeys(call.losses)

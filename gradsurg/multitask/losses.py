@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradsurg.hooks.controller import HookController
+from gradsurg.core.attached import Attached
 from gradsurg.plugins.fields import FieldError, SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.triggers.base import Clock
@@ -33,7 +33,7 @@ class BackwardCall:
     """
 
     losses: Mapping[str, Tensor]
-    controllers: Sequence[HookController]
+    interventions: Sequence[Attached]
     last: bool
     retain_graph: bool
 
@@ -43,20 +43,20 @@ class BackwardCall:
         return next(iter(self.losses.values())).device
 
     @cached_property
-    def task_specific(self) -> list[HookController]:
-        """The controllers whose trigger names a task."""
-        return [controller for controller in self.controllers if controller.named_tasks]
+    def task_specific(self) -> list[Attached]:
+        """The interventions whose trigger names a task."""
+        return [each for each in self.interventions if each.firing.named_tasks]
 
     @cached_property
-    def task_independent(self) -> list[HookController]:
-        """The controllers that act on the gradients of all tasks."""
-        return [controller for controller in self.controllers if not controller.named_tasks]
+    def task_independent(self) -> list[Attached]:
+        """The interventions that act on the gradients of all tasks."""
+        return [each for each in self.interventions if not each.firing.named_tasks]
 
     @property
-    def at_leaves(self) -> list[HookController]:
-        """The controllers that acted on each task's gradient at the leaves, and must not act on the
-        combined one."""
-        return [controller for controller in self.controllers if controller.stage == "backward"]
+    def at_leaves(self) -> list[Attached]:
+        """The interventions that acted on each task's gradient at the leaves, and so must not act
+        on the combined one."""
+        return [each for each in self.interventions if each.stage == "backward"]
 
     @property
     def has_nonlinear(self) -> bool:
@@ -65,75 +65,74 @@ class BackwardCall:
         A linear transform of the weighted sum equals the weighted sum of the transformed gradients.
         """
         return any(
-            controller.stage in PER_TASK_STAGES
-            and controller.firing is not False
-            and not (controller.firing and controller.transform.properties >= _LINEAR)
-            for controller in self.controllers
+            each.stage in PER_TASK_STAGES
+            and each.firing.answer is not False
+            and not (each.firing.answer and each.intervention.operator.properties >= _LINEAR)
+            for each in self.interventions
         )
 
     def check_task_names(self, names: Sequence[str]) -> None:
         """Raise SelectionError if a trigger names a task that is not in `names`."""
-        for controller in self.task_specific:
-            for part in controller.named_tasks:
+        for each in self.task_specific:
+            for part in each.firing.named_tasks:
                 if part.task not in names:
                     text = f"there is no loss '{part.task}'. {nearest(part.task, list(names))}"
                     text += " The first live.backward must have it"
-                    raise SelectionError(part, "task", text, f"{controller.label}: {part!r}")
+                    raise SelectionError(part, "task", text, f"{each.label}: {part!r}")
 
     def check_stateless(self, num_tasks: int) -> None:
         """Raise FieldError if the state of a hook would mix the gradients of several tasks."""
         if num_tasks == 1:
             return
-        for controller in self.task_independent:
-            if controller.stage in PER_TASK_STAGES and controller.stateful:
+        for each in self.task_independent:
+            if each.stage in PER_TASK_STAGES and each.stateful:
                 text = (
-                    f"{controller.stateful} has a state for each site, which the gradients of "
+                    f"{each.stateful} has a state for each site, which the gradients of "
                     f"{num_tasks} tasks would share: act after the aggregator, at Parameters with "
                     "stage 'step', or on one task, by a ForTask trigger"
                 )
-                links = [link for _, link in controller.links]
-                stateful = [link for link in links if repr(link) == controller.stateful]
-                owner = stateful[0] if stateful else controller.transform
-                raise FieldError(owner, [("", text)], controller.label)
+                stateful = [link for link in each.intervention.links if repr(link) == each.stateful]
+                owner = stateful[0] if stateful else each.intervention.operator
+                raise FieldError(owner, [("", text)], each.label)
 
     @contextmanager
     def task(self, name: str, clock: Clock) -> Iterator[None]:
         """Tell transforms and triggers the name of the task during its backward pass."""
         clock.task = name
-        for controller in self.controllers:
-            controller.has_several_tasks = True
-        for controller in self.task_specific:
-            controller.reevaluate()
+        for each in self.interventions:
+            each.has_several_tasks = True
+        for each in self.task_specific:
+            each.firing.reevaluate()
         try:
             yield
         finally:
             clock.task = ""
-            for controller in self.task_specific:
-                controller.reevaluate()
+            for each in self.task_specific:
+                each.firing.reevaluate()
 
 
 @contextmanager
-def paused(controllers: Sequence[HookController]) -> Iterator[None]:
-    """Pause the controllers: their hooks neither act nor count."""
-    for controller in controllers:
-        controller.pause()
+def paused(interventions: Sequence[Attached]) -> Iterator[None]:
+    """Pause the interventions: their hooks neither act nor count."""
+    for each in interventions:
+        each.firing.switch(False)
     try:
         yield
     finally:
-        for controller in controllers:
-            controller.resume()
+        for each in interventions:
+            each.firing.switch(True)
 
 
 @contextmanager
-def skipping(controllers: Sequence[HookController], nodes: Collection[Node]) -> Iterator[None]:
-    """Make the hooks of the controllers neither act nor count at these nodes."""
-    for controller in controllers:
-        controller.skip_nodes(nodes)
+def skipping(interventions: Sequence[Attached], nodes: Collection[Node]) -> Iterator[None]:
+    """Make the hooks of the interventions neither act nor count at these nodes."""
+    for each in interventions:
+        each.firing.skip_nodes(nodes)
     try:
         yield
     finally:
-        for controller in controllers:
-            controller.skip_nodes(())
+        for each in interventions:
+            each.firing.skip_nodes(())
 
 
 def named_losses(losses: Losses) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
+from gradsurg.core.session import Session
 from gradsurg.effects.tables import aligned
-from gradsurg.hooks.controller import Session
 from gradsurg.multitask.aggregation import aggregate
 from gradsurg.per_example.layers import LayerCall, Rule, flat, rule_of
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.site_hook import is_trusted
 from gradsurg.effects.effects import made_nonfinite, sketches
 from gradsurg.effects.ledger import Entry
 from gradsurg.effects.sums import NUM_SUMS, Array, effect_numbers, stacked_sums
-from gradsurg.hooks.intervention import Intervention
-from gradsurg.hooks.transform_hook import is_trusted
 from gradsurg.stacked.tasks import Aggregated, Grads, TaskRows
 from gradsurg.training.run import Run
 from gradsurg.training.study import OpenRun
@@ -177,7 +177,7 @@ class Batch:
         row -= self._rows.start
         live, labels = self.runs[row].live, self._labels
         if row not in self._places:
-            entries = [live.ledger.entries[self._label, site] for site in self._sites]
+            entries = [live.ledger.sites[self._label][site] for site in self._sites]
             slots = [live.effects.slot(label, entry) for label in labels for entry in entries]
             self._places[row] = entries, slots
         entries, slots = self._places[row]

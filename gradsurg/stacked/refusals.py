@@ -6,7 +6,7 @@ from shutil import which
 
 from torch import nn, optim
 
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.parameters import Parameters
 from gradsurg.stacked.acting import STEP_TRIGGERS

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurg.core.live import Live
 from gradsurg.stacked.acting import difference
 from gradsurg.stacked.tasks import TaskRows
-from gradsurg.surgery.live import Live
 from gradsurg.tasks.base import MultiTask, Part
 from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gradsurg.core.live import Live
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
 from gradsurg.stacked.acting import Slices, groups_of, treatment
 from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
-from gradsurg.surgery.live import Live
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
 from gradsurg.training.run import Run, Schedule

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+_RUN_BACKWARD = import_module("torch.autograd.graph")._engine_run_backward.__code__
 _foreach = vars(torch)
 foreach_norm = _foreach["_foreach_norm"]
 foreach_mul = _foreach["_foreach_mul"]
@@ -86,6 +87,19 @@ at_end_of_backward = Variable._execution_engine.queue_callback
 
 running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 """The autograd node that runs in this thread; None if none does."""
+
+
+def root_of_nested_backward() -> torch.Tensor | None:
+    """The tensor whose backward runs around the running one; None if that is not nested.
+
+    A reentrant checkpoint runs a backward of its own inside. The stack is searched.
+    """
+    frame, roots = sys._getframe(), []
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            roots.append(frame.f_locals["t_outputs"][0])
+        frame = frame.f_back
+    return roots[-1] if len(roots) > 1 and isinstance(roots[-1], torch.Tensor) else None
 
 
 def in_inner_backward() -> bool:
@@ -353,22 +367,33 @@ def only_hooks(known: ActiveHooks) -> Iterator[None]:
             _process[name].update(table)
 
 
-def python_hooks_run(leaf: torch.Tensor) -> bool:
-    """Return whether the hooks of a leaf run: `Tensor::register_hook` of C++ discards them.
+def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves whose hooks do not run: `Tensor::register_hook` of C++ discards them.
 
-    A gradient of zeros passes the leaf, and a single other hook in place of its own.
+    A gradient of zeros passes each leaf, and a single other hook in place of its own.
     """
-    hooks = leaf._backward_hooks
-    is_plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
-    if not hooks or not leaf.requires_grad or not is_plain:
-        return True
-    own, passed = dict(hooks), []
-    hooks.clear()
-    hooks[-1] = passed.append
+    tried = [
+        leaf
+        for leaf in leaves
+        if leaf._backward_hooks
+        and leaf.requires_grad
+        and type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and leaf.layout is torch.strided
+    ]
+    if not tried:
+        return []
+    own = [dict(leaf._backward_hooks or {}) for leaf in tried]
+    passed: set[int] = set()
+    for index, leaf in enumerate(tried):
+        assert leaf._backward_hooks is not None
+        leaf._backward_hooks.clear()
+        leaf._backward_hooks[FIRST] = lambda _, index=index: passed.add(index)
     try:
-        zeros = leaf.detach().new_zeros(()).expand_as(leaf)
-        torch.autograd.grad([leaf], [leaf], [zeros])
+        zeros = [leaf.detach().new_zeros(()).expand_as(leaf) for leaf in tried]
+        torch.autograd.grad(tried, tried, zeros)
     finally:
-        hooks.clear()
-        hooks.update(own)
-    return bool(passed)
+        for leaf, hooks in zip(tried, own, strict=True):
+            assert leaf._backward_hooks is not None
+            leaf._backward_hooks.clear()
+            leaf._backward_hooks.update(hooks)
+    return [leaf for index, leaf in enumerate(tried) if index not in passed]

@@ -10,10 +10,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.effects import EffectsState
 from gradsurg.effects.ledger import EntryState
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.torch_internals.random_state import GeneratorStates, get_states, set_states
 from gradsurg.training.run import Schedule
 from gradsurg.training.run_identity import environment

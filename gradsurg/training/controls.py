@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from typing import Literal, get_args
 
 from gradsurg.aggregators.base import NormMatchedSum
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
 from gradsurg.sites.parameters import Parameters
 from gradsurg.sites.selection import ParamSelector
 from gradsurg.sites.updates import MatchedUpdates, Updates

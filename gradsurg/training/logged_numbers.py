@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurg.core.live import Live
 from gradsurg.effects.effects import NonFinite
 from gradsurg.effects.summary import Row, effects_by_path
 from gradsurg.loggers.base import Logger
 from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
-from gradsurg.surgery.live import Live
 from gradsurg.tasks.base import Data, Part, Task
 from gradsurg.training.counterfactual import Counterfactual, means
 from gradsurg.training.loop import Step, outputs_of

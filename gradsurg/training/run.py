@@ -15,9 +15,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Task
 from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP, first_control
 from gradsurg.training.run_identity import directory_name, environment

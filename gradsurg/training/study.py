@@ -14,10 +14,10 @@ from typing import Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
-from gradsurg.surgery.live import Live
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer, TrainingState

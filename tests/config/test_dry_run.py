@@ -8,7 +8,7 @@ from torch import nn
 
 from gradsurg.config import build as build_module
 from gradsurg.config import cli, dry_run
-from gradsurg.surgery.surgery import Surgery
+from gradsurg.core.surgery import Surgery
 from tests.builds import built
 from tests.conftest import Here
 

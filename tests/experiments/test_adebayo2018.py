@@ -14,13 +14,13 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.models.convnet import Convnet
 from gradsurg.models.linear import Linear
 from gradsurg.models.mlp import MLP
 from gradsurg.models.vit import ViT
 from gradsurg.plugins.fields import FieldError
-from gradsurg.surgery.surgery import Surgery
 
 MEASURES = ("rank", "abs_rank", "ssim")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
 from gradsurg.training.loop import Batches

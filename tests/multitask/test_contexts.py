@@ -16,10 +16,10 @@ from gradsurg.aggregators.base import (
     Entrywise,
 )
 from gradsurg.aggregators.base import losses_of as losses_known
+from gradsurg.core.live import Live
 from gradsurg.multitask.conflict import Conflict
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.registry import names
-from gradsurg.surgery.live import Live
 from tests.aggregators.cases import made
 from tests.multitask.nets import (
     TARGETS,

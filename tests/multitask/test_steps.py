@@ -9,8 +9,8 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, Weighting
+from gradsurg.core.live import Live
 from gradsurg.plugins.registry import find
-from gradsurg.surgery.live import Live
 from tests.multitask.nets import (
     Net,
     Running,

@@ -553,8 +553,7 @@ def test_what_cannot_be_is_refused_now_and_nothing_is_changed(
     call: Callable[[gs.Live], object], kind: type[Exception], message: str
 ) -> None:
     model = small()
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        double = gs.Intervention(_double, names=("double",))
+    double = gs.Intervention(_double, names=("double",))
     surgery = gs.Surgery(
         gs.Intervention(gs.Clip(1.0)), double, gs.Intervention(gs.Scheduled(gs.Scale(1.0)))
     )

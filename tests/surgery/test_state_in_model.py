@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.surgery.surgery import STATE_KEY, packed, unpacked
+from gradsurg.core.surgery import STATE_KEY, packed, unpacked
 from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
 
 # What these surgeries have is asked for, not whether it acts.

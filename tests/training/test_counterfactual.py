@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradsurg as gs
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
-from gradsurg.hooks.intervention import Intervention
 from gradsurg.sites.base import Selector
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.counterfactual import Counterfactual, means

@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.hooks.intervention import Intervention
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.models.multi_head import MultiHead
-from gradsurg.surgery.surgery import Surgery
 from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.training.run import Run

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import gradsurg as gs
 from gradsurg.config.settings import Settings
-from gradsurg.hooks.intervention import Intervention
-from gradsurg.surgery.surgery import Surgery
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.surgery import Surgery
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.loop import Batches, Step, StepOptions, train
 from gradsurg.training.run import ComputeOptions, Run, Until, check_compiled

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from gradsurg.core.attached import Attached
+from gradsurg.core.intervention import GradCallable, Intervention, labels_of
+from gradsurg.core.session import Session
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
-from gradsurg.hooks.controller import HookController, Session
-from gradsurg.hooks.intervention import GradCallable, Intervention, labels_of
-from gradsurg.hooks.transform_hook import TransformHook
 from gradsurg.sites.base import apply_hooks
 from gradsurg.transforms.base import Need, Transform, as_transform
 
@@ -81,18 +81,11 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     if intervention.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
     session = Session(Effects(every=0))
-    ledger = session.ledger
-    controller = HookController(session, labels_of(intervention), intervention)
+    attached = Attached(intervention, labels_of(intervention), session)
     if isinstance(place, Tensor):
-        site_hook = TransformHook(
-            controller, ledger.enter("hook", f"tensor{next(_numbers)}"), ref(place)
-        )
-        return Hooked(place.register_hook(site_hook.hook), ledger, controller.label)
-    hooks = [
-        TransformHook(
-            controller, ledger.enter("hook", f"{place.name()}{next(_numbers)}.{index}"), None
-        ).hook
-        for index in range(len(place._input_metadata))
-    ]
+        hook = attached.hook_at(f"tensor{next(_numbers)}", ref(place))
+        return Hooked(place.register_hook(hook), session.ledger, attached.label)
+    name, count = place.name(), len(place._input_metadata)
+    hooks = [attached.hook_at(f"{name}{next(_numbers)}.{index}") for index in range(count)]
     handle = place.register_prehook(lambda grads: apply_hooks(hooks, grads))
-    return Hooked(handle, ledger, controller.label)
+    return Hooked(handle, session.ledger, attached.label)

@@ -1,16 +1,18 @@
-"""Apply the transforms of one intervention at one site: checks, state, measuring, errors."""
+"""The hook of one intervention at one site, the only callable that autograd sees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.amp import is_autocast_available
 
+from gradsurg.core.firing import Firing, many_at_once
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.session import Session
 from gradsurg.effects.ledger import Entry
-from gradsurg.hooks.controller import HookController, many_at_once
-from gradsurg.sites.base import AVERAGED, SiteHook
+from gradsurg.sites.base import AVERAGED, Stage
+from gradsurg.sites.base import SiteHook as SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
@@ -28,40 +30,60 @@ NO_STATE: TransformState = {}
 NO_STEP = -1
 """The step of a site before its first gradient."""
 
+WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
+"""Stages whose results others may write to: they end up in `.grad` or with the user."""
 
-class BoundTransform:
-    """One transform at one site, with its state there."""
+
+class Owner(Protocol):
+    """The attached intervention of a hook."""
+
+    session: Session
+    firing: Firing
+    intervention: Intervention
+    labels: tuple[str, ...]
+    stage: Stage
+
+    examples: "Examples | None"
+
+    def repeat(self, hook: "SiteHook", call: int) -> None:
+        """Note a further gradient of the same step at one site."""
+
+    def examine(self, hook: "SiteHook") -> None:
+        """Note the first gradient at a site where no steps are counted."""
+
+
+class Examples(Protocol):
+    """Makes the gradients of the single examples of a step."""
+
+    def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> Any: ...
+
+
+class Link:
+    """One transform of an intervention at one site, with its state there.
+
+    An intervention has several links if its transform is a `Chain`.
+    """
 
     __slots__ = (
-        "apply",
-        "context",
-        "is_simple",
-        "is_tried",
-        "keeps_shape",
-        "key",
-        "label",
-        "slot",
-        "state",
-        "states",
-        "transform",
-        "trusted",
-        "update",
+        *("_key", "_states", "apply", "context", "is_simple", "is_tried", "is_trusted"),
+        *("keeps_shape", "label", "slot", "state", "transform", "update"),
     )
 
-    def __init__(
-        self, label: str, transform: Transform, controller: HookController, entry: Entry
-    ) -> None:
-        session = controller.session
+    def __init__(self, label: str, transform: Transform, owner: Owner, entry: Entry) -> None:
+        session = owner.session
         self.label = label
-        self.key = f"{label}/{entry.site}"
         self.slot = session.effects.slot(label, entry)
-        self.states = session.states
-        self.state = session.states.get(self.key, NO_STATE)
-        rank = 0 if controller.stage in AVERAGED else session.rank
+        self._key, self._states = f"{label}/{entry.site}", session.states
+        rank = 0 if owner.stage in AVERAGED else session.rank
         self.context = TransformContext(
             entry.site, NO_STEP, seed=session.seed, backward=session.clock, rank=rank, label=label
         )
+        self.load()
         self.set(transform)
+
+    def load(self) -> None:
+        """Take over the state of the session."""
+        self.state = self._states.get(self._key, NO_STATE)
 
     def set(self, transform: Transform) -> None:
         """Set the transform; the state stays."""
@@ -71,12 +93,13 @@ class BoundTransform:
         self.update = transform.update
         # The shape was checked at the first gradient; an elementwise transform keeps it.
         self.keeps_shape = "elementwise" in transform.properties
-        self.trusted = is_trusted(transform)
-        self.is_simple = self.trusted and self.apply is not None  # and so needs least checking
+        self.is_trusted = is_trusted(transform)
+        self.is_simple = self.is_trusted and self.apply is not None  # and needs least checking
 
     def watched(self, device: torch.device) -> AbstractContextManager[None]:
-        """Raise RuntimeError if the first call of a user's transform draws from a global
-        generator."""
+        """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
+        if self.is_trusted or self.is_tried:
+            return nullcontext()
         self.is_tried = True
         return random_state.untouched(
             f"{self.label}: {self.transform!r}",
@@ -85,7 +108,7 @@ class BoundTransform:
             "has: it is seeded by (seed, site, step).",
         )
 
-    def store(self, state: TransformState, fires: Tensor | None = None) -> None:
+    def store(self, state: TransformState, fires: Tensor | None) -> None:
         """Store the next state, outside the graph of `create_graph` and of `torch.func.grad`.
 
         A trigger evaluated on the device, `fires`, chooses between the next state and the old one.
@@ -103,84 +126,69 @@ class BoundTransform:
             state = {name: autograd.unwrapped(tensor) for name, tensor in state.items()}
         self.state = state
         if state:
-            self.states[self.key] = state
+            self._states[self._key] = state
 
 
-class TransformHook:
+class SiteHook:
     """One intervention at one site.
 
-    `hook` maps a gradient to the new one, or to None if it is unchanged. `value` returns the tensor
+    `call` maps a gradient to the new one, or to None if it is unchanged. `value` returns the tensor
     whose gradient it is, `gradient` the gradient of an update; None if there is none. The first
-    gradient of each configuration is checked in full; later ones take the fast path if the trigger
-    is known to fire and the transform needs only the gradient.
+    gradient of each configuration is checked in full; later ones go the short way while
+    `checked` is the `token` of the intervention's `Firing`: then its trigger is known to fire, and
+    the transform needs only the gradient.
     """
 
-    __slots__ = (
-        "_checked",
-        "_single",
-        "controller",
-        "entry",
-        "gradient",
-        "hook",
-        "links",
-        "value",
-    )
+    __slots__ = ("call", "checked", "entry", "gradient", "links", "owner", "single", "value")
 
     def __init__(
         self,
-        controller: HookController,
+        owner: Owner,
         entry: Entry,
-        value: Callable[[], Tensor | None] | None,
+        value: Callable[[], Tensor | None] | None = None,
         gradient: Callable[[], Tensor | None] | None = None,
     ) -> None:
-        self.controller = controller
+        self.owner = owner
         self.entry = entry
         self.value = value or _no_value
         self.gradient = gradient or _no_value
-        self.links = [
-            BoundTransform(label, link, controller, entry) for label, link in controller.links
-        ]
-        self._single = self.links[0] if len(self.links) == 1 and self.links[0].is_simple else None
-        # The configuration of the controller for which a gradient has passed all checks here.
-        self._checked: object = False
-        self.hook = self._make_hook()
+        self.checked: object = False
+        pairs = zip(owner.labels, owner.intervention.links, strict=True)
+        self.links = [Link(label, link, owner, entry) for label, link in pairs]
+        self._find_single()
+        self.call: SiteFn = self._make_call()
 
     def renew(self) -> None:
-        """Take over the links of the controller; a link of the same class keeps its state."""
-        for link, (_, transform) in zip(self.links, self.controller.links, strict=True):
+        """Take over changed links of the intervention; one of the same class keeps its state."""
+        for link, transform in zip(self.links, self.owner.intervention.links, strict=True):
             if type(link.transform) is not type(transform):
-                link.state = link.states.get(link.key, NO_STATE)
+                link.load()
             link.set(transform)
-        self._single = self.links[0] if len(self.links) == 1 and self.links[0].is_simple else None
+        self._find_single()
 
-    def load_states(self) -> None:
-        """Take over the states of the session, and number the gradients of the step anew."""
-        for link in self.links:
-            link.state = link.states.get(link.key, NO_STATE)
-            link.context.step = NO_STEP
+    def _find_single(self) -> None:
+        first, *others = self.links
+        self.single = first if first.is_simple and not others else None
 
-    def _make_hook(self) -> SiteHook:
+    def _make_call(self) -> SiteFn:
         # A closure: calling one from autograd costs half as much as calling a method.
-        controller, entry, session = self.controller, self.entry, self.controller.session
-        effects, clock, shadow = session.effects, session.clock, session.shadow
-        strided = torch.strided
+        owner, firing, entry = self.owner, self.owner.firing, self.entry
+        effects, clock, shadow = firing.session.effects, firing.session.clock, firing.session.shadow
+        strided, any_autocast = torch.strided, autograd.any_autocast
 
-        def hook(
+        def call(
             grad: Tensor | None,
             value: Tensor | None = None,
             entering: tuple[Tensor | None, ...] = (),
         ) -> Tensor | None:
             if grad is None:
                 return None
-            checked = self._checked
-            if grad.layout is not strided or (
-                checked is not controller.fast and not controller.opens_fast_path(checked)
-            ):
+            if self.checked is not firing.token or grad.layout is not strided or any_autocast():
                 return self._run_checked(grad, value, entering)
             entry.fired += 1
-            link = self._single
+            link = self.single
             if link is None:
-                result = self._run_links(grad)
+                result = self._run_links(grad, None, None, full_check=False)
                 return None if result is grad or shadow else result
             # As `apply`, without the steps that a trusted transform without state does not need.
             context, apply = link.context, link.apply
@@ -188,69 +196,53 @@ class TransformHook:
             if context.step != clock.step:
                 context.step, context.call = clock.step, 0
             else:
-                controller.count_repeat(context)
+                context.call += 1
+                owner.repeat(self, context.call)
             try:
                 result = apply(grad, context)
             except Exception as error:
                 error.add_note(self._where(link))
                 raise
             if not link.keeps_shape and not is_like(result, grad):
-                raise self.result_error(link, grad, result)
-            if controller.sampling:
+                raise self._result_error(link, grad, result)
+            if firing.sampling:
                 effects.add(link.slot, grad, result)
             return None if result is grad or shadow else result
 
-        return hook
-
-    def _run_links(self, grad: Tensor) -> Tensor:
-        """Apply all links by the fast path."""
-        controller, result = self.controller, grad
-        for link in self.links:
-            before = result
-            value = None if link.trusted else self.value()
-            result = self.apply(link, before, value, full_check=False)
-            if controller.sampling:
-                controller.session.effects.add(link.slot, before, result)
-        return result
+        return call
 
     def _run_checked(
         self, grad: Tensor, value: Tensor | None, entering: tuple[Tensor | None, ...]
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
-        controller = self.controller
-        if not controller.on or controller.skips_step:
+        firing = self.owner.firing
+        if firing.is_idle:
             return None
-        if controller.skipped_nodes and autograd.running_node() in controller.skipped_nodes:
+        if firing.skipped_nodes and autograd.running_node() in firing.skipped_nodes:
             return None
-        if controller.firing is False:
+        if firing.answer is False:
             self.entry.not_fired += 1
             return None
         if value is None:
             value = self.value()
-        if controller.trigger_reads_gradient:
+        if firing.reads_gradient:
             self.check_dense(grad)
-        fires = controller.firing or controller.fires(self.entry.site, grad, value)
-        if not self.count(fires) or controller.skips_transform:
+        fires = firing.answer or firing.decide(self.entry.site, grad, value)
+        if not self.count(fires) or firing.skips_transform:
             return None
+        if self.checked is False and not firing.session.steps.optimizers:
+            self.owner.examine(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
-        if grad.layout is torch.sparse_coo and acts_on_values(controller.transform):
+        if grad.layout is torch.sparse_coo and acts_on_values(self.owner.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
         self.check_dense(grad)
-        effects = controller.session.effects
-        with disabled_autocast(grad.device.type) if autograd.any_autocast() else nullcontext():
-            result = grad
-            for link in self.links:
-                before = result
-                link.context.entering = entering if controller.needs_entering else ()
-                result = self.apply(link, before, value, on_device)
-                link.context.entering = ()
-                if controller.sampling:
-                    effects.add(link.slot, before, result)
+        with without_autocast(grad.device.type):
+            result = self._run_links(grad, value, on_device, full_check=True, entering=entering)
         if sparse is None:
-            self._checked = controller.configuration
-        if result is grad or controller.session.shadow:
+            self.checked = firing.configuration
+        if result is grad or firing.session.shadow:
             return None
         if sparse is None:
             return result
@@ -259,9 +251,27 @@ class TransformHook:
             indices, result, shape, is_coalesced=True, check_invariants=False
         )
 
+    def _run_links(
+        self,
+        grad: Tensor,
+        value: Tensor | None,
+        fires: Tensor | None,
+        full_check: bool,
+        entering: tuple[Tensor | None, ...] = (),
+    ) -> Tensor:
+        result, firing = grad, self.owner.firing
+        for link in self.links:
+            before = result
+            link.context.entering = entering
+            result = self.apply(link, before, value, fires, full_check)
+            link.context.entering = ()
+            if firing.sampling:
+                firing.session.effects.add(link.slot, before, result)
+        return result
+
     def apply(
         self,
-        link: BoundTransform,
+        link: Link,
         grad: Tensor,
         value: Tensor | None,
         fires: Tensor | None = None,
@@ -275,16 +285,20 @@ class TransformHook:
         """
         if link.apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             self._check_no_state(link, grad)
-        context, state = self.count_call(link), NO_STATE
-        checks = full_check or not link.trusted
+        context, state = link.context, NO_STATE
+        self.count_call(link)
+        checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
         try:
             if full_check:
-                context.value = value if self.controller.needs_value else None
-                context.gradient = self.gradient() if self.controller.needs_gradient else None
+                needs = self.owner.intervention.needs
+                context.value = value if self.owner.intervention.reads_value else None
+                context.gradient = self.gradient() if "gradient" in needs else None
                 if link.state is NO_STATE and link.apply is None:
                     link.state = link.transform.init(grad)
-            with nullcontext() if link.trusted or link.is_tried else link.watched(grad.device):
+            elif checks:
+                value = self.value()
+            with link.watched(grad.device):
                 if link.apply is not None:
                     result = link.apply(grad, context)
                 else:
@@ -292,25 +306,23 @@ class TransformHook:
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(link))
             raise
-        if full_check:
-            context.value = context.gradient = None
+        context.value = context.gradient = None
         if checks:
             result = self.check_result(link, grad, version, result, value, state)
         elif not link.keeps_shape and not is_like(result, grad):
-            raise self.result_error(link, grad, result)
+            raise self._result_error(link, grad, result)
         if link.apply is None:
             link.store(state, fires)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
-    def count_call(self, link: BoundTransform) -> TransformContext:
+    def count_call(self, link: Link) -> None:
         """Set `step` and `call` in the link's context for this gradient."""
-        context, controller = link.context, self.controller
-        step = controller.session.clock.step
+        context, step = link.context, self.owner.session.clock.step
         if context.step != step:
             context.step, context.call = step, 0
         else:
-            controller.count_repeat(context)
-        return context
+            context.call += 1
+            self.owner.repeat(self, context.call)
 
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.
@@ -333,13 +345,13 @@ class TransformHook:
         if grad.layout is not torch.strided or grad.is_complex():
             rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
             raise TypeError(
-                f"site '{self.entry.site}': {self.controller.transform!r} takes dense real "
+                f"site '{self.entry.site}': {self.owner.intervention.operator!r} takes dense real "
                 f"gradients, found {grad.dtype} with layout {grad.layout}{rule}"
             )
 
     def check_result(
         self,
-        link: BoundTransform,
+        link: Link,
         grad: Tensor,
         version: int,
         result: object,
@@ -356,7 +368,7 @@ class TransformHook:
             or result.device != grad.device
             or result.layout is not grad.layout
         ):
-            raise self.result_error(link, grad, result)
+            raise self._result_error(link, grad, result)
         if autograd.version_of(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
@@ -367,29 +379,27 @@ class TransformHook:
                 f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
                 "which would then be the gradient too. Return a clone."
             )
-        if link.trusted or result is grad:
+        if link.is_trusted or result is grad:
             return result
-        if self.controller.is_writable or any(
-            _shares_storage(result, tensor) for tensor in state.values()
-        ):
-            return result.clone()
-        return result
+        is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
+        return result.clone() if is_kept or self.owner.stage in WRITABLE else result
 
-    def _check_no_state(self, link: BoundTransform, grad: Tensor) -> None:
+    def _check_no_state(self, link: Link, grad: Tensor) -> None:
         """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
         if link.transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
             raise many_at_once(link.transform, self.entry.site)
 
-    def result_error(self, link: BoundTransform, grad: Tensor, result: object) -> TypeError:
+    def _result_error(self, link: Link, grad: Tensor, result: object) -> TypeError:
         """The error for a result of another type, shape, dtype, device or layout."""
         return TypeError(
             f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-            f"'{self.entry.site}', step {self.controller.step}, the gradient is "
+            f"'{self.entry.site}', step {self.owner.session.clock.step}, the gradient is "
             f"{_described(grad)}, found {_described(result)}."
         )
 
-    def _where(self, link: BoundTransform) -> str:
-        return f"while {link.label} acted at site '{self.entry.site}', step {self.controller.step}"
+    def _where(self, link: Link) -> str:
+        step = self.owner.session.clock.step
+        return f"while {link.label} acted at site '{self.entry.site}', step {step}"
 
 
 def is_trusted(transform: Transform) -> bool:
@@ -404,9 +414,11 @@ def is_trusted(transform: Transform) -> bool:
     return all(is_trusted(part) for part in parts)
 
 
-def disabled_autocast(device: str) -> AbstractContextManager[object]:
+def without_autocast(device: str) -> AbstractContextManager[object]:
     """Disable the autocast of this device, if it is enabled in this thread."""
-    is_enabled = is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not autograd.any_autocast() or not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    is_enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
 
 

@@ -1,25 +1,25 @@
 """The handle of an attached surgery: steps, switches, losses, and changes while it runs."""
 
 import atexit
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakMethod, WeakSet, finalize, ref
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import Session, warn_user
-from gradsurg.hooks.intervention import Intervention, labels_of
+from gradsurg.core.attached import Attached
+from gradsurg.core.changes import PendingChanges
+from gradsurg.core.coverage import Known, clock_warnings, unhooked_warnings
+from gradsurg.core.first_steps import FirstSteps
+from gradsurg.core.intervention import Intervention, labels_of
+from gradsurg.core.observers import observed_modules
+from gradsurg.core.session import Session, warn_user
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.wrapped_models import late_hooks_reason
-from gradsurg.surgery.attachment import Attachment
-from gradsurg.surgery.coverage import clock_warnings, unhooked_warnings
-from gradsurg.surgery.forward_observers import observed_modules
-from gradsurg.torch_internals import autograd, compiling
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import SKIPPED
 from gradsurg.triggers.base import TensorTrigger, Trigger
 from gradsurg.triggers.flag import Flag
@@ -64,23 +64,24 @@ class Live:
         self.effects = session.effects
         self.ledger = session.ledger
         self.clock = clock = session.clock
-        self._attachments: list[Attachment] = []
+        self._attached: list[Attached] = []
         self._aggregators: dict[str, Intervention] = {}  # by label
         self._removed: list[str] = []  # the detach warnings of interventions that were removed
-        self._changes = _PendingChanges(model)
+        self._changes = PendingChanges(model)
         self._multi_task: MultiTaskBackward | None = None
         self._has_stepped = False
         self._start = clock.step, clock.counted_epochs
         self._is_compiled = is_compiled
-        self._had_compiled = compiling.has_compiled()  # before the hooks were there
         session.effects.begin(clock.step)
+        self._first_steps = FirstSteps(model, session.steps, self._tell)
         self.on_end: Callable[[], None] = lambda: None
         self.is_state_in_model = False  # `in_state_dict` of `attach`
         # What removes the hooks must not refer to this object, which would never be garbage then.
         self.stack = ExitStack()
         self.stack.callback(session.close)
         self.stack.callback(self._changes.close)
-        self.stack.callback(_close_attachments, self._attachments)
+        self.stack.callback(_close_attached, self._attached)
+        self.stack.callback(self._first_steps.close)
         self.unentered: list[str] = []
         """The warning of an `attach` that was neither entered by `with` nor closed."""
         self._finalizer = finalize(self, _remove_hooks, self.stack, self.unentered)
@@ -94,14 +95,12 @@ class Live:
     @property
     def interventions(self) -> tuple[Intervention, ...]:
         """The attached interventions, in order, aggregators last."""
-        attached = (attachment.intervention for attachment in self._attachments)
-        return (*attached, *self._aggregators.values())
+        return (*(each.intervention for each in self._attached), *self._aggregators.values())
 
     @property
     def labels(self) -> tuple[tuple[str, ...], ...]:
         """The labels of the links of each intervention."""
-        attached = (attachment.labels for attachment in self._attachments)
-        return (*attached, *((label,) for label in self._aggregators))
+        return (*(each.labels for each in self._attached), *((a,) for a in self._aggregators))
 
     @cached_property
     def conflicts(self) -> "Conflicts":
@@ -113,7 +112,7 @@ class Live:
     @property
     def examples(self) -> "dict[str, ExampleSource]":
         """Numbers about the gradients of single examples, by the label of each `PerSample`."""
-        sources = {item.label: item.examples for item in self._attachments}
+        sources = {each.label: each.examples for each in self._attached}
         return {label: source for label, source in sources.items() if source is not None}
 
     @property
@@ -121,8 +120,8 @@ class Live:
         """The number of steps that each `SkipUpdate` has skipped, by its label."""
         return {
             label: int(self.session.states.get(f"{label}/group", {}).get(SKIPPED, 0))
-            for attachment in self._attachments
-            for label, link in zip(attachment.labels, attachment.intervention.links, strict=True)
+            for each in self._attached
+            for label, link in zip(each.labels, each.intervention.links, strict=True)
             if "skip" in link.needs
         }
 
@@ -159,14 +158,13 @@ class Live:
         the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
         """
         self.session.check_attached()
-        controllers = [attachment.controller for attachment in self._attachments]
         with self._changes.hold():
-            self.multi_task.backward(losses, controllers, scale, aggregate, retain_graph)
+            self.multi_task.backward(losses, self._attached, scale, aggregate, retain_graph)
 
     @property
     def reads_example_labels(self) -> bool:
         """Whether a transform reads the labels given to `set_example_labels`."""
-        return any("labels" in attachment.intervention.needs for attachment in self._attachments)
+        return any("labels" in each.intervention.needs for each in self._attached)
 
     def set_example_labels(self, labels: Tensor) -> None:
         """Give the labels (n,) of the n examples of the next backward passes, until a step ends.
@@ -204,8 +202,10 @@ class Live:
         clock.backwards = 0
         clock.error = clock.labels = None
         self.effects.begin(clock.step)
-        for attachment in self._attachments:
-            attachment.begin_step()
+        if clock.step - self._start[0] <= 2:
+            self._first_steps.count()
+        for each in self._attached:
+            each.begin_step()
 
     def next_epoch(self) -> None:
         """Count an epoch. Raises RuntimeError if `steps_per_epoch` counts them already."""
@@ -214,8 +214,8 @@ class Live:
                 f"epochs are counted already: steps_per_epoch={self.clock.epoch_length}"
             )
         self.clock.counted_epochs += 1
-        for attachment in self._attachments:
-            attachment.controller.begin_step()
+        for each in self._attached:
+            each.firing.begin_step()
 
     def switch(self, flag: str, *, on: bool) -> None:
         """Set the switch that `Flag(flag)` reads; takes effect at once, from any thread.
@@ -237,19 +237,20 @@ class Live:
         forward, as Outputs does, or reads the batch. Inside a backward it is attached when that has
         ended. An error leaves nothing attached.
         """
-        attachment = self._admit(intervention, self.session.model)
-        self._changes.request(lambda: self._hook(attachment))
-        return attachment.label
+        each = self.admit(intervention)
+        each.coverage.known = Known.of(self.session.model)
+        self._changes.request(lambda: self._hook(each))
+        return each.label
 
     def remove(self, label: str) -> None:
         """Detach an intervention, from the next backward on, and drop its state.
 
         Raises LookupError, listing the labels, unless one is `label`.
         """
-        attachment = self._find(label)
-        if label != attachment.label:
-            raise LookupError(f"'{label}' is a link of '{attachment.label}': remove the whole")
-        self._changes.request(lambda: self._remove(attachment))
+        each = self._find(label)
+        if label != each.label:
+            raise LookupError(f"'{label}' is a link of '{each.label}': remove the whole")
+        self._changes.request(lambda: self._remove(each))
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
         """Change fields of one transform, or its trigger, from the next backward on.
@@ -258,11 +259,11 @@ class Live:
         keeps its state; a replaced trigger loses its own. Raises LookupError for an unknown label,
         ValueError for a wrong field and for a transform or a trigger that cannot act there.
         """
-        attachment = self._find(label)
-        new = attachment.planned.changed(attachment.labels, label, when, changes)
-        self._check(new, self.session.model, replaced=attachment)
-        attachment.planned = new
-        self._changes.request(lambda: self._change(attachment, new))
+        each = self._find(label)
+        new = each.planned.changed(each.labels, label, when, changes)
+        self._check(new, replaced=each)
+        each.planned = new
+        self._changes.request(lambda: self._change(each, new))
 
     def bind(
         self, optimizer: Optimizer | Sequence[Optimizer], *, clock: Optimizer | None = None
@@ -278,14 +279,15 @@ class Live:
         steps.bind(optimizer, clock, WeakMethod(self.tick))
         with ExitStack() as undo:
             undo.callback(steps.close)
-            for place, attachment in enumerate(self._attachments):
-                if attachment.controller.stage == "step":
-                    attachment.close()
-                    renewed = Attachment(attachment.intervention, attachment.labels, self.session)
-                    self._attachments[place] = renewed
-                    renewed.attach(self.session.model)
+            for place, each in enumerate(self._attached):
+                if each.stage == "step":
+                    each.close()
+                    renewed = Attached(each.intervention, each.labels, self.session)
+                    renewed.coverage.known = each.coverage.known
+                    self._attached[place] = renewed
+                    renewed.attach()
                 else:
-                    attachment.controller.set(attachment.intervention)
+                    each.firing.set(each.intervention)
             undo.pop_all()
         self.warn_of_lost_state()
 
@@ -305,8 +307,7 @@ class Live:
         if not self._finalizer.alive:
             return
         try:
-            for text in self._end_warnings():
-                warn_user(text)
+            _warn(list(self._end_warnings()))
         finally:
             self.abort()
 
@@ -326,14 +327,46 @@ class Live:
         else:
             self.abort()
 
-    @property
-    def _waiting(self) -> list[Attachment]:
-        """What waits for `bind`."""
-        if self.session.steps.optimizers:
-            return []
-        return [each for each in self._attachments if each.controller.stage == "step"]
-
     # Called by Surgery.
+
+    def admit(self, intervention: Intervention) -> Attached:
+        """Check an intervention and reserve its labels; nothing is hooked yet."""
+        if not isinstance(intervention, Intervention):
+            raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
+        if intervention.aggregator is not None:
+            raise TypeError(
+                f"{intervention.transform!r}: an aggregator is attached when the block begins"
+            )
+        self._check(intervention)
+        each = Attached(intervention, labels_of(intervention, self.labels), self.session)
+        self._attached.append(each)
+        if each.firing.named_tasks:
+            self.multi_task.keep_buffers()
+        return each
+
+    def add_aggregator(self, intervention: Intervention) -> None:
+        """Attach an aggregator. Raises as `Intervention` and `SharedParameters` say."""
+        from gradsurg.multitask.shared_parameters import SharedParameters
+
+        label = labels_of(intervention, self.labels)[0]
+        self._check(intervention)
+        aggregator, at = intervention.aggregator, intervention.at
+        assert aggregator is not None
+        assert isinstance(at, SharedParameters)
+        self.multi_task.add(label, aggregator, at, intervention.when)
+        self._aggregators[label] = intervention
+        for flag in intervention.flags:
+            self.clock.flags.setdefault(flag.flag, flag.on)
+
+    @property
+    def multi_task(self) -> "MultiTaskBackward":
+        """The aggregators, and the backward passes of several losses; made when it is needed."""
+        from gradsurg.multitask.backward import MultiTaskBackward
+
+        if self._multi_task is None:
+            self._multi_task = MultiTaskBackward(self.session, self.conflicts)
+            self.stack.callback(self._multi_task.close)
+        return self._multi_task
 
     def warn_of_lost_state(self) -> None:
         """Warn if training seems to go on and the state of `in_state_dict` was not loaded."""
@@ -345,130 +378,157 @@ class Live:
                 "strict=False loses that of the surgery"
             )
 
-    def _load_states(self) -> None:
+    def load_states(self) -> None:
         """Take over the states and the step of the session."""
         self.effects.begin(self.clock.step)
-        for attachment in self._attachments:
-            attachment.load_states()
+        for each in self._attached:
+            each.load_states()
 
-    def _end_warnings(self) -> list[str]:
-        """Return the warnings to emit on detach."""
+    # Warnings.
+
+    def _tell(self) -> None:
+        """Warn in the first steps of an intervention that has not acted, and of a still clock."""
+        if self.session.shadow and not self.effects.every:
+            return
+        optimizers = self.session.steps.optimizers
+        if optimizers and self.clock.step == self._start[0]:
+            self.session.warn_once(
+                f"no step of {type(optimizers[0]).__name__} was counted, though the weights have "
+                "changed: it is not what makes the steps, or a wrapper of it runs no step hooks. "
+                "Bind the optimizer that steps, or call live.before_step() and live.tick()",
+                key="no step",
+            )
+        for each in self._attached:
+            if text := each.discarded_hooks():
+                self.session.warn_once(f"{each.label}: {text}")
+            entries = self.ledger.of(each.label)
+            if each.firing.answer is False or any(entry.all_calls for entry in entries):
+                continue
+            if each.stage != "captured":
+                silent = self.ledger.silent(each.label) or "any site"
+                self.session.warn_once(
+                    f"{each.label}: attached, and in the first steps no gradient has passed at: "
+                    f"{silent}{self._reason(each)}",
+                    key=f"{each.label} silent",
+                )
+        if self.clock.step == self._start[0]:
+            for text in self._clock_warnings():
+                self.session.warn_once(text)
+
+    def _end_warnings(self) -> Iterator[str]:
+        """Yield the warnings to emit on detach, but for those that were told in the first steps."""
         self._changes.apply()
-        session, attachments = self.session, self._attachments
+        session = self.session
         if session.shadow and not self.effects.every:
-            return []  # nothing acts and nothing is measured
-        reason = ""
-        if self._had_compiled:
-            has_acted = any(entry.all_calls for entry in self.ledger)
-            reason = late_hooks_reason(session.model, self._is_compiled, has_acted)
-        texts = self.ledger.warnings(self._start[0], reason)
-        waiting = self._waiting
-        if waiting:
-            reason = " It acts at stage 'step', and live.bind(optimizer) was not called."
-        recorded = {entry.intervention for entry in self.ledger}
-        unmet = [item.label for item in attachments if item.label not in recorded]
-        texts += [
-            f"{label}: attached, but none of its sites was met: was the model called?{reason}"
-            for label in unmet
-        ]
-        texts += self._removed
+            return  # nothing acts and nothing is measured
+        labels = {each.label: each for each in self._attached}
+        for label in [*self.ledger.sites]:
+            each = labels.get(label)
+            reason = "" if each is None else self._reason(each)
+            yield from self.ledger.warnings(label, self._start[0], reason)
+        for each in self._attached:
+            if not self.ledger.of(each.label):
+                yield (
+                    f"{each.label}: attached, but none of its sites was met: was the model called?"
+                    f"{self._reason(each)}"
+                )
+        yield from self._removed
         if self._multi_task is not None:
-            texts += self._multi_task.closing_warnings()
-        texts += [text for attachment in attachments for text in attachment.end_warnings()]
+            yield from self._multi_task.closing_warnings()
+        for each in self._attached:
+            yield from each.end_warnings()
         if any(entry.calls for entry in self.ledger):
-            triggers = [attachment.intervention.when for attachment in attachments]
-            texts += clock_warnings(triggers, self.clock, self._start)
-        texts += unhooked_warnings(
-            [each.coverage for each in attachments if each not in waiting], session.model
-        )
-        return texts
+            told = session.warned
+            yield from (text for text in self._clock_warnings() if text not in told)
+        hooked = [each.coverage for each in self._attached if not self._waits(each)]
+        yield from unhooked_warnings(hooked, session.model)
+
+    def _clock_warnings(self) -> Iterator[str]:
+        triggers = [each.intervention.when for each in self._attached]
+        return clock_warnings(triggers, self.clock, self._start)
+
+    def _waits(self, each: Attached) -> bool:
+        """Whether an intervention waits for `bind`."""
+        return each.stage == "step" and not self.session.steps.optimizers
+
+    def _reason(self, each: Attached) -> str:
+        """Why hooks may not have run; empty if nothing explains it."""
+        if self._waits(each):
+            return ". It acts at stage 'step', and live.bind(optimizer) was not called"
+        if not each.was_compiled:
+            return ""
+        has_acted = any(entry.all_calls for entry in self.ledger)
+        return late_hooks_reason(self.session.model, self._is_compiled, has_acted)
 
     # Helpers.
 
-    def _flags(self, without: Attachment | None = None) -> list[Flag]:
+    def _flags(self, without: Attached | None = None) -> list[Flag]:
         """The switches that the triggers read, now or after pending changes."""
         flags = [
             flag
-            for attachment in self._attachments
-            if attachment is not without
-            for flag in (*attachment.intervention.flags, *attachment.planned.flags)
+            for each in self._attached
+            if each is not without
+            for flag in (*each.intervention.flags, *each.planned.flags)
         ]
         return flags + [flag for item in self._aggregators.values() for flag in item.flags]
 
-    def _check(
-        self, intervention: Intervention, model: nn.Module, replaced: Attachment | None = None
-    ) -> None:
+    def _check(self, intervention: Intervention, replaced: Attached | None = None) -> None:
         """Raise an error for an intervention that cannot act, in the place of `replaced`."""
-        scaler, flags = self.session.scaler, intervention.flags
-        if scaler is not None:
-            intervention.check_loss_scale(scaler)
+        if self.session.scaler is not None:
+            intervention.check_loss_scale(self.session.scaler)
         if intervention.aggregator is None:
-            intervention.check_model(model)
+            model = self.session.model
+            intervention.check_sites(model, intervention.at.find(model))
             if intervention.forward_triggers:
                 observed_modules(intervention.forward_triggers, model)
-        first = {flag.flag: flag.on for flag in self._flags(without=replaced)} if flags else {}
-        for flag in flags:
+        if not intervention.flags:
+            return
+        first = {flag.flag: flag.on for flag in self._flags(without=replaced)}
+        for flag in intervention.flags:
             if first.setdefault(flag.flag, flag.on) != flag.on:
                 raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
-    def _admit(self, intervention: Intervention, model: nn.Module) -> Attachment:
-        """Check an intervention and reserve its labels; nothing is hooked yet."""
-        if not isinstance(intervention, Intervention):
-            raise TypeError(f"a surgery takes Interventions, found {intervention!r}")
-        if intervention.aggregator is not None:
-            raise TypeError(
-                f"{intervention.transform!r}: an aggregator is attached when the block begins"
-            )
-        self._check(intervention, model)
-        attachment = Attachment(intervention, labels_of(intervention, self.labels), self.session)
-        self._attachments.append(attachment)
-        if attachment.controller.named_tasks:
-            self.multi_task.keep_buffers()
-        return attachment
-
-    def _hook(self, attachment: Attachment) -> None:
+    def _hook(self, each: Attached) -> None:
         """Hook all sites of an intervention; on an error it is removed."""
         with ExitStack() as undo:
-            undo.callback(self._remove, attachment)
-            attachment.attach(self.session.model)
+            undo.callback(self._remove, each)
+            each.attach()
             undo.pop_all()
 
-    def _change(self, attachment: Attachment, new: Intervention) -> None:
+    def _change(self, each: Attached, new: Intervention) -> None:
         """Change an intervention, unless it was removed in the meantime."""
-        if attachment in self._attachments:
-            trigger = attachment.intervention.when
-            attachment.change(new)
+        if each in self._attached:
+            trigger = each.intervention.when
+            each.change(new)
             if new.when is not trigger:
                 self._drop_observations(trigger)
 
-    def _remove(self, attachment: Attachment) -> None:
+    def _remove(self, each: Attached) -> None:
         """Remove an intervention with its hooks, its states and its ledger entries."""
-        if attachment in self._attachments:
-            self._attachments.remove(attachment)
-            self._removed += attachment.end_warnings()
-            attachment.close()
-            attachment.drop_records()
-            self._drop_observations(attachment.intervention.when)
+        if each in self._attached:
+            self._attached.remove(each)
+            self._removed += each.end_warnings()
+            each.close()
+            each.drop_records()
+            self._drop_observations(each.intervention.when)
 
     def _drop_observations(self, trigger: Trigger) -> None:
         """Drop the observations of a trigger, unless another intervention reads the same."""
-        others = [
-            part for attachment in self._attachments for part in attachment.intervention.when.parts
-        ]
+        others = [part for each in self._attached for part in each.intervention.when.parts]
         for part in trigger.parts:
             if isinstance(part, TensorTrigger) and part not in others:
                 self.clock.observations.pop(part, None)
 
-    def _find(self, label: str) -> Attachment:
-        """The attachment with this label, or with a link of this label."""
+    def _find(self, label: str) -> Attached:
+        """The attached intervention with this label, or with a link of this label."""
         self.session.check_attached()
         self._changes.apply()
-        for attachment in self._attachments:
-            if label in (attachment.label, *attachment.labels):
-                return attachment
+        for each in self._attached:
+            if label in (each.label, *each.labels):
+                return each
         if label in self._aggregators:
             raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
-        labels = [attachment.label for attachment in self._attachments]
+        labels = [each.label for each in self._attached]
         raise LookupError(f"there is no intervention '{label}'. {nearest(label, labels)}")
 
     def _notice_scaler(self) -> None:
@@ -479,99 +539,18 @@ class Live:
         if self._multi_task is not None:
             self._multi_task.warn_unknown_scaler()
         session.scaler = scaler  # for interventions that are added
-        for attachment in self._attachments:
-            if error := attachment.intervention.loss_scale_error():
-                warnings.warn(
-                    f"{attachment.label}: a GradScaler makes the steps, and attach was not told of "
-                    f"it. {error}. Use Parameters(stage='step'), and attach(..., scaler=scaler).",
-                    SurgeryWarning,
-                    stacklevel=2,
+        errors = ((each.label, each.intervention.loss_scale_error()) for each in self._attached)
+        for label, error in errors:
+            if error:
+                warn_user(
+                    f"{label}: a GradScaler makes the steps, and attach was not told of it. "
+                    f"{error}. Use Parameters(stage='step'), and attach(..., scaler=scaler)."
                 )
                 return
 
-    # Several losses: a part that is imported and made only if it is needed.
 
-    @property
-    def multi_task(self) -> "MultiTaskBackward":
-        """The aggregators, and the backward passes of several losses."""
-        from gradsurg.multitask.backward import MultiTaskBackward
-
-        if self._multi_task is None:
-            self._multi_task = MultiTaskBackward(self.session, self.conflicts)
-            self.stack.callback(self._multi_task.close)
-        return self._multi_task
-
-    def _add_aggregator(self, intervention: Intervention, model: nn.Module) -> None:
-        from gradsurg.multitask.shared_parameters import SharedParameters
-
-        label = labels_of(intervention, self.labels)[0]
-        self._check(intervention, model)
-        aggregator, at = intervention.aggregator, intervention.at
-        assert aggregator is not None
-        assert isinstance(at, SharedParameters)
-        self.multi_task.add(label, aggregator, at, intervention.when)
-        self._aggregators[label] = intervention
-        for flag in intervention.flags:
-            self.clock.flags.setdefault(flag.flag, flag.on)
-
-
-def _close_attachments(attachments: list[Attachment]) -> None:
+def _close_attached(attached: Sequence[Attached]) -> None:
     """Remove all hooks, also if removing one of them fails."""
     with ExitStack() as stack:
-        for attachment in attachments:
-            stack.callback(attachment.close)
-
-
-class _PendingChanges:
-    """Apply changes of an attached surgery outside backward passes only.
-
-    The model is held by a weak reference.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = ref(model)
-        self.pending: list[Callable[[], None]] = []
-        self._is_held = False
-        self._forward_hook = ExitStack()
-
-    def request(self, change: Callable[[], None]) -> None:
-        """Apply a change now, or when the running backward has ended."""
-        self.apply()
-        if not autograd.in_backward() and not self._is_held:
-            change()
-            return
-        model = self._model()
-        if not self.pending and model is not None:
-            # A backward that fails calls nothing at its end: apply before the next forward then.
-            hook = model.register_forward_pre_hook(compiling.untraced(lambda *_: self.apply()))
-            self._forward_hook.callback(hook.remove)
-        self.pending.append(change)
-        if autograd.in_backward():
-            autograd.at_end_of_backward(self._end_backward)
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Treat the backward passes in the block as one: apply changes at its end."""
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False
-            self.apply()
-
-    def apply(self, has_ended: bool = False) -> None:
-        """Apply pending changes if no backward runs, or the running one `has_ended`."""
-        if not self.pending or self._is_held or (autograd.in_backward() and not has_ended):
-            return
-        self._forward_hook.close()
-        while self.pending:
-            self.pending.pop(0)()
-
-    def close(self) -> None:
-        """Drop pending changes."""
-        self._forward_hook.close()
-        self.pending = []
-
-    def _end_backward(self) -> None:
-        if not autograd.in_inner_backward():
-            self.apply(has_ended=True)
+        for each in attached:
+            stack.callback(each.close)

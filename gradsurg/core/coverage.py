@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from gradsurg.hooks.controller import HookController
+from gradsurg.core.firing import Firing
 from gradsurg.plugins.fields import SelectionError, only_changed_field
 from gradsurg.sites.base import Place, PlaceTest, Selector
 from gradsurg.sites.combined import CombinedTest
@@ -18,6 +17,29 @@ from gradsurg.sites.selection import names_of, owned_params
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
+
+Thing = nn.Module | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The modules and parameters of a model at some moment, without holding them.
+
+    `frozen` are the names of the parameters that required no gradient.
+    """
+
+    things: Mapping[int, "ref[Thing]"]
+    frozen: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Known":
+        things: list[Thing] = [*model.modules(), *model.parameters()]
+        frozen = (name for name, param in model.named_parameters() if not param.requires_grad)
+        return cls({id(thing): ref(thing) for thing in things}, frozenset(frozen))
+
+    def __contains__(self, thing: object) -> bool:
+        known = self.things.get(id(thing))
+        return known is not None and known() is thing
 
 
 class Coverage:
@@ -28,17 +50,17 @@ class Coverage:
     sites that have a hook.
     """
 
-    def __init__(self, at: Selector, controller: HookController, hooked: Collection[str]) -> None:
-        self._at = at
+    def __init__(self, at: Selector, label: str, firing: Firing, hooked: Collection[str]) -> None:
+        self.at = at
+        self.known: Known | None = None
         self._test: PlaceTest = at.new_test()
-        self._controller = controller
+        self._label = label
+        self._firing = firing
         self._hooked = hooked
         self._has_selected = False
         self._rejected: dict[str, None] = {}  # names of places that are not selected
         self._is_checked = False
         self._awaits_backward = False
-        self._frozen: set[str] = set()  # names of parameters
-        self._known: dict[int, ref[nn.Module | Tensor]] = {}
 
     def selects(self, place: Place) -> bool | None:
         """Evaluate the selector; up to the end of the first forward record rejected places."""
@@ -53,14 +75,8 @@ class Coverage:
         return selected
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
-        """Check the sites hooked so far, or have the first forward check them.
-
-        The modules and parameters of the model are remembered, to notice new and unfrozen ones on
-        detach.
-        """
-        at, things = self._at, (*model.modules(), *model.parameters())
-        self._frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-        self._known = {id(thing): ref(thing) for thing in things}
+        """Check the sites hooked so far, or have the first forward check them."""
+        at = self.at
         if at.count is None and self._has_selected:
             self._is_checked = True
         elif at.count is not None and all(kind.known_before_forward for kind in at.kinds):
@@ -74,8 +90,8 @@ class Coverage:
         if not self._awaits_backward:
             return ""
         return (
-            f"{self._at.count} sites were expected, and no backward has run that would show "
-            "all of them"
+            f"{self.at.count} sites were expected, and no backward has run that would show all of "
+            "them"
         )
 
     def unmatched_warning(self) -> str:
@@ -86,44 +102,39 @@ class Coverage:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
-    def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
-        """Names of selected modules and parameters that were added, or frozen, and are not hooked.
+    def unhooked(self, thing: Thing, places: Sequence[Place]) -> str:
+        """The name of a selected module or parameter that was added, or thawed, and is not hooked.
 
-        Any: a module or a parameter, each with the places of its names.
+        `places` are those of its names. Empty if it is hooked or not selected.
         """
-        for thing, places in things.items():
-            # A module compiled in place wraps the one that is hooked.
-            if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
-                name = places[0].name
-                has_use = any(site.startswith(f"{name}/") for site in self._hooked)
-                if name not in self._frozen or has_use:
-                    continue
-            for kind in self._at.kinds:
-                later = kind.place_if_added(thing)
-                first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
-                # A parameter is selected by all its names together, a module by each of them.
-                tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
-                is_selected = any(self.selects(place) is not False for place in tried)
-                if is_selected and (later is None or self.selects(later) is False):
-                    yield first.name
-
-    def _knows(self, thing: object) -> bool:
-        known = self._known.get(id(thing))
-        return known is not None and known() is thing
+        # A module compiled in place wraps the one that is hooked.
+        known = self.known
+        if known is None or thing in known or getattr(thing, "_orig_mod", None) in known:
+            name = places[0].name
+            if known is None or name not in known.frozen or name in self._hooked:
+                return ""
+            if any(site.startswith(f"{name}/") for site in self._hooked):  # a use of it
+                return ""
+        for kind in self.at.kinds:
+            later = kind.place_if_added(thing)
+            first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
+            # A parameter is selected by all its names together, a module by each of them.
+            tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
+            is_selected = any(self.selects(place) is not False for place in tried)
+            if is_selected and (later is None or self.selects(later) is False):
+                return first.name
+        return ""
 
     def _check_after_forward(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites at the end of the first forward that makes a graph."""
-        at = self._at
+        at = self.at
         # Selectors that act outside the model may find sites after its forward.
         is_inside = all(kind.place_if_added(model) is None for kind in at.kinds)
-        is_done = False
 
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            nonlocal is_done
-            if is_done or not torch.is_grad_enabled() or autograd.in_backward():
+            if self._is_checked or not torch.is_grad_enabled() or autograd.in_backward():
                 return
-            is_done = True
             handle.remove()
             self._is_checked = True
             if at.count is not None and may_meet_more_sites(output, at):
@@ -136,20 +147,20 @@ class Coverage:
                     f"nothing in the first forward is selected by {at!r}. There were: "
                     f"{', '.join(self._rejected)}"
                 )
-                raise SelectionError(at, only_changed_field(at), text, self._controller.label)
+                raise SelectionError(at, only_changed_field(at), text, self._label)
 
         handle = model.register_forward_hook(hook)
         stack.callback(handle.remove)
 
     def _check_count(self) -> None:
-        if not self._controller.on:
+        if not self._firing.is_on:
             return
         self._awaits_backward = False
-        expected, count = self._at.count, len(self._hooked)
+        expected, count = self.at.count, len(self._hooked)
         if count != expected:
             sites = ", ".join(self._hooked) or "none"
             text = f"{expected} sites were expected, found {count}: {sites}"
-            raise SelectionError(self._at, "count", text, self._controller.label)
+            raise SelectionError(self.at, "count", text, self._label)
 
 
 def clock_warnings(
@@ -177,11 +188,11 @@ def clock_warnings(
 
 def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterator[str]:
     """Warnings of selected modules and parameters that came into the model after the attach."""
-    modules = {
+    modules: dict[Thing, list[Place]] = {
         module: [Place((), name, module) for name in names]
         for module, names in names_of(model).items()
     }
-    trained = {
+    trained: dict[Thing, list[Place]] = {
         param: [Place((), name, param, owner=owner, whole=True) for name, owner in named]
         for param, named in owned_params(model).items()
         if param.requires_grad
@@ -190,7 +201,16 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
     late = ", as after fully_shard" if any(map(autograd.is_sharded, trained)) else ""
     changed = ("modules were replaced or added", "parameters were replaced, added or unfrozen")
     for change, places, also in zip(changed, (modules, trained), (part, late), strict=True):
-        names = dict.fromkeys(name for coverage in coverages for name in coverage.unhooked(places))
+        names: dict[str, None] = {}
+        for known in {coverage.known for coverage in coverages if coverage.known is not None}:
+            own = [coverage for coverage in coverages if coverage.known is known]
+            new = [
+                (thing, named)
+                for thing, named in places.items()
+                if thing not in known or named[0].name in known.frozen
+            ]
+            found = (coverage.unhooked(*each) for coverage in own for each in new)
+            names |= dict.fromkeys(filter(None, found))
         if names:
             yield (
                 f"{change} while the block was open, and the new ones are not hooked{also}: "

@@ -1,6 +1,5 @@
 """Intervention: a transform or an aggregator, its sites and its trigger."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -10,20 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.selection import ParamSelector, params_of
+from gradsurg.sites.selection import params_of
 from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
     SKIPPED,
     SPARSE_RULE,
-    Function,
     Need,
     Scope,
     Transform,
@@ -94,14 +91,6 @@ class Intervention:
         )
         if self.aggregator is None:
             self._check_fit()
-        for link in self.links:
-            if isinstance(link, Function):
-                warnings.warn(
-                    f"{link!r} is a plain callable: its properties are unknown, so gradsurg cannot "
-                    "warn of a stage that changes its meaning",
-                    SurgeryWarning,
-                    stacklevel=3,
-                )
 
     # Cached: they are read at each attach, and the fields never change.
 
@@ -133,14 +122,21 @@ class Intervention:
         """The inputs that the transform requires besides the gradient."""
         return self.operator.needs
 
+    @cached_property
+    def reads_value(self) -> bool:
+        """Whether the transform or the trigger reads the tensor whose gradient passes."""
+        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
+        return "value" in self.needs or any(part.source == "value" for part in parts)
+
+    @cached_property
+    def observes(self) -> bool:
+        """Whether the trigger or the transform reads something of the forward, or a switch."""
+        return bool(self.flags or self.forward_triggers or self.needs & {"error", "examples"})
+
     @property
     def acts_on_parameters(self) -> bool:
         """Whether all its sites are parameters."""
         return all(isinstance(kind, Parameters) for kind in self.at.kinds)
-
-    @property
-    def _acts_on_modules(self) -> bool:
-        return not all(isinstance(kind, ParamSelector) for kind in self.at.kinds)
 
     @property
     def differs_from_sum(self) -> bool:
@@ -188,33 +184,25 @@ class Intervention:
                 advice = "Use a precision that needs no loss scale, as bfloat16"
             raise ValueError(f"{error}. {advice}.")
 
-    def check_model(self, model: nn.Module) -> None:
-        """Raise ValueError or LookupError if it cannot act on this model.
+    def check_sites(self, model: nn.Module, sites: Sequence[str]) -> None:
+        """Raise ValueError if it cannot act at these sites of the model.
 
-        That is, if no site is found, a module was scripted, a `per` does not fit a parameter, or a
-        gradient will be sparse.
+        That is, if a `per` does not fit a parameter, a gradient will be sparse, or the gradients of
+        single examples are unknown there.
         """
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and self._acts_on_modules:
-                raise ValueError(
-                    f"'{name or type(module).__name__}' is a ScriptModule, which runs no Python "
-                    "hooks: attach before torch.jit.script, or act at Parameters or Weights"
-                )
-        sites = self.at.find(model)
-        for module in model.modules():
-            if isinstance(module, TABLES) and module.sparse:
-                self._check_sparse(model, sites)
-                break
+        if any(isinstance(part, TABLES) and part.sparse for part in model.modules()):
+            self._check_sparse(model, sites)
         if "examples" in self.needs:
             _check_examples(model, sites)
-        patterns = [(link, getattr(link, "per", None)) for link in self.links]
-        patterns = [(link, per) for link, per in patterns if isinstance(per, str)]
-        is_used = (patterns or self.checking_links) and self.acts_on_parameters
-        params = params_of(model) if is_used else {}
-        for link in self.checking_links if params else ():
+        links = [(link, per) for link in self.links if isinstance(per := _per(link), str)]
+        is_used = (links or self.checking_links) and self.acts_on_parameters
+        if not is_used:
+            return
+        params = params_of(model)
+        for link in self.checking_links:
             link.check_parameters({site: params[site] for site in sites})
-        for link, per in patterns:
-            for site in sites if params else ():
+        for link, per in links:
+            for site in sites:
                 try:
                     reduced_axes(per, params[site].ndim)
                 except ValueError as error:
@@ -335,6 +323,10 @@ class Intervention:
                     "all of a group at once; it can look at the 'batch' or at a module"
                 )
                 raise FieldError(part, [("source", text)])
+
+
+def _per(link: Transform) -> object:
+    return getattr(link, "per", None)
 
 
 def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:

@@ -1,67 +1,74 @@
-"""One attached intervention: register, suspend, change and remove its hooks."""
+"""One intervention while it is attached: its hooks, its decisions, its warnings."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING
+from weakref import ref
 
+import torch
 from torch import Tensor, distributed, nn
 
-from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import HookController, Session
-from gradsurg.hooks.group_hook import GroupHook
-from gradsurg.hooks.intervention import Intervention
-from gradsurg.hooks.transform_hook import TransformHook
+from gradsurg.core.coverage import Coverage
+from gradsurg.core.firing import Firing
+from gradsurg.core.group import GroupHook
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.observers import observe, observe_output_gradient
+from gradsurg.core.session import Session
+from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import GroupFn, RegisterHooks, SiteHook, Stage
+from gradsurg.sites.base import GroupFn, RegisterHooks, Stage
+from gradsurg.sites.base import SiteHook as SiteFn
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
-from gradsurg.surgery.coverage import Coverage
-from gradsurg.surgery.forward_observers import observe, observe_output_gradient
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
+EXAMINED = 4  # gradients of a site, without an optimizer, until it is taken for one a backward pass
 
-class Attachment:
-    """One attached intervention: its hooks, and the `Attached` that its selector uses.
 
-    `planned` is the intervention after the changes that wait for the end of a backward pass.
+class Attached:
+    """One intervention while it is attached, as its selector and its hooks see it.
+
+    `planned` is the intervention after the changes that wait for the end of a backward pass,
+    `has_several_tasks` says that `live.backward` sends one gradient a task.
     """
 
     def __init__(self, intervention: Intervention, labels: Sequence[str], session: Session) -> None:
         self.intervention = intervention
         self.planned = intervention
         self.session = session
-        self.controller = HookController(session, labels, intervention)
-        self.label = self.controller.label
-        self.labels = self.controller.labels
-        self.notes: list[str] = []
-        self._hooks: dict[str, TransformHook] = {}
-        self.coverage = Coverage(intervention.at, self.controller, self._hooks)
-        self.selects = self.coverage.selects
+        self.labels = tuple(labels)
+        self.label = " -> ".join(labels)
+        self.stage: Stage = intervention.stage
+        self.scope: Scope = intervention.scope
+        self.firing = Firing(session, self.label, intervention)
         self.stack = ExitStack()
-        self._observers = ExitStack()  # the forward hooks for the trigger and the transform
-        self._registered: list[
-            tuple[RegisterHooks, ExitStack]
-        ] = []  # hooks that are off while it rests
-        self._is_resting = False
-        self._calls = 0  # of all hooks, up to the last step
-        self._step_calls = 0  # of all hooks, in the last step
-        self._warned_of_parts = False
-        self._end_checks: list[Callable[[], str]] = []
+        self.notes: list[str] = []
         self.examples: ExampleSource | None = None
+        self.has_several_tasks = False
+        self.was_compiled = compiling.has_compiled()  # something, before the hooks were there
+        self.first_step = session.clock.step
+        self.hooks: dict[str, SiteHook] = {}
+        self.coverage = Coverage(intervention.at, self.label, self.firing, self.hooks)
+        self.selects = self.coverage.selects
+        self._observers = ExitStack()  # the forward hooks for the trigger and the transform
+        self._most_calls = 1  # gradients at one site in this step
+        self._twice: SiteHook | None = None  # a site that had as many
+        self._roots: dict[str, ref[Tensor]] = {}  # of the last backward pass at each site
+        self._end_checks: list[Callable[[], str]] = []
 
     # Life cycle.
 
-    def attach(self, model: nn.Module) -> None:
+    def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
-        item = self.intervention
-        self._observe(model)
-        self.controller.begin_step()
+        item, model = self.intervention, self.session.model
+        if item.observes:
+            self._observe(model)
+        self.firing.begin_step()
         item.at.hook(self)
         if self.session.processes > 1 and item.differs_from_average:
             when_averaged(model, self.stack, self._note_average)
@@ -71,12 +78,11 @@ class Attachment:
         """Set another transform with the same links, or another trigger, at the same sites."""
         old, self.intervention = self.intervention, intervention
         if intervention.operator != old.operator:
-            self._warned_of_parts = False
-        self.controller.set(intervention)
-        for hook in self._hooks.values():
+            self._most_calls = 1
+            self.session.warned.discard(f"{self.label} acts on parts")
+        self.firing.set(intervention)
+        for hook in self.hooks.values():
             hook.renew()
-        if self._is_resting:
-            self.rest()
         if intervention.when is not old.when:
             self._drop_states([self.label], "/when")
             self._observers.close()
@@ -84,93 +90,63 @@ class Attachment:
 
     def load_states(self) -> None:
         """Use the states and the step loaded into the session."""
-        self.controller.set(self.intervention)
-        for hook in self._hooks.values():
-            hook.load_states()
-        if self._is_resting:
-            self.rest()
+        self.firing.set(self.intervention)
+        for hook in self.hooks.values():
+            for link in hook.links:
+                link.load()
+                link.context.step = NO_STEP
 
     def begin_step(self) -> None:
-        """Decide about the next step, and warn if a site had several gradients in the last.
-
-        Hooks that do nothing in a step are removed for it.
-        """
-        controller = self.controller
-        controller.begin_step()
+        """Decide about the next step, and warn if a site had several gradients in the last."""
+        self.firing.begin_step()
         if self.examples is not None:
             self.examples.end_step()
-        if self._registered and not self._is_resting:
-            entries = [hook.entry for hook in self._hooks.values()]
-            calls = sum(entry.fired + entry.not_fired + entry.on_device for entry in entries)
-            # Fewer than in the step before: the graph may differ, or C++ code discarded a hook.
-            if calls - self._calls < self._step_calls and (text := self._discarded_hooks_warning()):
-                self.session.warn_once(f"{self.label}: {text}")
-            self._calls, self._step_calls = calls, calls - self._calls
-        if controller.max_calls > 1:
-            if not controller.has_several_tasks and not self._warned_of_parts:
-                self._warn_of_parts(controller.max_calls)
-            controller.max_calls = 1
-        if controller.skips_step is not self._is_resting:
-            self.rest()
+        if self._twice is not None:
+            if not self.has_several_tasks:
+                self._warn_of_parts(self._twice, self._most_calls, "optimizer step")
+            self._twice, self._most_calls = None, 1
 
-    def rest(self) -> None:
-        """Remove hooks in steps in which they do nothing, and register them again after.
+    def repeat(self, hook: SiteHook, call: int) -> None:
+        """Note a further gradient, number `call`, of the same step at one site."""
+        if call >= self._most_calls:
+            self._most_calls, self._twice = call + 1, hook
+        if call < EXAMINED and not self.session.steps.optimizers:
+            self.examine(hook)
 
-        Compiled code keeps its hooks, because it would not see new ones.
-        """
-        if not self.controller.skips_step:
-            if self._is_resting:
-                self._is_resting = False
-                for register, stack in self._registered:
-                    register(stack)
-        elif not self._is_resting and self._registered and not compiling.has_compiled():
-            self._is_resting = True
-            for _, stack in self._registered:
-                stack.close()
+    def examine(self, hook: SiteHook) -> None:
+        """Without an optimizer: notice several gradients of one backward pass at one site."""
+        root = autograd.root_of_nested_backward() if self.stage == "backward" else None
+        if root is not None:
+            known = self._roots.get(hook.entry.site)
+            if known is not None and known() is root:
+                self._warn_of_parts(hook, 2, "backward pass")
+            self._roots[hook.entry.site] = ref(root)
 
     def end_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
-        checks = [*self._end_checks, self.coverage.end_warning, self._discarded_hooks_warning]
-        entries = [entry for entry in self.session.ledger if entry.intervention == self.label]
+        checks = [*self._end_checks, self.coverage.end_warning, self.discarded_hooks]
+        entries = self.session.ledger.of(self.label)
         if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
             checks.append(self.coverage.unmatched_warning)
         for check in checks:
-            if (text := check()) and f"{self.label}: {text}" not in self.session.warned:
+            if text := check():
                 self.note(text)
         return self.notes
 
-    def _discarded_hooks_warning(self) -> str:
-        """A warning of parameters whose hooks C++ code has discarded, else empty."""
-        own = {hook.hook for hook in self._hooks.values()}
-        names = [
-            name
-            for name, param in self.session.model.named_parameters()
-            if not own.isdisjoint((param._backward_hooks or {}).values())
-            and not autograd.python_hooks_run(param)
-        ]
-        if not names:
-            return ""
-        return (
-            f"a hook that C++ code registered on {', '.join(names)} has discarded the one here; "
-            "since then gradients passed unchanged; use stage='accumulated'"
-        )
-
     def close(self) -> None:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
-        self.controller.disable()
-        self._hooks.clear()
+        self.firing.disable()
         self._end_checks = []
-        self._registered = []
         self.stack.close()
         self._observers.close()
+        self.hooks.clear()
 
     def drop_records(self) -> None:
         """Drop the states and the ledger entries of an intervention that is removed."""
         self._drop_states([self.label], "/when")
         self._drop_states(self.labels)
-        ledger = self.session.ledger
-        for entry in [entry for entry in ledger if entry.intervention == self.label]:
-            ledger.forget(entry.intervention, entry.site)
+        for entry in self.session.ledger.of(self.label):
+            self.session.ledger.forget(self.label, entry.site)
 
     # What a selector sees.
 
@@ -185,19 +161,9 @@ class Attachment:
         return self.session.steps
 
     @property
-    def stage(self) -> Stage:
-        """The stage at which the transform acts."""
-        return self.intervention.stage
-
-    @property
-    def scope(self) -> Scope:
-        """Whether the transform takes one gradient or a group of them."""
-        return self.intervention.scope
-
-    @property
     def needs_value(self) -> bool:
         """Whether its transform or its trigger reads the tensor whose gradient passes."""
-        return self.controller.needs_value
+        return self.intervention.reads_value
 
     @property
     def may_skip(self) -> bool:
@@ -207,7 +173,13 @@ class Attachment:
     @property
     def stateful(self) -> str:
         """The first of its transforms and triggers that has a state per site; empty if none."""
-        return self.controller.stateful
+        for link in self.intervention.links:
+            if link.init(torch.zeros(1)):
+                return repr(link)
+        # The state of a trigger is made when it is first evaluated.
+        keys = [key for key in self.session.states if key.endswith("/when")]
+        has_state = any(key.partition("/")[0] == self.label for key in keys)
+        return repr(self.intervention.when) if has_state else ""
 
     @property
     def unsteady(self) -> str:
@@ -227,7 +199,7 @@ class Attachment:
     @property
     def acts_on_shards(self) -> bool:
         """Whether all of its transforms do, and nothing reads a whole gradient or parameter."""
-        reads = self.controller.trigger_reads_gradient or self.controller.needs_value
+        reads = self.firing.reads_gradient or self.intervention.reads_value
         return not reads and all(link.acts_on_shards for link in self.intervention.links)
 
     @property
@@ -250,26 +222,21 @@ class Attachment:
 
     def note(self, text: str) -> None:
         note = f"{self.label}: {text}"
-        if note not in self.notes:
+        if note not in self.notes and note not in self.session.warned:
             self.notes.append(note)
 
     def check_at_end(self, check: Callable[[], str]) -> None:
         self._end_checks.append(check)
 
     def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        with ExitStack() as handles:
-            register_hooks(handles)
-            registered = handles.pop_all()
-        stack.callback(registered.close)
-        self._registered.append((register_hooks, registered))
+        register_hooks(stack)
 
-    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
-        hook = self._hooks.get(site)
+    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteFn:
+        hook = self.hooks.get(site)
         if hook is None:
-            hook = self._hooks[site] = TransformHook(
-                self.controller, self.session.ledger.enter(self.label, site), value
-            )
-        return hook.hook
+            entry = self.session.ledger.enter(self.label, site)
+            hook = self.hooks[site] = SiteHook(self, entry, value)
+        return hook.call
 
     def group_hook(
         self,
@@ -280,11 +247,11 @@ class Attachment:
     ) -> GroupFn:
         ledger = self.session.ledger
         hooks = [
-            TransformHook(self.controller, ledger.enter(self.label, site), value, gradient)
+            self.hooks.get(site) or SiteHook(self, ledger.enter(self.label, site), value, gradient)
             for site, value, gradient in zip_longest(sites, values, gradients)
         ]
-        self._hooks |= dict(zip(sites, hooks, strict=True))
-        return GroupHook(self.controller, hooks, skip)
+        self.hooks |= dict(zip(sites, hooks, strict=True))
+        return GroupHook(self, hooks, skip)
 
     @contextmanager
     def on_shards(
@@ -294,7 +261,7 @@ class Attachment:
             yield
 
     def count_bytes(self, site: str, number: int) -> None:
-        self.session.ledger.entries[self.label, site].sent += number
+        self.session.ledger.enter(self.label, site).sent += number
 
     def state(self, key: str) -> dict[str, Tensor]:
         return self.session.states.setdefault(f"{self.label}/{key}", {})
@@ -317,7 +284,6 @@ class Attachment:
 
             recorder = Recorder(model, self._observers)
             self.examples = ExampleSource(recorder, self.session, item.links[0])
-            self.controller.examples_of = self.examples.of_group
 
     def _drop_states(self, labels: Sequence[str], suffix: str = "") -> None:
         """Drop the states with these labels; with suffix `/when`, only those of the trigger."""
@@ -326,23 +292,32 @@ class Attachment:
         for key in keys:
             del states[key]
 
-    def _warn_of_parts(self, most: int) -> None:
+    def _warn_of_parts(self, hook: SiteHook, number: int, period: str) -> None:
         """Warn once if acting on each of several gradients differs from acting on their sum."""
-        self._warned_of_parts = True
-        if not self.intervention.differs_from_sum:
-            return
-        calls = (
-            (site, link.context.call + 1)
-            for site, hook in self._hooks.items()
-            for link in hook.links
-        )
-        where = next((site for site, number in calls if number == most), "")
-        warnings.warn(
-            f"{self.label}: site '{where}' had {most} gradients in one optimizer step and the "
-            "transform is not linear: acting on each is not acting on their sum. Use "
-            "stage='step' for the sum.",
-            SurgeryWarning,
-            stacklevel=3,
+        if self.intervention.differs_from_sum:
+            self.session.warn_once(
+                f"{self.label}: site '{hook.entry.site}' had {number} gradients in one "
+                f"{period} and the transform is not known to be linear: acting on each is not "
+                "acting on their sum. Use stage='step' for the sum.",
+                key=f"{self.label} acts on parts",
+            )
+
+    def discarded_hooks(self) -> str:
+        """A warning of parameters whose hooks C++ code has discarded, else empty."""
+        if self.stage != "backward":
+            return ""
+        own = {hook.call for hook in self.hooks.values()}
+        named = {
+            param: name
+            for name, param in self.session.model.named_parameters()
+            if not own.isdisjoint((param._backward_hooks or {}).values())
+        }
+        names = [named[param] for param in autograd.without_hooks(named)]
+        if not names:
+            return ""
+        return (
+            f"a hook that C++ code registered on {', '.join(names)} has discarded the one here; "
+            "since then gradients passed unchanged; use stage='accumulated'"
         )
 
     def _note_average(self, processes: int) -> None:
@@ -350,6 +325,6 @@ class Attachment:
             self.note(
                 f"it acted on the gradients of each of {processes} processes, before "
                 "DistributedDataParallel averaged them, and the transform is not linear: acting on "
-                "each is not acting on their average. For the average use stage='reduced' or "
-                "stage='step'."
+                "each is not acting on their average. For the average use "
+                "stage='backward_end' or stage='step'."
             )

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from gradsurg.core.coverage import Known
+from gradsurg.core.intervention import Intervention, labels_of
+from gradsurg.core.live import Live
+from gradsurg.core.session import Session
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.hooks.controller import Session
-from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.model_tree import tree
 from gradsurg.sites.selection import inner_model, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
-from gradsurg.surgery.live import Live
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.probability import Probability
@@ -196,19 +197,21 @@ class Surgery:
         )
         live = Live(session, model, is_compiled=is_compiled)
         live.on_end = partial(self._release, live)
+        known = Known.of(model)
         with ExitStack() as undo:
             undo.callback(live.abort)
             if optimizer is not None:
                 session.steps.bind(optimizer, clock, WeakMethod(live.tick))
             for intervention in self._interventions:
                 if intervention.aggregator is not None:
-                    live._add_aggregator(intervention, model)
+                    live.add_aggregator(intervention)
                     continue
-                attachment = live._admit(intervention, model)
+                attached = live.admit(intervention)
+                attached.coverage.known = known
                 if optimizer is None and intervention.stage == "step":
                     intervention.at.find(model)
                 else:
-                    attachment.attach(model)
+                    attached.attach()
             self._live = live
             self.was_attached = True
             if in_state_dict:
@@ -305,7 +308,7 @@ class Surgery:
         self._states.clear()
         self._states.update({key: dict(tensors) for key, tensors in states.items()})
         if self._live is not None:
-            self._live._load_states()
+            self._live.load_states()
 
     def _names(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]

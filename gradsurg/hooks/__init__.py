@@ -1,1 +1,0 @@
-"""Hooks that apply transforms to gradients: checks, state, measuring."""

@@ -1,1 +1,0 @@
-"""Interventions, and attaching them to a model."""

@@ -1,0 +1,132 @@
+"""What does not act, and a clock that stands still, are told in the first steps."""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from tests.nets import attached, backward, num_watching, sgd, small, train
+
+
+class Idle(nn.Module):
+    """A model with a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def _told(steps: Iterator[Callable[[], None]]) -> list[list[str]]:
+    """The warnings of each of some calls."""
+    texts = []
+    for step in steps:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+        texts.append([str(warning.message) for warning in caught])
+    return texts
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("at", [gs.Parameters("idle.*"), gs.Outputs("idle")], ids=repr)
+@pytest.mark.filterwarnings("ignore:.*(no gradient ever|none of its sites)")
+def test_sites_that_are_never_met_are_told_after_the_second_step(at, has_optimizer: bool) -> None:
+    model = Idle()
+    optimizer = sgd(model)
+    given = (optimizer,) if has_optimizer else ()
+    with attached(model, gs.Scale(1.0), at, *given):
+        assert num_watching(model) > 0
+        told = _told(lambda: train(model, optimizer, 1) for _ in range(4))
+        assert num_watching(model) == 0
+    assert [len(texts) for texts in told] == [0, 1, 0, 0]
+    assert "scale: attached, and in the first steps no gradient has passed at: idle" in told[1][0]
+
+
+def test_one_site_that_acts_is_enough_and_a_trigger_that_waits_says_nothing() -> None:
+    model = Idle()
+    optimizer = sgd(model)
+    late = gs.Intervention(gs.Zero(), gs.Outputs("idle"), gs.Steps(start=9))
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)), late)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
+        surgery.attach(model, optimizer),
+    ):
+        assert _told(lambda: train(model, optimizer, 1) for _ in range(3)) == [[], [], []]
+
+
+class Silent(torch.optim.SGD):
+    """An optimizer whose step runs no step hooks, as some wrappers."""
+
+    def step(self, closure: object = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param -= 0.1 * param.grad
+
+
+def _silent(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = Silent(model.parameters(), lr=0.1)
+    optimizer.step = Silent.step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined]
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:.*no gradient ever")
+def test_an_optimizer_whose_steps_are_not_seen_is_told_by_the_weights() -> None:
+    model = small()
+    optimizer = _silent(model)
+    with attached(model, gs.Scale(1.0), gs.Parameters(stage="step"), optimizer) as live:
+        told = _told(lambda: train(model, optimizer, 1) for _ in range(4))
+        assert live.step == 0
+    assert [len(texts) for texts in told] == [0, 0, 2, 0]
+    assert "no step of Silent was counted, though the weights have changed" in told[2][0]
+    assert "live.before_step()" in told[2][0]
+
+
+def test_accumulated_batches_are_no_steps() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), gs.Parameters(stage="step"), optimizer):
+        for _ in range(4):
+            backward(model)
+        optimizer.step()
+
+
+class Twice(nn.Module):
+    """A weight that two reentrant checkpoints use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(self.layer, x, use_reentrant=True)
+        return checkpoint(self.layer, inner, use_reentrant=True)
+
+
+def _run(model: nn.Module) -> None:
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+def test_a_weight_used_in_two_reentrant_checkpoints_is_told_in_the_first_backward() -> None:
+    model = Twice()
+    text = r"site 'layer\..*' had 2 gradients in one backward pass .* Use stage='step'"
+    with attached(model, gs.Clip(1.0)), pytest.warns(gs.SurgeryWarning, match=text):
+        _run(model)
+
+
+def test_several_backward_passes_without_an_optimizer_are_not_parts_of_one() -> None:
+    model = Twice()
+    with attached(model, gs.Scale(1.0)):
+        _run(model)
+        _run(model)
+    with attached(small(), gs.Clip(1.0)) as live:
+        for step in range(3):
+            backward(live.session.model, step)
