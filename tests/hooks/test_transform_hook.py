@@ -381,7 +381,6 @@ def _numpy_noise(grad: Tensor) -> Tensor:
     return grad + float(np.random.standard_normal())
 
 
-@pytest.mark.filterwarnings("ignore:.*plain callable")
 @pytest.mark.parametrize(
     ("intervention", "message"),
     [

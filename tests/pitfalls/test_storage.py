@@ -41,8 +41,7 @@ def steps(
 
 
 def surgery(function: Callable[[Tensor], Tensor], at: Selector) -> gs.Surgery:
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        return gs.Surgery(gs.Intervention(function, at=at))
+    return gs.Surgery(gs.Intervention(function, at=at))
 
 
 @everywhere
@@ -245,8 +244,7 @@ def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state(
 
 
 def test_a_wrapper_of_a_users_transform_is_checked_like_it() -> None:
-    with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-        surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
+    surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
     (item,) = surgery.interventions
     assert [is_trusted(link) for link in item.links] == [True, False]
     for transform in (Mean(), gs.Scheduled(Mean()), gs.NormMatched(gs.Chain(gs.Clip(), Mean()))):

@@ -131,8 +131,7 @@ def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
                 met.append(name)
                 return grad + 1
 
-            with pytest.warns(gs.SurgeryWarning, match="plain callable"):
-                return gs.Intervention(note, gs.Parameters(stage=name), names=(name,))  # pyright: ignore[reportArgumentType]
+            return gs.Intervention(note, gs.Parameters(stage=name), names=(name,))  # pyright: ignore[reportArgumentType]
 
         with gs.Surgery(*map(noted, order)).attach(model, optimizer):
             model(torch.tensor([1.0])).backward()
