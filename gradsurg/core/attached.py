@@ -33,13 +33,11 @@ EXAMINED = 4  # gradients of a site, without an optimizer, until it is taken for
 class Attached:
     """One intervention while it is attached, as its selector and its hooks see it.
 
-    `planned` is the intervention after the changes that wait for the end of a backward pass,
     `has_several_tasks` says that `live.backward` sends one gradient a task.
     """
 
     def __init__(self, intervention: Intervention, labels: Sequence[str], session: Session) -> None:
         self.intervention = intervention
-        self.planned = intervention
         self.session = session
         self.labels = tuple(labels)
         self.label = " -> ".join(labels)

@@ -31,10 +31,12 @@ class Firing:
     another object for each configuration, and None while a gradient needs the long way.
     `is_idle` says that nothing acts or counts in this step, `skips_transform` that the trigger is
     evaluated and the transform is not called, as in steps of `shadow` that are not measured.
+    `is_on` is False while paused and after the surgery was detached; `named_tasks` are the parts of
+    the trigger that name a task of `live.backward`.
     """
 
     __slots__ = (
-        *("configuration", "_decided_for", "_is_on", "_named", "_needs_context", "_passed"),
+        *("configuration", "_decided_for", "is_on", "named_tasks", "_needs_context", "_passed"),
         *("_shares_answer", "_shared_flags", "_shared_observations", "_watches", "answer"),
         *("is_idle", "label", "reads_gradient", "sampling", "session", "skipped_nodes"),
         *("skips_transform", "stage", "token", "trigger", "_is_stateless"),
@@ -45,14 +47,14 @@ class Firing:
         self.label = label
         self.stage = intervention.stage
         self.skipped_nodes: Collection[Node] = ()
-        self._is_on = True
+        self.is_on = True
         self.set(intervention)
 
     def set(self, intervention: Intervention) -> None:
         """Set the transform and the trigger; the next gradient at each site is checked in full."""
         session, self.trigger = self.session, intervention.when
         parts = self.trigger.parts
-        self._named = [part for part in parts if isinstance(part, ForTask)]
+        self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
         sources = [part.source for part in parts if isinstance(part, TensorTrigger)]
         # A user's trigger, until it has answered without a draw from a global generator.
         is_users = any(type(part).__module__.partition(".")[0] != "gradsurg" for part in parts)
@@ -73,16 +75,6 @@ class Firing:
         self.configuration = object()
         self.reevaluate()
 
-    @property
-    def named_tasks(self) -> list[ForTask]:
-        """The parts of the trigger that name a task of `live.backward`."""
-        return self._named
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the hooks act: not while paused, nor after the surgery was detached."""
-        return self._is_on
-
     def begin_step(self) -> None:
         """Decide for all sites whether the trigger fires and whether effects are measured."""
         session = self.session
@@ -102,9 +94,7 @@ class Firing:
         # In shadow, a transform without state has no effect in a step that is not measured,
         self.skips_transform = session.shadow and not sampling and self._is_stateless
         # nor has a trigger that always fires.
-        self.is_idle = not self._is_on or (
-            self.skips_transform and isinstance(self.trigger, Always)
-        )
+        self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
         is_open = (
             self.answer is True
             and not self.is_idle
@@ -120,13 +110,13 @@ class Firing:
 
     def switch(self, on: bool) -> None:
         """Neither act on nor count gradients while off."""
-        self._is_on = on
+        self.is_on = on
         if on or self.session.target is not None:
             self.reevaluate()
 
     def disable(self) -> None:
         """Pass all gradients unchanged: hooks on existing graphs stay registered."""
-        self._is_on, self.is_idle, self.token = False, True, None
+        self.is_on, self.is_idle, self.token = False, True, None
 
     def skip_nodes(self, nodes: Collection[Node]) -> None:
         """Neither act on nor count gradients that arrive at these autograd nodes."""

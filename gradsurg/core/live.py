@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.core.attached import Attached
-from gradsurg.core.changes import PendingChanges
 from gradsurg.core.coverage import Known, clock_warnings, unhooked_warnings
 from gradsurg.core.first_steps import FirstSteps
 from gradsurg.core.intervention import Intervention, labels_of
@@ -67,7 +66,6 @@ class Live:
         self._attached: list[Attached] = []
         self._aggregators: dict[str, Intervention] = {}  # by label
         self._removed: list[str] = []  # the detach warnings of interventions that were removed
-        self._changes = PendingChanges(model)
         self._multi_task: MultiTaskBackward | None = None
         self._has_stepped = False
         self._start = clock.step, clock.counted_epochs
@@ -79,7 +77,6 @@ class Live:
         # What removes the hooks must not refer to this object, which would never be garbage then.
         self.stack = ExitStack()
         self.stack.callback(session.close)
-        self.stack.callback(self._changes.close)
         self.stack.callback(_close_attached, self._attached)
         self.stack.callback(self._first_steps.close)
         self.unentered: list[str] = []
@@ -158,8 +155,7 @@ class Live:
         the gradients of the tasks, and, with an aggregator, for losses that share no parameter.
         """
         self.session.check_attached()
-        with self._changes.hold():
-            self.multi_task.backward(losses, self._attached, scale, aggregate, retain_graph)
+        self.multi_task.backward(losses, self._attached, scale, aggregate, retain_graph)
 
     @property
     def reads_example_labels(self) -> bool:
@@ -190,8 +186,6 @@ class Live:
 
     def tick(self) -> None:
         """Count an optimizer step; called by a hook of the optimizer given to `attach`."""
-        if self._changes.pending:
-            self._changes.apply()
         if self._multi_task is not None:
             self._multi_task.after_step()
         if not self._has_stepped:
@@ -234,12 +228,15 @@ class Live:
         """Attach one more intervention and return its label, for `remove` and `set`.
 
         It acts from the next backward on, or from the next forward on if it hooks tensors in the
-        forward, as Outputs does, or reads the batch. Inside a backward it is attached when that has
-        ended. An error leaves nothing attached.
+        forward, as Outputs does, or reads the batch. An error leaves nothing attached. Raises
+        RuntimeError inside a backward pass, as `remove` and `set` do.
         """
         each = self.admit(intervention)
         each.coverage.known = Known.of(self.session.model)
-        self._changes.request(lambda: self._hook(each))
+        with ExitStack() as undo:
+            undo.callback(self._drop, each)
+            each.attach()
+            undo.pop_all()
         return each.label
 
     def remove(self, label: str) -> None:
@@ -250,7 +247,7 @@ class Live:
         each = self._find(label)
         if label != each.label:
             raise LookupError(f"'{label}' is a link of '{each.label}': remove the whole")
-        self._changes.request(lambda: self._remove(each))
+        self._drop(each)
 
     def set(self, label: str, *, when: Trigger | None = None, **changes: Any) -> None:
         """Change fields of one transform, or its trigger, from the next backward on.
@@ -260,10 +257,12 @@ class Live:
         ValueError for a wrong field and for a transform or a trigger that cannot act there.
         """
         each = self._find(label)
-        new = each.planned.changed(each.labels, label, when, changes)
+        trigger = each.intervention.when
+        new = each.intervention.changed(each.labels, label, when, changes)
         self._check(new, replaced=each)
-        each.planned = new
-        self._changes.request(lambda: self._change(each, new))
+        each.change(new)
+        if new.when is not trigger:
+            self._drop_observations(trigger)
 
     def bind(
         self, optimizer: Optimizer | Sequence[Optimizer], *, clock: Optimizer | None = None
@@ -337,6 +336,7 @@ class Live:
             raise TypeError(
                 f"{intervention.transform!r}: an aggregator is attached when the block begins"
             )
+        self._check_idle()
         self._check(intervention)
         each = Attached(intervention, labels_of(intervention, self.labels), self.session)
         self._attached.append(each)
@@ -417,7 +417,6 @@ class Live:
 
     def _end_warnings(self) -> Iterator[str]:
         """Yield the warnings to emit on detach, but for those that were told in the first steps."""
-        self._changes.apply()
         session = self.session
         if session.shadow and not self.effects.every:
             return  # nothing acts and nothing is measured
@@ -468,9 +467,17 @@ class Live:
             flag
             for each in self._attached
             if each is not without
-            for flag in (*each.intervention.flags, *each.planned.flags)
+            for flag in each.intervention.flags
         ]
         return flags + [flag for item in self._aggregators.values() for flag in item.flags]
+
+    def _check_idle(self) -> None:
+        """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
+        self.session.check_attached()
+        if autograd.in_backward():
+            raise RuntimeError(
+                "a backward pass runs: add, remove and change interventions before or after it"
+            )
 
     def _check(self, intervention: Intervention, replaced: Attached | None = None) -> None:
         """Raise an error for an intervention that cannot act, in the place of `replaced`."""
@@ -488,29 +495,13 @@ class Live:
             if first.setdefault(flag.flag, flag.on) != flag.on:
                 raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
 
-    def _hook(self, each: Attached) -> None:
-        """Hook all sites of an intervention; on an error it is removed."""
-        with ExitStack() as undo:
-            undo.callback(self._remove, each)
-            each.attach()
-            undo.pop_all()
-
-    def _change(self, each: Attached, new: Intervention) -> None:
-        """Change an intervention, unless it was removed in the meantime."""
-        if each in self._attached:
-            trigger = each.intervention.when
-            each.change(new)
-            if new.when is not trigger:
-                self._drop_observations(trigger)
-
-    def _remove(self, each: Attached) -> None:
+    def _drop(self, each: Attached) -> None:
         """Remove an intervention with its hooks, its states and its ledger entries."""
-        if each in self._attached:
-            self._attached.remove(each)
-            self._removed += each.end_warnings()
-            each.close()
-            each.drop_records()
-            self._drop_observations(each.intervention.when)
+        self._attached.remove(each)
+        self._removed += each.end_warnings()
+        each.close()
+        each.drop_records()
+        self._drop_observations(each.intervention.when)
 
     def _drop_observations(self, trigger: Trigger) -> None:
         """Drop the observations of a trigger, unless another intervention reads the same."""
@@ -521,8 +512,7 @@ class Live:
 
     def _find(self, label: str) -> Attached:
         """The attached intervention with this label, or with a link of this label."""
-        self.session.check_attached()
-        self._changes.apply()
+        self._check_idle()
         for each in self._attached:
             if label in (each.label, *each.labels):
                 return each

@@ -78,7 +78,7 @@ class Link:
         self.context = TransformContext(
             entry.site, NO_STEP, seed=session.seed, backward=session.clock, rank=rank, label=label
         )
-        self.load()
+        self.state = self._states.get(self._key, NO_STATE)
         self.set(transform)
 
     def load(self) -> None:
