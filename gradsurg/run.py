@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from gradsurg.config.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
     from gradsurg.report.study import Study
+    from gradsurg.training.execution import Record
     from gradsurg.training.run import Run
-    from gradsurg.training.study import Record
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 TUNE = re.compile(r"tune=(?!null$)([^'\"].*)", re.DOTALL)
@@ -317,9 +317,9 @@ def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") 
     """Execute one run unless a stack has trained it, and print what happened to it; return None if
     it failed.
     """
+    from gradsurg.training.execution import execute
     from gradsurg.training.run_directory import ERROR
     from gradsurg.training.run_reader import BrokenFile
-    from gradsurg.training.study import execute
 
     settings = experiment.settings
     out = Path(settings.out)

@@ -21,10 +21,10 @@ from gradsurg.config.build import Experiment, build
 from gradsurg.config.cli import Job, outcome_table, plan_runs, planned_job
 from gradsurg.effects.tables import aligned
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
+from gradsurg.training.execution import execute
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import SUMMARY, RunDirectory
-from gradsurg.training.study import execute
 
 WARM, STEPS, CLIP = 50, 2000, 0.01
 MAX_OVERHEAD, MAX_START, MAX_RESUME_S = 1.10, 1.3, 2.0

@@ -19,8 +19,8 @@ from gradsurg.config import compose
 from gradsurg.config.build import build
 from gradsurg.effects.tables import aligned
 from gradsurg.stacked.study import execute_stacked
+from gradsurg.training.execution import execute
 from gradsurg.training.run import Run
-from gradsurg.training.study import execute
 
 SEQUENTIAL = 8  # runs of the sequential study: they take as long as the others
 REPLICAS = (32, 128)

@@ -21,10 +21,10 @@ from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger

@@ -164,7 +164,7 @@ def test_a_cycle_is_found() -> None:
         ("effects.effects", "from gradsurg.core.live import Live", "not below it"),
         ("training.loop", "from gradsurg.plugins.fields import validated", "not below it"),
         ("training.run_directory", "from gradsurg.config.build import build", "not below it"),
-        ("training.study", "from gradsurg import Clip", ""),
+        ("training.execution", "from gradsurg import Clip", ""),
         ("core.live", "from gradsurg import Clip", "not below it"),
         ("sites.nodes", "from .base import Selector", "relative import"),
         (

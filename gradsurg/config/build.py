@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
-from gradsurg.config.dry_run import (
+from gradsurg.config.errors import ConfigError, ErrorCollector, joined
+from gradsurg.config.instantiate import Config, instantiate, user_code
+from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
+from gradsurg.config.runs import Pair, Plan, create_model, split_plans
+from gradsurg.config.settings import Settings
+from gradsurg.config.trial_step import (
     check_first_step,
     check_metrics,
     check_model,
@@ -22,11 +27,6 @@ from gradsurg.config.dry_run import (
     few_examples,
     metric_names,
 )
-from gradsurg.config.errors import ConfigError, ErrorCollector, joined
-from gradsurg.config.instantiate import Config, instantiate, user_code
-from gradsurg.config.overrides import GROUPS, MAX_RUNS, too_many
-from gradsurg.config.runs import Pair, Plan, create_model, split_plans
-from gradsurg.config.settings import Settings
 from gradsurg.config.tuning import FIRST_SEED, Candidate, Tuning, configs, tuning_metric
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.surgery import Surgery

@@ -18,10 +18,10 @@ from omegaconf import DictConfig
 
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment, build
-from gradsurg.config.dry_run import step_seconds
 from gradsurg.config.errors import ConfigError
 from gradsurg.config.instantiate import Config
 from gradsurg.config.overrides import MAX_RUNS, too_many
+from gradsurg.config.trial_step import step_seconds
 from gradsurg.config.tuning import HEADLINE
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned

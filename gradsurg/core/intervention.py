@@ -341,50 +341,47 @@ def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:
             )
 
 
+LACKS: dict[Need, tuple[str, str, str]] = {
+    "value": (
+        "the value whose gradient it gets",
+        "{kind} has none",
+        "Parameters, Outputs or Inputs",
+    ),
+    "entering": (
+        "the gradient that enters the autograd node",
+        "{at!r} has none",
+        "Nodes with side='leave'",
+    ),
+    "gradient": (
+        "the gradient from which the optimizer made an update",
+        "{kind} has no updates",
+        "Updates",
+    ),
+    "product": (
+        "the gradient of the input of a matrix product",
+        "{at!r} has other gradients too",
+        "Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and edge=0",
+    ),
+    "examples": ("the gradients of the single examples", "{kind} has none", "Parameters"),
+    "skip": (
+        "an optimizer whose step can be skipped",
+        "{kind} has none",
+        "Parameters, stage 'step'",
+    ),
+    "labels": ("a gradient with an axis of examples", "{kind} has none", "Outputs or Inputs"),
+    "error": (
+        "the gradient of the model's output for the same examples",
+        "{at!r} has gradients of other shapes",
+        "Outputs or Inputs",
+    ),
+}
+"""What a transform may need, what sites without it have instead, and sites that have it."""
+
+
 def _lack(at: Selector, need: Need) -> str:
     """Describe an input that these sites do not provide, and name sites that do."""
-    match need:
-        case "value":
-            return (
-                f"the value whose gradient it gets, and {type(at).__name__} has none; it can act "
-                "at Parameters, Outputs or Inputs"
-            )
-        case "entering":
-            return (
-                f"the gradient that enters the autograd node, and {at!r} has none; it can act at "
-                "Nodes with side='leave'"
-            )
-        case "gradient":
-            return (
-                "the gradient from which the optimizer made an update, and "
-                f"{type(at).__name__} has no updates; it can act at Updates"
-            )
-        case "product":
-            return (
-                f"the gradient of the input of a matrix product, and {at!r} has other gradients "
-                "too; it can act at Nodes with pattern='Addmm' and edge=1, or pattern='Mm' and "
-                "edge=0"
-            )
-        case "examples":
-            return (
-                f"the gradients of the single examples, and {type(at).__name__} has none; it can "
-                "act at Parameters"
-            )
-        case "skip":
-            return (
-                f"an optimizer whose step can be skipped, and {type(at).__name__} has none; it can "
-                "act at Parameters, stage 'step'"
-            )
-        case "labels":
-            return (
-                f"a gradient with an axis of examples, and {type(at).__name__} has none; it can "
-                "act at Outputs or Inputs"
-            )
-        case "error":
-            return (
-                "the gradient of the model's output for the same examples, and "
-                f"{at!r} has gradients of other shapes; it can act at Outputs or Inputs"
-            )
+    what, instead, sites = LACKS[need]
+    return f"{what}, and {instead.format(kind=type(at).__name__, at=at)}; it can act at {sites}"
 
 
 def _group_link(intervention: Intervention) -> Transform:

@@ -12,8 +12,8 @@ from torch import nn
 
 from gradsurg.config import compose
 from gradsurg.config.build import Experiment
-from gradsurg.config.dry_run import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.config.errors import ConfigError
+from gradsurg.config.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.plugins.messages import nearest
 from gradsurg.report.load import TUNING, LoadedRun, read_runs

@@ -22,8 +22,8 @@ from gradsurg.effects.effects import made_nonfinite, sketches
 from gradsurg.effects.ledger import Entry
 from gradsurg.effects.sums import NUM_SUMS, Array, effect_numbers, stacked_sums
 from gradsurg.stacked.tasks import Aggregated, Grads, TaskRows
+from gradsurg.training.execution import OpenRun
 from gradsurg.training.run import Run
-from gradsurg.training.study import OpenRun
 from gradsurg.transforms.base import (
     GroupTransform,
     Stateless,

@@ -27,8 +27,8 @@ from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched
 from gradsurg.torch_internals.random_state import GeneratorStates
 from gradsurg.training.checkpoint import Checkpoint, TrainingState
+from gradsurg.training.execution import OpenRun
 from gradsurg.training.loop import concatenated
-from gradsurg.training.study import OpenRun
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose update of an entry depends on that entry alone."""

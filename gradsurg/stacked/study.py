@@ -21,11 +21,11 @@ from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.torch_internals import random_state
 from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
+from gradsurg.training.execution import Action, OpenRun, Record, restored_process, run_info
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import RESUMED
 from gradsurg.training.run_reader import BrokenFile
-from gradsurg.training.study import Action, OpenRun, Record, restored_process, run_info
 
 MAX_REPLICAS = 256
 """The most replicas of one stack: each holds the lock of its directory, an open file."""

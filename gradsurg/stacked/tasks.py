@@ -18,7 +18,7 @@ from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.pcgrad import PCGrad
 from gradsurg.aggregators.sum import Sum
 from gradsurg.multitask.shared_parameters import SHARED
-from gradsurg.training.study import OpenRun
+from gradsurg.training.execution import OpenRun
 from gradsurg.triggers.base import Clock, TriggerContext
 
 Grads = dict[str, Tensor]

@@ -14,8 +14,8 @@ import gradsurg as gs
 from gradsurg.config.build import build
 from gradsurg.config.errors import ConfigError
 from gradsurg.training import run_identity
+from gradsurg.training.execution import execute
 from gradsurg.training.run_identity import run_hash
-from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
 from tests import theirs
 from tests.builds import built, config

@@ -12,7 +12,7 @@ import yaml
 from gradsurg.config import compose
 from gradsurg.config.build import build
 from gradsurg.plugins.registry import defines_its_class
-from gradsurg.training.study import execute
+from gradsurg.training.execution import execute
 
 ROOT = Path(__file__).parents[2]
 

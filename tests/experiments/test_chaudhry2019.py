@@ -17,10 +17,10 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
+from gradsurg.training.execution import execute
 from gradsurg.training.loop import Batches
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import execute
 from tests.conftest import Here
 from tests.image_files import idx
 from tests.runs import Torn, a_run, assert_same

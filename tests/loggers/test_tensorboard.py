@@ -15,7 +15,7 @@ from gradsurg.config.compose import compose_config
 from gradsurg.config.errors import ConfigError
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.loggers.tensorboard import TensorBoard
-from gradsurg.training.study import execute
+from gradsurg.training.execution import execute
 from tests.loggers.offline import info
 from tests.runs import Listening, Wrapped, a_run
 

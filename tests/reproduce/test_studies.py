@@ -13,8 +13,8 @@ from gradsurg.reproduce.studies import (
     plan_runs,
     plan_study,
 )
+from gradsurg.training.execution import execute
 from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
-from gradsurg.training.study import execute
 from tests.builds import built
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")

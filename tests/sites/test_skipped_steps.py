@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.training.study import execute
+from gradsurg.training.execution import execute
 from tests.nets import attached, backward, small, train, weights
 from tests.runs import a_run, lines, notes
 

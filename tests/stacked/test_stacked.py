@@ -23,9 +23,9 @@ from gradsurg.tasks.base import Task
 from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.tasks.digits import Digits
 from gradsurg.tasks.quadratics_toy import QuadraticsToy
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.run import ComputeOptions, Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record, execute
 from tests.runs import ROOT, Listening, Wrapped, a_run, ended, make_model, untimed
 from tests.transforms.cases import build, names
 

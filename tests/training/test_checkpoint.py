@@ -7,9 +7,9 @@ import pytest
 
 import gradsurg as gs
 from gradsurg.models.mlp import MLP
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import environment
-from gradsurg.training.study import Record, execute
 from tests.runs import (
     MIXED,
     SHORT,

@@ -18,10 +18,10 @@ from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.training.counterfactual import Counterfactual, means
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.loop import Batches, train
 from gradsurg.training.run import Run, Schedule
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from tests.nets import batch, noisy, num_hooks, small, weights
 from tests.runs import Torn, Wrapped, flat, untimed

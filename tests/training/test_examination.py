@@ -14,9 +14,9 @@ from gradsurg.report.terminal import Runs, report
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
 from gradsurg.torch_internals import random_state
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.run import Run, Until
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
 from tests.builds import built

@@ -16,9 +16,9 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.tasks.base import Data, MultiTask
 from gradsurg.tasks.digit_attributes import DigitAttributes
+from gradsurg.training.execution import execute
 from gradsurg.training.run import Run
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import execute
 from tests.loggers.offline import alone
 from tests.runs import MIXED, ROOT, SHORT, a_run, assert_same
 
@@ -102,7 +102,7 @@ AGGREGATORS = {
 KILLED = """
 import sys
 from pathlib import Path
-from gradsurg.training.study import execute
+from gradsurg.training.execution import execute
 from tests.training.test_kills import several
 
 execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)

@@ -13,8 +13,8 @@ from gradsurg.report.compare import compare
 from gradsurg.report.study import read_study
 from gradsurg.tasks.base import Classification, Data, Regression, Task
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.execution import execute
 from gradsurg.training.logged_numbers import learned_nothing
-from gradsurg.training.study import execute
 from tests.report import studies
 from tests.runs import Wrapped, a_run
 

@@ -13,9 +13,9 @@ import gradsurg as gs
 from gradsurg.config.settings import Settings
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.execution import execute
 from gradsurg.training.logged_numbers import hardware
 from gradsurg.training.run import Run
-from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
 from tests.builds import built
 from tests.runs import (

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.tasks.base import Data
 from gradsurg.torch_internals import random_state
+from gradsurg.training.execution import execute
 from gradsurg.training.run import Run
-from gradsurg.training.study import execute
 from tests.runs import SHORT, Torn, Wrapped, a_run, assert_resumes, assert_same, lines, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

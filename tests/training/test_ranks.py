@@ -16,10 +16,10 @@ import gradsurg as gs
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data
+from gradsurg.training.execution import Record, execute
 from gradsurg.training.loop import Batches
 from gradsurg.training.ranks import Ranks, in_ranks, refuse_batch_norm
 from gradsurg.training.run import ComputeOptions, Run
-from gradsurg.training.study import Record, execute
 from gradsurg.transforms.base import Transform
 from tests.builds import built
 from tests.runs import Wrapped, a_run

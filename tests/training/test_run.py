@@ -16,9 +16,9 @@ from gradsurg.config.settings import Settings
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.tasks.digits import Digits
+from gradsurg.training.execution import execute
 from gradsurg.training.loop import Batches, Step, StepOptions, train
 from gradsurg.training.run import ComputeOptions, Run, Until, check_compiled
-from gradsurg.training.study import execute
 from gradsurg.transforms.base import Transform
 from tests.conftest import Here
 from tests.nets import num_hooks, sgd, small, weights

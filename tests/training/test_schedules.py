@@ -10,10 +10,10 @@ import yaml
 from torch.optim import Optimizer, lr_scheduler
 
 import gradsurg as gs
+from gradsurg.training.execution import execute
 from gradsurg.training.loop import StepOptions, train
 from gradsurg.training.run import Run
 from gradsurg.training.schedules import check_learning_rates, schedule_maker
-from gradsurg.training.study import execute
 from tests.nets import sgd, small, weights
 from tests.runs import SHORT, Wrapped, a_run, assert_resumes, assert_same, data, kept_in, lines
 

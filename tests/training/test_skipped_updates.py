@@ -9,8 +9,8 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import NotConverged
+from gradsurg.training.execution import execute
 from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.study import execute
 from tests.training.test_kills import several
 
 

@@ -19,9 +19,9 @@ from gradsurg.models.point import Point
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
 from gradsurg.training import logged_numbers
+from gradsurg.training.execution import execute, suggested_bounds
 from gradsurg.training.run_directory import RunDirectory
 from gradsurg.training.run_identity import run_hash
-from gradsurg.training.study import execute, suggested_bounds
 from tests.runs import (
     MIXED,
     SHORT,
