@@ -55,7 +55,7 @@ def test_an_interrupted_tuning_goes_on_where_it_was(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    execute, calls = study.execute, []
+    execute, calls = execution.execute, []
 
     def third_interrupts(*args: object) -> object:
         calls.append(args)
@@ -63,11 +63,11 @@ def test_an_interrupted_tuning_goes_on_where_it_was(
             raise KeyboardInterrupt
         return execute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(study, "execute", third_interrupts)
+    monkeypatch.setattr(execution, "execute", third_interrupts)
     assert here("transform=clip", *SHORT, TUNE).code == 130
     first = {path: (path / "summary.json").stat().st_mtime_ns for path in summaries(folder)}
     assert len(first) == 3
-    monkeypatch.setattr(study, "execute", execute)
+    monkeypatch.setattr(execution, "execute", execute)
     assert here("transform=clip", *SHORT, TUNE).code == 0
     assert len(summaries(folder)) == 14
     assert {path: (path / "summary.json").stat().st_mtime_ns for path in first} == first

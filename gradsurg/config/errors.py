@@ -1,8 +1,8 @@
 """Collect the errors of a config, each under its key, to report all of them at once.
 
 The texts are written where a value is checked: types and bounds in `plugins/fields.py`, options and
-override syntax in `config/overrides.py`, combinations in `config/build.py` and `config/trial_step.py`,
-and the rules of one plug-in in its `__post_init__`.
+override syntax in `config/overrides.py`, combinations in `config/build.py` and
+`config/trial_step.py`, and the rules of one plug-in in its `__post_init__`.
 """
 
 from collections.abc import Callable, Iterator
