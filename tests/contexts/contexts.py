@@ -106,13 +106,15 @@ class _Reentrant(_Checkpointed):
 
 
 def _compile(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
 
 
 def _compile_and_call(model: nn.Module) -> nn.Module:
     """PyTorch ignores hooks that are added after the first compiled call."""
     compiled = _compile(model)
-    compiled(_x())
+    compiled(_x().requires_grad_())  # as later: for other inputs it is compiled again
     return compiled
 
 

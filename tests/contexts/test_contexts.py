@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def _in_place() -> nn.Module:
     return model
 
 
-VISIBLE: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wrappers
     "plain": (small, []),
     "compiled": (lambda: torch.compile(small()), ["torch.compile inside the block"]),
     "compiled in place": (lambda: nn.Sequential(_in_place()), ["torch.compile inside the block"]),
@@ -141,9 +142,7 @@ VISIBLE: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", VISIBLE)
-def test_contexts_of_a_model_are_seen_when_it_is_attached(
-    name: str, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str, tmp_path: Path) -> None:
     torch.compiler.reset()
     make, expected = VISIBLE[name]
     if name in ("DDP", "static", "sharded"):
