@@ -23,7 +23,51 @@ class Row:
     error: type[Exception] = RuntimeError
 
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (
+    # Parameters
+    Row(
+        *("Parameters", "LBFGS", "refused"),
+        why="LBFGS also steps without gradients, so that no step of it can be skipped",
+        instead="Choose another optimizer",
+        error=ValueError,
+    ),
+    Row(
+        *("Parameters", "FSDP2, meshes", "refused"),
+        why="sharded over a mesh of {ndim} dimensions, needs one dimension",
+        error=TypeError,
+    ),
+    Row(
+        *("Parameters", "FSDP2, resumed", "refused"),
+        why="the surgery has the state of {made} processes, each with its part of the parameters; "
+        "found {found} processes",
+        error=ValueError,
+    ),
+    Row(
+        *("Parameters", "FSDP2, accumulated", "refused"),
+        why="the parameters are sharded, and {reason}",
+        instead="Use stage='step'",
+        error=ValueError,
+    ),
+    # Updates, MatchedUpdates, Weights
+    *(
+        Row(
+            *(kind, "LBFGS", "refused"),
+            why="cannot act on LBFGS, which computes curvature from its own updates",
+            instead="Choose another optimizer",
+            error=ValueError,
+        )
+        for kind in ("Updates", "MatchedUpdates")
+    ),
+    *(
+        Row(
+            *(kind, "several optimizers", "refused"),
+            why="the transform needs a whole group at once, and two optimizers share it",
+            instead="Select the parameters of each in an intervention of its own",
+            error=ValueError,
+        )
+        for kind in ("Updates", "MatchedUpdates", "Weights")
+    ),
+)
 
 
 def row(selector: object, context: str) -> Row:

@@ -27,7 +27,7 @@ class Kind:
 KINDS = {
     "Parameters backward": Kind(lambda: gs.Parameters("first.weight")),
     "Parameters accumulated": Kind(lambda: gs.Parameters("first.weight", stage="accumulated")),
-    "Parameters reduced": Kind(lambda: gs.Parameters("first.weight", stage="reduced")),
+    "Parameters backward_end": Kind(lambda: gs.Parameters("first.weight", stage="backward_end")),
     "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
     "Buckets sent": Kind(lambda: gs.Buckets("first.weight")),
     "Buckets reduced": Kind(lambda: gs.Buckets("first.weight", stage="reduced")),
@@ -47,7 +47,6 @@ KINDS = {
     "Updates": Kind(lambda: gs.Updates("first.weight"), of="update"),
     "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),
     "Uses": Kind(lambda: gs.Uses("first")),
-    "Group": Kind(lambda: gs.Group("first.weight")),
     "Captured": Kind(lambda: gs.Captured("first.weight"), of="captured"),
 }
 

@@ -94,9 +94,8 @@ EDITS = {"interrupted": "edits"}
 ROWS = {
     "Parameters backward": _row("Parameters", WEIGHT, "value", stage="backward"),
     "Parameters accumulated": _row("Parameters", WEIGHT, "value", stage="accumulated"),
-    "Parameters reduced": _row("Parameters", WEIGHT, BOTH, stage="reduced"),
+    "Parameters backward_end": _row("Parameters", WEIGHT, BOTH, stage="backward_end"),
     "Parameters step": _row("Parameters", WEIGHT, BOTH, stage="step"),
-    "Group": _row("Group", WEIGHT, BOTH),
     "Buckets sent": _row("Buckets", WEIGHT, "value"),
     "Buckets reduced": _row("Buckets", WEIGHT, "value", stage="reduced"),
     "Weights step": _row("Weights", WEIGHT, "group"),

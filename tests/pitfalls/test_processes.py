@@ -38,7 +38,7 @@ def test_p26_stages_that_ddp_overwrites_are_refused() -> None:
     before = num_hooks(model, optimizer)
     with (
         pytest.raises(RuntimeError, match=r"over what was made of them.*Parameters\(stage='step'"),
-        attached(model, gs.Zero(), gs.Group(), optimizer),
+        attached(model, gs.Zero(), gs.Parameters(stage="backward_end"), optimizer),
     ):
         pass
     assert num_hooks(model, optimizer) == before
@@ -49,7 +49,7 @@ def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model() -> Non
     model = small()
     outer = DistributedDataParallel(model)
     before = num_hooks(outer)
-    with attached(model, gs.Zero(), gs.Group()):
+    with attached(model, gs.Zero(), gs.Parameters(stage="backward_end")):
         backward(model)  # by itself nothing is averaged
         assert not any(grad.any() for grad in gradients(model).values())
         with pytest.raises(RuntimeError, match="the model is in DistributedDataParallel"):
@@ -60,7 +60,9 @@ def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model() -> Non
 @pytest.mark.usefixtures("alone")
 def test_p26_ddp_overwrites_the_refused_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradsurg.sites.group.refuse_averaged", lambda *_: None)
-    with attached(model := DistributedDataParallel(small()), gs.Zero(), gs.Group()) as live:
+    with attached(
+        model := DistributedDataParallel(small()), gs.Zero(), gs.Parameters(stage="backward_end")
+    ) as live:
         backward(model)
     assert {entry.fired for entry in live.ledger} == {1}
     assert all(grad.any() for grad in gradients(model).values())
@@ -175,7 +177,12 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
     before = num_hooks(model, optimizer)
     stages = [stage for stage in gs.Parameters.stages if stage not in ("accumulated", "step")]
     refused = [gs.Parameters(stage=stage) for stage in stages]
-    for at in (*refused, gs.Group(), gs.Weights(), gs.Captured("first.weight")):
+    for at in (
+        *refused,
+        gs.Parameters(stage="backward_end"),
+        gs.Weights(),
+        gs.Captured("first.weight"),
+    ):
         with (
             pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
             attached(model, gs.Scale(2.0), at, optimizer),

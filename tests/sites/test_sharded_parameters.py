@@ -169,7 +169,7 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
 
 def test_what_does_not_act_on_parts_is_told() -> None:
     found = in_ranks(2, _messages)
-    for stage in ("backward", "reduced"):
+    for stage in ("backward", "backward_end"):
         assert "hooks of this one do not run. Use Parameters with stage='step'" in found[stage]
     assert found["accumulated"] == ""
     assert "may draw random numbers; use stage='step'" in found["noise"]
