@@ -32,40 +32,16 @@ CLIP = gs.Clip(0.5)
 
 
 @pytest.mark.usefixtures("alone")
-def test_p26_stages_that_ddp_overwrites_are_refused() -> None:
-    model = DistributedDataParallel(small())
-    optimizer = sgd(model)
-    before = num_hooks(model, optimizer)
-    with (
-        pytest.raises(RuntimeError, match=r"over what was made of them.*Parameters\(stage='step'"),
-        attached(model, gs.Zero(), gs.Parameters(stage="backward_end"), optimizer),
-    ):
-        pass
-    assert num_hooks(model, optimizer) == before
-
-
-@pytest.mark.usefixtures("alone")
-def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model() -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_p26_the_end_of_a_backward_comes_after_the_average(inner: bool) -> None:
     model = small()
     outer = DistributedDataParallel(model)
     before = num_hooks(outer)
-    with attached(model, gs.Zero(), gs.Parameters(stage="backward_end")):
-        backward(model)  # by itself nothing is averaged
-        assert not any(grad.any() for grad in gradients(model).values())
-        with pytest.raises(RuntimeError, match="the model is in DistributedDataParallel"):
-            backward(outer)
+    with attached(model if inner else outer, gs.Zero(), gs.Parameters(stage="backward_end")):
+        for called in (model, outer):  # by itself nothing is averaged
+            backward(called)
+            assert not any(grad.any() for grad in gradients(model).values())
     assert num_hooks(outer) == before
-
-
-@pytest.mark.usefixtures("alone")
-def test_p26_ddp_overwrites_the_refused_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsurg.sites.group.refuse_averaged", lambda *_: None)
-    with attached(
-        model := DistributedDataParallel(small()), gs.Zero(), gs.Parameters(stage="backward_end")
-    ) as live:
-        backward(model)
-    assert {entry.fired for entry in live.ledger} == {1}
-    assert all(grad.any() for grad in gradients(model).values())
 
 
 @pytest.mark.usefixtures("alone")
@@ -177,12 +153,7 @@ def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
     before = num_hooks(model, optimizer)
     stages = [stage for stage in gs.Parameters.stages if stage not in ("accumulated", "step")]
     refused = [gs.Parameters(stage=stage) for stage in stages]
-    for at in (
-        *refused,
-        gs.Parameters(stage="backward_end"),
-        gs.Weights(),
-        gs.Captured("first.weight"),
-    ):
+    for at in (*refused, gs.Weights(), gs.Captured("first.weight")):
         with (
             pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
             attached(model, gs.Scale(2.0), at, optimizer),

@@ -22,10 +22,7 @@ from gradsurg.transforms.base import (
 )
 from tests.nets import backward, batch, sgd, small, weights
 
-STAGES: dict[str, Selector] = {
-    **{stage: gs.Parameters(stage=stage) for stage in gs.Parameters.stages},
-    "backward_end": gs.Parameters(stage="backward_end"),
-}
+STAGES: dict[str, Selector] = {stage: gs.Parameters(stage=stage) for stage in gs.Parameters.stages}
 everywhere = pytest.mark.parametrize("at", STAGES.values(), ids=STAGES.keys())
 
 

@@ -313,7 +313,7 @@ def test_on_several_ranks_it_acts_on_the_averaged_gradients(count: int) -> None:
     found = in_ranks(count, _averaged)
     assert found == [found[0]] * count
     norm = pytest.approx(3.0 / 2.0**0.5)
-    clipped = dict.fromkeys(("clip", "inner", "bucket views", "static graph"), [2.0, 2.0])
+    clipped = {name: [2.0, 2.0] for name in ("clip", "inner", "bucket views", "static graph")}
     assert found[0] == clipped | {
         "plain": [3.0, 3.0],
         "global norm": [norm, norm],

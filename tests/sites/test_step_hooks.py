@@ -1,5 +1,6 @@
 """Stage `step`: which optimizers, which parameters, and when."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ class Lookahead(Optimizer):
         self._base_optimizer = base_optimizer
         self.param_groups, self.state = base_optimizer.param_groups, {}
         self.defaults = base_optimizer.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = OrderedDict()
 
     def step(self, closure: Any = None) -> Any:
         return self._base_optimizer.step(closure)

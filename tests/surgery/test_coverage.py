@@ -92,10 +92,10 @@ def test_those_that_would_not_have_been_selected_or_are_met_are_not_told(at: Sel
     ("at", "is_told"),
     [
         (gs.Parameters(), True),
-        (gs.Parameters(stage="step"), True),
+        (gs.Parameters(stage="step"), False),  # it joins
         (gs.Parameters("first.*"), False),
         (gs.Parameters(stage="backward_end"), True),
-        (gs.Updates(), True),
+        (gs.Updates(), False),
         (gs.Uses("*"), False),  # it acts there
         (gs.Outputs(), False),
     ],
