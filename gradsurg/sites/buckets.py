@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.sites._grads import Access, hook_accumulated
 from gradsurg.sites.base import Attached, SiteHook, Stage
-from gradsurg.sites.parameters import hook_accumulated
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.wrapped_models import when_wrapped
 from gradsurg.torch_internals import autograd
@@ -75,7 +75,7 @@ class Buckets(ParamSelector):
             )
         params = expect_params(self, model, attached)
         if not (distributed.is_available() and distributed.is_initialized()):
-            hook_accumulated(params, attached, stack)
+            hook_accumulated(params, attached, Access())
             return
         hooks: dict[Tensor, _Site] = {
             param: _Site(name, attached.hook_at(name, ref(param)), attached)

@@ -71,7 +71,7 @@ CONTEXTS: Mapping[str, str] = {
 KINDS: tuple[tuple[str, str], ...] = (
     ("Parameters", "backward"),
     ("Parameters", "accumulated"),
-    ("Parameters", "reduced"),
+    ("Parameters", "backward_end"),
     ("Parameters", "step"),
     ("Buckets", "sent"),
     ("Buckets", "reduced"),
@@ -89,15 +89,18 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("Updates", ""),
     ("SavedTensors", ""),
     ("Uses", ""),
-    ("Group", ""),
     ("Captured", ""),
 )
 """The rows of that table: kinds of site, each with the stage or other mode that it is used in."""
 
-_OF_PARAMETERS = "Parameters Buckets Group Weights Updates"
-_END = "Parameters.reduced Group"
-_OF_MODULES = "Outputs Inputs ModuleGradients EveryModule Activations SavedTensors"
+_OF_PARAMETERS = "Parameters Buckets Weights Updates"
+_OF_MODULES = "Outputs Inputs Activations EveryModule ModuleGradients"
 _FULL_HOOKS = "ModuleGradients EveryModule.full_backward_pre EveryModule.full_backward"
+_ONE_NODE = "what is compiled runs as one node"
+_OUTPUTS = "Use Outputs there"
+_NON_REENTRANT = "Use checkpoint(use_reentrant=False)"
+_EXPORTED = "an exported model is one graph of operations, which calls none of its modules"
+_EARLIER = "or attach to the model before torch.export"
 
 
 def _rows(
@@ -129,64 +132,51 @@ ROWS: tuple[Row, ...] = (
         "PyTorch allows no in-place change of a tensor with a full backward hook",
         "Use Outputs or Inputs, or inplace=False",
     ),
-    Row(
-        "Inputs",
+    *_rows(
         "in-place consumer",
         "refused",
+        "Inputs.branch",
         "the module wrote to its input in place, and the gradient of this branch cannot be told "
         "from that of the tensor itself",
         "Use path='total', or Outputs of the module before",
-        "branch",
     ),
-    Row(
-        "Uses",
+    *_rows(
         "checkpoint, reentrant",
         "reported",
+        "Uses",
         "the forward pass makes no graph, and the uses are made in the backward pass",
-        "Use checkpoint(use_reentrant=False)",
+        _NON_REENTRANT,
     ),
-    Row(
-        "Captured",
+    *_rows(
         "checkpoint, reentrant",
         "n/a",
+        "Captured",
         "the parameters are hidden from torch.autograd.grad",
-        "Use checkpoint(use_reentrant=False)",
+        _NON_REENTRANT,
     ),
     *_rows(
         "accumulation",
         "warned",
-        f"Parameters.accumulated {_END} Buckets",
+        "Parameters.accumulated Parameters.backward_end Buckets",
         "each pass acts on the running sum, with what it made of it in earlier passes",
         "Use stage='step' for the sum of all passes, or stage='backward' for each alone",
     ),
-    Row(
-        "Nodes",
-        "torch.compile inside the block",
-        "refused",
-        "what is compiled runs as one node",
-        "Use Outputs there",
-        error=LookupError,
+    *(
+        Row("Nodes", f"torch.compile {when}", "refused", _ONE_NODE, _OUTPUTS, error=LookupError)
+        for when in ("inside the block", "before it")
     ),
-    Row(
-        "Nodes",
+    *_rows(
         "torch.compile before it",
         "refused",
-        "what is compiled runs as one node",
-        "Use Outputs there",
-        error=LookupError,
-    ),
-    Row(
         "Uses",
-        "torch.compile before it",
-        "refused",
         "the uses inside compiled code are not found",
-        "Attach before the first call of the compiled model, or call torch.compiler.reset()",
-        error=LookupError,
+        "Attach before its first call, or call torch.compiler.reset()",
+        LookupError,
     ),
     *_rows(
         "torch.compile before it",
         "reported",
-        _OF_MODULES,
+        f"{_OF_MODULES} SavedTensors",
         "compiled code does not see hooks that come later",
         "Attach before its first call, or call torch.compiler.reset() in the block",
     ),
@@ -202,27 +192,28 @@ ROWS: tuple[Row, ...] = (
         "torch.func",
         "refused",
         _FULL_HOOKS,
-        "it is called inside torch.func, which has no full backward hooks",
+        "torch.func has no full backward hooks",
         "Use Outputs or Inputs",
     ),
-    Row(
-        "SavedTensors",
+    *_rows(
         "torch.func",
         "refused",
+        "SavedTensors",
         "PyTorch has no saved-tensor hooks inside torch.func",
         "Use Activations",
     ),
-    Row(
-        "SavedTensors",
+    *_rows(
         "double backward",
         "refused",
-        "PyTorch cannot differentiate what is done to a saved tensor",
+        "SavedTensors",
+        "it is read back under create_graph, and PyTorch cannot differentiate what is done to a "
+        "saved tensor",
         "Use Activations, or no create_graph",
     ),
     *_rows(
         "autograd.grad",
         "reported",
-        f"Parameters.accumulated {_END} Parameters.step Buckets",
+        "Parameters.accumulated Parameters.backward_end Parameters.step Buckets",
         "torch.autograd.grad does not write to .grad",
         "Use stage='backward', or Captured",
     ),
@@ -241,71 +232,178 @@ ROWS: tuple[Row, ...] = (
         "the new parameters are not hooked",
         "Attach after the change, or remove the intervention and add it again",
     ),
-    Row(
-        "Captured",
+    *_rows(
         "threads",
         "reported",
+        "Captured",
         "the calls of torch.autograd.grad are seen in the thread of attach alone",
         "Attach in the thread that calls it",
-    ),
-    *(
-        Row(
-            "Group",
-            context,
-            "refused",
-            "the model is in DistributedDataParallel, which writes the averaged gradients into "
-            ".grad when a backward ends, over what was made of them before",
-            "Use Parameters(stage='step'), or stage='reduced'",
-        )
-        for context in ("DDP", "torchrun")
     ),
     *_rows(
         "FSDP2",
         "refused",
-        f"Parameters.backward {_END} Buckets Weights Updates Captured",
+        "Parameters.backward Parameters.backward_end Buckets Weights Updates Captured",
         "a sharded parameter is a DTensor: autograd computes with another tensor in its place, and"
         " hooks of this one do not run",
         "Use Parameters with stage='step' or stage='accumulated' for the averaged gradient, or "
         "Outputs, Inputs or Nodes",
         TypeError,
     ),
+    *_rows(
+        "FSDP2",
+        "refused",
+        "SharedParameters",
+        "the parameters are sharded, as by fully_shard, and the passes of an aggregator for single "
+        "tasks reach none of them",
+        "Use DistributedDataParallel",
+        TypeError,
+    ),
     # Contexts that are no column of the README's table.
+    *_rows(
+        "FSDP2, meshes",
+        "refused",
+        "Parameters",
+        "sharded over a mesh of {ndim} dimensions, needs one dimension",
+        error=TypeError,
+    ),
+    *_rows(
+        "FSDP2, resumed",
+        "refused",
+        "Parameters",
+        "the surgery has the state of {made} processes, each with its part of the parameters; "
+        "found {found} processes",
+        error=ValueError,
+    ),
+    *_rows(
+        "FSDP2, accumulated",
+        "refused",
+        "Parameters",
+        "the parameters are sharded, and {reason}",
+        "Use stage='step'",
+        ValueError,
+    ),
+    *_rows(
+        "static_graph",
+        "refused",
+        "SharedParameters",
+        "an aggregator runs backward passes for single tasks, which "
+        "DistributedDataParallel(static_graph=True) does not average correctly",
+        "Use static_graph=False",
+    ),
     *_rows(
         "shared weight, reentrant checkpoint",
         "warned",
         "Parameters.backward Parameters.accumulated",
         "each checkpoint runs a backward pass of its own, so that the transform acts, and its state"
         " advances, once for each use of the weight",
-        "Use stage='reduced' or stage='step', or checkpoint(use_reentrant=False)",
+        "Use stage='backward_end' or stage='step', or checkpoint(use_reentrant=False)",
     ),
-    Row(
-        "Inputs",
+    *_rows(
         "shared weight, reentrant checkpoint",
         "warned",
+        "Inputs.total",
         "each checkpoint computes with its own copy of a tensor that several of them take, and the"
         " transform acts on the gradient of each copy",
         "Use Outputs of the module that made the tensor, or checkpoint(use_reentrant=False)",
-        "total",
     ),
-    Row(
-        "Uses",
+    *_rows(
         "shared weight, reentrant checkpoint",
         "warned",
+        "Uses",
         "the uses in several checkpoints are one site, as each checkpoint is a graph of its own",
-        "Use checkpoint(use_reentrant=False)",
+        _NON_REENTRANT,
+    ),
+    *_rows(
+        "checkpoint",
+        "refused",
+        "Activations EveryModule",
+        "it is recomputed by a checkpoint, which must give the same values again: {why}",
+    ),
+    *_rows(
+        "other saved-tensor hooks",
+        "refused",
+        "SavedTensors",
+        "there are hooks already, as those of a checkpoint, and a node takes one pair alone",
+        "Choose the module without node=",
+    ),
+    *_rows(
+        "legacy hooks",
+        "refused",
+        "ModuleGradients EveryModule",
+        "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not have "
+        "beside full ones",
+        "Use Outputs or Inputs",
+        ValueError,
+    ),
+    *_rows(
+        "nested tensors",
+        "refused",
+        "ModuleGradients EveryModule",
+        "a full backward hook gets tensors and tuples of them, and those that need a gradient are "
+        "inside {where}",
+        "Use Outputs or Inputs",
+    ),
+    *_rows(
+        "in-place write",
+        "refused",
+        "Outputs",
+        "the module {fault}: the gradient of its output cannot be told from that of its input",
+        "Use Outputs of the module before",
+    ),
+    *_rows(
+        "in-place write",
+        "refused",
+        "Inputs",
+        "the module {fault}: a hook would see none or a part of the gradient",
+        "Use Outputs of the module before, or path='total', which allows writes to a tensor that "
+        "is no view",
     ),
     *_rows(
         "TorchScript",
         "refused",
-        f"{_OF_MODULES} Nodes Uses Captured",
-        "'{module}' is a ScriptModule, which runs no Python hooks",
-        "Attach before torch.jit.script, or act at Parameters or Weights",
+        f"{_OF_MODULES} SavedTensors Nodes Uses Captured",
+        "it is a ScriptModule, which runs no Python hooks",
+        "Act at Parameters or Weights, at a module that is not scripted, or call torch.jit.script "
+        "after the block",
+        ValueError,
+    ),
+    *(
+        Row(kind, "torch.export", "refused", _EXPORTED, f"{instead}, {_EARLIER}", error=LookupError)
+        for kind, instead in (
+            ("Nodes", "Leave out module="),
+            ("Uses", "Select parameters"),
+            ("SavedTensors", "Select 'root' or 'block'"),
+            ("Captured", "Select parameters"),
+        )
+    ),
+    *_rows(
+        "LBFGS",
+        "refused",
+        "Parameters",
+        "LBFGS also steps without gradients, so that no step of it can be skipped",
+        "Choose another optimizer",
+        ValueError,
+    ),
+    *_rows(
+        "LBFGS",
+        "refused",
+        "Updates MatchedUpdates",
+        "cannot act on LBFGS, which computes curvature from its own updates",
+        "Choose another optimizer",
+        ValueError,
+    ),
+    *_rows(
+        "several optimizers",
+        "refused",
+        "Updates MatchedUpdates Weights",
+        "the transform needs a whole group at once, and two optimizers share it",
+        "Select the parameters of each in an intervention of its own",
         ValueError,
     ),
     *_rows(
         "sparse gradient",
         "refused",
-        f"Parameters.backward Parameters.accumulated Parameters.step {_END} Buckets Captured",
+        "Parameters Buckets Captured",
         "{transform} does not act on the values of a sparse gradient alone",
         "Use an elementwise transform that keeps zero, or sparse=False",
         ValueError,
@@ -313,34 +411,32 @@ ROWS: tuple[Row, ...] = (
     *_rows(
         "loss scale",
         "refused",
-        f"Parameters.backward Parameters.accumulated {_END} Buckets Captured"
+        "Parameters.backward Parameters.accumulated Parameters.backward_end Buckets Captured"
         " Outputs Inputs Nodes ModuleGradients Uses EveryModule.full_backward_pre"
         " EveryModule.full_backward",
         "{transform} depends on the size of the gradient, which is times the loss scale here",
         "Use Parameters(stage='step')",
         ValueError,
     ),
-    Row(
-        "SharedParameters",
-        "static_graph",
+    *_rows(
+        "stateful transform",
         "refused",
-        "an aggregator runs backward passes for single tasks, which "
-        "DistributedDataParallel(static_graph=True) does not average correctly",
-        "Use static_graph=False",
+        "SavedTensors",
+        "it is many tensors, and {what} remembers one thing for each site",
+        "Choose modules or nodes",
+        ValueError,
     ),
-    Row(
-        "SharedParameters",
-        "FSDP2",
+    *_rows(
+        "is_grads_batched",
         "refused",
-        "the parameters are sharded, as by fully_shard, and the passes of an aggregator for single "
-        "tasks reach none of them",
-        "Use DistributedDataParallel",
-        error=TypeError,
+        "Captured",
+        "it gets many gradients at once by is_grads_batched=True, and a transform takes one",
+        "Call torch.autograd.grad for each of them",
     ),
-    Row(
-        "*",
+    *_rows(
         "vmap",
         "refused",
+        "*",
         "{transform} keeps one state for each site, and inside vmap or with is_grads_batched a site"
         " has many gradients at once",
         "Differentiate for each of them",

@@ -2,7 +2,8 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -12,7 +13,9 @@ from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Attached, GroupFn, Stage
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
 
@@ -43,13 +46,7 @@ class Updates(ParamSelector):
         return frozenset({"value", "gradient"})
 
     def hook(self, attached: Attached) -> None:
-        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
-        params = expect_params(self, model, attached)
-        for optimizer, part in steps.split(params, scope):
-            _refuse_lbfgs(optimizer)
-            updates = _StepUpdates(optimizer, part, attached)
-            steps.at_begin(optimizer, updates.before_step, stack)
-            steps.after(optimizer, updates.after_step, stack)
+        _hook_steps(self, attached, _updates_hooks)
 
 
 @validated
@@ -77,14 +74,33 @@ class MatchedUpdates(ParamSelector):
         return frozenset({"value", "examples"})
 
     def hook(self, attached: Attached) -> None:
-        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
-        params = expect_params(self, model, attached)
-        for index, (optimizer, part) in enumerate(steps.split(params, scope)):
-            _refuse_lbfgs(optimizer)
-            matched = _SecondOptimizer(optimizer, part, attached, f"optimizer{index}")
-            steps.at_begin(optimizer, matched.copy_values, stack)
-            steps.before(optimizer, matched.treat, stack)
-            steps.after(optimizer, matched.match, stack)
+        _hook_steps(self, attached, _matched_hooks)
+
+
+Make = Callable[[Attached, Params, Optimizer], StepActions]
+
+
+def _hook_steps(selector: ParamSelector, attached: Attached, make: Make) -> None:
+    def make_hooks(params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        if len(optimizers) > 1:
+            raise refusal(selector, "several optimizers")
+        if isinstance(optimizers[0], LBFGS):
+            raise refusal(selector, "LBFGS")
+        return make(attached, params, optimizers[0])
+
+    select = partial(expect_params, selector, attached.model, attached)
+    attached.steps.hook(select, make_hooks, attached.scope, attached.stack)
+
+
+def _updates_hooks(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
+    updates = _StepUpdates(optimizer, params, attached)
+    return StepActions(begin=updates.before_step, after=updates.after_step)
+
+
+def _matched_hooks(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
+    key = f"optimizer{attached.steps.optimizers.index(optimizer)}"
+    matched = _SecondOptimizer(optimizer, params, attached, key)
+    return StepActions(matched.copy_values, matched.treat, matched.match)
 
 
 class _SecondOptimizer:
@@ -93,7 +109,7 @@ class _SecondOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        params: Mapping[str, nn.Parameter],
+        params: Params,
         attached: Attached,
         key: str,
     ) -> None:
@@ -175,20 +191,10 @@ class _SecondOptimizer:
         )
 
 
-def _refuse_lbfgs(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "Updates cannot act on LBFGS, which computes curvature from its own updates; "
-            "choose another optimizer"
-        )
-
-
 class _StepUpdates:
     """What runs around a step of an optimizer. It ends on detach, so it may hold parameters."""
 
-    def __init__(
-        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter], attached: Attached
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, params: Params, attached: Attached) -> None:
         self._optimizer = optimizer
         self._params = list(params.values())
         self._before: list[Tensor] = []  # empty except during a step
@@ -209,14 +215,14 @@ class _StepUpdates:
             None if param.grad is None else param - before
             for param, before in zip(self._params, self._before, strict=True)
         ]
-        results = self._group_hook(updates)
+        results = self._group_hook([*updates])
         self._write(updates, results, getattr(self._optimizer, "found_inf", None))
         self._before = []
 
     def _write(
         self,
         updates: Sequence[Tensor | None],
-        results: Sequence[Tensor | None],
+        results: Iterable[Tensor | None],
         found_inf: Tensor | None,
     ) -> None:
         rows = zip(self._params, self._before, updates, results, strict=True)

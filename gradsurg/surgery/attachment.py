@@ -350,6 +350,6 @@ class Attachment:
             self.note(
                 f"it acted on the gradients of each of {processes} processes, before "
                 "DistributedDataParallel averaged them, and the transform is not linear: acting on "
-                "each is not acting on their average. For the average use stage='reduced' or "
-                "stage='step'."
+                "each is not acting on their average. For the average use "
+                "stage='backward_end' or stage='step'."
             )

@@ -84,6 +84,7 @@ FLOWS = {
     "without_gradients": "acts",
     "checkpointed": "twice",
 }
+WAITS = {"without_gradients": r"\(frozen\)"}  # it may be trained later
 NEEDS = {"without_gradients": "needs no gradient"}
 NO_NODE = {"without_gradients": "no node"}
 UNSAVED = {"without_gradients": "saves no such tensor"}
@@ -94,14 +95,13 @@ EDITS = {"interrupted": "edits"}
 ROWS = {
     "Parameters backward": _row("Parameters", WEIGHT, "value", stage="backward"),
     "Parameters accumulated": _row("Parameters", WEIGHT, "value", stage="accumulated"),
-    "Parameters reduced": _row("Parameters", WEIGHT, BOTH, stage="reduced"),
-    "Parameters step": _row("Parameters", WEIGHT, BOTH, stage="step"),
-    "Group": _row("Group", WEIGHT, BOTH),
+    "Parameters backward_end": _row("Parameters", WEIGHT, BOTH, stage="backward_end"),
+    "Parameters step": _row("Parameters", WEIGHT, BOTH, WAITS, stage="step"),
     "Buckets sent": _row("Buckets", WEIGHT, "value"),
     "Buckets reduced": _row("Buckets", WEIGHT, "value", stage="reduced"),
-    "Weights step": _row("Weights", WEIGHT, "group"),
+    "Weights step": _row("Weights", WEIGHT, "group", WAITS),
     "Weights forward": _row("Weights", WEIGHT, "group", EDITS, stage="forward"),
-    "Updates": _row("Updates", WEIGHT, BOTH),
+    "Updates": _row("Updates", WEIGHT, BOTH, WAITS),
     "Captured": _row("Captured", WEIGHT, "value", OWN_THREAD),
     "Uses": _row("Uses", "{}.weight/use[0]"),
     "Outputs": _row("Outputs", OUTPUT, "value", NEEDS),
