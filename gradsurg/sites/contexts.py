@@ -283,6 +283,28 @@ ROWS: tuple[Row, ...] = (
         ValueError,
     ),
     *_rows(
+        "attached in a backward pass",
+        "refused",
+        "Buckets",
+        "cannot be attached inside a backward pass, as DistributedDataParallel would average some "
+        "gradients wrongly",
+        "Attach before it",
+    ),
+    *_rows(
+        "foreign communication hook",
+        "refused",
+        "Buckets",
+        "the model has the communication hook {hook} already, and can have only one",
+        "Use Buckets(reduce=...) in its place",
+    ),
+    *_rows(
+        "different averages",
+        "refused",
+        "Buckets",
+        "all of a model need the same reduce and power_rank, found {found} and {own}",
+        error=ValueError,
+    ),
+    *_rows(
         "static_graph",
         "refused",
         "SharedParameters",
