@@ -48,6 +48,22 @@ ROWS: tuple[Row, ...] = (
         instead="Use stage='step'",
         error=ValueError,
     ),
+    # Buckets
+    Row(
+        *("Buckets", "attached in a backward pass", "refused"),
+        why="cannot be attached inside a backward pass, as DistributedDataParallel would average "
+        "some gradients wrongly",
+    ),
+    Row(
+        *("Buckets", "foreign communication hook", "refused"),
+        why="the model has the communication hook {hook} already, and can have only one",
+        instead="Use Buckets(reduce=...) in its place",
+    ),
+    Row(
+        *("Buckets", "different averages", "refused"),
+        why="all of a model need the same reduce and power_rank, found {found} and {own}",
+        error=ValueError,
+    ),
     # Updates, MatchedUpdates, Weights
     *(
         Row(

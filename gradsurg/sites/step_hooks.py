@@ -2,10 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -15,6 +14,9 @@ from torch.optim import Optimizer
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.optimizers import runs_step_hooks
 from gradsurg.transforms.base import Scope
+
+if TYPE_CHECKING:
+    from gradsurg.sites.base import Attached
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
@@ -80,8 +82,8 @@ class OptimizerSteps:
             ticks = tick if each is counting else None
             self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
 
-    def hook(self, select: Select, make: Make, scope: Scope, stack: ExitStack) -> None:
-        """Run the functions that `make` returns around each step, until `stack` is closed.
+    def hook(self, attached: "Attached", select: Select, make: Make) -> None:
+        """Run the functions that `make` returns around each step, for one intervention.
 
         `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
         with scope `group` those of all optimizers. It is called again when an optimizer holds
@@ -90,10 +92,11 @@ class OptimizerSteps:
         """
         if not self.optimizers:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        member = _Member(self.optimizers, select, make, scope)
+        member = _Member(self.optimizers, attached.scope, select, make)
         member.renew(is_first=True)
         self._members.append(member)
-        stack.callback(self._members.remove, member)
+        attached.stack.callback(self._members.remove, member)
+        attached.check_at_end(member.end_warning)
 
     def skip(self, optimizers: Sequence[Optimizer]) -> None:
         """Have each optimizer find no gradient in its next step; they are back after it.
@@ -170,9 +173,9 @@ class _Member:
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], select: Select, make: Make, scope: Scope
+        self, optimizers: Sequence[Optimizer], scope: Scope, select: Select, make: Make
     ) -> None:
-        self._optimizers, self._select, self._make, self._scope = optimizers, select, make, scope
+        self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
         self.actions: dict[Optimizer, StepActions] = {}
         self._joint: dict[Optimizer, list[nn.Parameter]] = {}
         self._waiting: dict[Optimizer, list[tuple[Tensor | None, int]]] = {}  # to step
@@ -204,6 +207,17 @@ class _Member:
             self._joint = {optimizer: [*part.values()] for optimizer, part in parts.items()}
         else:
             self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
+
+    def end_warning(self) -> str:
+        """A warning of selected parameters that no optimizer holds, else empty."""
+        held = {id(param) for each in self._optimizers for param in _params(each)}
+        missing = [name for name, param in self._select().items() if id(param) not in held]
+        if not missing:
+            return ""
+        return (
+            "parameters were replaced, added or unfrozen while the block was open, and no "
+            f"optimizer of the surgery holds {', '.join(missing)}"
+        )
 
     def before(self, optimizer: Optimizer) -> None:
         """Act on the gradients, unless that was done in this round."""

@@ -89,7 +89,7 @@ def _hook_steps(selector: ParamSelector, attached: Attached, make: Make) -> None
         return make(attached, params, optimizers[0])
 
     select = partial(expect_params, selector, attached.model, attached)
-    attached.steps.hook(select, make_actions, attached.scope, attached.stack)
+    attached.steps.hook(attached, select, make_actions)
 
 
 def _updates_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:

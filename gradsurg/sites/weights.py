@@ -41,7 +41,7 @@ class Weights(ParamSelector):
         match attached.stage:
             case "step":
                 make = partial(self._step_hooks, attached)
-                attached.steps.hook(select, make, attached.scope, stack)
+                attached.steps.hook(attached, select, make)
             case "forward":
                 edit = _editor(select(), attached)
                 stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
