@@ -1,10 +1,10 @@
 """The optimizers of a surgery, and functions that run around each of their steps."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.optimizers import runs_step_hooks
 from gradsurg.transforms.base import Scope
+
+if TYPE_CHECKING:
+    from gradsurg.sites.base import Attached
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
@@ -34,7 +37,9 @@ class StepActions:
     after: Callable[[], None] | None = None
 
 
-NO_HOOKS = StepActions()
+NO_ACTIONS = StepActions()
+Select = Callable[[], Params]
+Make = Callable[[Params, Sequence[Optimizer]], StepActions]
 
 
 class OptimizerSteps:
@@ -77,14 +82,8 @@ class OptimizerSteps:
             ticks = tick if each is counting else None
             self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
 
-    def hook(
-        self,
-        select: Callable[[], Params],
-        make: Callable[[Params, Sequence[Optimizer]], StepActions],
-        scope: Scope,
-        stack: ExitStack,
-    ) -> None:
-        """Run the functions that `make` returns around each step, until `stack` is closed.
+    def hook(self, attached: "Attached", select: Select, make: Make) -> None:
+        """Run the functions that `make` returns around each step, for one intervention.
 
         `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
         with scope `group` those of all optimizers. It is called again when an optimizer holds
@@ -93,10 +92,11 @@ class OptimizerSteps:
         """
         if not self.optimizers:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        member = _Member(self, select, make, scope)
-        member.make_hooks(is_first=True)
+        member = _Member(self.optimizers, attached.scope, select, make)
+        member.renew(is_first=True)
         self._members.append(member)
-        stack.callback(self._members.remove, member)
+        attached.stack.callback(self._members.remove, member)
+        attached.check_at_end(member.end_warning)
 
     def skip(self, optimizers: Sequence[Optimizer]) -> None:
         """Have each optimizer find no gradient in its next step; they are back after it.
@@ -111,12 +111,11 @@ class OptimizerSteps:
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._watched.keys() >= set(chosen):
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
-        for each in chosen:
-            if scaler is not None and autograd.has_scaled_gradients(scaler, each):
-                raise RuntimeError(
-                    "before_step: the gradients are still times the loss scale; call "
-                    "scaler.unscale_(optimizer) first"
-                )
+        if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in chosen):
+            raise RuntimeError(
+                "before_step: the gradients are still times the loss scale; call "
+                "scaler.unscale_(optimizer) first"
+            )
         for each in chosen:
             self._watched[each].run_before()
             self._watched[each].has_run_before = True
@@ -167,97 +166,83 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class _Member:
-    """One intervention: its functions around the steps of each optimizer."""
+    """One intervention: its actions around the steps of each optimizer.
 
-    def __init__(
-        self,
-        steps: OptimizerSteps,
-        select: Callable[[], Params],
-        make: Callable[[Params, Sequence[Optimizer]], StepActions],
-        scope: Scope,
-    ) -> None:
-        self._steps, self._select, self._make, self._scope = steps, select, make, scope
-        self._hooks: dict[Optimizer, StepActions] = {}
-        self._made_for: list[tuple[int, bool]] = []
-
-    def hooks(self, optimizer: Optimizer) -> StepActions:
-        """Return what to do around a step of the optimizer."""
-        return self._hooks.get(optimizer, NO_HOOKS)
-
-    def renew(self) -> None:
-        """Make the functions anew if the optimizers hold other parameters than before."""
-        if self._held() != self._made_for:
-            self.make_hooks()
-
-    def make_hooks(self, is_first: bool = False) -> None:
-        """Make the functions for the parameters that are selected and held now."""
-        params, parts = self._select(), dict[Optimizer, dict[str, nn.Parameter]]()
-        owners = dict.fromkeys(params, 0)
-        self._made_for = self._held()
-        for optimizer in self._steps.optimizers:
-            held = {id(param) for param in _params(optimizer)}
-            part = {name: param for name, param in params.items() if id(param) in held}
-            for name in part:
-                owners[name] += 1
-            if part:
-                parts[optimizer] = part
-        missing = [name for name, number in owners.items() if not number]
-        if missing and is_first:
-            raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
-        if several := [name for name, number in owners.items() if number > 1]:
-            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        if self._scope == "tensor" or len(parts) < 2:
-            self._hooks = {each: self._make(part, (each,)) for each, part in parts.items()}
-            return
-        all_held = {name: param for name, param in params.items() if name not in missing}
-        hooks = self._make(all_held, tuple(parts))
-        assert hooks.before is not None  # others are refused for several optimizers
-        turn = _Round({each: [*part.values()] for each, part in parts.items()}, hooks.before)
-        self._hooks = {each: replace(hooks, before=partial(turn.begin, each)) for each in parts}
-
-    def _held(self) -> list[tuple[int, bool]]:
-        params = [param for each in self._steps.optimizers for param in _params(each)]
-        return [(id(param), param.requires_grad) for param in params]
-
-
-class _Round:
-    """Steps of several optimizers, before the first of which `act` runs once for all.
-
-    A new round begins with an optimizer that has stepped in this one, or that has other gradients
-    than when the round began.
+    A group in several optimizers is acted on before the first of them steps. A new round of steps
+    begins with an optimizer that has stepped in this one, or that has other gradients by now.
     """
 
     def __init__(
-        self, params: Mapping[Optimizer, Sequence[nn.Parameter]], act: Callable[[], None]
+        self, optimizers: Sequence[Optimizer], scope: Scope, select: Select, make: Make
     ) -> None:
-        self._params, self._act = params, act
-        self._waiting: dict[Optimizer, list[Tensor | None]] = {}  # their gradients
-        self._versions: dict[Optimizer, list[int]] = {}
+        self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
+        self.actions: dict[Optimizer, StepActions] = {}
+        self._joint: dict[Optimizer, list[nn.Parameter]] = {}
+        self._waiting: dict[Optimizer, list[tuple[Tensor | None, int]]] = {}  # to step
+        self._made_for: list[tuple[int, bool]] = []
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Act on all gradients, unless the round has begun."""
-        waiting, grads = self._waiting.pop(optimizer, None), self._grads(optimizer)
-        if waiting is not None and self._versions[optimizer] == _versions(grads):
-            if all(old is new for old, new in zip(waiting, grads, strict=True)):
-                return
-        others = [other for other in self._params if other is not optimizer]
-        scaler = autograd.stepping_scaler()
+    def renew(self, is_first: bool = False) -> None:
+        """Make the actions anew if the optimizers hold other parameters than before."""
+        held = [param for optimizer in self._optimizers for param in _params(optimizer)]
+        key = [(id(param), param.requires_grad) for param in held]
+        if key == self._made_for and not is_first:
+            return
+        self._made_for = key
+        params, parts = self._select(), dict[Optimizer, dict[str, nn.Parameter]]()
+        for optimizer in self._optimizers:
+            ids = {id(param) for param in _params(optimizer)}
+            part = {name: param for name, param in params.items() if id(param) in ids}
+            if part:
+                parts[optimizer] = part
+        owners = Counter(name for part in parts.values() for name in part)
+        if several := [name for name, number in owners.items() if number > 1]:
+            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
+        missing = [name for name in params if name not in owners]
+        if missing and is_first:
+            raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
+        self._joint = {}
+        if self._scope == "group" and len(parts) > 1:
+            group = {name: param for name, param in params.items() if name in owners}
+            self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
+            self._joint = {optimizer: [*part.values()] for optimizer, part in parts.items()}
+        else:
+            self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
+
+    def end_warning(self) -> str:
+        """A warning of selected parameters that no optimizer holds, else empty."""
+        held = {id(param) for each in self._optimizers for param in _params(each)}
+        missing = [name for name, param in self._select().items() if id(param) not in held]
+        if not missing:
+            return ""
+        return (
+            "parameters were replaced, added or unfrozen while the block was open, and no "
+            f"optimizer of the surgery holds {', '.join(missing)}"
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Act on the gradients, unless that was done in this round."""
+        act = self.actions.get(optimizer, NO_ACTIONS).before
+        then, now = self._waiting.pop(optimizer, None), self._grads(optimizer)
+        if act is None or (then is not None and all(map(_is_same, then, now))):
+            return
+        others = [other for other in self._joint if other is not optimizer]
+        scaler = autograd.stepping_scaler() if others else None
         if scaler and any(autograd.has_scaled_gradients(scaler, other) for other in others):
             raise RuntimeError(
                 "stage 'step': the transform needs the gradients of all optimizers, and those of "
                 "one are still times the loss scale; call scaler.unscale_(optimizer) for each "
                 "before the first step"
             )
-        self._act()
+        act()
         self._waiting = {other: self._grads(other) for other in others}
-        self._versions = {other: _versions(grads) for other, grads in self._waiting.items()}
 
-    def _grads(self, optimizer: Optimizer) -> list[Tensor | None]:
-        return [param.grad for param in self._params[optimizer]]
+    def _grads(self, optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
+        grads = [param.grad for param in self._joint.get(optimizer, ())]
+        return [(grad, 0 if grad is None else autograd.version_of(grad)) for grad in grads]
 
 
-def _versions(grads: Sequence[Tensor | None]) -> list[int]:
-    return [0 if grad is None else autograd.version_of(grad) for grad in grads]
+def _is_same(then: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
+    return then[0] is now[0] and then[1] == now[1]
 
 
 class _WatchedOptimizer:
@@ -272,10 +257,7 @@ class _WatchedOptimizer:
         self.optimizer, self.members, self.tick = optimizer, members, tick
         self.has_run_before = False
         self.skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
-        # A step that calls the one of the class it extends has the hooks of both.
-        classes = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-        self.nests = len(classes) > 2  # one of them is Optimizer
-        self.depth = 0  # of steps inside steps
+        self.depth = 0  # a step that calls the one of the class it extends runs its hooks too
         self.handles = [
             optimizer.register_step_pre_hook(self.begin),
             optimizer.register_step_post_hook(self.end),
@@ -286,21 +268,25 @@ class _WatchedOptimizer:
         for handle in self.handles:
             handle.remove()
 
+    def actions(self) -> list[StepActions]:
+        """Return what the interventions do around a step."""
+        return [member.actions.get(self.optimizer, NO_ACTIONS) for member in self.members]
+
     def begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run what comes before a step, or put it into the closure."""
-        if self.nests and self.depth:
-            # Either a step inside a step, or an earlier step has raised and never ended.
-            self.depth = autograd.depth_of_steps(optimizer)
-            if self.depth > 1:
-                return None
-        self.depth = 1
+        # Either a step inside a step, or an earlier step has raised and never ended.
+        self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
+        if self.depth > 1:
+            return None
         for member in self.members:
             member.renew()
-            if (function := member.hooks(optimizer).begin) is not None:
-                function()
-        if all(member.hooks(optimizer).before is None for member in self.members):
+        actions = self.actions()
+        for each in actions:
+            if each.begin is not None:
+                each.begin()
+        if all(each.before is None for each in actions):
             return None
         if callable(closure := kwargs.get("closure")):
             return args, kwargs | {"closure": partial(self._call_and_run, closure)}
@@ -312,14 +298,13 @@ class _WatchedOptimizer:
 
     def end(self, *_: object) -> None:
         """Run what comes after a step, and count it."""
-        if self.nests:
-            self.depth -= 1
-            if self.depth:
-                return
+        self.depth = max(self.depth - 1, 0)
+        if self.depth:
+            return
         self.has_run_before = False
-        for member in self.members:
-            if (function := member.hooks(self.optimizer).after) is not None:
-                function()
+        for each in self.actions():
+            if each.after is not None:
+                each.after()
         if self.skipped:
             self._end_skip()
         tick = None if self.tick is None else self.tick()
@@ -332,16 +317,15 @@ class _WatchedOptimizer:
             self.skipped = []  # the step that was to be skipped was never made
         for member in self.members:
             member.renew()
-            function = member.hooks(self.optimizer).before
-            if function is None:
-                continue
-            # A fused optimizer unscales the gradients itself, after this.
-            if getattr(self.optimizer, "grad_scale", None) is not None:
-                raise RuntimeError(
-                    "stage 'step': this optimizer gets gradients that are still times the loss "
-                    "scale; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-                )
-            function()
+        # A fused optimizer unscales the gradients itself, after this.
+        is_scaled = getattr(self.optimizer, "grad_scale", None) is not None
+        if is_scaled and any(each.before is not None for each in self.actions()):
+            raise RuntimeError(
+                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        for member in self.members:
+            member.before(self.optimizer)
 
     def skip(self) -> None:
         """Take the gradients of all parameters away until the end of the step."""

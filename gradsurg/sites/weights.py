@@ -13,6 +13,7 @@ from gradsurg.sites.base import Attached, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Params, StepActions
+from gradsurg.sites.updates import forget_casts
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -40,7 +41,7 @@ class Weights(ParamSelector):
         match attached.stage:
             case "step":
                 make = partial(self._step_hooks, attached)
-                attached.steps.hook(select, make, attached.scope, stack)
+                attached.steps.hook(attached, select, make)
             case "forward":
                 edit = _editor(select(), attached)
                 stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
@@ -78,8 +79,8 @@ def _editor(params: Params, attached: Attached) -> Callable[[], None]:
             if result is not None and result is not value:
                 param.copy_(result.clone() if _overlaps(result, value) else result)
                 changed = True
-        if changed and torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # it holds casts of the old weights
+        if changed:
+            forget_casts()
 
     return edit
 

@@ -92,7 +92,7 @@ class Coverage:
         Any: a module or a parameter, each with the places of its names.
         """
         for thing, places in things.items():
-            if self._controller.stage == "step" and places[0].name in self._hooked:
+            if self._controller.stage == "step":
                 continue  # parameters are looked for at each step
             # A module compiled in place wraps the one that is hooked.
             if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
