@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import nn
@@ -104,8 +105,8 @@ _EARLIER = "or attach to the model before torch.export"
 
 
 def _rows(
-    context: str,
     outcome: Outcome,
+    context: str,
     kinds: str,
     why: str,
     instead: str = "",
@@ -116,47 +117,44 @@ def _rows(
     return tuple(Row(kind, context, outcome, why, instead, mode, error) for kind, _, mode in pairs)
 
 
+_refused, _reported, _warned = (partial(_rows, name) for name in ("refused", "reported", "warned"))
+
 ROWS: tuple[Row, ...] = (
-    *_rows(
+    *_reported(
         "no_grad",
-        "reported",
         f"{_OF_PARAMETERS} Outputs Inputs Nodes ModuleGradients EveryModule.full_backward_pre"
         " EveryModule.full_backward SavedTensors Uses Captured",
         "no gradient is computed, so nothing passes",
         "Run a backward pass in the block",
     ),
-    *_rows(
+    *_refused(
         "in-place consumer",
-        "refused",
         _FULL_HOOKS,
         "PyTorch allows no in-place change of a tensor with a full backward hook",
         "Use Outputs or Inputs, or inplace=False",
     ),
-    *_rows(
+    *_refused(
         "in-place consumer",
-        "refused",
         "Inputs.branch",
         "the module wrote to its input in place, and the gradient of this branch cannot be told "
         "from that of the tensor itself",
         "Use path='total', or Outputs of the module before",
     ),
-    *_rows(
+    *_reported(
         "checkpoint, reentrant",
-        "reported",
         "Uses",
         "the forward pass makes no graph, and the uses are made in the backward pass",
         _NON_REENTRANT,
     ),
     *_rows(
-        "checkpoint, reentrant",
         "n/a",
+        "checkpoint, reentrant",
         "Captured",
         "the parameters are hidden from torch.autograd.grad",
         _NON_REENTRANT,
     ),
-    *_rows(
+    *_warned(
         "accumulation",
-        "warned",
         "Parameters.accumulated Parameters.backward_end Buckets",
         "each pass acts on the running sum, with what it made of it in earlier passes",
         "Use stage='step' for the sum of all passes, or stage='backward' for each alone",
@@ -165,224 +163,189 @@ ROWS: tuple[Row, ...] = (
         Row("Nodes", f"torch.compile {when}", "refused", _ONE_NODE, _OUTPUTS, error=LookupError)
         for when in ("inside the block", "before it")
     ),
-    *_rows(
+    *_refused(
         "torch.compile before it",
-        "refused",
         "Uses",
         "the uses inside compiled code are not found",
         "Attach before its first call, or call torch.compiler.reset()",
         LookupError,
     ),
-    *_rows(
+    *_reported(
         "torch.compile before it",
-        "reported",
         f"{_OF_MODULES} SavedTensors",
         "compiled code does not see hooks that come later",
         "Attach before its first call, or call torch.compiler.reset() in the block",
     ),
-    *_rows(
+    *_reported(
         "torch.func",
-        "reported",
         f"{_OF_PARAMETERS} Captured",
-        "the parameters that are differentiated are those given to functional_call, not those of "
-        "the model",
+        "the gradients are of the tensors given to functional_call, not of the parameters",
         "Use Outputs or Inputs",
     ),
-    *_rows(
+    *_refused(
         "torch.func",
-        "refused",
         _FULL_HOOKS,
         "torch.func has no full backward hooks",
         "Use Outputs or Inputs",
     ),
-    *_rows(
+    *_refused(
         "torch.func",
-        "refused",
         "SavedTensors",
         "PyTorch has no saved-tensor hooks inside torch.func",
         "Use Activations",
     ),
-    *_rows(
+    *_refused(
         "double backward",
-        "refused",
         "SavedTensors",
-        "it is read back under create_graph, and PyTorch cannot differentiate what is done to a "
-        "saved tensor",
+        "it is read back under create_graph, and PyTorch cannot differentiate what is done",
         "Use Activations, or no create_graph",
     ),
-    *_rows(
+    *_reported(
         "autograd.grad",
-        "reported",
         "Parameters.accumulated Parameters.backward_end Parameters.step Buckets",
         "torch.autograd.grad does not write to .grad",
         "Use stage='backward', or Captured",
     ),
-    *_rows(
+    *_reported(
         "deepcopy",
-        "reported",
         f"{_OF_PARAMETERS} Outputs Inputs Nodes ModuleGradients Activations SavedTensors Uses"
         " Captured",
         "a copy of the model has no hooks",
         "Attach to the copy",
     ),
-    *_rows(
+    *_reported(
         "load_state_dict(assign=True)",
-        "reported",
         f"{_OF_PARAMETERS} Captured",
         "the new parameters are not hooked",
         "Attach after the change, or remove the intervention and add it again",
     ),
-    *_rows(
+    *_reported(
         "threads",
-        "reported",
         "Captured",
         "the calls of torch.autograd.grad are seen in the thread of attach alone",
         "Attach in the thread that calls it",
     ),
-    *_rows(
+    *_refused(
         "FSDP2",
-        "refused",
         "Parameters.backward Parameters.backward_end Buckets Weights Updates Captured",
-        "a sharded parameter is a DTensor: autograd computes with another tensor in its place, and"
-        " hooks of this one do not run",
+        "it is a DTensor: autograd computes with another tensor, and its hooks do not run",
         "Use Parameters with stage='step' or stage='accumulated' for the averaged gradient, or "
         "Outputs, Inputs or Nodes",
         TypeError,
     ),
-    *_rows(
+    *_refused(
         "FSDP2",
-        "refused",
         "SharedParameters",
-        "the parameters are sharded, as by fully_shard, and the passes of an aggregator for single "
-        "tasks reach none of them",
+        "the passes of an aggregator for single tasks reach no sharded parameters",
         "Use DistributedDataParallel",
         TypeError,
     ),
     # Contexts that are no column of the README's table.
-    *_rows(
+    *_refused(
         "FSDP2, meshes",
-        "refused",
         "Parameters",
         "sharded over a mesh of {ndim} dimensions, needs one dimension",
         error=TypeError,
     ),
-    *_rows(
+    *_refused(
         "FSDP2, resumed",
-        "refused",
         "Parameters",
         "the surgery has the state of {made} processes, each with its part of the parameters; "
         "found {found} processes",
         error=ValueError,
     ),
-    *_rows(
+    *_refused(
         "FSDP2, accumulated",
-        "refused",
         "Parameters",
         "the parameters are sharded, and {reason}",
         "Use stage='step'",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "attached in a backward pass",
-        "refused",
         "Buckets",
         "cannot be attached inside a backward pass, as DistributedDataParallel would average some "
         "gradients wrongly",
         "Attach before it",
     ),
-    *_rows(
+    *_refused(
         "foreign communication hook",
-        "refused",
         "Buckets",
         "the model has the communication hook {hook} already, and can have only one",
         "Use Buckets(reduce=...) in its place",
     ),
-    *_rows(
+    *_refused(
         "different averages",
-        "refused",
         "Buckets",
         "all of a model need the same reduce and power_rank, found {found} and {own}",
         error=ValueError,
     ),
-    *_rows(
+    *_refused(
         "static_graph",
-        "refused",
         "SharedParameters",
         "an aggregator runs backward passes for single tasks, which "
         "DistributedDataParallel(static_graph=True) does not average correctly",
         "Use static_graph=False",
     ),
-    *_rows(
+    *_warned(
         "shared weight, reentrant checkpoint",
-        "warned",
         "Parameters.backward Parameters.accumulated",
-        "each checkpoint runs a backward pass of its own, so that the transform acts, and its state"
-        " advances, once for each use of the weight",
+        "each checkpoint runs a backward pass of its own, and it acts once for each use",
         "Use stage='backward_end' or stage='step', or checkpoint(use_reentrant=False)",
     ),
-    *_rows(
+    *_warned(
         "shared weight, reentrant checkpoint",
-        "warned",
         "Inputs.total",
-        "each checkpoint computes with its own copy of a tensor that several of them take, and the"
-        " transform acts on the gradient of each copy",
+        "each checkpoint has its own copy of a tensor that several take, and it acts on each",
         "Use Outputs of the module that made the tensor, or checkpoint(use_reentrant=False)",
     ),
-    *_rows(
+    *_warned(
         "shared weight, reentrant checkpoint",
-        "warned",
         "Uses",
         "the uses in several checkpoints are one site, as each checkpoint is a graph of its own",
         _NON_REENTRANT,
     ),
-    *_rows(
+    *_refused(
         "checkpoint",
-        "refused",
         "Activations EveryModule",
         "it is recomputed by a checkpoint, which must give the same values again: {why}",
     ),
-    *_rows(
+    *_refused(
         "other saved-tensor hooks",
-        "refused",
         "SavedTensors",
         "there are hooks already, as those of a checkpoint, and a node takes one pair alone",
         "Choose the module without node=",
     ),
-    *_rows(
+    *_refused(
         "legacy hooks",
-        "refused",
         "ModuleGradients EveryModule",
         "it had hooks of the deprecated register_backward_hook kind, which PyTorch does not have "
         "beside full ones",
         "Use Outputs or Inputs",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "nested tensors",
-        "refused",
         "ModuleGradients EveryModule",
         "a full backward hook gets tensors and tuples of them, and those that need a gradient are "
         "inside {where}",
         "Use Outputs or Inputs",
     ),
-    *_rows(
+    *_refused(
         "in-place write",
-        "refused",
         "Outputs",
         "the module {fault}: the gradient of its output cannot be told from that of its input",
         "Use Outputs of the module before",
     ),
-    *_rows(
+    *_refused(
         "in-place write",
-        "refused",
         "Inputs",
         "the module {fault}: a hook would see none or a part of the gradient",
         "Use Outputs of the module before, or path='total', which allows writes to a tensor that "
         "is no view",
     ),
-    *_rows(
+    *_refused(
         "TorchScript",
-        "refused",
         f"{_OF_MODULES} SavedTensors Nodes Uses Captured",
         "it is a ScriptModule, which runs no Python hooks",
         "Act at Parameters or Weights, at a module that is not scripted, or call torch.jit.script "
@@ -398,41 +361,36 @@ ROWS: tuple[Row, ...] = (
             ("Captured", "Select parameters"),
         )
     ),
-    *_rows(
+    *_refused(
         "LBFGS",
-        "refused",
         "Parameters",
         "LBFGS also steps without gradients, so that no step of it can be skipped",
         "Choose another optimizer",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "LBFGS",
-        "refused",
         "Updates MatchedUpdates",
         "cannot act on LBFGS, which computes curvature from its own updates",
         "Choose another optimizer",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "several optimizers",
-        "refused",
         "Updates MatchedUpdates Weights",
         "the transform needs a whole group at once, and two optimizers share it",
         "Select the parameters of each in an intervention of its own",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "sparse gradient",
-        "refused",
         "Parameters Buckets Captured",
         "{transform} does not act on the values of a sparse gradient alone",
         "Use an elementwise transform that keeps zero, or sparse=False",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "loss scale",
-        "refused",
         "Parameters.backward Parameters.accumulated Parameters.backward_end Buckets Captured"
         " Outputs Inputs Nodes ModuleGradients Uses EveryModule.full_backward_pre"
         " EveryModule.full_backward",
@@ -440,27 +398,23 @@ ROWS: tuple[Row, ...] = (
         "Use Parameters(stage='step')",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "stateful transform",
-        "refused",
         "SavedTensors",
         "it is many tensors, and {what} remembers one thing for each site",
         "Choose modules or nodes",
         ValueError,
     ),
-    *_rows(
+    *_refused(
         "is_grads_batched",
-        "refused",
         "Captured",
         "it gets many gradients at once by is_grads_batched=True, and a transform takes one",
         "Call torch.autograd.grad for each of them",
     ),
-    *_rows(
+    *_refused(
         "vmap",
-        "refused",
         "*",
-        "{transform} keeps one state for each site, and inside vmap or with is_grads_batched a site"
-        " has many gradients at once",
+        "{transform} keeps one state for a site, which has many gradients at once there",
         "Differentiate for each of them",
     ),
 )
