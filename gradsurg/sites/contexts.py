@@ -30,7 +30,7 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one kind of site in one context, if it is not `acts`.
+    """The outcome of one kind of site in one context, if it does not simply act.
 
     A `kind` of "*" is every kind. `stage` is the stage or another mode of the kind, as the side of
     `Nodes`; empty for all. `why` completes "<kind>: <why>", `instead` is the way out, a sentence
@@ -162,6 +162,13 @@ ROWS: tuple[Row, ...] = (
     *(
         Row("Nodes", f"torch.compile {when}", "refused", _ONE_NODE, _OUTPUTS, error=LookupError)
         for when in ("inside the block", "before it")
+    ),
+    *_rows(
+        "acts",
+        "torch.compile inside the block",
+        "Outputs Inputs Activations ModuleGradients",
+        "each hooked module breaks the compiled graph, and a module list or nn.Sequential that "
+        "holds one runs uncompiled: its hooks count calls in Python",
     ),
     *_refused(
         "torch.compile before it",
@@ -470,7 +477,7 @@ def outcomes(at: Kind) -> str:
     for one in at.kinds:
         kind, modes = type(one).__name__, _modes(one)
         found = {context: find(kind, context, modes) for context in CONTEXTS}
-        acts = [context for context, of in found.items() if of is None]
+        acts = [context for context, of in found.items() if of is None or of.outcome == "acts"]
         parts.append(f"{kind} ({', '.join(modes)}) acts in: {'; '.join(acts)}")
         others = [of for of in ROWS if of.context not in CONTEXTS and of.kind in ("*", kind)]
         others = [of for of in others if of.stage in ("", *modes)]
