@@ -56,7 +56,6 @@ from gradsurg.sites.buckets import Buckets as Buckets
 from gradsurg.sites.captured import Captured as Captured
 from gradsurg.sites.combined import Combined as Combined
 from gradsurg.sites.every_module import EveryModule as EveryModule
-from gradsurg.sites.group import Group as Group
 from gradsurg.sites.inputs import Inputs as Inputs
 from gradsurg.sites.module_gradients import ModuleGradients as ModuleGradients
 from gradsurg.sites.nodes import Nodes as Nodes

@@ -123,7 +123,7 @@ def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_a_job_of_a_launcher_may_have_several_processes(folder: Path, launcher: str) -> None:
-    words = ("transform=clip,sign", "site.stage=reduced", "ranks=2", *SHORT, "report=false")
+    words = ("transform=clip,sign", "site.stage=backward_end", "ranks=2", *SHORT, "report=false")
     for out, more in (("alone", ()), ("jobs", (f"hydra/launcher={launcher}",))):
         code, said = ended(started(folder, *words, f"out={out}", *more))
         assert code == 0, said

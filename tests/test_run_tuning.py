@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gradsurg.report.tuning import read_tunings
+from gradsurg.training import execution
 from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 

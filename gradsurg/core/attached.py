@@ -113,11 +113,12 @@ class Attached:
 
     def examine(self, hook: SiteHook) -> None:
         """Without an optimizer: notice several gradients of one backward pass at one site."""
-        root = autograd.root_of_nested_backward() if self.stage == "backward" else None
+        in_time = self.stage in ("backward", "accumulated")
+        root = autograd.root_of_nested_backward() if in_time else None
         if root is not None:
             known = self._roots.get(hook.entry.site)
             if known is not None and known() is root:
-                self._warn_of_parts(hook, 2, "backward pass")
+                self._warn_of_parts(hook, 2, "backward pass, as of reentrant checkpoints,")
             self._roots[hook.entry.site] = ref(root)
 
     def end_warnings(self) -> list[str]:

@@ -1,7 +1,7 @@
 """The contract of a site kind: select places in a model and hook them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -19,8 +19,8 @@ Stage = Literal[
     "backward",  # the gradient of one backward pass
     "accumulated",  # the running sum in `.grad`
     "sent",  # the gradient that a process sends to be averaged over the processes
-    "reduced",  # the running sums at the end of a backward pass, averaged over the processes
-    "backward_end",  # the running sums of a group of parameters, at the end of a backward pass
+    "reduced",  # the average of the gradients that the processes have sent
+    "backward_end",  # the running sums, averaged if DDP does so, at the end of a backward pass
     "step",  # before an optimizer step: its gradients; after it: weights, or their updates
     "captured",  # the gradients that `torch.autograd.grad` returns
     "forward",  # activations or weights in the forward pass
@@ -37,7 +37,7 @@ SCALED: tuple[Stage, ...] = (
 )
 """The stages at which a gradient is still multiplied by the loss scale of a GradScaler."""
 
-AVERAGED: tuple[Stage, ...] = ("reduced", "step")
+AVERAGED: tuple[Stage, ...] = ("reduced", "backward_end", "step")
 """The stages at which DistributedDataParallel has averaged the gradients over its processes."""
 
 NO_GRADIENT = "needs no gradient"  # the reason recorded for a site that is skipped
@@ -45,8 +45,12 @@ NO_GRADIENT = "needs no gradient"  # the reason recorded for a site that is skip
 GradFn = Callable[[Tensor | None], Tensor | None]
 """A gradient hook: takes a gradient and returns the new one, or None to leave it unchanged."""
 
-GroupFn = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""A hook on all gradients of a group: returns the new ones in order, None for unchanged."""
+GroupFn = Callable[[MutableSequence[Tensor | None]], Iterable[Tensor | None]]
+"""A hook on all gradients of a group: yields the new ones in order, None for unchanged.
+
+It takes the gradients over, and may set an entry to None after its result was taken. The caller
+writes each result before it asks for the next one.
+"""
 
 RegisterHooks = Callable[[ExitStack], None]
 """Registers hooks and puts their removal on the stack; may be called again after a removal."""
@@ -212,7 +216,8 @@ class Attached(Protocol):
         """Return one hook for the gradients of all `sites` together.
 
         Where it gets updates, `gradients` return the gradients that the optimizer used. The hook
-        calls `skip` to skip the step of the optimizer, and then returns None for each gradient.
+        calls `skip` to skip the step of the optimizer, and then returns None for each gradient. It
+        may be asked for again with other sites, and replaces the one before.
         """
         ...
 
@@ -281,7 +286,7 @@ class Selector(ABC):
             kind = type(self).__name__
             raise ValueError(
                 f"needs all gradients of a group at once, {kind} meets them one at a time; "
-                "it can act at Parameters with stage=step or stage=reduced, or at Group"
+                "it can act at Parameters with stage=step or stage=backward_end"
             )
         stage = self.stage or allowed[0]
         if stage not in allowed:

@@ -13,8 +13,9 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.sites._grads import Access, hook_accumulated
 from gradsurg.sites.base import Attached, SiteHook, Stage
-from gradsurg.sites.parameters import hook_accumulated
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.wrapped_models import when_wrapped
 from gradsurg.torch_internals import autograd
@@ -69,27 +70,23 @@ class Buckets(ParamSelector):
     def hook(self, attached: Attached) -> None:
         model, stage, stack = attached.model, attached.stage, attached.stack
         if autograd.in_backward():
-            raise RuntimeError(
-                "Buckets: cannot be attached inside a backward pass, as DistributedDataParallel "
-                "would average some gradients wrongly"
-            )
+            raise refusal(self, "attached in a backward pass")
         params = expect_params(self, model, attached)
         if not (distributed.is_available() and distributed.is_initialized()):
-            hook_accumulated(params, attached, stack)
+            hook_accumulated(params, attached, Access())
             return
-        hooks: dict[Tensor, _Site] = {
-            param: _Site(name, attached.hook_at(name, ref(param)), attached)
-            for name, param in params.items()
-        }
         if self.reduce == "powerSGD":
             begun = attached.state("powerSGD")
             if begun:
                 attached.note("reduce='powerSGD' began anew: its state is not that of a surgery")
             begun["begun"] = torch.ones(())
-        part = _Part(stage, self.reduce, self.power_rank, hooks)
+        sites: dict[Tensor, tuple[str, SiteHook]] = {
+            param: (name, attached.hook_at(name, ref(param))) for name, param in params.items()
+        }
+        part = _Part(self, stage, attached, sites)
 
         def add(wrapper: DistributedDataParallel) -> None:
-            dispatcher = _dispatcher(wrapper)
+            dispatcher = _dispatcher(wrapper, self)
             if part not in dispatcher.parts:
                 dispatcher.add(part)
                 stack.callback(dispatcher.remove, part)
@@ -97,42 +94,28 @@ class Buckets(ParamSelector):
         when_wrapped(model, stack, add)
 
 
-@dataclass(frozen=True)
-class _Site:
-    """One parameter of one intervention."""
-
-    name: str
-    hook: SiteHook
-    attached: Attached
-
-
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One attached intervention."""
+    """One attached intervention, with the name and the hook of each parameter."""
 
+    at: Buckets
     stage: Stage
-    reduce: Reduce
-    power_rank: int
-    sites: dict[Tensor, _Site]
+    attached: Attached
+    sites: dict[Tensor, tuple[str, SiteHook]]
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
 
 
-def _dispatcher(wrapper: DistributedDataParallel) -> "_Dispatcher":
+def _dispatcher(wrapper: DistributedDataParallel, at: Buckets) -> "_Dispatcher":
     """Return the state of the model's communication hook, which is registered once."""
     if wrapper not in _DISPATCHERS:
         # A copy of a model lists the hook of the model, and does not have it.
         own = f"{_average.__module__}.{_average.__qualname__}"
-        others = [name for name in autograd.comm_hooks(wrapper) if name != own]
-        if others:
-            raise RuntimeError(
-                f"Buckets: the model has the communication hook {others[0]} already, and can have "
-                "only one; use Buckets(reduce=...) in its place"
-            )
-        dispatcher = _Dispatcher(wrapper)
-        wrapper.register_comm_hook(dispatcher, _average)
-        _DISPATCHERS[wrapper] = dispatcher
+        if others := [name for name in autograd.comm_hooks(wrapper) if name != own]:
+            raise refusal(at, "foreign communication hook", hook=others[0])
+        _DISPATCHERS[wrapper] = _Dispatcher(wrapper)
+        wrapper.register_comm_hook(_DISPATCHERS[wrapper], _average)
     return _DISPATCHERS[wrapper]
 
 
@@ -156,16 +139,14 @@ class _Dispatcher:
 
     def add(self, part: _Part) -> None:
         """Attach an intervention. Raises ValueError if another one averages otherwise."""
+        own = (part.at.reduce, part.at.power_rank)
         for other in self.parts:
-            if (other.reduce, other.power_rank) != (part.reduce, part.power_rank):
-                raise ValueError(
-                    f"Buckets: all of a model need the same reduce, found {other.reduce} (power_"
-                    f"rank {other.power_rank}) and {part.reduce} (power_rank {part.power_rank})"
-                )
-        if not self.parts and part.reduce == "powerSGD":
+            if (found := (other.at.reduce, other.at.power_rank)) != own:
+                raise refusal(part.at, "different averages", found=found, own=own)
+        if not self.parts and part.at.reduce == "powerSGD":
             self.power_state = powerSGD_hook.PowerSGDState(
                 self.group,
-                matrix_approximation_rank=part.power_rank,
+                matrix_approximation_rank=part.at.power_rank,
                 start_powerSGD_iter=POWER_SGD_START,
             )
         self.parts.append(part)
@@ -181,11 +162,11 @@ class _Dispatcher:
         if not self.parts:
             return default_hooks.allreduce_hook(self.group, bucket)
         has_changed = self._transform(bucket, "sent")
-        future = None
-        if self.parts[0].reduce == "allreduce" and any(part.stage == "sent" for part in self.parts):
+        future, reduce = None, self.parts[0].at.reduce
+        if reduce == "allreduce" and any(part.stage == "sent" for part in self.parts):
             future = self._exchange(bucket, has_changed)
         if future is None:
-            future = self._reduce(bucket)
+            future = self._reduce(bucket, reduce)
         if any(part.stage == "reduced" for part in self.parts):
             bucket.buffer().copy_(future.wait())
             self._transform(bucket, "reduced")
@@ -195,37 +176,28 @@ class _Dispatcher:
     def _transform(self, bucket: Bucket, stage: Stage) -> bool:
         """Apply the interventions of a stage; return whether a gradient has another value."""
         has_changed = False
-        for part in self.parts:
-            if part.stage != stage:
-                continue
+        for part in (part for part in self.parts if part.stage == stage):
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                site = part.sites.get(param)
-                if site is None:
-                    continue
                 # A copy, because a state may keep the gradient and the bucket is used again.
-                result = site.hook(view.clone())
+                result = part.sites[param][1](view.clone()) if param in part.sites else None
                 if result is not None:
                     view.copy_(result)
                     has_changed = True
         return has_changed
 
-    def _reduce(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: Bucket, reduce: Reduce) -> torch.futures.Future[Tensor]:
         """Average the dense gradients of a bucket."""
-        power = self.power_state
-        compresses = power is not None and power.iter >= POWER_SGD_START
-        sizes = []
+        power, sizes = self.power_state, []
         for view in bucket.gradients():
-            entries, width = view.numel(), view.element_size()
-            if self.parts[0].reduce == "fp16":
-                width = 2
-            elif compresses:
-                entries = _power_sgd_entries(view, self.parts[0].power_rank)
+            entries, width = view.numel(), 2 if reduce == "fp16" else view.element_size()
+            if power is not None and power.iter >= POWER_SGD_START:
+                entries = _power_sgd_entries(view, self.parts[0].at.power_rank)
             sizes.append(round(2 * (self.processes - 1) / self.processes * entries * width))
         self._count(bucket, sizes)
         if power is not None:
             # It waits for itself several times, and two buckets at once would mix their messages.
             return _done(powerSGD_hook.powerSGD_hook(power, bucket).wait())
-        if self.parts[0].reduce == "fp16":
+        if reduce == "fp16":
             return default_hooks.fp16_compress_hook(self.group, bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
 
@@ -259,8 +231,7 @@ class _Dispatcher:
         for param, size in zip(bucket.parameters(), sizes, strict=False):
             for part in self.parts:
                 if param in part.sites:
-                    site = part.sites[param]
-                    site.attached.count_bytes(site.name, size)
+                    part.attached.count_bytes(part.sites[param][0], size)
 
 
 def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:

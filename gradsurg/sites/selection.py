@@ -197,7 +197,8 @@ class ParamSelector(Selector):
             choices = params_of(model)
             raise nothing_matched(self, _selecting_field(self), described(self), choices)
         trainable = [names[0] for param, names in selected if param.requires_grad]
-        if not trainable:
+        may_wait = "step" in self.stages and self.stage in (None, "step")
+        if not trainable and not may_wait:
             raise all_frozen(self, [names[0] for _, names in selected])
         return trainable
 

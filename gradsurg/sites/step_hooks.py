@@ -1,9 +1,10 @@
-"""The optimizers of a surgery, and functions that run before and after each of their steps."""
+"""The optimizers of a surgery, and functions that run around each of their steps."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -11,25 +12,52 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals.optimizers import runs_step_hooks
 from gradsurg.transforms.base import Scope
+
+if TYPE_CHECKING:
+    from gradsurg.sites.base import Attached
+
+INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
+"""The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
+
+Params = Mapping[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class StepActions:
+    """What an intervention does around a step of an optimizer.
+
+    `begin` runs when a step begins. `before` runs when the gradients are there: with a closure, at
+    the end of each call of it. `after` runs after the step, before it is counted.
+    """
+
+    begin: Callable[[], None] | None = None
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+
+NO_ACTIONS = StepActions()
+Select = Callable[[], Params]
+Make = Callable[[Params, Sequence[Optimizer]], StepActions]
 
 
 class OptimizerSteps:
     """The optimizers of a surgery, one after another steps; the first counts, or `clock`.
 
     A step inside a step, as `super().step()` in an optimizer that extends another, belongs to the
-    outer one. If a step has a closure, the functions before the step run after each call of it,
-    since that is when the gradients are there.
+    outer one.
     """
 
     def __init__(self) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()  # without their wrappers
         self._watched: dict[Optimizer, _WatchedOptimizer] = {}
+        self._members: list[_Member] = []
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
-        return [group for optimizer in self._watched for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def bind(
         self,
@@ -48,78 +76,47 @@ class OptimizerSteps:
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
             raise ValueError("the optimizers must differ, and clock be one of them")
-        if self.optimizers:
-            self.close()
+        self.close()
         self.optimizers = tuple(given)
         for each in given:
-            self._watched[each] = _WatchedOptimizer(each, tick if each is counting else None)
+            ticks = tick if each is counting else None
+            self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
 
-    def split(
-        self, params: Mapping[str, nn.Parameter], scope: Scope
-    ) -> list[tuple[Optimizer, dict[str, nn.Parameter]]]:
-        """Return each optimizer that holds some of the parameters, with these.
+    def hook(self, attached: "Attached", select: Select, make: Make) -> None:
+        """Run the functions that `make` returns around each step, for one intervention.
 
-        Raises ValueError if there is no optimizer yet, for a parameter that none holds or two, and
-        if a group is not all in one.
+        `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
+        with scope `group` those of all optimizers. It is called again when an optimizer holds
+        others, or other ones require a gradient. Raises ValueError if there is no optimizer yet,
+        and for a parameter that none holds or two.
         """
-        if not self._watched:
+        if not self.optimizers:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        parts: list[tuple[Optimizer, dict[str, nn.Parameter]]] = []
-        owners = dict.fromkeys(params, 0)
-        for optimizer in self._watched:
-            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            part = {name: param for name, param in params.items() if id(param) in held}
-            for name in part:
-                owners[name] += 1
-            if part:
-                parts.append((optimizer, part))
-        if missing := [name for name, number in owners.items() if not number]:
-            raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
-        if several := [name for name, number in owners.items() if number > 1]:
-            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        if scope == "group" and len(parts) > 1:
-            raise ValueError(
-                "stage 'step': the transform needs a whole group at once, and two optimizers share "
-                "it; select the parameters of each in an intervention of its own"
-            )
-        return parts
+        member = _Member(self.optimizers, attached.scope, select, make)
+        member.renew(is_first=True)
+        self._members.append(member)
+        attached.stack.callback(self._members.remove, member)
+        attached.check_at_end(member.end_warning)
 
-    def at_begin(
-        self, optimizer: Optimizer, function: Callable[[], None], stack: ExitStack
-    ) -> None:
-        """Call `function` when a step begins: before a closure, and also after `run_before`."""
-        watched = self._watched[optimizer]
-        watched.watch_begin()
-        _add(watched.at_begin, function, stack)
+    def skip(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have each optimizer find no gradient in its next step; they are back after it.
 
-    def before(self, optimizer: Optimizer, function: Callable[[], None], stack: ExitStack) -> None:
-        """Call `function` before each step of the optimizer until `stack` is closed."""
-        watched = self._watched[optimizer]
-        watched.watch_begin()
-        _add(watched.before, function, stack)
-
-    def after(self, optimizer: Optimizer, function: Callable[[], None], stack: ExitStack) -> None:
-        """Call `function` after each step of the optimizer, and before the step is counted."""
-        _add(self._watched[optimizer].after, function, stack)
-
-    def skip(self, optimizer: Optimizer) -> None:
-        """Have the optimizer find no gradient in this step; they are back after it.
-
-        Called before a step. Raises RuntimeError after the step if it has changed a parameter.
+        Raises RuntimeError after a step that has changed a parameter nevertheless.
         """
-        self._watched[optimizer].skip()
+        for optimizer in optimizers:
+            self._watched[optimizer].skip()
 
     def run_before(self, optimizer: object | None, scaler: torch.amp.GradScaler | None) -> None:
         """Run the functions before a step now (of all optimizers, or one), not in the next step."""
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._watched.keys() >= set(chosen):
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
+        if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in chosen):
+            raise RuntimeError(
+                "before_step: the gradients are still times the loss scale; call "
+                "scaler.unscale_(optimizer) first"
+            )
         for each in chosen:
-            if scaler is not None and autograd.has_scaled_gradients(scaler, each):
-                raise RuntimeError(
-                    "before_step: the gradients are still times the loss scale; call "
-                    "scaler.unscale_(optimizer) first"
-                )
             self._watched[each].run_before()
             self._watched[each].has_run_before = True
 
@@ -132,11 +129,11 @@ class OptimizerSteps:
 
 
 def unwrapped(optimizer: object) -> Optimizer:
-    """Return the optimizer inside wrappers that hold it as `.optimizer` (Accelerate, Lightning).
+    """Return the optimizer inside wrappers that hold it, with all their parameters.
 
-    Raises TypeError if there is none.
+    Raises TypeError if there is none, or if its step runs no hooks.
     """
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    while (inner := _inner(optimizer)) is not None:
         optimizer = inner
     if isinstance(optimizer, nn.Module):
         kind = type(optimizer).__name__
@@ -146,90 +143,198 @@ def unwrapped(optimizer: object) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {optimizer!r}")
+    if not runs_step_hooks(optimizer):
+        raise TypeError(
+            f"optimizer: the step of {type(optimizer).__name__} runs no hooks, as its class does "
+            "not call Optimizer.__init__; attach or bind the optimizer inside it"
+        )
     return optimizer
 
 
-def _add(
-    functions: list[Callable[[], None]], function: Callable[[], None], stack: ExitStack
-) -> None:
-    functions.append(function)
-    stack.callback(functions.remove, function)
+def _inner(optimizer: object) -> Optimizer | None:
+    own = _params(optimizer) if isinstance(optimizer, Optimizer) else []
+    for inner in (getattr(optimizer, name, None) for name in INNER):
+        if isinstance(inner, Optimizer) and inner is not optimizer:
+            held = {id(param) for param in _params(inner)}
+            if all(id(param) in held for param in own):
+                return inner
+    return None
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class _Member:
+    """One intervention: its actions around the steps of each optimizer.
+
+    A group in several optimizers is acted on before the first of them steps. A new round of steps
+    begins with an optimizer that has stepped in this one, or that has other gradients by now.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scope: Scope, select: Select, make: Make
+    ) -> None:
+        self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
+        self.actions: dict[Optimizer, StepActions] = {}
+        self._joint: dict[Optimizer, list[nn.Parameter]] = {}
+        self._waiting: dict[Optimizer, list[tuple[Tensor | None, int]]] = {}  # to step
+        self._made_for: list[tuple[int, bool]] = []
+
+    def renew(self, is_first: bool = False) -> None:
+        """Make the actions anew if the optimizers hold other parameters than before."""
+        held = [param for optimizer in self._optimizers for param in _params(optimizer)]
+        key = [(id(param), param.requires_grad) for param in held]
+        if key == self._made_for and not is_first:
+            return
+        self._made_for = key
+        params, parts = self._select(), dict[Optimizer, dict[str, nn.Parameter]]()
+        for optimizer in self._optimizers:
+            ids = {id(param) for param in _params(optimizer)}
+            part = {name: param for name, param in params.items() if id(param) in ids}
+            if part:
+                parts[optimizer] = part
+        owners = Counter(name for part in parts.values() for name in part)
+        if several := [name for name, number in owners.items() if number > 1]:
+            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
+        missing = [name for name in params if name not in owners]
+        if missing and is_first:
+            raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
+        self._joint = {}
+        if self._scope == "group" and len(parts) > 1:
+            group = {name: param for name, param in params.items() if name in owners}
+            self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
+            self._joint = {optimizer: [*part.values()] for optimizer, part in parts.items()}
+        else:
+            self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
+
+    def end_warning(self) -> str:
+        """A warning of selected parameters that no optimizer holds, else empty."""
+        held = {id(param) for each in self._optimizers for param in _params(each)}
+        missing = [name for name, param in self._select().items() if id(param) not in held]
+        if not missing:
+            return ""
+        return (
+            "parameters were replaced, added or unfrozen while the block was open, and no "
+            f"optimizer of the surgery holds {', '.join(missing)}"
+        )
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Act on the gradients, unless that was done in this round."""
+        act = self.actions.get(optimizer, NO_ACTIONS).before
+        then, now = self._waiting.pop(optimizer, None), self._grads(optimizer)
+        if act is None or (then is not None and all(map(_is_same, then, now))):
+            return
+        others = [other for other in self._joint if other is not optimizer]
+        scaler = autograd.stepping_scaler() if others else None
+        if scaler and any(autograd.has_scaled_gradients(scaler, other) for other in others):
+            raise RuntimeError(
+                "stage 'step': the transform needs the gradients of all optimizers, and those of "
+                "one are still times the loss scale; call scaler.unscale_(optimizer) for each "
+                "before the first step"
+            )
+        act()
+        self._waiting = {other: self._grads(other) for other in others}
+
+    def _grads(self, optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
+        grads = [param.grad for param in self._joint.get(optimizer, ())]
+        return [(grad, 0 if grad is None else autograd.version_of(grad)) for grad in grads]
+
+
+def _is_same(then: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
+    return then[0] is now[0] and then[1] == now[1]
 
 
 class _WatchedOptimizer:
     """The hooks around the steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, tick: WeakMethod[Callable[[], object]] | None) -> None:
-        self.optimizer = optimizer
-        self.tick = tick
-        self.at_begin: list[Callable[[], None]] = []
-        self.before: list[Callable[[], None]] = []
-        self.after: list[Callable[[], None]] = []
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[_Member],
+        tick: WeakMethod[Callable[[], object]] | None,
+    ) -> None:
+        self.optimizer, self.members, self.tick = optimizer, members, tick
         self.has_run_before = False
         self.skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
-        # A step that calls the one of the class it extends has the hooks of both.
-        classes = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-        self.nests = len(classes) > 2  # one of them is Optimizer
-        self.depth = 0  # of steps inside steps
-        self.handles = [optimizer.register_step_post_hook(self.end)]
-        if self.nests:
-            self.watch_begin()
-
-    def watch_begin(self) -> None:
-        """Hook the beginning of steps, once."""
-        if len(self.handles) == 1:
-            self.handles.append(self.optimizer.register_step_pre_hook(self.begin))
+        self.depth = 0  # a step that calls the one of the class it extends runs its hooks too
+        self.handles = [
+            optimizer.register_step_pre_hook(self.begin),
+            optimizer.register_step_post_hook(self.end),
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
+    def actions(self) -> list[StepActions]:
+        """Return what the interventions do around a step."""
+        return [member.actions.get(self.optimizer, NO_ACTIONS) for member in self.members]
+
     def begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run what comes before a step, or put it into the closure."""
-        if self.nests and self.depth:
-            # Either a step inside a step, or an earlier step has raised and never ended.
-            self.depth = autograd.depth_of_steps(optimizer)
-            if self.depth > 1:
-                return None
-        self.depth = 1
-        for function in self.at_begin:
-            function()
-        if not self.before:
+        # Either a step inside a step, or an earlier step has raised and never ended.
+        self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
+        if self.depth > 1:
+            return None
+        for member in self.members:
+            member.renew()
+        actions = self.actions()
+        for each in actions:
+            if each.begin is not None:
+                each.begin()
+        if all(each.before is None for each in actions):
             return None
         if callable(closure := kwargs.get("closure")):
-            return args, kwargs | {"closure": self._extended(closure)}
+            return args, kwargs | {"closure": partial(self._call_and_run, closure)}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._extended(args[1]), *args[2:]), kwargs
+            return (args[0], partial(self._call_and_run, args[1]), *args[2:]), kwargs
         if not self.has_run_before:
             self.run_before()
         return None
 
     def end(self, *_: object) -> None:
         """Run what comes after a step, and count it."""
-        if self.nests:
-            self.depth -= 1
-            if self.depth:
-                return
+        self.depth = max(self.depth - 1, 0)
+        if self.depth:
+            return
         self.has_run_before = False
-        for function in self.after:
-            function()
+        for each in self.actions():
+            if each.after is not None:
+                each.after()
         if self.skipped:
-            self.end_skip()
+            self._end_skip()
         tick = None if self.tick is None else self.tick()
         if tick is not None:
             tick()
 
+    def run_before(self) -> None:
+        """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""
+        if any(param.grad is not None for param, _, _ in self.skipped):
+            self.skipped = []  # the step that was to be skipped was never made
+        for member in self.members:
+            member.renew()
+        # A fused optimizer unscales the gradients itself, after this.
+        is_scaled = getattr(self.optimizer, "grad_scale", None) is not None
+        if is_scaled and any(each.before is not None for each in self.actions()):
+            raise RuntimeError(
+                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        for member in self.members:
+            member.before(self.optimizer)
+
     def skip(self) -> None:
         """Take the gradients of all parameters away until the end of the step."""
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = _params(self.optimizer)
         self.skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
         for param in params:
             param.grad = None
 
-    def end_skip(self) -> None:
+    def _end_skip(self) -> None:
         """Give the gradients back. Raises RuntimeError if the step has changed a parameter."""
         skipped, self.skipped = self.skipped, []
         for param, grad, _ in skipped:
@@ -242,22 +347,8 @@ class _WatchedOptimizer:
                 "optimizer"
             )
 
-    def run_before(self) -> None:
-        """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""
-        # A fused optimizer unscales the gradients itself, after this.
-        if self.before and getattr(self.optimizer, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
-                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-            )
-        for function in self.before:
-            function()
-
-    def _extended(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that runs what comes before a step at its end, unless the closure did so."""
-        return partial(self._call_and_run, closure)
-
     def _call_and_run(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure, and run what comes before a step at its end, unless it did so itself."""
         self.has_run_before = False
         result = closure()
         if not self.has_run_before:

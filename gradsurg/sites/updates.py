@@ -2,8 +2,9 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Attached, GroupFn, Stage
+from gradsurg.sites.base import Attached, Stage
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
 
@@ -43,13 +46,7 @@ class Updates(ParamSelector):
         return frozenset({"value", "gradient"})
 
     def hook(self, attached: Attached) -> None:
-        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
-        params = expect_params(self, model, attached)
-        for optimizer, part in steps.split(params, scope):
-            _refuse_lbfgs(optimizer)
-            updates = _StepUpdates(optimizer, part, attached)
-            steps.at_begin(optimizer, updates.before_step, stack)
-            steps.after(optimizer, updates.after_step, stack)
+        _hook_steps(self, attached, _updates_actions)
 
 
 @validated
@@ -77,169 +74,138 @@ class MatchedUpdates(ParamSelector):
         return frozenset({"value", "examples"})
 
     def hook(self, attached: Attached) -> None:
-        model, steps, scope, stack = attached.model, attached.steps, attached.scope, attached.stack
-        params = expect_params(self, model, attached)
-        for index, (optimizer, part) in enumerate(steps.split(params, scope)):
-            _refuse_lbfgs(optimizer)
-            matched = _SecondOptimizer(optimizer, part, attached, f"optimizer{index}")
-            steps.at_begin(optimizer, matched.copy_values, stack)
-            steps.before(optimizer, matched.treat, stack)
-            steps.after(optimizer, matched.match, stack)
+        _hook_steps(self, attached, _matched_actions)
 
 
-class _SecondOptimizer:
-    """What runs around a step of an optimizer whose updates get the norm of treated ones."""
+Make = Callable[[Attached, Params, Optimizer], StepActions]
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        params: Mapping[str, nn.Parameter],
-        attached: Attached,
-        key: str,
-    ) -> None:
-        self._optimizer = optimizer
-        self._params = dict(params)
-        self._registry = attached
-        self._key = key  # of the state in that of the surgery
-        self._before: dict[str, Tensor] = {}  # empty except during a step
-        self._treated: dict[str, Tensor] = {}
-        values = [ref(param) for param in params.values()]
-        self._group_hook: GroupFn = attached.group_hook(list(params), values)
 
-    def copy_values(self) -> None:
-        """Copy the parameters."""
-        self._before = {name: param.detach().clone() for name, param in self._params.items()}
+def _hook_steps(selector: ParamSelector, attached: Attached, make: Make) -> None:
+    def make_actions(params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        if len(optimizers) > 1:
+            raise refusal(selector, "several optimizers")
+        if isinstance(optimizers[0], LBFGS):
+            raise refusal(selector, "LBFGS")
+        return make(attached, params, optimizers[0])
 
-    def treat(self) -> None:
-        """Keep the transformed gradients; those of the optimizer stay as they are."""
-        grads = [param.grad for param in self._params.values()]
-        results = zip(self._params, self._group_hook(grads), strict=True)
-        self._treated = {name: grad.detach() for name, grad in results if grad is not None}
+    select = partial(expect_params, selector, attached.model, attached)
+    attached.steps.hook(attached, select, make_actions)
+
+
+def _updates_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
+    held = [*params.values()]
+    before: list[Tensor] = []  # the values; empty except during a step
+    values = [partial(_value, before, index) for index in range(len(held))]
+    gradients = [partial(_gradient, param) for param in held]
+    group_hook = attached.group_hook([*params], values, gradients)
+
+    def copy_values() -> None:
+        before[:] = _copies(held)
 
     @torch.no_grad()
-    def match(self) -> None:
-        """Make the treated updates and give their norms to those of the optimizer."""
-        if not self._before or not self._treated:  # attached during the step
-            return
-        for name, treated in self._treated_updates().items():
-            param, before = self._params[name], self._before[name]
-            update = param - before
-            keeps = (treated == update).all()  # before + (after - before) is rounded
-            param.copy_(torch.where(keeps, param, before + norm_matched(update, treated)))
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # it holds casts of the weights before
-        self._before, self._treated = {}, {}
-
-    def _treated_updates(self) -> dict[str, Tensor]:
-        """Step the second optimizer from the values before the step; return its updates."""
-        copies = {name: self._before[name].clone() for name in self._treated}
-        for name, copied in copies.items():
-            copied.grad = self._treated[name]
-        second = copy.copy(self._optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
-        for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
-            setattr(second, attribute, getattr(self._optimizer, attribute, None))
-        by_param = {self._params[name]: copied for name, copied in copies.items()}
-        second.param_groups = [
-            {**group, "params": [by_param[p] for p in group["params"] if p in by_param]}
-            for group in self._optimizer.param_groups
-        ]
-        state = self._registry.state(self._key)
-        second.state = self._read_state(state, copies)
-        second.step()
-        for name, copied in copies.items():
-            for key, entry in second.state[copied].items():
-                state |= self._written(f"{name}.{key}", entry)
-        return {name: copied - self._before[name] for name, copied in copies.items()}
-
-    # Any: entries of an optimizer's state.
-    def _read_state(
-        self, state: Mapping[str, Tensor], copies: Mapping[str, Tensor]
-    ) -> defaultdict[Tensor, Any]:
-        read: defaultdict[Tensor, Any] = defaultdict(dict)
-        for key, entry in state.items():
-            name, _, part = key.rpartition(".")
-            if name in copies:  # Adam's `step` is on the CPU, also after a checkpoint was loaded
-                like = self._optimizer.state[self._params[name]].get(part, entry)
-                # A copy: optimizers write in place, and a `state_dict` has this tensor.
-                read[copies[name]][part] = entry.to(like.device, copy=True)
-        return read
-
-    def _written(self, key: str, entry: object) -> dict[str, Tensor]:
-        if isinstance(entry, Tensor):
-            return {key: entry}
-        if entry is None:  # as the momentum of SGD without momentum
-            return {}
-        raise TypeError(
-            f"update_norm_matched needs an optimizer whose state is tensors, and "
-            f"{type(self._optimizer).__name__} has {key} = {entry!r}"
-        )
-
-
-def _refuse_lbfgs(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "Updates cannot act on LBFGS, which computes curvature from its own updates; "
-            "choose another optimizer"
-        )
-
-
-class _StepUpdates:
-    """What runs around a step of an optimizer. It ends on detach, so it may hold parameters."""
-
-    def __init__(
-        self, optimizer: Optimizer, params: Mapping[str, nn.Parameter], attached: Attached
-    ) -> None:
-        self._optimizer = optimizer
-        self._params = list(params.values())
-        self._before: list[Tensor] = []  # empty except during a step
-        values = [self._value(index) for index in range(len(params))]
-        gradients = [_gradient(param) for param in self._params]
-        self._group_hook: GroupFn = attached.group_hook(list(params), values, gradients)
-
-    def before_step(self) -> None:
-        """Copy the parameters."""
-        self._before = [param.detach().clone() for param in self._params]
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """Transform the updates and write those entries that changed."""
-        if not self._before:  # attached during the step
+    def write_updates() -> None:
+        if not before:  # attached during the step
             return
         updates = [
-            None if param.grad is None else param - before
-            for param, before in zip(self._params, self._before, strict=True)
+            None if param.grad is None else param - value
+            for param, value in zip(held, before, strict=True)
         ]
-        results = self._group_hook(updates)
-        self._write(updates, results, getattr(self._optimizer, "found_inf", None))
-        self._before = []
-
-    def _write(
-        self,
-        updates: Sequence[Tensor | None],
-        results: Sequence[Tensor | None],
-        found_inf: Tensor | None,
-    ) -> None:
-        rows = zip(self._params, self._before, updates, results, strict=True)
-        changed = False
-        for param, before, update, result in rows:
+        # A fused optimizer has skipped the step on the device if it is 1.
+        found_inf = getattr(optimizer, "found_inf", None)
+        rows = zip(held, before, updates, group_hook([*updates]), strict=True)
+        for param, value, update, result in rows:
             if update is None or result is None or result is update:
                 continue
-            # before + (after - before) is rounded, and is not `after`.
-            keeps = result == update
-            if found_inf is not None:  # a fused optimizer has skipped the step if it is 1
+            keeps = result == update  # before + (after - before) is rounded, and is not `after`
+            if found_inf is not None:
                 keeps |= found_inf.to(keeps.device) > 0
-            param.copy_(torch.where(keeps, param, before + result))
-            changed = True
-        if changed and torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # it holds casts of the weights before
+            param.copy_(torch.where(keeps, param, value + result))
+        forget_casts()
+        before.clear()
 
-    def _value(self, index: int) -> Callable[[], Tensor | None]:
-        return lambda: self._before[index] if self._before else None
+    return StepActions(begin=copy_values, after=write_updates)
 
 
-def _gradient(param: nn.Parameter) -> Callable[[], Tensor | None]:
-    def gradient() -> Tensor | None:
-        grad = param.grad
-        return grad.to_dense() if grad is not None and grad.is_sparse else grad
+def _value(values: Sequence[Tensor], index: int) -> Tensor | None:
+    return values[index] if values else None
 
-    return gradient
+
+def _gradient(param: nn.Parameter) -> Tensor | None:
+    grad = param.grad
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def _copies(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def _matched_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
+    before: dict[str, Tensor] = {}  # the values; empty except during a step
+    treated: dict[str, Tensor] = {}  # the gradients
+    values = [ref(param) for param in params.values()]
+    group_hook = attached.group_hook([*params], values)
+    key = f"optimizer{attached.steps.optimizers.index(optimizer)}"
+
+    def copy_values() -> None:
+        before.update(zip(params, _copies(params.values()), strict=True))
+
+    def treat() -> None:
+        grads = [param.grad for param in params.values()]
+        results = zip(params, group_hook(grads), strict=True)
+        treated.clear()
+        treated.update({name: grad.detach() for name, grad in results if grad is not None})
+
+    @torch.no_grad()
+    def match() -> None:
+        if before and treated:  # else attached during the step
+            copies = {name: before[name].clone() for name in treated}
+            for name, copied in copies.items():
+                copied.grad = treated[name]
+            _step_second(optimizer, params, copies, attached.state(key))
+            for name, copied in copies.items():
+                param, update = params[name], params[name] - before[name]
+                wanted = copied - before[name]
+                keeps = (wanted == update).all()  # before + (after - before) is rounded
+                new = before[name] + norm_matched(update, wanted)
+                param.copy_(torch.where(keeps, param, new))
+            forget_casts()
+        before.clear()
+
+    return StepActions(copy_values, treat, match)
+
+
+def _step_second(
+    optimizer: Optimizer, params: Params, copies: Mapping[str, Tensor], state: dict[str, Tensor]
+) -> None:
+    """Step the second optimizer, which has `state`, on copies of the parameters by their names."""
+    second = copy.copy(optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
+    for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
+        setattr(second, attribute, getattr(optimizer, attribute, None))
+    by_param = {params[name]: copied for name, copied in copies.items()}
+    second.param_groups = [
+        {**group, "params": [by_param[p] for p in group["params"] if p in by_param]}
+        for group in optimizer.param_groups
+    ]
+    second.state = defaultdict(dict)
+    for key, entry in state.items():
+        name, _, part = key.rpartition(".")
+        if name in copies:  # Adam's `step` is on the CPU, also after a checkpoint was loaded
+            like = optimizer.state[params[name]].get(part, entry)
+            # A copy: optimizers write in place, and a `state_dict` has this tensor.
+            second.state[copies[name]][part] = entry.to(like.device, copy=True)
+    second.step()
+    for name, copied in copies.items():
+        for part, entry in second.state[copied].items():
+            if isinstance(entry, Tensor):
+                state[f"{name}.{part}"] = entry
+            elif entry is not None:  # as the momentum of SGD without momentum
+                raise TypeError(
+                    f"update_norm_matched needs an optimizer whose state is tensors, and "
+                    f"{type(optimizer).__name__} has {name}.{part} = {entry!r}"
+                )
+
+
+def forget_casts() -> None:
+    """Clear the cache of autocast, which holds casts of the weights before they were changed."""
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()

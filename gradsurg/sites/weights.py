@@ -1,14 +1,19 @@
 """Weights: the values of the parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Attached, Stage
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.step_hooks import Params, StepActions
+from gradsurg.sites.updates import forget_casts
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -31,23 +36,24 @@ class Weights(ParamSelector):
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
 
     def hook(self, attached: Attached) -> None:
-        model, steps, stage, scope, stack = (
-            attached.model,
-            attached.steps,
-            attached.stage,
-            attached.scope,
-            attached.stack,
-        )
-        params = expect_params(self, model, attached)
-        match stage:
+        model, stack = attached.model, attached.stack
+        select = partial(expect_params, self, model, attached)
+        match attached.stage:
             case "step":
-                for optimizer, part in steps.split(params, scope):
-                    steps.after(optimizer, _editor(part, attached), stack)
+                make = partial(self._step_hooks, attached)
+                attached.steps.hook(attached, select, make)
             case "forward":
-                edit = _editor(params, attached)
+                edit = _editor(select(), attached)
                 stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
             case _:
-                raise AssertionError(stage)
+                raise AssertionError(attached.stage)
+
+    def _step_hooks(
+        self, attached: Attached, params: Params, optimizers: Sequence[Optimizer]
+    ) -> StepActions:
+        if len(optimizers) > 1:
+            raise refusal(self, "several optimizers")
+        return StepActions(after=_editor(params, attached))
 
 
 def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:
@@ -60,7 +66,7 @@ def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:
     return hook
 
 
-def _editor(params: Mapping[str, nn.Parameter], attached: Attached) -> Callable[[], None]:
+def _editor(params: Params, attached: Attached) -> Callable[[], None]:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
     held = list(params.values())
     group_hook = attached.group_hook(list(params), [_no_value] * len(held))
@@ -68,14 +74,13 @@ def _editor(params: Mapping[str, nn.Parameter], attached: Attached) -> Callable[
     @torch.no_grad()
     def edit() -> None:
         values = [param.detach() for param in held]
-        results = group_hook(values)
         changed = False
-        for param, value, result in zip(held, values, results, strict=True):
+        for param, value, result in zip(held, [*values], group_hook([*values]), strict=True):
             if result is not None and result is not value:
                 param.copy_(result.clone() if _overlaps(result, value) else result)
                 changed = True
-        if changed and torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # it holds casts of the old weights
+        if changed:
+            forget_casts()
 
     return edit
 

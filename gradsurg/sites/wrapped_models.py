@@ -83,19 +83,6 @@ def when_wrapped(
         stack.callback(model.register_forward_pre_hook(hook).remove)
 
 
-def refuse_averaged(site: str, model: nn.Module, stack: ExitStack) -> None:
-    """Raise RuntimeError if DistributedDataParallel overwrites `.grad` at the end of a backward."""
-
-    def refuse(processes: int) -> None:
-        raise RuntimeError(
-            f"{site}: the model is in DistributedDataParallel, which writes the averaged gradients "
-            "into .grad when a backward ends, over what was made of them before. Use "
-            "Parameters(stage='step'), or stage='reduced'."
-        )
-
-    when_averaged(model, stack, refuse)
-
-
 def late_hooks_reason(model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
     """Why hooks may not have run in a process that had compiled code; empty if nothing explains it.
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -100,6 +101,11 @@ def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process since it was last reset."""
     library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import
     return library is not None and bool(library.output_codes.seen)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is the wrapper that torch.compile returns, or was compiled in place."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def in_compiled() -> bool:

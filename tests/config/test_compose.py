@@ -152,7 +152,7 @@ WRONG = (
     Wrong(
         "transform=[clip,clip_global_norm] site=outputs",
         "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
-        "it can act at Parameters with stage=step or stage=reduced, or at Group",
+        "it can act at Parameters with stage=step or stage=backward_end",
     ),
     Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
     Wrong(

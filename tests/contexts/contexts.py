@@ -16,95 +16,124 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.contexts.kinds import FACTOR, Kind, Nested, Net
+from gradsurg.sites.selection import params_of
+from tests.contexts.kinds import Kind, Nested, Net
 from tests.sites.points import recomputed
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
 Step = Callable[[Kind, Attach], Tensor]
 """A training step: builds a model, attaches (for the plain run, does nothing), gives the probe."""
 
-
-def _net(**fields: bool) -> Net:
-    torch.manual_seed(0)
-    return Net(**fields)
+Change = Callable[[nn.Module], nn.Module]
 
 
-def _inputs() -> Tensor:
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).abs()
+def _x() -> Tensor:
+    inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).abs()
+    return inputs * (1 + distributed.get_rank() if distributed.is_initialized() else 1)
 
 
 def _sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def _ready(**fields: bool) -> tuple[Net, torch.optim.SGD]:
-    model = _net(**fields)
+def _ready(make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, torch.optim.SGD]:
+    torch.manual_seed(0)
+    model = make()
     return model, _sgd(model)
 
 
-def _probe(model: nn.Module, kind: Kind) -> Tensor:
-    param = dict(model.named_parameters())[kind.probe]
-    if kind.of == "update":
-        return _whole(param.detach()) - dict(_net().named_parameters())[kind.probe].detach()
-    tensor = param if kind.of == "value" else param.grad
-    whole = _whole(param if tensor is None else tensor).detach()
-    return torch.zeros_like(whole) if tensor is None else whole.clone()
+def _params(model: nn.Module) -> dict[str, nn.Parameter]:
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return params_of(inner)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _probe(model: nn.Module, kind: Kind) -> Tensor:
+    param = _params(model)[kind.probe]
+    match kind.of:
+        case "update":
+            return _whole(param) - _params(_ready()[0])[kind.probe].detach()
+        case "gradient" if param.grad is None:
+            return torch.zeros_like(_whole(param))
+        case "gradient":
+            return _whole(param.grad)
+        case _:
+            return _whole(param)
 
 
 def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Optimizer) -> Tensor:
     if kind.of == "captured":
-        (captured,) = torch.autograd.grad(loss, [dict(model.named_parameters())[kind.probe]])
-        return captured
+        return torch.autograd.grad(loss, [_params(model)[kind.probe]])[0]
     loss.backward()
     optimizer.step()
     return _probe(model, kind)
 
 
-def eager(kind: Kind, attach: Attach) -> Tensor:
-    model, optimizer = _ready()
-    with attach(model, optimizer):
-        return _run(model, model(_inputs()).sum(), kind, optimizer)
+def _same(model: nn.Module) -> nn.Module:
+    return model
 
 
-def no_grad(kind: Kind, attach: Attach) -> Tensor:
-    """An evaluation inside the block, whose output is the probe."""
-    model = _net()
-    with attach(model, _sgd(model)), torch.no_grad():
-        return model(_inputs())
+def _trains(
+    make: Callable[[], nn.Module] = Net, before: Change = _same, inside: Change = _same
+) -> Step:
+    """Return a step of a model that is changed before it is attached, or in the block."""
 
+    def step(kind: Kind, attach: Attach) -> Tensor:
+        model = before(_ready(make)[0])
+        optimizer = _sgd(model)
+        with attach(model, optimizer):
+            known = {*model.parameters()}
+            model = inside(model)
+            if known != {*model.parameters()}:
+                optimizer = _sgd(model)
+            return _run(model, model(_x().requires_grad_()).sum(), kind, optimizer)
 
-def in_place_consumer(kind: Kind, attach: Attach) -> Tensor:
-    model, optimizer = _ready(inplace=True)
-    with attach(model, optimizer):
-        return _run(model, model(_inputs()).sum(), kind, optimizer)
+    return step
 
 
 class _Checkpointed(Net):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return recomputed(lambda x: self.last(self.act(self.first(x))), x, self.reentrant)
+        return recomputed(super().forward, x, self.reentrant)
 
 
-def _checkpointed(kind: Kind, attach: Attach, reentrant: bool) -> Tensor:
-    torch.manual_seed(0)
-    model = _Checkpointed()
-    model.reentrant = reentrant
-    optimizer = _sgd(model)
-    with attach(model, optimizer):
-        return _run(model, model(_inputs().requires_grad_()).sum(), kind, optimizer)
+class _Reentrant(_Checkpointed):
+    reentrant = True
 
 
-def checkpoint_non_reentrant(kind: Kind, attach: Attach) -> Tensor:
-    return _checkpointed(kind, attach, reentrant=False)
+def _compile(model: nn.Module) -> nn.Module:
+    compiled = torch.compile(model, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
 
 
-def checkpoint_reentrant(kind: Kind, attach: Attach) -> Tensor:
-    return _checkpointed(kind, attach, reentrant=True)
+def _compile_and_call(model: nn.Module) -> nn.Module:
+    """PyTorch ignores hooks that are added after the first compiled call."""
+    compiled = _compile(model)
+    compiled(_x().requires_grad_())  # as later: for other inputs it is compiled again
+    return compiled
+
+
+def _load(model: nn.Module) -> nn.Module:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    return model
+
+
+def no_grad(kind: Kind, attach: Attach) -> Tensor:
+    """An evaluation inside the block, whose output is the probe."""
+    model, optimizer = _ready()
+    with attach(model, optimizer), torch.no_grad():
+        return model(_x())
 
 
 def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
@@ -112,7 +141,7 @@ def autocast_and_scaler(kind: Kind, attach: Attach) -> Tensor:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with attach(model, optimizer, scaler=scaler):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(_inputs()).float().sum()
+            loss = model(_x()).float().sum()
         if kind.of == "captured":
             return _run(model, loss, kind, optimizer)
         scaler.scale(loss).backward()
@@ -125,28 +154,9 @@ def accumulation(kind: Kind, attach: Attach) -> Tensor:
     """Two backward passes before a step; stages with running sums act on the first one twice."""
     model, optimizer = _ready()
     with attach(model, optimizer):
-        if kind.of == "captured":
-            return _run(model, model(_inputs()).sum(), kind, optimizer)
-        for _ in range(2):
-            model(_inputs()).sum().backward()
-        optimizer.step()
-        return _probe(model, kind)
-
-
-def compiled_after_attach(kind: Kind, attach: Attach) -> Tensor:
-    model, optimizer = _ready()
-    with attach(model, optimizer):
-        compiled = torch.compile(model, backend="aot_eager")
-        return _run(model, compiled(_inputs()).sum(), kind, optimizer)
-
-
-def compiled_before_attach(kind: Kind, attach: Attach) -> Tensor:
-    """PyTorch ignores hooks that are added after the first compiled call."""
-    model, optimizer = _ready()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(_inputs()).sum()
-    with attach(compiled, optimizer):
-        return _run(model, compiled(_inputs()).sum(), kind, optimizer)
+        if kind.of != "captured":
+            model(_x()).sum().backward()
+        return _run(model, model(_x()).sum(), kind, optimizer)
 
 
 Order = Literal["never", "inside", "in place", "before"]
@@ -171,8 +181,8 @@ def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Map
             model.compile(backend=backend)
         for _ in range(3):
             params = list(model.parameters())
-            grads = torch.autograd.grad(called(_inputs()).square().sum(), params)
-            loss = called(_inputs()).square().sum()
+            grads = torch.autograd.grad(called(_x()).square().sum(), params)
+            loss = called(_x()).square().sum()
             optimizer.zero_grad()
             loss.backward()
             if isinstance(at, gs.Captured):
@@ -184,85 +194,58 @@ def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Map
 
 
 def torch_func(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
+    model, optimizer = _ready()
     params = dict(model.named_parameters())
-    with attach(model, _sgd(model)):
-        grads = grad(lambda params: functional_call(model, params, (_inputs(),)).sum())(params)
+    with attach(model, optimizer):
+        grads = grad(lambda params: functional_call(model, params, (_x(),)).sum())(params)
         return grads[kind.probe].detach()
 
 
 def double_backward(kind: Kind, attach: Attach) -> Tensor:
     model, optimizer = _ready()
     with attach(model, optimizer):
-        loss = model(_inputs()).sum()
+        loss = model(_x()).sum()
         if kind.of == "captured":
-            probe = dict(model.named_parameters())[kind.probe]
+            probe = _params(model)[kind.probe]
             return torch.autograd.grad(loss, [probe], create_graph=True)[0].detach()
         # A penalty whose second backward reaches no hooked place, so that factors stay readable.
         penalty = torch.autograd.grad(loss, [model.last.weight], create_graph=True)[0]
-        (loss + 0.0 * penalty.sum()).backward()
-        optimizer.step()
-        return _probe(model, kind)
+        return _run(model, loss + 0.0 * penalty.sum(), kind, optimizer)
 
 
 def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
     model, optimizer = _ready()
     with attach(model, optimizer):
-        loss = model(_inputs()).sum()
+        loss = model(_x()).sum()
         if kind.of in ("value", "update"):
             return _run(model, loss, kind, optimizer)
-        return torch.autograd.grad(loss, [dict(model.named_parameters())[kind.probe]])[0]
-
-
-def deepcopied(kind: Kind, attach: Attach) -> Tensor:
-    """Train a copy made inside the block; the attached model is not trained."""
-    model = _net()
-    with attach(model, _sgd(model)):
-        twin = copy.deepcopy(model)
-        optimizer = _sgd(twin)
-        return _run(twin, twin(_inputs()).sum(), kind, optimizer)
-
-
-def load_state_dict_assign(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with attach(model, _sgd(model)):
-        model.load_state_dict(state, assign=True)
-        optimizer = _sgd(model)
-        return _run(model, model(_inputs()).sum(), kind, optimizer)
+        return torch.autograd.grad(loss, [_params(model)[kind.probe]])[0]
 
 
 def threads(kind: Kind, attach: Attach) -> Tensor:
     """Forward and backward in another thread than that of attach."""
     model, optimizer = _ready()
-    probes: list[Tensor] = []
-    errors: list[BaseException] = []
+    results: list[Tensor | BaseException] = []
 
     def work() -> None:
         try:
-            probes.append(_run(model, model(_inputs()).sum(), kind, optimizer))
+            results.append(_run(model, model(_x()).sum(), kind, optimizer))
         except RuntimeError as error:
-            errors.append(error)
+            results.append(error)
 
     with attach(model, optimizer):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    if errors:
-        raise errors[0]
-    return probes[0]
-
-
-def _of_process() -> Tensor:
-    return _inputs() * (1 + distributed.get_rank())
+    (result,) = results
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def ddp(kind: Kind, attach: Attach) -> Tensor:
     """Each process has other inputs, and all have the same result, or their own captured one."""
-    model, optimizer = _ready()
-    wrapped = DistributedDataParallel(model)
-    with attach(wrapped, optimizer):
-        probe = _run(model, wrapped(_of_process()).sum(), kind, optimizer)
+    probe = _trains(before=DistributedDataParallel)(kind, attach)
     if kind.of != "captured":
         largest = probe.clone()
         distributed.all_reduce(largest, distributed.ReduceOp.MAX)
@@ -270,33 +253,27 @@ def ddp(kind: Kind, attach: Attach) -> Tensor:
     return probe
 
 
-def fsdp2(kind: Kind, attach: Attach) -> Tensor:
-    model = _net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
-    optimizer = _sgd(model)
-    with attach(model, optimizer):
-        return _run(model, model(_of_process()).sum(), kind, optimizer)
-
-
-PROCESS_CONTEXTS: dict[str, Step] = {"DDP": ddp, "FSDP2": fsdp2}
-"""Contexts that every process of a group enters."""
-
-CONTEXTS: dict[str, Step] = {
-    "eager": eager,
+STEPS: dict[str, Step] = {
+    "eager": _trains(),
     "no_grad": no_grad,
-    "in-place consumer": in_place_consumer,
-    "checkpoint, non-reentrant": checkpoint_non_reentrant,
-    "checkpoint, reentrant": checkpoint_reentrant,
+    "in-place consumer": _trains(lambda: Net(inplace=True)),
+    "checkpoint, non-reentrant": _trains(_Checkpointed),
+    "checkpoint, reentrant": _trains(_Reentrant),
     "autocast + GradScaler": autocast_and_scaler,
     "accumulation": accumulation,
-    "torch.compile inside the block": compiled_after_attach,
-    "torch.compile before it": compiled_before_attach,
+    "torch.compile inside the block": _trains(inside=_compile),
+    "torch.compile before it": _trains(before=_compile_and_call),
     "torch.func": torch_func,
     "double backward": double_backward,
     "autograd.grad": autograd_grad,
-    "deepcopy": deepcopied,
-    "load_state_dict(assign=True)": load_state_dict_assign,
+    "deepcopy": _trains(inside=copy.deepcopy),
+    "load_state_dict(assign=True)": _trains(inside=_load),
     "threads": threads,
+    "DDP": ddp,
+    "FSDP2": _trains(before=_shard),
+    "torchrun": ddp,
 }
+"""The step of each context of the table."""
 
-__all__ = ["CONTEXTS", "FACTOR", "PROCESS_CONTEXTS", "Attach", "Order", "Step", "trained"]
+PROCESSES = ("DDP", "FSDP2", "torchrun")
+"""Contexts that every process of a group enters."""

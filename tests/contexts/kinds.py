@@ -1,4 +1,4 @@
-"""One selection of each site kind, and the expected effect of a factor of ten on a probe."""
+"""One selection of each row of the table, and the expected effect of a factor of ten on a probe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
 
 FACTOR = 10.0
@@ -24,32 +25,33 @@ class Kind:
     of: str = "gradient"
 
 
-KINDS = {
-    "Parameters backward": Kind(lambda: gs.Parameters("first.weight")),
-    "Parameters accumulated": Kind(lambda: gs.Parameters("first.weight", stage="accumulated")),
-    "Parameters reduced": Kind(lambda: gs.Parameters("first.weight", stage="reduced")),
-    "Parameters step": Kind(lambda: gs.Parameters("first.weight", stage="step")),
-    "Buckets sent": Kind(lambda: gs.Buckets("first.weight")),
-    "Buckets reduced": Kind(lambda: gs.Buckets("first.weight", stage="reduced")),
-    "Outputs": Kind(lambda: gs.Outputs("first")),
-    "Inputs branch": Kind(lambda: gs.Inputs("act")),
-    "Inputs total": Kind(lambda: gs.Inputs("act", path="total")),
-    "Nodes enter": Kind(lambda: gs.Nodes("Relu", module="act")),
-    "Nodes leave": Kind(lambda: gs.Nodes("Relu", module="act", side="leave")),
-    "ModuleGradients pre": Kind(lambda: gs.ModuleGradients("act")),
-    "ModuleGradients": Kind(lambda: gs.ModuleGradients("act", kind="full_backward")),
-    "EveryModule backward pre": Kind(
-        lambda: gs.EveryModule(types="ReLU", kind="full_backward_pre")
-    ),
-    "EveryModule forward": Kind(lambda: gs.EveryModule(types="ReLU", kind="forward")),
-    "Activations": Kind(lambda: gs.Activations("act")),
-    "Weights": Kind(lambda: gs.Weights("first.weight"), of="value"),
-    "Updates": Kind(lambda: gs.Updates("first.weight"), of="update"),
-    "SavedTensors module": Kind(lambda: gs.SavedTensors("last"), probe="last.weight"),
-    "Uses": Kind(lambda: gs.Uses("first")),
-    "Group": Kind(lambda: gs.Group("first.weight")),
-    "Captured": Kind(lambda: gs.Captured("first.weight"), of="captured"),
+FIELDS = {
+    "Inputs": ("act", "path"),
+    "Nodes": ("Relu", "side"),
+    "ModuleGradients": ("act", "kind"),
+    "EveryModule": ("*", "kind"),
+    "Outputs": ("first", ""),
+    "Uses": ("first", ""),
+    "Activations": ("act", ""),
+    "SavedTensors": ("last", ""),
 }
+"""The pattern of a kind, and the field of its mode; other kinds select a parameter at a stage."""
+
+PROBES = {"Weights": "value", "Updates": "update", "Captured": "captured"}
+
+
+def _kind(name: str, mode: str) -> Kind:
+    pattern, field = FIELDS.get(name, ("first.weight", "stage"))
+    fields = {field: mode} if mode else {}
+    if name == "Nodes":
+        fields["module"] = "act"
+    if name == "EveryModule":  # a copy of the model has other names
+        fields["types"] = "ReLU"
+    probe = "last.weight" if name == "SavedTensors" else "first.weight"
+    return Kind(lambda: getattr(gs, name)(pattern, **fields), probe, PROBES.get(name, "gradient"))
+
+
+KINDS = {f"{name} {mode}".rstrip(): _kind(name, mode) for name, mode in contexts.KINDS}
 
 
 class Net(nn.Module):

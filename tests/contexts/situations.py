@@ -8,7 +8,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -84,6 +84,7 @@ FLOWS = {
     "without_gradients": "acts",
     "checkpointed": "twice",
 }
+WAITS = {"without_gradients": r"\(frozen\)"}  # it may be trained later
 NEEDS = {"without_gradients": "needs no gradient"}
 NO_NODE = {"without_gradients": "no node"}
 UNSAVED = {"without_gradients": "saves no such tensor"}
@@ -94,14 +95,13 @@ EDITS = {"interrupted": "edits"}
 ROWS = {
     "Parameters backward": _row("Parameters", WEIGHT, "value", stage="backward"),
     "Parameters accumulated": _row("Parameters", WEIGHT, "value", stage="accumulated"),
-    "Parameters reduced": _row("Parameters", WEIGHT, BOTH, stage="reduced"),
-    "Parameters step": _row("Parameters", WEIGHT, BOTH, stage="step"),
-    "Group": _row("Group", WEIGHT, BOTH),
+    "Parameters backward_end": _row("Parameters", WEIGHT, BOTH, stage="backward_end"),
+    "Parameters step": _row("Parameters", WEIGHT, BOTH, WAITS, stage="step"),
     "Buckets sent": _row("Buckets", WEIGHT, "value"),
     "Buckets reduced": _row("Buckets", WEIGHT, "value", stage="reduced"),
-    "Weights step": _row("Weights", WEIGHT, "group"),
+    "Weights step": _row("Weights", WEIGHT, "group", WAITS),
     "Weights forward": _row("Weights", WEIGHT, "group", EDITS, stage="forward"),
-    "Updates": _row("Updates", WEIGHT, BOTH),
+    "Updates": _row("Updates", WEIGHT, BOTH, WAITS),
     "Captured": _row("Captured", WEIGHT, "value", OWN_THREAD),
     "Uses": _row("Uses", "{}.weight/use[0]"),
     "Outputs": _row("Outputs", OUTPUT, "value", NEEDS),
@@ -168,8 +168,8 @@ def _x(step: int = 0) -> Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
 
 
-def _backward(row: Row, model: nn.Module, loss: Tensor) -> None:
-    if isinstance(row.at("*"), gs.Captured):
+def _backward(at: Selector, model: nn.Module, loss: Tensor) -> None:
+    if any(isinstance(kind, gs.Captured) for kind in at.kinds):
         params = list(model.parameters())
         for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
             param.grad = grad
@@ -177,9 +177,10 @@ def _backward(row: Row, model: nn.Module, loss: Tensor) -> None:
         loss.backward()
 
 
-def _step(row: Row, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+def _step(at: Selector, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
     optimizer.zero_grad()
-    _backward(row, model, model(_x(step)).square().sum())
+    x = batch(step)[0].view(-1, 2, FEATURES // 2) if hasattr(model, "conv") else _x(step)
+    _backward(at, model, model(x).square().sum())
     optimizer.step()
 
 
@@ -222,30 +223,45 @@ def _met(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger if entry.calls}
 
 
+def _trained(
+    at: Selector,
+    *transforms: Transform,
+    make: Callable[[], nn.Module] = Net,
+    steps: int = 2,
+    before: Callable[[nn.Module, int], object] = lambda model, step: None,
+    shadow: bool = False,
+) -> tuple[nn.Module, gs.Live]:
+    """Train a model with these transforms, calling `before` in the block before each step."""
+    model, optimizer = _ready(make)
+    surgery = gs.Surgery(*(gs.Intervention(transform, at) for transform in transforms))
+    with _hooks_gone(model, optimizer), surgery.attach(model, optimizer, shadow=shadow) as live:
+        for step in range(steps):
+            before(model, step)
+            _step(at, model, optimizer, step)
+    return model, live
+
+
 # The situations
 
 
 def no_op(row: Row) -> None:
     """A surgery that changes nothing, or in shadow, leaves training bit-identical."""
 
-    def trained(transform: Transform | None, shadow: bool = False) -> nn.Module:
-        model, optimizer = _ready(noisy)
-        torch.manual_seed(1)
-        with ExitStack() as stack:
-            if transform is not None:
-                on = attached(model, transform, row.at("*"), optimizer, shadow=shadow)
-                stack.enter_context(on)
-            for step in range(3):
-                optimizer.zero_grad()
-                y = model(batch(step)[0].view(-1, 2, FEATURES // 2))
-                _backward(row, model, y.square().mean())
-                optimizer.step()
-        return model
+    def seed(model: nn.Module, step: int) -> None:
+        if not step:
+            torch.manual_seed(1)
 
-    plain = trained(None)
-    assert _same(trained(gs.Identity()), plain)
-    assert _same(trained(DOUBLE, shadow=True), plain)
-    assert not _same(trained(DOUBLE), plain)
+    model, optimizer = _ready(noisy)
+    for step in range(3):
+        seed(model, step)
+        _step(row.at("*"), model, optimizer, step)
+    for transform, shadow, is_same in (
+        (gs.Identity(), False, True),
+        (DOUBLE, True, True),
+        (DOUBLE, False, False),
+    ):
+        other, _ = _trained(row.at("*"), transform, make=noisy, steps=3, before=seed, shadow=shadow)
+        assert _same(other, model) == is_same
 
 
 def hooks(row: Row) -> None:
@@ -253,16 +269,16 @@ def hooks(row: Row) -> None:
     model, optimizer = _ready(Shared)
     with _hooks_gone(model, optimizer) as before:
         with attached(model, gs.Identity(), row.at("shared"), optimizer):
-            _step(row, model, optimizer)
+            _step(row.at("*"), model, optimizer)
             assert Hooks.now(model, optimizer) != before
         for fails in (False, True):
             with (
                 pytest.raises(OSError, match="gone"),
                 attached(model, gs.Identity(), row.at("shared"), optimizer),
             ):
-                _step(row, model, optimizer)
+                _step(row.at("*"), model, optimizer)
                 model.between.error = OSError("gone") if fails else None
-                _step(row, model, optimizer)
+                _step(row.at("*"), model, optimizer)
                 raise OSError("gone")
             model.between.error = None
 
@@ -281,7 +297,7 @@ def error_in_the_transform(row: Row) -> None:
             pytest.raises(expected) as caught,
             attached(model, Acts(function), row.at("first"), optimizer),
         ):
-            _step(row, model, optimizer)
+            _step(row.at("*"), model, optimizer)
         assert f"site '{site}'" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
 
 
@@ -296,7 +312,7 @@ def kept_alive(row: Row) -> None:
             y = model(x)
             held += [ref(x), ref(y)]
             if is_read:
-                _backward(row, model, y.sum())
+                _backward(row.at("*"), model, y.sum())
                 optimizer.step()
             del x, y
             gc.collect()
@@ -312,33 +328,29 @@ def outlives(row: Row) -> None:
     """A backward pass after the block is that of PyTorch, unless values were changed in it."""
     model, optimizer = _ready()
     with attached(model, DOUBLE, row.at("*"), optimizer):
-        _step(row, model, optimizer)
+        _step(row.at("*"), model, optimizer)
         optimizer.zero_grad()
         loss = model(_x()).square().sum()
     plain = copy.deepcopy(model)
-    _backward(row, model, loss)
+    _backward(row.at("*"), model, loss)
     optimizer.step()
-    _step(row, plain, sgd(plain))
+    _step(row.at("*"), plain, sgd(plain))
     assert _same(model, plain) == (row.differs.get("outlives") != "acts")
 
 
 def interrupted(row: Row) -> None:
     """A forward pass that raises leaves no trace in the next one."""
 
-    def trained(*errors: type[BaseException]) -> tuple[nn.Module, set[str]]:
-        model, optimizer = _ready(Shared)
-        with attached(model, DOUBLE, row.at("shared"), optimizer) as live:
-            for error in errors:
-                model.between.error = error("gone")
-                with pytest.raises(error):
-                    model(_x())
-            model.between.error = None
-            for step in range(2):
-                _step(row, model, optimizer, step)
-        return model, {*_met(live)}
+    def fail(model: nn.Module, step: int) -> None:
+        for error in (OSError, KeyboardInterrupt) if not step else ():
+            model.between.error = error("gone")
+            with pytest.raises(error):
+                model(_x())
+        model.between.error = None
 
-    (model, met), (plain, expected) = trained(OSError, KeyboardInterrupt), trained()
-    assert met == expected
+    model, live = _trained(row.at("shared"), DOUBLE, make=Shared, before=fail)
+    plain, expected = _trained(row.at("shared"), DOUBLE, make=Shared)
+    assert {*_met(live)} == {*_met(expected)}
     if row.differs.get("interrupted") != "edits":
         assert _same(model, plain)
 
@@ -346,20 +358,16 @@ def interrupted(row: Row) -> None:
 def evaluation(row: Row) -> None:
     """An evaluation without gradients changes neither training nor the reasons in the ledger."""
 
-    def trained(evaluates: bool) -> tuple[nn.Module, set[str]]:
-        model, optimizer = _ready()
-        with attached(model, DOUBLE, row.at("*"), optimizer) as live:
-            for step in range(2):
-                for off in (torch.no_grad, torch.inference_mode) if evaluates else ():
-                    with off():
-                        model.eval()(_x().detach())
-                        model.train()
-                _step(row, model, optimizer, step)
-        assert "needs no gradient" not in live.ledger.table()
-        return model, {*_met(live)}
+    def evaluate(model: nn.Module, step: int) -> None:
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                model.eval()(_x().detach())
+                model.train()
 
-    (model, met), (plain, expected) = trained(True), trained(False)
-    assert met == expected == row.all_sites
+    model, live = _trained(row.at("*"), DOUBLE, before=evaluate)
+    plain, expected = _trained(row.at("*"), DOUBLE)
+    assert "needs no gradient" not in live.ledger.table()
+    assert {*_met(live)} == {*_met(expected)} == row.all_sites
     assert _same(model, plain)
 
 
@@ -368,11 +376,7 @@ def order(row: Row) -> None:
     signed, reverse = gs.ScaleBySign(positive=3.0, negative=1.0), gs.Scale(-1.0)
 
     def trained(*transforms: Transform) -> nn.Module:
-        model, optimizer = _ready()
-        items = [gs.Intervention(transform, row.at("last")) for transform in transforms]
-        with gs.Surgery(*items).attach(model, optimizer):
-            _step(row, model, optimizer)
-        return model
+        return _trained(row.at("last"), *transforms, steps=1)[0]
 
     if row.differs.get("order") == "takes one alone":
         with pytest.raises(RuntimeError, match="one pair alone"):
@@ -387,23 +391,21 @@ def added(row: Row) -> None:
     """An intervention can be added and removed between two steps."""
     (model, optimizer), (other, of_other) = _ready(), _ready()
     with attached(model, gs.Identity(), gs.Parameters(), optimizer) as live:
-        _step(row, model, optimizer)
+        _step(row.at("*"), model, optimizer)
         label = live.add(gs.Intervention(DOUBLE, row.at("*")))
-        _step(row, model, optimizer)
+        _step(row.at("*"), model, optimizer)
         live.remove(label)
-        _step(row, model, optimizer)
-    _step(row, other, of_other)
+        _step(row.at("*"), model, optimizer)
+    _step(row.at("*"), other, of_other)
     with attached(other, DOUBLE, row.at("*"), of_other):
-        _step(row, other, of_other)
-    _step(row, other, of_other)
+        _step(row.at("*"), other, of_other)
+    _step(row.at("*"), other, of_other)
     assert _same(model, other)
 
 
 def effects(row: Row) -> None:
     """The norms before and after a transform are measured at each site."""
-    model, optimizer = _ready()
-    with attached(model, DOUBLE, row.at("*"), optimizer) as live:
-        _step(row, model, optimizer)
+    _, live = _trained(row.at("*"), DOUBLE, steps=1)
     rows = {str(one["site"]): one for one in live.effects.rows()}
     assert {*rows} == row.all_sites
     for one in rows.values():
@@ -414,26 +416,23 @@ def effects(row: Row) -> None:
 
 def combined(row: Row) -> None:
     """Selectors of the kind combine as sets, and their sites are counted."""
-    model, optimizer = _ready()
 
     def met(at: Selector) -> set[str]:
-        with attached(model, gs.Identity(), at, optimizer) as live:
-            _step(row, model, optimizer)
-        assert {*_met(live).values()} == {1}
-        return {*_met(live)}
+        calls = _met(_trained(at, gs.Identity(), steps=1)[1])
+        assert {*calls.values()} == {1}
+        return {*calls}
 
     at, sites = row.at, row.sites
     everything = row.all_sites
-    with _hooks_gone(model, optimizer):
-        assert met(at("*")) == everything
-        assert met(at("first") | at("last")) == sites("first", "last")
-        assert met(at("*") & ~at("first")) == everything - sites("first")
-        assert met(at("*") & at("last")) == sites("last")
-        assert met(at("*").first(1)) == sites("first")
-        assert met(at("*").where(lambda place: "last" in place.name)) == sites("last")
-        assert met(at("*").expect(len(everything))) == everything
-        with pytest.raises(LookupError, match="sites were expected"):
-            met(at("*").expect(len(everything) + 1))
+    assert met(at("*")) == everything
+    assert met(at("first") | at("last")) == sites("first", "last")
+    assert met(at("*") & ~at("first")) == everything - sites("first")
+    assert met(at("*") & at("last")) == sites("last")
+    assert met(at("*").first(1)) == sites("first")
+    assert met(at("*").where(lambda place: "last" in place.name)) == sites("last")
+    assert met(at("*").expect(len(everything))) == everything
+    with pytest.raises(LookupError, match="sites were expected"):
+        met(at("*").expect(len(everything) + 1))
 
 
 def nothing_matches(row: Row) -> None:
@@ -445,7 +444,7 @@ def nothing_matches(row: Row) -> None:
                 pytest.warns(gs.SurgeryWarning, match="none of its sites was met"),
                 attached(model, gs.Identity(), row.at("frist"), optimizer),
             ):
-                _step(row, model, optimizer)
+                _step(row.at("*"), model, optimizer)
             return
         with pytest.raises(LookupError, match="Did you mean 'first"):
             attached(model, gs.Identity(), row.at("frist"), optimizer)
@@ -536,10 +535,7 @@ def checkpointed(row: Row) -> None:
     """A checkpoint changes neither gradients nor sites; a value is changed again in it."""
 
     def trained(reentrant: bool | None) -> tuple[dict[str, int], nn.Module]:
-        model, optimizer = _ready(lambda: Saved(reentrant))
-        with attached(model, DOUBLE, row.at("inner.first"), optimizer) as live:
-            for step in range(2):
-                _step(row, model, optimizer, step)
+        model, live = _trained(row.at("inner.first"), DOUBLE, make=lambda: Saved(reentrant))
         return _met(live), model
 
     met, model = trained(None)

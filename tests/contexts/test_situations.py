@@ -32,7 +32,6 @@ INVALID: dict[str, dict[str, object]] = {
     "Buckets": PARAMETERS | {"reduce": "sum"},
     "Captured": MODULES | {"ndim": -1},
     "EveryModule": {"kind": "backward", "types": ""},
-    "Group": PARAMETERS,
     "Inputs": MODULES | {"path": "both"},
     "ModuleGradients": MODULES | {"kind": "backward"},
     "Nodes": {"module": "re:[", "side": "both", "edge": 1, "occurrence": -1},

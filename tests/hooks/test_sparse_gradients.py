@@ -152,7 +152,7 @@ def test_a_gradient_may_become_sparse_after_a_dense_one(stage: str, effects_ever
         (gs.GrokfastEMA(), gs.Parameters()),
         (gs.Chain(gs.Clip(1.0), gs.ClipNorm(1.0)), gs.Parameters()),
         (gs.ClipGlobalNorm(1.0), gs.Parameters(stage="step")),
-        (gs.ClipGlobalNorm(1.0), gs.Group()),
+        (gs.ClipGlobalNorm(1.0), gs.Parameters(stage="backward_end")),
     ],
 )
 def test_a_sparse_gradient_is_refused_after_a_dense_one(transform: Transform, at: Selector) -> None:

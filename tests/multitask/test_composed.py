@@ -208,7 +208,7 @@ def test_a_transform_sees_each_task_of_each_batch() -> None:
 AFTER = {
     "accumulated": gs.Parameters("trunk.*", stage="accumulated"),
     "step": gs.Parameters("trunk.*", stage="step"),
-    "Group": gs.Group("trunk.*"),
+    "Parameters backward_end": gs.Parameters("trunk.*", stage="backward_end"),
 }
 
 
@@ -249,7 +249,10 @@ def test_a_stateful_transform_may_act_on_one_task_or_after_the_aggregator(how: s
 
 def test_calls_and_effects_are_counted_for_each_task() -> None:
     model = Net()
-    items = [scaled(2.0, gs.Parameters("trunk.0.weight")), scaled(3.0, gs.Group("trunk.0.weight"))]
+    items = [
+        scaled(2.0, gs.Parameters("trunk.0.weight")),
+        scaled(3.0, gs.Parameters("trunk.0.weight", stage="backward_end")),
+    ]
     items.append(scaled(5.0, gs.Parameters("trunk.2.weight"), "c"))
     with gs.Surgery(*items, at_shared(Uneven())).attach(model) as live:
         live.backward(losses_of(model))

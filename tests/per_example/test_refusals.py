@@ -124,5 +124,3 @@ def test_wrong_fields_are_refused(fields, message: str) -> None:
 def test_only_the_first_link_of_a_chain_has_the_examples() -> None:
     with pytest.raises(ValueError, match="must be the first link"):
         gs.Chain(gs.Clip(0.1), gs.PerSample(gs.ClipGlobalNorm(1.0)))
-    with pytest.raises(FieldError, match="single examples, and Group has none"):
-        gs.Intervention(gs.PerSample(gs.ClipGlobalNorm(1.0)), at=gs.Group())

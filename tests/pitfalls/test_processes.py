@@ -1,4 +1,7 @@
-"""Pitfalls of several processes: gradients that are averaged or sharded after a hook."""
+"""Pitfalls of several processes: gradients that are averaged or sharded after a hook.
+
+That the other stages act there is in the columns DDP and FSDP2 of the table of contexts.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -7,76 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
 from gradsurg.training.ranks import Ranks, in_ranks
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small
+from tests.nets import attached, backward, num_hooks, sgd, small
 
-
-def join(store: Path, rank: int = 0, size: int = 1) -> None:
-    """Initialize the process group."""
-    distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+CLIP = gs.Clip(0.5)
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    join(tmp_path / "store")
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
-CLIP = gs.Clip(0.5)
-
-
 @pytest.mark.usefixtures("alone")
-def test_p26_stages_that_ddp_overwrites_are_refused() -> None:
+@pytest.mark.parametrize("stage", gs.Parameters.stages)
+def test_p26_in_one_process_each_gradient_is_the_average(stage) -> None:
     model = DistributedDataParallel(small())
     optimizer = sgd(model)
-    before = num_hooks(model, optimizer)
-    with (
-        pytest.raises(RuntimeError, match=r"over what was made of them.*Parameters\(stage='step'"),
-        attached(model, gs.Zero(), gs.Group(), optimizer),
-    ):
-        pass
-    assert num_hooks(model, optimizer) == before
-
-
-@pytest.mark.usefixtures("alone")
-def test_p26_stages_that_ddp_overwrites_are_refused_for_the_inner_model() -> None:
-    model = small()
-    outer = DistributedDataParallel(model)
-    before = num_hooks(outer)
-    with attached(model, gs.Zero(), gs.Group()):
-        backward(model)  # by itself nothing is averaged
-        assert not any(grad.any() for grad in gradients(model).values())
-        with pytest.raises(RuntimeError, match="the model is in DistributedDataParallel"):
-            backward(outer)
-    assert num_hooks(outer) == before
-
-
-@pytest.mark.usefixtures("alone")
-def test_p26_ddp_overwrites_the_refused_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsurg.sites.group.refuse_averaged", lambda *_: None)
-    with attached(model := DistributedDataParallel(small()), gs.Zero(), gs.Group()) as live:
-        backward(model)
-    assert {entry.fired for entry in live.ledger} == {1}
-    assert all(grad.any() for grad in gradients(model).values())
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_p26_the_other_stages_reach_the_optimizer(stage) -> None:
-    model = DistributedDataParallel(small())
-    optimizer = sgd(model)
-    before = [param.detach().clone() for param in model.parameters()]
-    # In one process each gradient is the average: nothing is said.
-    with attached(model, gs.Zero(), gs.Parameters(stage=stage), optimizer):
-        backward(model)
-        optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with attached(model, gs.Clip(0.1), gs.Parameters(stage=stage), optimizer):
@@ -116,11 +75,17 @@ class Two(nn.Module):
         return (self.weight * x).sum()
 
 
-def _of_two(ranks: Ranks, folder: Path) -> list[list[tuple[str, str, float, list[str]]]]:
-    """Run one of two ranks with gradients 1.0 and -0.2, clipped to 0.5."""
-    rank = ranks.rank
-    results: list[tuple[str, str, float, list[str]]] = []
-    for stage, transform in (("backward", CLIP), ("step", CLIP), ("backward", gs.Scale(0.5))):
+MOVED = {
+    ("backward", CLIP): (0.5 - 0.2) / 2,
+    ("step", CLIP): (1.0 - 0.2) / 2,
+    ("backward", gs.Scale(0.5)): 0.5 * (1.0 - 0.2) / 2,
+}
+"""The step of SGD with gradients 1.0 and -0.2 in two processes, by stage and transform."""
+
+
+def _of_two(ranks: Ranks, folder: Path) -> list[list[tuple[float, list[str]]]]:
+    results: list[tuple[float, list[str]]] = []
+    for stage, transform in MOVED:
         for inner in (False, True):
             outer = DistributedDataParallel(Two())
             optimizer = sgd(outer, lr=1.0)
@@ -128,76 +93,46 @@ def _of_two(ranks: Ranks, folder: Path) -> list[list[tuple[str, str, float, list
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 with attached(model, transform, gs.Parameters(stage=stage), optimizer):
-                    outer(torch.tensor([1.0, -0.2][rank])).backward()
+                    outer(torch.tensor([1.0, -0.2][ranks.rank])).backward()
                     optimizer.step()
-            texts = [
-                str(warning.message) for warning in caught if warning.category is gs.SurgeryWarning
-            ]
-            results.append((stage, repr(transform), -outer.module.weight.item(), texts))
+            texts = [str(item.message) for item in caught if item.category is gs.SurgeryWarning]
+            results.append((-outer.module.weight.item(), texts))
     return ranks.gathered(results)
 
 
 def test_p26_acting_on_each_rank_before_averaging_warns() -> None:
     for results in in_ranks(2, _of_two):
-        assert len(results) == 6
-        for stage, transform, moved, texts in results:
-            if transform != repr(CLIP):
-                assert moved == pytest.approx(0.5 * (1.0 - 0.2) / 2)
-                assert texts == []
-            elif stage == "backward":
-                assert moved == pytest.approx((0.5 - 0.2) / 2)
+        cases = [case for case in MOVED.items() for _ in range(2)]
+        for ((stage, transform), expected), (moved, texts) in zip(cases, results, strict=True):
+            assert moved == pytest.approx(expected)
+            if (stage, transform) == ("backward", CLIP):
                 (text,) = texts
                 assert "each of 2 processes" in text
                 assert "stage='step'" in text
             else:
-                assert moved == pytest.approx((1.0 - 0.2) / 2)
                 assert texts == []
 
 
-def sharded() -> nn.Module:
-    """A model with DTensor parameters, sharded over this process alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+PARAMETERS = [
+    *(gs.Parameters(stage=stage) for stage in gs.Parameters.stages),
+    *(gs.Weights(), gs.Updates(), gs.Captured("first.weight")),
+]
+REFUSED = [at for at in PARAMETERS if contexts.find(type(at).__name__, "FSDP2", [at.stage or ""])]
 
-    model = small()
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("at", REFUSED, ids=repr)
+def test_p27_sharded_parameters_without_tensor_hooks_are_refused(at: Selector) -> None:
+    model, fired = small(), []
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return model
-
-
-@pytest.mark.usefixtures("alone")
-def test_p27_sharded_parameters_without_tensor_hooks_are_refused() -> None:
-    model, fired = sharded(), []
-    model.first.weight.register_hook(lambda grad: fired.append(grad))
-    backward(model)
-    assert fired == []
-    assert model.first.weight.grad is not None
     optimizer = sgd(model)
+    model.first.weight.register_hook(fired.append)
+    backward(model)
+    assert fired == [], "the hooks of a DTensor run"
     before = num_hooks(model, optimizer)
-    stages = [stage for stage in gs.Parameters.stages if stage not in ("accumulated", "step")]
-    refused = [gs.Parameters(stage=stage) for stage in stages]
-    for at in (*refused, gs.Group(), gs.Weights(), gs.Captured("first.weight")):
-        with (
-            pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
-            attached(model, gs.Scale(2.0), at, optimizer),
-        ):
-            pass
+    with (
+        pytest.raises(TypeError, match="parameter 'first.weight' is a DTensor.*stage='step'"),
+        attached(model, gs.Scale(2.0), at, optimizer),
+    ):
+        pass
     assert num_hooks(model, optimizer) == before
-
-
-@pytest.mark.usefixtures("alone")
-def test_p27_the_suggested_stage_acts_on_a_sharded_model() -> None:
-    suggested: list[Selector] = [
-        gs.Outputs("first"),
-        gs.Inputs("act"),
-        gs.Nodes("Addmm", module="first"),
-        gs.Parameters("first.weight", stage="accumulated"),
-    ]
-    for at in suggested:
-        grads = []
-        for factor in (1.0, 3.0):
-            model = sharded()
-            with attached(model, gs.Scale(factor), at) as live:
-                backward(model)
-            assert {entry.calls for entry in live.ledger} == {1}
-            grads.append(gradients(model)["first.weight"].full_tensor())
-        torch.testing.assert_close(grads[1], 3.0 * grads[0])

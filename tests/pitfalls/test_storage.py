@@ -1,12 +1,10 @@
 """Pitfalls of shared memory, at every gradient, for users' transforms and built-in ones."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import gradsurg as gs
 from gradsurg.core.site_hook import is_trusted
@@ -20,69 +18,12 @@ from gradsurg.transforms.base import (
     TransformProperty,
     TransformState,
 )
-from tests.nets import backward, batch, sgd, small, weights
+from tests.nets import attached, backward, batch, sgd, small, weights
 
-STAGES: dict[str, Selector] = {
-    **{stage: gs.Parameters(stage=stage) for stage in gs.Parameters.stages},
-    "backward_end": gs.Group(),
-}
-everywhere = pytest.mark.parametrize("at", STAGES.values(), ids=STAGES.keys())
-
-
-def steps(
-    model: nn.Module, optimizer: Optimizer, count: int = 3, *, to_none: bool = True
-) -> Iterator[int]:
-    """Train and yield the step."""
-    for step in range(count):
-        yield step
-        optimizer.zero_grad(set_to_none=to_none)
-        backward(model, step)
-        optimizer.step()
-
-
-def surgery(function: Callable[[Tensor], Tensor], at: Selector) -> gs.Surgery:
-    return gs.Surgery(gs.Intervention(function, at=at))
-
-
-@everywhere
-def test_p06_in_place_modification_is_refused_at_every_gradient(at: Selector) -> None:
-    model = small()
-    optimizer, now = sgd(model), [0]
-
-    def at_first_not(grad: Tensor) -> Tensor:
-        # The last of the backward: by then the first gradients of the step have shown no fault.
-        late = now[0] == 2 and grad.shape == model.first.weight.shape
-        return grad.mul_(2.0) if late else grad * 1.0
-
-    with (
-        pytest.raises(RuntimeError, match="changed the gradient in place at site 'first.weight'"),
-        surgery(at_first_not, at).attach(model, optimizer),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", gs.SurgeryWarning)
-        for now[0] in steps(model, optimizer):
-            pass
-
-
-@everywhere
-def test_p08_sharing_the_parameters_storage_is_refused_at_every_gradient(
-    at: Selector,
-) -> None:
-    model = small()
-    optimizer, now = sgd(model), [0]
-
-    def at_first_not(grad: Tensor) -> Tensor:
-        late = now[0] == 2 and grad.shape == model.first.weight.shape
-        return model.first.weight.detach() if late else grad * 1.0
-
-    with (
-        pytest.raises(RuntimeError, match="returned the storage of the value at site 'first.wei"),
-        surgery(at_first_not, at).attach(model, optimizer),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", gs.SurgeryWarning)
-        for now[0] in steps(model, optimizer):
-            pass
+TENSOR = [gs.Parameters(stage=stage) for stage in gs.Parameters.stages]
+GROUP = [gs.Parameters(stage=stage) for stage in gs.Parameters.group_stages]
+ELEMENTWISE: frozenset[TransformProperty]
+ELEMENTWISE = frozenset({"elementwise", "deterministic", "linear", "idempotent"})
 
 
 @validated
@@ -93,7 +34,7 @@ class Mean(Transform):
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic", "linear", "idempotent"})
+        return ELEMENTWISE
 
     def init(self, grad: Tensor) -> TransformState:
         return {"mean": torch.zeros_like(grad)}
@@ -107,11 +48,17 @@ class Mean(Transform):
 
 @validated
 class Means(GroupTransform):
-    """The same for a group."""
+    """The same for a group; from the second step on it may violate a rule."""
+
+    fault: str = ""
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        return Mean().properties
+        return ELEMENTWISE
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"value"})
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {str(index): torch.zeros_like(grad) for index, grad in enumerate(grads)}
@@ -120,45 +67,82 @@ class Means(GroupTransform):
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
         means = [0.9 * state[str(index)] + grad for index, grad in enumerate(grads)]
-        return means, {str(index): mean for index, mean in enumerate(means)}
+        after = {str(index): mean for index, mean in enumerate(means)}
+        if contexts[0].step and self.fault:
+            values = [one.value.detach() for one in contexts if one.value is not None]
+            return (values if self.fault == "value" else [g.mul_(2.0) for g in grads]), after
+        return means, after
 
 
-def trained(make: Callable[[], gs.Surgery], *, to_none: bool) -> list[Tensor]:
-    """Return the weights after some steps, with gradients set to None or zeroed in between."""
+def train(transform: Transform, at: Selector, to_none: bool = True) -> list[Tensor]:
+    """Return the weights after three steps, with gradients set to None or zeroed in between."""
     model = small()
     optimizer = sgd(model)
-    with make().attach(model, optimizer):
-        for _ in steps(model, optimizer, to_none=to_none):
-            pass
+    with attached(model, transform, at, optimizer):
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=to_none)
+            backward(model, step)
+            optimizer.step()
     return weights(model)
 
 
-@pytest.mark.parametrize("transform", [Mean(), Mean(view=True)], ids=repr)
-@everywhere
+FAULTS = {
+    "in place": "changed the gradient in place",
+    "value": "returned the storage of the value",
+}
+
+
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at", TENSOR, ids=repr)
+def test_p06_p08_a_fault_of_a_function_is_refused_at_every_gradient(
+    at: Selector, fault: str
+) -> None:
+    model, calls = small(), []
+
+    def at_first_not(grad: Tensor) -> Tensor:
+        # Late: by then the first gradients have shown no fault.
+        if grad.shape != model.first.weight.shape or len(calls) < 2:
+            calls.extend([None] * (grad.shape == model.first.weight.shape))
+            return grad * 1.0
+        return grad.mul_(2.0) if fault == "in place" else model.first.weight.detach()
+
+    surgery = gs.Surgery(gs.Intervention(at_first_not, at=at))
+    with (
+        pytest.raises(RuntimeError, match=f"{FAULTS[fault]}.*site 'first.weight'"),
+        surgery.attach(model, optimizer := sgd(model)),
+    ):
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at", GROUP, ids=repr)
+def test_p08_a_fault_of_a_group_transform_is_refused_at_every_backward(
+    at: Selector, fault: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}.*'first.weight'"):
+        train(Means(fault), at)
+
+
+@pytest.mark.parametrize(
+    ("at", "transform"),
+    [(at, transform) for at in TENSOR for transform in (Mean(), Mean(view=True))]
+    + [(at, Means()) for at in GROUP],
+    ids=repr,
+)
 def test_p08_a_returned_state_is_not_modified_through_the_gradient(
     at: Selector, transform: Transform
 ) -> None:
-    def make() -> gs.Surgery:
-        return gs.Surgery(gs.Intervention(transform, at=at))
-
-    torch.testing.assert_close(
-        trained(make, to_none=False), trained(make, to_none=True), rtol=0, atol=0
-    )
+    zeroed, fresh = (train(transform, at, to_none) for to_none in (False, True))
+    torch.testing.assert_close(zeroed, fresh, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Group()], ids=["step", "end"])
-def test_p08_a_returned_state_of_a_group_is_not_modified_through_the_gradients(
-    at: Selector,
-) -> None:
-    def make() -> gs.Surgery:
-        return gs.Surgery(gs.Intervention(Means(), at=at))
-
-    torch.testing.assert_close(
-        trained(make, to_none=False), trained(make, to_none=True), rtol=0, atol=0
-    )
-
-
-@everywhere
+@pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+@pytest.mark.parametrize("at", TENSOR, ids=repr)
 def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at: Selector) -> None:
     results: list[Tensor] = []
 
@@ -168,7 +152,7 @@ def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at
 
     model = small()
     optimizer = sgd(model)
-    with surgery(keeping, at).attach(model, optimizer):
+    with gs.Surgery(gs.Intervention(keeping, at=at)).attach(model, optimizer):
         backward(model)
         optimizer.step()
         before = [grad.clone() for grad in results]
@@ -177,75 +161,32 @@ def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at
     torch.testing.assert_close(results, before, rtol=0, atol=0)
 
 
-@validated
-class Later(GroupTransform):
-    """A group transform that violates a rule after its first gradients."""
-
-    fault: str
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"linear", "idempotent"})
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
-        values = [context.value for context in contexts]
-        if contexts[0].step == 0:
-            return [grad * 1.0 for grad in grads], state
-        match self.fault:
-            case "in place":
-                return [grad.mul_(2.0) for grad in grads], state
-            case "value":
-                return [value.detach() for value in values if value is not None], state
-            case _:
-                raise AssertionError(self.fault)
+def _captured(model: nn.Module) -> Tensor:
+    return torch.autograd.grad(model(batch()[0]).sum(), [model.first.bias])[0]
 
 
-@pytest.mark.parametrize("at", [gs.Parameters(stage="step"), gs.Group()], ids=["step", "end"])
 @pytest.mark.parametrize(
-    ("fault", "message"),
-    [("in place", "changed the gradient in place"), ("value", "returned the storage of the value")],
+    ("at", "result"),
+    [
+        (gs.Captured("first.bias"), _captured),
+        (gs.Activations("last"), lambda model: model(batch()[0]).detach()),
+    ],
+    ids=["captured", "activations"],
 )
-def test_p08_a_group_is_checked_at_every_backward(fault: str, message: str, at: Selector) -> None:
-    model = small()
-    optimizer = sgd(model)
-    steps_done = []
-    with (
-        pytest.raises(RuntimeError, match=f"{message}.*'first.weight'"),
-        gs.Surgery(gs.Intervention(Later(fault), at=at)).attach(model, optimizer),
-    ):
-        for step in steps(model, optimizer):
-            steps_done.append(step)
-    assert steps_done == [0, 1]
-
-
-def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state() -> None:
-    model, captured, seen = small(), [], []
-    with gs.Surgery(gs.Intervention(Mean(), at=gs.Captured("first.bias"))).attach(model):
+def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state(
+    at: Selector, result: Callable[[nn.Module], Tensor]
+) -> None:
+    model, seen = small(), []
+    with attached(model, Mean(), at):
         for _ in range(2):
-            (grad,) = torch.autograd.grad(model(batch()[0]).sum(), [model.first.bias])
-            captured.append(grad.clone())
-            grad.zero_()
-    torch.testing.assert_close(captured[1], 1.9 * captured[0])
-    with gs.Surgery(gs.Intervention(Mean(), at=gs.Activations("last"))).attach(model):
-        for _ in range(2):
-            out = model(batch()[0])
-            seen.append(out.detach().clone())
-            out.detach().zero_()
+            tensor = result(model)
+            seen.append(tensor.clone())
+            tensor.zero_()
     torch.testing.assert_close(seen[1], 1.9 * seen[0])
 
 
 def test_a_wrapper_of_a_users_transform_is_checked_like_it() -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg)))
-    (item,) = surgery.interventions
+    item = gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg))
     assert [is_trusted(link) for link in item.links] == [True, False]
     for transform in (Mean(), gs.Scheduled(Mean()), gs.NormMatched(gs.Chain(gs.Clip(), Mean()))):
         assert not is_trusted(transform)

@@ -69,7 +69,10 @@ LAST = ["last.weight", "last.bias"]
         (~P().where(lambda place: place.name == "last.bias"), [*FIRST, "last.weight"]),
         (P().where(lambda place: "bias" in place.name).first(1), ["first.bias"]),
         (P(stage="step") & ~P("first.*", stage="step"), LAST),
-        (P("first.*", stage="reduced") | P("last.bias", stage="reduced"), [*FIRST, "last.bias"]),
+        (
+            P("first.*", stage="backward_end") | P("last.bias", stage="backward_end"),
+            [*FIRST, "last.bias"],
+        ),
     ],
     ids=str,
 )  # fmt: skip

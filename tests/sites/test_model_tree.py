@@ -187,7 +187,7 @@ IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
         gs.SavedTensors("block"),
         gs.Uses("act"),
         gs.ModuleGradients("act"),
-        gs.Group("*.weight"),
+        gs.Parameters("*.weight", stage="backward_end"),
         gs.EveryModule("act"),
     ],
     ids=repr,

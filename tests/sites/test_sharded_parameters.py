@@ -169,12 +169,12 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
 
 def test_what_does_not_act_on_parts_is_told() -> None:
     found = in_ranks(2, _messages)
-    for stage in ("backward", "reduced"):
+    for stage in ("backward", "backward_end"):
         assert "hooks of this one do not run. Use Parameters with stage='step'" in found[stage]
     assert found["accumulated"] == ""
-    assert "may draw random numbers; use stage='step'" in found["noise"]
-    assert "needs whole gradients; use stage='step'" in found["norm"]
-    assert "reads the newest forward; use stage='step'" in found["batch"]
+    assert "may draw random numbers. Use stage='step'" in found["noise"]
+    assert "needs whole gradients. Use stage='step'" in found["norm"]
+    assert "reads the newest forward. Use stage='step'" in found["batch"]
     assert "those of sharded parameters were gathered" in found["gathered"]
     assert "has the state of 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]

@@ -215,8 +215,8 @@ def test_an_optimizer_that_steps_without_gradients_is_refused() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("at", [gs.Updates(), gs.Group()])
-def test_sites_without_a_step_to_skip_are_refused(at: gs.Updates | gs.Group) -> None:
+@pytest.mark.parametrize("at", [gs.Updates(), gs.Parameters(stage="backward_end")])
+def test_sites_without_a_step_to_skip_are_refused(at: gs.Updates | gs.Parameters) -> None:
     with pytest.raises(FieldError, match="an optimizer whose step can be skipped"):
         gs.Intervention(gs.SkipUpdate(), at=at)
 

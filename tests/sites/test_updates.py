@@ -175,7 +175,7 @@ def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
         optimizer.step(closure)
     torch.testing.assert_close(model.weight, before * (1 - 2 * 0.2))
     lbfgs = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ValueError, match="Updates cannot act on LBFGS"):
+    with pytest.raises(ValueError, match="Updates: cannot act on LBFGS"):
         attached(model, gs.Scale(2.0), gs.Updates(), lbfgs)
 
 

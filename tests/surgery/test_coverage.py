@@ -62,7 +62,9 @@ def test_modules_that_came_while_the_block_was_open_are_told(at: Selector) -> No
     assert re.search(r"modules were replaced or added .* not hooked.*: last, 3; attach", text)
 
 
-@pytest.mark.parametrize("at", [gs.Parameters(), gs.Group(), gs.Uses("*")], ids=str)
+@pytest.mark.parametrize(
+    "at", [gs.Parameters(), gs.Parameters(stage="backward_end"), gs.Uses("*")], ids=str
+)
 def test_parameters_that_came_while_the_block_was_open_are_told(at: Selector) -> None:
     text = warnings_of(at, grow)
     assert "parameters were replaced, added or unfrozen" in text
@@ -90,10 +92,10 @@ def test_those_that_would_not_have_been_selected_or_are_met_are_not_told(at: Sel
     ("at", "is_told"),
     [
         (gs.Parameters(), True),
-        (gs.Parameters(stage="step"), True),
+        (gs.Parameters(stage="step"), False),  # it joins
         (gs.Parameters("first.*"), False),
-        (gs.Group(), True),
-        (gs.Updates(), True),
+        (gs.Parameters(stage="backward_end"), True),
+        (gs.Updates(), False),
         (gs.Uses("*"), False),  # it acts there
         (gs.Outputs(), False),
     ],

@@ -488,7 +488,7 @@ def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -
     optimizer = sgd(model)
     surgery = gs.Surgery(
         _scale(1.0, at=gs.Threshold(0.0) & gs.Shape(above=0)),
-        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="reduced")),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="backward_end")),
         gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Threshold(0.0, source="output:act")),
         gs.Intervention(gs.Scale(1.0), gs.Parameters() | gs.Outputs("act")),
     )

@@ -40,7 +40,7 @@ def trained(ranks: Ranks, surgery: gs.Surgery) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="reduced")], ids=["step", "reduced"])
+@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=["step", "end"])
 @pytest.mark.parametrize(
     ("transform", "when"),
     [
@@ -91,7 +91,7 @@ def switched(ranks: Ranks, item: gs.Intervention) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="reduced")], ids=["step", "reduced"])
+@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=["step", "end"])
 @pytest.mark.parametrize("when", [gs.Flag("f"), OfRank(), OfRank(at_sites=True)], ids=str)
 def test_switches_and_own_triggers_decide_as_in_process_0(when: Trigger, at: Selector) -> None:
     def work(ranks: Ranks, folder: Path) -> list[list[list[float]]]:

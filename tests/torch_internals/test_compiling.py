@@ -152,3 +152,10 @@ with compiling.without_dynamo():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == ["True []", "False", "True", "True", "True"], done.stderr
+
+
+def test_a_compiled_module_is_the_wrapper_or_one_compiled_in_place() -> None:
+    wrapper: Any = torch.compile(inner := torch.nn.Linear(1, 1), backend="eager")
+    assert [compiling.is_compiled(module) for module in (wrapper, inner)] == [True, False]
+    inner.compile(backend="eager")
+    assert compiling.is_compiled(inner)

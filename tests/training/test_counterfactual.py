@@ -172,7 +172,7 @@ SITES = {
     "uses": gs.Uses("*.weight"),
     "captured": gs.Captured(),
     "at the step": gs.Parameters(stage="step"),
-    "group": gs.Group(),
+    "group": gs.Parameters(stage="backward_end"),
     "weights": gs.Weights(),
 }
 

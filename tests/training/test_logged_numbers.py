@@ -70,7 +70,7 @@ WAYS = {
     "nodes": (gs.Nodes("Relu"), None),
     "saved": (gs.SavedTensors(types="ReLU"), None),
     "everything saved": (gs.SavedTensors("block"), None),
-    "group": (gs.Group(), None),
+    "group": (gs.Parameters(stage="backward_end"), None),
     "a trigger that looks": (gs.Parameters(), gs.Threshold(0.5, "max_abs", source="output:act")),
 }
 

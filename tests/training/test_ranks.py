@@ -50,7 +50,7 @@ def logged(record: Record) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "at", [gs.Parameters(stage="step"), gs.Parameters(stage="reduced")], ids=repr
+    "at", [gs.Parameters(stage="step"), gs.Parameters(stage="backward_end")], ids=repr
 )
 def test_two_processes_train_as_one_does_with_the_same_batches(tmp_path: Path, at) -> None:
     one, two = (
@@ -89,7 +89,7 @@ def test_a_local_clip_is_told_to_act_on_each_process_s_gradient(tmp_path: Path) 
     record = execute(run_in(2, gs.Clip(0.01)), tmp_path, [], THREADS)
     (note,) = record.summary["notes"]  # pyright: ignore[reportGeneralTypeIssues]
     assert "on the gradients of each of 2 processes" in note
-    assert "stage='reduced'" in note
+    assert "stage='backward_end'" in note
 
 
 def test_an_interrupted_run_ends_as_a_whole_one_with_the_state_of_each_process(

@@ -339,7 +339,9 @@ def test_the_output_error_of_a_failed_backward_is_dropped_in_the_next_forward() 
 
 
 @pytest.mark.parametrize(
-    "at", [gs.Parameters(stage="step"), gs.Activations("*"), gs.Group()], ids=repr
+    "at",
+    [gs.Parameters(stage="step"), gs.Activations("*"), gs.Parameters(stage="backward_end")],
+    ids=repr,
 )
 @pytest.mark.parametrize("wrap", [lambda own: own, gs.Scheduled, gs.Chain])
 def test_direct_feedback_is_refused_at_stages_outside_of_the_backward(

@@ -1,14 +1,19 @@
-"""Group: all `.grad`s of a group at once, when a backward has ended, and once."""
+"""Stage `backward_end`: all `.grad`s at once, when a backward has ended, and once."""
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.training.ranks import Ranks, in_ranks
+from gradsurg.transforms.base import Transform
 from tests.nets import attached, gradients, num_hooks, sgd
 from tests.sites.points import TEN, Made, TimesValue, calls_of, recomputed
 
@@ -22,7 +27,7 @@ class Weighted(nn.Module):
         self.b = nn.Parameter(torch.zeros(1))
         self.c = nn.Parameter(torch.zeros(1))
 
-    def forward(self, *values: float) -> Tensor:
+    def forward(self, *values: Any) -> Tensor:
         params = (self.a, self.b, self.c)
         return sum((p * v for p, v in zip(params, values, strict=False)), torch.zeros(1)).sum()
 
@@ -31,25 +36,31 @@ def _grads(model: nn.Module) -> list[float | None]:
     return [None if p.grad is None else p.grad.item() for p in model.parameters()]
 
 
+def _at(pattern: str = "*") -> gs.Parameters:
+    return gs.Parameters(pattern, stage="backward_end")
+
+
 CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
 AT_ROOT = "a backward has failed, and the group was left as it is"
 
 
-def test_a_group_transform_needs_no_optimizer() -> None:
+def test_the_old_name_of_the_stage_names_the_new_one() -> None:
+    with pytest.raises(ValueError, match=r"^Parameters\.stage: .* use 'backward_end'$"):
+        gs.Parameters(stage="reduced")
+
+
+def test_the_group_is_what_a_backward_reaches_and_an_older_gradient_stays() -> None:
     model = Weighted()
-    with attached(model, CLIP, gs.Group("re:[ab]")) as live:
-        model(3.0, 4.0, 100.0).backward()
-        # |(3, 4)| = 5; the 100 is of no group. And it was done when backward() came back.
+    model.c.grad = torch.tensor([100.0])
+    with attached(model, CLIP, _at()) as live:
+        model(3.0, 4.0).backward()
         assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
-    assert calls_of(live) == {"a": 1, "b": 1}
+        model.zero_grad()
+        model(3.0, 4.0).backward(inputs=[model.b])
+        assert _grads(model) == [None, pytest.approx(1.0), None]
+        model(0.0, 0.0, 1.0).backward()
+    assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
     assert num_hooks(model) == 0
-
-
-def test_it_is_the_default_stage_of_both_scopes_and_the_only_one() -> None:
-    for transform in (CLIP, gs.Zero()):
-        assert gs.Intervention(transform, gs.Group()).stage == "backward_end"
-    with pytest.raises(ValueError, match="Group cannot have stage 'step'; stages it can have"):
-        gs.Intervention(gs.Zero(), gs.Group(stage="step"))
 
 
 def test_a_transform_of_one_tensor_acts_on_each_with_its_value() -> None:
@@ -58,22 +69,9 @@ def test_a_transform_of_one_tensor_acts_on_each_with_its_value() -> None:
         model.a.fill_(1.0)
         model.b.fill_(-1.0)
     transform = gs.ScaleBySign(positive=10.0, negative=2.0, of="value")
-    with attached(model, transform, gs.Group()):
+    with attached(model, transform, _at()):
         model(3.0, 4.0, 5.0).backward()
     assert _grads(model)[:2] == [30.0, 8.0]
-
-
-def test_parameters_that_a_backward_does_not_reach_keep_their_old_gradient() -> None:
-    model = Weighted()
-    model.c.grad = torch.tensor([100.0])
-    with attached(model, CLIP, gs.Group()) as live:
-        model(3.0, 4.0).backward()
-        assert _grads(model) == pytest.approx([0.6, 0.8, 100.0])
-        model.zero_grad()
-        model(3.0, 4.0).backward(inputs=[model.b])
-        assert _grads(model) == [None, pytest.approx(1.0), None]
-        model(0.0, 0.0, 1.0).backward()
-    assert calls_of(live) == {"a": 2, "b": 3, "c": 1}
 
 
 # Backwards inside backwards
@@ -106,7 +104,7 @@ def test_around_checkpoints_the_group_acts_once_on_all_parameters(
 ) -> None:
     plain, model = _checkpointed(reentrant, ()), _checkpointed(reentrant, inside)
     plain(_x()).backward()
-    with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), gs.Group()) as live:
+    with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), _at()) as live:
         for _ in range(2):
             model.zero_grad()
             model(_x()).backward()
@@ -119,39 +117,9 @@ def test_around_checkpoints_the_group_acts_once_on_all_parameters(
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
 def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
     model = _checkpointed(reentrant=True, inside=(0, 1, 2))
-    x = _x()
-    with attached(model, CLIP, gs.Group()) as live:
-        loss = recomputed(lambda x: checkpoint(model, x, use_reentrant=True), x, True)
-        loss.backward()
+    with attached(model, CLIP, _at()) as live:
+        recomputed(lambda x: checkpoint(model, x, use_reentrant=True), _x(), True).backward()
     assert _norm(model) == pytest.approx(1.0)
-    assert set(calls_of(live).values()) == {1}
-
-
-def test_an_error_after_an_inner_backward_is_reported_and_leaves_no_state() -> None:
-    model = _checkpointed(reentrant=True, inside=(1,))
-    x = _x()
-
-    def fails(grad: Tensor) -> None:
-        raise OSError("gone")
-
-    with (
-        pytest.warns(gs.SurgeryWarning, match=AT_ROOT),
-        attached(model, CLIP, gs.Group()) as live,
-    ):
-        hidden: list[Tensor] = []
-        handle = model.get_submodule("layers.0").register_forward_hook(
-            lambda *args: hidden.append(args[-1])
-        )
-        loss = model(x)
-        hidden.pop().register_hook(fails)
-        handle.remove()
-        with pytest.raises(OSError, match="gone"):
-            loss.backward()
-        del loss
-        assert set(calls_of(live).values()) == {0}
-        model.zero_grad()
-        model(x).backward()
-        assert _norm(model) == pytest.approx(1.0)
     assert set(calls_of(live).values()) == {1}
 
 
@@ -165,7 +133,7 @@ def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
     other.register_post_accumulate_grad_hook(more)
     with (
         pytest.warns(gs.SurgeryWarning, match="called by a hook on a leaf, inside another"),
-        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+        attached(model, CLIP, _at("re:[ab]")) as live,
     ):
         (other * 2).backward()
         assert _grads(model)[:2] == [3.0, 4.0]
@@ -187,41 +155,42 @@ class Fails(torch.autograd.Function):
         raise OSError("gone")
 
 
-def _failing(model: Weighted) -> Tensor:
-    """Reaches `a`, and fails on the way to `b`: what was made last runs first."""
-    b = Fails.apply(model.b * 4.0)
-    assert isinstance(b, Tensor)
-    return (b + model.a * 3.0).sum()
+def _fails(grad: Tensor) -> None:
+    raise OSError("gone")
 
 
-def test_a_backward_that_raises_is_reported_and_the_next_one_acts() -> None:
-    model = Weighted()
+def _failing(model: nn.Module, nested: bool) -> Tensor:
+    """A loss whose backward fails: between two parameters, or after an inner backward."""
+    if nested:
+        x = model.layers[0](_x())  # pyright: ignore[reportIndexIssue, reportCallIssue]
+        x.register_hook(_fails)
+        return recomputed(model.layers[1], x, True).sum()  # pyright: ignore
+    b = Fails.apply(model.b * 4.0)  # pyright: ignore
+    return (b + model.a * 3.0).sum()  # pyright: ignore
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_that_raises_is_reported_and_the_next_one_acts(nested: bool, last: bool) -> None:
+    model = _checkpointed(True, ()) if nested else Weighted()
+    at = _at() if nested else _at("re:[ab]")
+    args = (_x(),) if nested else (3.0, 4.0)
     with (
         pytest.warns(gs.SurgeryWarning, match=AT_ROOT) as caught,
-        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+        attached(model, CLIP, at) as live,
     ):
+        if last:
+            model(*args).backward()
         for _ in range(2):
-            model.zero_grad()
             with pytest.raises(OSError, match="gone"):
-                _failing(model).backward()
-            assert _grads(model) == [3.0, None, None]
-        model.zero_grad()
-        model(3.0, 4.0).backward()
-        assert _grads(model)[:2] == pytest.approx([0.6, 0.8])
-    assert calls_of(live) == {"a": 1, "b": 1}
+                _failing(model, nested).backward()
+        if not last:
+            model.zero_grad()
+            model(*args).backward()
+            assert _norm(model) == pytest.approx(1.0)
+    assert set(calls_of(live).values()) == {1}
     assert len(caught) == 1
     assert num_hooks(model) == 0
-
-
-def test_a_last_backward_that_raises_is_reported_too() -> None:
-    model = Weighted()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=AT_ROOT),
-        attached(model, gs.Scale(2.0), gs.Group("a")),
-    ):
-        model(1.0).backward()
-        with pytest.raises(OSError, match="gone"):
-            _failing(model).backward()
 
 
 def test_an_optimizer_that_steps_inside_the_backward_is_reported() -> None:
@@ -232,16 +201,15 @@ def test_an_optimizer_that_steps_inside_the_backward_is_reported() -> None:
             param.sub_(param.grad)
         param.grad = None
 
-    handles = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    gone = "the .grad of a, b was gone when the backward had ended"
     with (
         pytest.warns(gs.SurgeryWarning) as caught,
-        attached(model, CLIP, gs.Group("re:[ab]")) as live,
+        attached(model, CLIP, _at("re:[ab]")) as live,
     ):
         model(3.0, 4.0).backward()
-    for handle in handles:
-        handle.remove()
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "the .grad of a, b was gone when the backward had ended" in text
+    assert gone in " ".join(str(warning.message) for warning in caught)
     assert "step" in live.ledger.table()  # as the hook of another
     assert [param.item() for param in model.parameters()] == [-3.0, -4.0, 0.0]
 
@@ -256,12 +224,11 @@ def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gr
             torch.autograd.Variable._execution_engine.queue_callback(optimizer.step)
 
     optimizer = sgd(model, lr=1.0)
-    with attached(model, CLIP, gs.Group("re:[ab]")):
+    with attached(model, CLIP, _at("re:[ab]")):
         # Registered after those of the group: their callback is queued first.
-        handles = [param.register_post_accumulate_grad_hook(step) for param in model.parameters()]
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
         model(3.0, 4.0).backward()
-    for handle in handles:
-        handle.remove()
     assert [param.item() for param in model.parameters()] == pytest.approx([-0.6, -0.8, 0.0])
 
 
@@ -271,7 +238,7 @@ def test_an_optimizer_that_waits_for_the_end_of_backward_gets_the_transformed_gr
 def test_the_new_gradients_have_a_graph_only_under_create_graph() -> None:
     w = nn.Parameter(torch.tensor([2.0]))
     model = nn.ParameterDict({"w": w})
-    with attached(model, TEN, gs.Group()):
+    with attached(model, TEN, _at()):
         with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
             (w**3).backward(create_graph=True)
         grad, w.grad = w.grad, None
@@ -279,7 +246,7 @@ def test_the_new_gradients_have_a_graph_only_under_create_graph() -> None:
         # 10 * 3 w^2, and the derivative of that.
         assert grad.item() == 120.0
         assert torch.autograd.grad(grad, w)[0].item() == 120.0
-    with attached(model, TimesValue(), gs.Group()):
+    with attached(model, TimesValue(), _at()):
         (w**3).backward()
     assert w.grad is not None
     assert (w.grad.item(), w.grad.requires_grad) == (24.0, False)
@@ -289,20 +256,67 @@ def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
     model = Weighted()
     barrier = threading.Barrier(2)
 
-    def work(values: tuple[float, ...]) -> None:
+    def work(loss: Callable[[], Tensor]) -> None:
         barrier.wait(timeout=10)
-        model(*values).backward()
+        loss().backward()
 
-    with attached(model, gs.Scale(2.0), gs.Group(), effects_every=0) as live:
-        # They share no parameter: (1, 2) are a's and b's, 3 is c's.
-        hidden = model.c
-        threads = [
-            threading.Thread(target=work, args=((1.0, 2.0),)),
-            threading.Thread(target=lambda: (barrier.wait(timeout=10), (hidden * 3).backward())),
-        ]
+    # They share no parameter: (1, 2) are a's and b's, 3 is c's.
+    losses = (lambda: model(1.0, 2.0), lambda: (model.c * 3).sum())
+    with attached(model, gs.Scale(2.0), _at(), effects_every=0) as live:
+        threads = [threading.Thread(target=work, args=(loss,)) for loss in losses]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert _grads(model) == [2.0, 4.0, 6.0]
     assert calls_of(live) == {"a": 1, "b": 1, "c": 1}
+
+
+# Several processes
+
+
+def _averaged(ranks: Ranks, folder: Path) -> list[dict[str, list[float | None]]]:
+    """Run one of the ranks with gradients 1, 5 (and 3), clipped to 2: the average is 3."""
+    x = torch.tensor([1.0, 5.0, 3.0][ranks.rank])
+    found: dict[str, list[float | None]] = {}
+
+    def train(name: str, transform: Transform, inner: bool = False, **options: bool) -> None:
+        net = Weighted()
+        del net.c
+        net.register_parameter("c", None)
+        outer = DistributedDataParallel(net, **options)
+        unused = options.get("find_unused_parameters", False)
+        with attached(outer.module if inner else outer, transform, _at()):
+            for _ in range(3):  # the buckets are rebuilt after the first
+                outer.zero_grad(set_to_none=False)
+                if name == "no_sync":
+                    with outer.no_sync():
+                        outer(x, x).backward()
+                values = (x,) if unused and ranks.rank else (x, x)
+                outer(*values).backward()
+        found[name] = _grads(outer)
+
+    train("plain", gs.Identity())
+    train("clip", gs.Clip(2.0))
+    train("inner", gs.Clip(2.0), inner=True)
+    train("bucket views", gs.Clip(2.0), gradient_as_bucket_view=True)
+    train("static graph", gs.Clip(2.0), static_graph=True)
+    train("global norm", gs.ClipGlobalNorm(3.0))
+    train("unused on a rank", gs.Clip(2.0), find_unused_parameters=True)
+    train("no_sync", gs.Scale(2.0))
+    return ranks.gathered(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", [2, 3])
+def test_on_several_ranks_it_acts_on_the_averaged_gradients(count: int) -> None:
+    found = in_ranks(count, _averaged)
+    assert found == [found[0]] * count
+    norm = pytest.approx(3.0 / 2.0**0.5)
+    clipped = {name: [2.0, 2.0] for name in ("clip", "inner", "bucket views", "static graph")}
+    assert found[0] == clipped | {
+        "plain": [3.0, 3.0],
+        "global norm": [norm, norm],
+        "unused on a rank": [2.0, pytest.approx(1 / count)],
+        "no_sync": [12.0, 12.0],
+    }

@@ -1,0 +1,167 @@
+"""Stage `backward_end` of `Parameters`: all `.grad`s at the end of a backward pass."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurg.sites._grads import Access, Act, actor
+from gradsurg.sites.base import Attached
+from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.torch_internals import autograd, compiling
+
+
+def hook_backward_ends(params: Mapping[str, nn.Parameter], attached: Attached) -> None:
+    """Transform the `.grad`s of the parameters at the end of each backward pass.
+
+    In DistributedDataParallel that is after the average, in the passes through its output that
+    average; else in each pass that reaches one of the parameters.
+    """
+    # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
+    # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
+    model, stack = attached.model, attached.stack
+    passes = _BackwardPasses(params, attached)
+    stack.callback(passes.close)
+    for name, param in params.items():
+        handle = param.register_post_accumulate_grad_hook(_reach(passes, name))
+        stack.callback(handle.remove)
+    if distributed.is_available() and distributed.is_initialized():
+        wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        hook = compiling.untraced(partial(_watch_output, passes))
+        for part in wrappers or [model]:
+            stack.callback(part.register_forward_hook(hook).remove)
+
+
+def _reach(passes: "_BackwardPasses", name: str) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        passes.reach((name,))
+
+    return hook
+
+
+def _watch_output(
+    passes: "_BackwardPasses", module: nn.Module, args: tuple[object, ...], output: object
+) -> None:
+    # A hook on the output runs on every rank, one on a parameter only on the ranks that use it.
+    wrapper = module if isinstance(module, DistributedDataParallel) else autograd.active_ddp()
+    passes.is_averaged = wrapper is not None
+    if wrapper is None or not wrapper.require_backward_grad_sync:
+        return  # in no_sync the next backward pass averages the sum
+    passes.has_views = wrapper.gradient_as_bucket_view
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_begin, passes))
+
+
+def _begin(passes: "_BackwardPasses", _: Tensor) -> None:
+    passes.begin(averages=True)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward pass: whether it averages, and the parameters that it has reached.
+
+    Only the callback at its end holds it, so it is freed if the pass raises.
+    """
+
+    averages: bool
+    reached: set[str] = field(default_factory=set)
+
+
+class _BackwardPasses:
+    """The running backward passes."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], attached: Attached) -> None:
+        self.params = {name: ref(param) for name, param in params.items()}
+        self.attached = attached
+        self.is_averaged = self.has_views = False  # by DistributedDataParallel, into its buckets
+        self.act: Act | None = actor(params, attached, Access(write=self._write))
+        self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
+
+    def close(self) -> None:
+        """Do nothing from now on, also at the end of a graph that is already built."""
+        self.act = None
+
+    def begin(self, averages: bool) -> _Pass | None:
+        """Return the running backward pass; act at its end, unless DDP overwrites the result."""
+        task = autograd.backward_task()
+        held = self.open.get(task)
+        running = None if held is None else held()
+        if running is None and averages >= self.is_averaged and self.act is not None:
+            running = _Pass(averages)
+            # A backward pass that raises drops its callbacks, and with them `running`.
+            self.open[task] = ref(running, partial(self._failed, task))
+            end = partial(self._end, task, running)
+            # DistributedDataParallel averages in a callback of its own, queued after this one. One
+            # that is queued when the callbacks run comes last.
+            late = partial(autograd.at_end_of_backward, end)
+            autograd.at_end_of_backward(late if averages else end)
+        return running
+
+    def reach(self, names: Iterable[str]) -> None:
+        """Record that the running backward pass has written to the `.grad` of some parameters."""
+        running = self.begin(averages=False)
+        if running is not None:
+            running.reached.update(names)
+
+    def _end(self, task: int, ended: _Pass) -> None:
+        if autograd.in_inner_backward() and not ended.averages:
+            self._hand_to_outer(task, ended)
+        elif self.open.pop(task, None) is not None:
+            self._apply(ended)
+
+    def _hand_to_outer(self, task: int, inner: _Pass) -> None:
+        """Add the parameters to the outer pass, at the next node that it runs."""
+
+        def hook(grads: Sequence[Tensor | None]) -> None:
+            if self.open.pop(task, None) is not None:
+                self.reach(inner.reached)
+            for handle in handles:
+                handle.remove()
+
+        running = autograd.running_node()
+        edges = running.next_functions if isinstance(running, Node) else ()
+        handles = [node.register_prehook(hook) for node, _ in edges if node is not None]
+        if not handles:
+            del self.open[task]
+            self.attached.note(
+                "a backward was called by a hook on a leaf, inside another backward: at its end "
+                "the group was not complete, and was left as it is"
+            )
+
+    def _apply(self, ended: _Pass) -> None:
+        if self.act is None:
+            return
+        reached = {*self.params} if ended.averages else ended.reached
+        params = [held() if name in reached else None for name, held in self.params.items()]
+        grads = [None if param is None else param.grad for param in params]
+        met = zip(self.params, grads, strict=True)
+        if gone := [name for name, grad in met if grad is None and name in ended.reached]:
+            self.attached.note(
+                f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
+                "inside the backward does not wait for the group"
+            )
+        if all(grad is None for grad in grads):  # autograd.grad adds to no .grad
+            return
+        # Gradients are on only if the backward pass itself made a graph.
+        with torch.set_grad_enabled(any(grad.requires_grad for grad in grads if grad is not None)):
+            del grads
+            self.act(params)
+
+    def _write(self, param: Tensor, grad: Tensor) -> None:
+        if self.has_views and param.grad is not None:
+            param.grad.copy_(grad)  # .grad must stay a view of the bucket
+        else:
+            param.grad = grad
+
+    def _failed(self, task: int, failed: ref[_Pass]) -> None:
+        if self.open.pop(task, None) is not None:
+            self.attached.note(
+                "a backward has failed, and the group was left as it is: what had been added to "
+                "its .grad by then is there unchanged"
+            )

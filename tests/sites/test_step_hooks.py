@@ -1,0 +1,326 @@
+"""Stage `step`: which optimizers, which parameters, and when."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+import gradsurg as gs
+from gradsurg.core.attached import Attached
+from gradsurg.sites.updates import MatchedUpdates
+from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
+from tests.sites.points import calls_of
+
+Params = Iterator[nn.Parameter]
+STEP = gs.Parameters(stage="step")
+CLIP = gs.ClipGlobalNorm(0.01)
+
+
+class Lookahead(Optimizer):
+    """As timm's: `Optimizer.__init__` is not called, so that its step runs no hooks."""
+
+    def __init__(self, base_optimizer: Optimizer) -> None:
+        self._base_optimizer = base_optimizer
+        self.param_groups, self.state = base_optimizer.param_groups, {}
+        self.defaults = base_optimizer.defaults
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = OrderedDict()
+
+    def step(self, closure: Any = None) -> Any:
+        return self._base_optimizer.step(closure)
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization, without the perturbation."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params, {})
+        self.base_optimizer = SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def first_step(self) -> None:
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+class Wrapper:
+    """Not an optimizer itself."""
+
+    def __init__(self, optim: Optimizer) -> None:
+        self.optim = optim
+        self.zero_grad, self.step = optim.zero_grad, optim.step
+
+
+WRAPPED: dict[str, Callable[[Params], Any]] = {
+    "Lookahead": lambda params: Lookahead(SGD(params, lr=0.1)),
+    "SAM": SAM,
+    "Wrapper": lambda params: Wrapper(SGD(params, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_optimizer_inside_a_wrapper_is_found(name: str) -> None:
+    plain, model = small(), small()
+    inner, optimizer = sgd(plain), WRAPPED[name](model.parameters())
+    with attached(model, CLIP, STEP, optimizer) as live:
+        for step in range(2):
+            backward(plain, step)
+            clip_grad_norm_(plain.parameters(), 0.01)
+            inner.step()
+            inner.zero_grad()
+            if name == "SAM":
+                backward(model, step + 50)
+                optimizer.first_step()
+            backward(model, step)
+            getattr(optimizer, "second_step", optimizer.step)()
+            optimizer.zero_grad()
+        assert live.step == 2
+    assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def test_an_optimizer_whose_step_runs_no_hooks_is_refused() -> None:
+    class Bare(Lookahead):
+        def __init__(self, params: Params) -> None:
+            self.param_groups, self.state = [{"params": [*params]}], {}
+
+    model = small()
+    with pytest.raises(TypeError, match="the step of Bare runs no hooks.* the optimizer inside it"):
+        attached(model, CLIP, STEP, Bare(model.parameters()))
+
+
+# Layers that are thawed or added
+
+
+def _thaw(model: nn.Sequential, optimizer: Optimizer) -> None:
+    model.first.requires_grad_(True)
+    if len([*optimizer.param_groups[0]["params"]]) < 4:
+        optimizer.add_param_group({"params": [*model.first.parameters()]})
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["all held", "added to the optimizer"])
+@pytest.mark.parametrize("pattern", ["*", "first.*"])
+@pytest.mark.parametrize("kind", ["ClipGlobalNorm", "ClipNorm", "Updates", "Weights"])
+def test_layers_thawed_after_attach_join(at_once: bool, pattern: str, kind: str) -> None:
+    transform = gs.ClipNorm(0.01) if kind == "ClipNorm" else CLIP
+    at = getattr(gs, kind, gs.Parameters)(pattern, stage="step") if kind[0] in "UW" else None
+    at = at or gs.Parameters(pattern, stage="step")
+    results = []
+    for late in (True, False):
+        model = small()
+        model.first.requires_grad_(False)
+        params = model.parameters() if at_once else model.last.parameters()
+        optimizer = SGD(params, lr=0.1)
+        before = [param.clone() for param in model.parameters()]
+        if late:
+            with attached(model, transform, at, optimizer) as live:
+                train(model, optimizer, 1)
+                _thaw(model, optimizer)
+                train(model, optimizer, 2, start=1)
+            assert calls_of(live)["first.weight"] == 2
+        else:
+            surgery = gs.Surgery(gs.Intervention(transform, at))
+            if pattern == "*":
+                with surgery.attach(model, optimizer):
+                    train(model, optimizer, 1)
+            else:
+                train(model, optimizer, 1)
+            _thaw(model, optimizer)
+            surgery = gs.Surgery(gs.Intervention(transform, at))
+            with surgery.attach(model, optimizer):
+                train(model, optimizer, 2, start=1)
+        assert not any(map(torch.equal, before, model.parameters()))
+        assert num_hooks(model, optimizer) == 0
+        results.append(weights(model))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_layer_that_is_added_joins_and_one_that_leaves_is_left_out() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, CLIP, STEP, optimizer) as live:
+        train(model, optimizer, 1)
+        model.add_module("head", nn.Linear(3, 3))
+        optimizer.add_param_group({"params": [*model.head.parameters()]})
+        model.first.requires_grad_(False)
+        train(model, optimizer, 1)
+        params = [param for param in model.parameters() if param.requires_grad]
+        norms = [param.grad.norm() for param in params if param.grad is not None]
+        assert torch.stack(norms).norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert calls_of(live) == {
+        "first.weight": 1,
+        "first.bias": 1,
+        "last.weight": 2,
+        "last.bias": 2,
+        "head.weight": 1,
+        "head.bias": 1,
+    }
+
+
+def test_frozen_parameters_alone_are_refused_at_other_stages() -> None:
+    model = small()
+    model.first.requires_grad_(False)
+    for stage in ("backward", "accumulated", "backward_end"):
+        with pytest.raises(LookupError, match="'first.*' matches is frozen: first.weight, "):
+            attached(model, gs.Clip(1.0), gs.Parameters("first.*", stage=stage))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(LookupError, match="is frozen"):
+        attached(model, gs.Clip(1.0), gs.Parameters("first.*"))
+
+
+# Several optimizers
+
+
+def _two(model: nn.Sequential) -> list[Optimizer]:
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    return [Muon(matrices, lr=0.1), AdamW(others, lr=0.1)]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["in the step", "before_step"])
+def test_a_group_in_several_optimizers_is_one_group(passes: int, by_hand: bool) -> None:
+    plain, model = small(), small()
+    theirs, ours = _two(plain), _two(model)
+    surgery = gs.Surgery(gs.Intervention(CLIP))
+    with surgery.attach(model, ours) as live:
+        for step in range(4):
+            for net, optimizers in ((plain, theirs), (model, ours)):
+                for part in range(passes):
+                    backward(net, step + 10 * part)
+                if net is plain:
+                    clip_grad_norm_(net.parameters(), 0.01)
+                elif by_hand:
+                    live.before_step()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+    for weight, expected in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(weight, expected)
+    assert set(calls_of(live).values()) == {4}
+
+
+def test_an_optimizer_that_steps_less_often_begins_no_round_of_its_own() -> None:
+    model = small()
+    first, second = _two(model)
+    with gs.Surgery(gs.Intervention(CLIP)).attach(model, [first, second]) as live:
+        for step in range(4):
+            backward(model, step)
+            first.step()
+            if step % 2:
+                second.step()
+                model.zero_grad()
+        # Gradients that came between two steps of a round begin another one.
+        backward(model)
+        first.step()
+        backward(model)
+        second.step()
+    assert set(calls_of(live).values()) == {6}
+
+
+@pytest.mark.parametrize("transform", [gs.SkipUpdate(1e-6), gs.AdaptiveClip(warmup=1)])
+def test_a_group_with_a_state_decides_once_for_all_optimizers(transform: Any) -> None:
+    model = small()
+    optimizers = _two(model)
+    before = weights(model)
+    with gs.Surgery(gs.Intervention(transform)).attach(model, optimizers) as live:
+        for step in range(3):
+            backward(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert all(param.grad is not None for param in model.parameters())
+            model.zero_grad()
+        skips = isinstance(transform, gs.SkipUpdate)
+        assert live.skipped_steps == ({"skip_update": 3} if skips else {})
+    assert all(map(torch.equal, before, weights(model))) == skips
+    assert set(calls_of(live).values()) == {3}
+
+
+def test_a_skip_ends_with_the_next_gradients_of_an_optimizer_that_did_not_step() -> None:
+    model = small()
+    first, second = _two(model)
+    item = gs.Intervention(gs.SkipUpdate(1e-6), when=gs.Steps(stop=1))
+    with gs.Surgery(item).attach(model, [first, second]):
+        backward(model)
+        first.step()
+        model.zero_grad()
+        before = weights(model)
+        backward(model)
+        first.step()
+        second.step()
+    assert not any(map(torch.equal, before, weights(model)))
+
+
+def test_gradients_of_the_second_optimizer_must_be_unscaled_before_the_first_step() -> None:
+    model = small()
+    optimizers, scaler = [sgd(model.first), sgd(model.last)], torch.amp.GradScaler("cpu")
+    surgery = gs.Surgery(gs.Intervention(CLIP))
+    with surgery.attach(model, optimizers, scaler=scaler) as live:  # pyright: ignore[reportArgumentType]
+        for unscale in (True, False):
+            scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+            for optimizer in optimizers if unscale else ():
+                scaler.unscale_(optimizer)
+            if not unscale:
+                with pytest.raises(RuntimeError, match="for each before the first step"):
+                    scaler.step(optimizers[0])
+                break
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert set(calls_of(live).values()) == {1}
+
+
+@pytest.mark.parametrize("at", [gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
+def test_other_kinds_refuse_a_group_in_two_optimizers(at: Any) -> None:
+    model = small()
+    with pytest.raises(ValueError, match="a whole group at once, and two optimizers share it"):
+        gs.Surgery(gs.Intervention(CLIP, at)).start(model, _two(model))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=repr)
+def test_each_result_is_written_before_the_next_is_made(
+    at: gs.Parameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, held = small(), []
+
+    def group_hook(self: Attached, sites: list[str], *_: Any, **__: Any) -> Any:
+        def act(grads: list[Tensor | None]) -> Iterator[Tensor | None]:
+            for index, grad in enumerate(grads):
+                assert grad is not None
+                grads[index] = None
+                yield torch.zeros_like(grad)
+                held.append([param.grad.any().item() for param in model.parameters()])  # pyright: ignore
+
+        return act
+
+    monkeypatch.setattr(Attached, "group_hook", group_hook)
+    optimizer = sgd(model)
+    surgery = gs.Surgery(gs.Intervention(CLIP, at))
+    live = surgery.start(model, optimizer)
+    backward(model)
+    optimizer.step()
+    live.abort()
+    assert [sum(row) for row in held] == [3, 2, 1, 0]
+
+
+def test_a_transform_of_single_tensors_holds_no_list_of_gradients() -> None:
+    model, alive = small(), []
+    optimizer = sgd(model)
+
+    def one(grad: Tensor) -> Tensor:
+        alive.append([param.grad.any().item() for param in model.parameters()])  # pyright: ignore
+        return torch.zeros_like(grad)
+
+    surgery = gs.Surgery(gs.Intervention(one, STEP))
+    with surgery.attach(model, optimizer):
+        backward(model)
+        optimizer.step()
+    assert [sum(row) for row in alive] == [4, 3, 2, 1]
