@@ -27,7 +27,7 @@ from gradsurg.transforms.base import Scope
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
-EXAMINED = 4  # gradients of a site, without an optimizer, until it is taken for one a backward pass
+EXAMINED = 4  # first gradients of a site, until it is taken for one in each backward pass
 
 
 class Attached:
@@ -100,7 +100,7 @@ class Attached:
         if self.examples is not None:
             self.examples.end_step()
         if self._twice is not None:
-            if not self.has_several_tasks:
+            if not self.has_several_tasks and self.intervention.differs_from_sum:
                 self._warn_of_parts(self._twice, self._most_calls, "optimizer step")
             self._twice, self._most_calls = None, 1
 
@@ -108,17 +108,18 @@ class Attached:
         """Note a further gradient, number `call`, of the same step at one site."""
         if call >= self._most_calls:
             self._most_calls, self._twice = call + 1, hook
-        if call < EXAMINED and not self.session.steps.optimizers:
+        if call < EXAMINED and self.session.clock.step == self.first_step:
             self.examine(hook)
 
     def examine(self, hook: SiteHook) -> None:
-        """Without an optimizer: notice several gradients of one backward pass at one site."""
-        in_time = self.stage in ("backward", "accumulated")
+        """Notice several gradients of one backward pass at one site, in the first step."""
+        in_time = self.stage in ("use", "backward", "accumulated")
         root = autograd.root_of_nested_backward() if in_time else None
         if root is not None:
             known = self._roots.get(hook.entry.site)
             if known is not None and known() is root:
-                self._warn_of_parts(hook, 2, "backward pass, as of reentrant checkpoints,")
+                if "linear" not in self.intervention.operator.properties:
+                    self._warn_of_parts(hook, 2, "backward pass, as of reentrant checkpoints,")
             self._roots[hook.entry.site] = ref(root)
 
     def end_warnings(self) -> list[str]:
@@ -292,14 +293,13 @@ class Attached:
             del states[key]
 
     def _warn_of_parts(self, hook: SiteHook, number: int, period: str) -> None:
-        """Warn once if acting on each of several gradients differs from acting on their sum."""
-        if self.intervention.differs_from_sum:
-            self.session.warn_once(
-                f"{self.label}: site '{hook.entry.site}' had {number} gradients in one "
-                f"{period} and the transform is not known to be linear: acting on each is not "
-                "acting on their sum. Use stage='step' for the sum.",
-                key=f"{self.label} acts on parts",
-            )
+        """Warn once that acting on each of several gradients differs from acting on their sum."""
+        self.session.warn_once(
+            f"{self.label}: site '{hook.entry.site}' had {number} gradients in one {period} and the "
+            "transform is not known to be linear: acting on each is not acting on their sum. Use "
+            "stage='step' for the sum.",
+            key=f"{self.label} acts on parts",
+        )
 
     def discarded_hooks(self) -> str:
         """A warning of parameters whose hooks C++ code has discarded, else empty."""

@@ -49,7 +49,7 @@ class Owner(Protocol):
         """Note a further gradient of the same step at one site."""
 
     def examine(self, hook: "SiteHook") -> None:
-        """Note the first gradient at a site where no steps are counted."""
+        """Note the first gradient at a site."""
 
 
 class Examples(Protocol):
@@ -230,7 +230,7 @@ class SiteHook:
         fires = firing.answer or firing.decide(self.entry.site, grad, value)
         if not self.count(fires) or firing.skips_transform:
             return None
-        if self.checked is False and not firing.session.steps.optimizers:
+        if self.checked is False:
             self.owner.examine(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None

@@ -117,7 +117,7 @@ def _run(model: nn.Module) -> None:
 
 def test_a_weight_used_in_two_reentrant_checkpoints_is_told_in_the_first_backward() -> None:
     model = Twice()
-    text = r"site 'layer\..*' had 2 gradients in one backward pass .* Use stage='step'"
+    text = r"site 'layer.*' had 2 gradients in one backward pass.* Use stage='step'"
     with attached(model, gs.Clip(1.0)), pytest.warns(gs.SurgeryWarning, match=text):
         _run(model)
 
