@@ -117,9 +117,9 @@ class Attached:
         root = autograd.root_of_nested_backward() if in_time else None
         if root is not None:
             known = self._roots.get(hook.entry.site)
-            if known is not None and known() is root:
-                if "linear" not in self.intervention.operator.properties:
-                    self._warn_of_parts(hook, 2, "backward pass, as of reentrant checkpoints,")
+            is_linear = "linear" in self.intervention.operator.properties
+            if known is not None and known() is root and not is_linear:
+                self._warn_of_parts(hook, 2, "backward pass, as of reentrant checkpoints,")
             self._roots[hook.entry.site] = ref(root)
 
     def end_warnings(self) -> list[str]:
@@ -295,9 +295,9 @@ class Attached:
     def _warn_of_parts(self, hook: SiteHook, number: int, period: str) -> None:
         """Warn once that acting on each of several gradients differs from acting on their sum."""
         self.session.warn_once(
-            f"{self.label}: site '{hook.entry.site}' had {number} gradients in one {period} and the "
-            "transform is not known to be linear: acting on each is not acting on their sum. Use "
-            "stage='step' for the sum.",
+            f"{self.label}: site '{hook.entry.site}' had {number} gradients in one {period} and "
+            "the transform is not known to be linear: acting on each is not acting on their sum. "
+            "Use stage='step' for the sum.",
             key=f"{self.label} acts on parts",
         )
 
