@@ -156,6 +156,7 @@ class GroupHook:
             is_watched = not (link.trusted or link.is_tried)
             with link.watched(grads[0].device) if is_watched else nullcontext():
                 results, state = transform.update_group(grads, before, contexts)
+                results = list(results)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             where = f"{len(grads)} sites, step {self.controller.step}"
             error.add_note(f"while {links[0].label} acted on {where}")
