@@ -19,6 +19,7 @@ import gradsurg as gs
 from gradsurg.effects import sums
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.reductions import norm
+from gradsurg.sites.base import Stage
 from gradsurg.transforms.base import Transform
 
 BOUND = 0.001
@@ -113,7 +114,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.network: Callable[[Tensor], Tensor] = self.model
 
-    def surgery(self, *transforms: Transform, every: int, stage: str = "backward") -> gs.Live:
+    def surgery(self, *transforms: Transform, every: int, stage: Stage = "backward") -> gs.Live:
         at = gs.Parameters(stage=stage)
         surgery = gs.Surgery(*(gs.Intervention(transform, at=at) for transform in transforms))
         return surgery.attach(self.model, self.optimizer, effects_every=every)
@@ -129,12 +130,13 @@ class Training:
 
 def _without_waiting(device: torch.device) -> str:
     counts = []
-    for transform, stage in (
+    surgeries: list[tuple[Transform, Stage]] = [
         (gs.Clip(BOUND), "backward"),
         (gs.ClipNorm(0.1), "backward"),
         (gs.ClipNorm(0.1), "step"),
         (gs.ClipGlobalNorm(0.1), "step"),
-    ):
+    ]
+    for transform, stage in surgeries:
         training = Training(device)
         with training.surgery(transform, every=1, stage=stage) as live:
             for _ in range(3):  # first steps check results, which may wait
@@ -165,9 +167,11 @@ def clip_as_torch(device: torch.device) -> str:
     """ClipGlobalNorm trains as `clip_grad_norm_`."""
     ours, theirs = Training(device), Training(device)
     params = list(theirs.model.parameters())
-    theirs.optimizer.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_norm_(params, 0.1) and None
-    )
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(params, 0.1)
+
+    theirs.optimizer.register_step_pre_hook(clip)
     with ours.surgery(gs.ClipGlobalNorm(0.1), every=1, stage="step"):
         for _ in range(3):
             ours.step()
@@ -299,7 +303,7 @@ def run(names: Sequence[str], device: torch.device) -> tuple[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     args = parser.parse_args(arguments)

@@ -89,7 +89,7 @@ class AdaptiveClip(GroupTransform):
             past = torch.cat([state["norms"][1:], kept[None]])
             factors, state = _factor(norms, _quantile(past, self.z)), {"norms": past}
         else:
-            factors, state = self._averaged(norms, joint_norm(grads), state)
+            factors, state = self._averaged(norms, torch.linalg.vector_norm(norms), state)
         return scaled(grads, factors), state
 
     def _norms(self, grads: Sequence[Tensor]) -> Tensor:
