@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from gradsurg.torch_internals import autograd
 
 WORDS = ("tensor", "unit", "entry")
+SMALL = 1 << 20  # entries of gradients that may be copied together
 
 _shards: "list[distributed.ProcessGroup]" = []  # a plain list, which torch.compile can read
 
@@ -176,7 +177,15 @@ def joint_norm(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
 
 def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
-    """Yield each gradient times the factor of all, or its own, one at a time; in its own dtype."""
+    """Yield each gradient times the factor of all, or its own, in its own dtype.
+
+    They are made one at a time, unless all are small.
+    """
+    is_small = factors.numel() == 1 and sum(grad.numel() for grad in grads) <= SMALL
+    kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
+    if is_small and len(kinds) == 1 and not autograd.in_functorch():
+        yield from autograd.foreach_mul(list(grads), factors.reshape(()))
+        return
     own = factors.expand(len(grads)).unbind()
     for grad, factor in zip(grads, own, strict=True):
         yield (widened(grad) * factor.to(grad.device)).to(grad.dtype)
