@@ -12,6 +12,7 @@ python scripts/bench.py examples [--rounds 60]            gradients of single ex
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
 python scripts/bench.py stacked [--rounds 3]              studies by runner=stacked and one by one
 python scripts/bench.py catalogue                         oracles and costs of all transforms
+python scripts/bench.py kernel [--rounds 60]              sums of effects and torch.clamp
 """
 
 import argparse
@@ -23,6 +24,7 @@ from time import perf_counter
 
 import bench_engines
 import bench_examples
+import bench_kernel
 import bench_multitask
 import bench_nodes
 import bench_report
@@ -127,7 +129,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "stacked", "catalogue"]
+    whats += ["telemetry", "examples", "start", "stacked", "catalogue", "kernel"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -148,6 +150,8 @@ def main() -> None:
             print(bench_engines.table(args.rounds))
         case "examples":
             print(bench_examples.table(args.rounds))
+        case "kernel":
+            print(bench_kernel.table(args.rounds))
         case "telemetry":
             print(bench_telemetry.table(args.rounds))
         case "catalogue":

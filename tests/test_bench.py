@@ -77,3 +77,24 @@ def test_the_telemetry_has_a_line_for_each_number_of_tasks_and_steps(bench: Modu
     for row in rows:
         assert len(row) == 10
         assert all(float(number) > 0 for number in row[2:])
+
+
+def test_the_kernel_of_effects_has_a_line_for_each_size(bench: ModuleType) -> None:
+    _, _, *lines = bench.bench_kernel.table(1).splitlines()
+    assert [line.split()[0] for line in lines] == ["100,000", "1,000,000"]
+
+
+def test_the_sizes_of_a_language_model_have_their_rows(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = import_module("bench_size")
+    model = size.parameters(width=8, blocks=12, tokens=10)
+    assert len(list(model.parameters())) == 148
+    monkeypatch.setattr(size, "parameters", lambda: model)
+    size.main(["step", "norm", "--rounds", "1"])
+    told = capsys.readouterr().out
+    assert "ClipGlobalNorm" in told
+    assert "float32 3072x768" in told
+    with pytest.raises(SystemExit):
+        size.main(["norms"])
+    assert "ROW must be one of step, memory" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.training.ranks import Ranks, in_ranks
+from gradsurg.transforms import GroupTransform
 from tests.conftest import Here
 from tests.test_readme import ROOT, blocks
 
@@ -57,6 +58,20 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     words = shlex.split(option.splitlines()[0].partition(": ")[2])[3:]
     assert own(*words, *SHORT).code == 0
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
+
+
+def test_the_group_transform_trains() -> None:
+    names: dict[str, type[GroupTransform]] = {}
+    exec(blocks("python", PAGE)[1], names)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    at = gs.Parameters(stage="step")
+    before = [param.detach().clone() for param in model.parameters()]
+    with gs.Surgery(gs.Intervention(names["LargestToOne"](), at=at)).attach(model, optimizer):
+        model(torch.ones(3)).square().sum().backward()
+        optimizer.step()
+    steps = [(old - new).abs().max() for old, new in zip(before, model.parameters(), strict=True)]
+    assert max(steps).item() == pytest.approx(1.0)
 
 
 def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,22 +44,26 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
     """Add the sums of a pair in the memory of the CPU to a row of `sums`."""
-    address = sums.data_ptr() + row * ROW_BYTES
-    kernel = cpu_kernels().get(before.dtype)
-    if kernel and before.is_contiguous() and after.is_contiguous():
+    address, wide = sums[row].data_ptr(), torch.promote_types(before.dtype, torch.float32)
+    kernel = cpu_kernels().get(wide)
+    if kernel and before.dtype == wide and before.is_contiguous() and after.is_contiguous():
         kernel(before.data_ptr(), after.data_ptr(), 1, before.numel(), address)
         return
-    wide = torch.promote_types(before.dtype, torch.float32)
-    kernel = cpu_kernels().get(wide)
     with torch.no_grad():
-        order = sorted(range(before.dim()), key=before.stride, reverse=True)  # as it is in memory
-        flat = [tensor.detach().permute(order).reshape(-1) for tensor in (before, after)]
-        for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
-            chunk, chunk_after = (part.to(wide).contiguous() for part in parts)
+        parts = (
+            _in_memory_order(tensor.detach(), before).split(CHUNK) for tensor in (before, after)
+        )
+        for chunk, chunk_after in zip(*parts, strict=True):
             if kernel:
+                chunk, chunk_after = (part.to(wide).contiguous() for part in (chunk, chunk_after))
                 kernel(chunk.data_ptr(), chunk_after.data_ptr(), 1, len(chunk), address)
             else:
                 sums[row] += eager_sums(chunk, chunk_after)
+
+
+def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the entries in the order that those of `like` have in memory, (n,)."""
+    return tensor.permute(sorted(range(like.dim()), key=like.stride, reverse=True)).reshape(-1)
 
 
 def stacked_sums(before: Tensor, after: Tensor) -> Tensor:
@@ -79,10 +83,20 @@ def stacked_sums(before: Tensor, after: Tensor) -> Tensor:
 @torch.no_grad()
 def sums_of(before: Tensor, after: Tensor) -> Tensor:
     """Return the sums of any pair, on its device."""
-    kernel = (
-        cuda_kernel() if before.is_cuda and is_in_memory(before) and is_in_memory(after) else None
-    )
-    return (kernel or eager_sums)(before.detach(), after.detach())
+    is_fit = _triton and before.is_cuda and is_in_memory(before) and is_in_memory(after)
+    return (cuda_kernel() if is_fit else eager_sums)(before.detach(), after.detach())
+
+
+_triton: list[bool] = []  # not empty if `use_triton`
+
+
+def use_triton(on: bool = True) -> None:
+    """Sum pairs on CUDA in one pass, by a kernel of Triton, or by PyTorch's operations (default).
+
+    For all surgeries of this process. The kernel is compiled at its first use. Raises ImportError
+    without Triton, which comes with PyTorch for CUDA.
+    """
+    _triton[:] = [bool(cuda_kernel())] if on else []
 
 
 def eager_sums(before: Tensor, after: Tensor) -> Tensor:
@@ -160,15 +174,9 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
                             x, y = before[i], after[i]
                             changed -= one if (x != x) & (y != y) else zero
                             nonfinite += zero if (abs(x) < infinity) & (abs(y) < infinity) else one
-                    sums[own] += xx
-                    sums[own + 1] += yy
-                    sums[own + 2] += dd
-                    sums[own + 3] += xy
-                    sums[own + 4] += changed
-                    sums[own + 5] += flipped
-                    sums[own + 6] += zeroed
-                    sums[own + 7] += nonfinite
-                    sums[own + 8] += nonzero
+                    totals = (xx, yy, dd, xy, changed, flipped, zeroed, nonfinite, nonzero)
+                    for index, total in enumerate(totals):
+                        sums[own + index] += total
 
         kernels: dict[torch.dtype, CPUKernel] = {}
         prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_ssize_t, c_void_p)
@@ -192,14 +200,10 @@ _compiled: list[object] = []
 
 
 @cache
-def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Make the kernel of Triton, which is compiled at its first call; None without Triton."""
-    try:
-        triton: Any = import_module("triton")  # Any: PyTorch for the CPU comes without it
-        tl: Any = import_module("triton.language")
-    except ImportError as error:
-        _log.warning("effects are measured by slower operations, without Triton: %s", error)
-        return None
+def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor]:
+    """Make the kernel of Triton, which is compiled at its first call for a dtype."""
+    triton: Any = import_module("triton")  # Any: PyTorch for the CPU comes without it
+    tl: Any = import_module("triton.language")
 
     @triton.jit
     def pair(before, after, partial, size, block: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm] - Triton reads it
@@ -220,8 +224,8 @@ def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor] | None:
         tl.store(sums + 8, tl.sum((x != 0).to(tl.int32)))
 
     def launch(before: Tensor, after: Tensor) -> Tensor:
-        order = sorted(range(before.dim()), key=before.stride, reverse=True)
-        before, after = (tensor.permute(order).contiguous() for tensor in (before, after))
+        after = _in_memory_order(after, before).contiguous()
+        before = _in_memory_order(before, before).contiguous()
         blocks = triton.cdiv(before.numel(), BLOCK)
         wide = torch.promote_types(before.dtype, torch.float32)
         partial = before.new_empty(blocks, NUM_SUMS, dtype=wide)

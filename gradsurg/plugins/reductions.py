@@ -10,7 +10,10 @@ from einops import EinopsError, reduce
 from pydantic import AfterValidator, Field
 from torch import Tensor, distributed
 
+from gradsurg.torch_internals import autograd
+
 WORDS = ("tensor", "unit", "entry")
+SMALL = 1 << 20  # entries of gradients that may be copied together
 
 _shards: "list[distributed.ProcessGroup]" = []  # a plain list, which torch.compile can read
 
@@ -96,21 +99,49 @@ def reduced_axes(per: str, ndim: int) -> tuple[int, ...]:
 def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
     """The p-norm over the reduced axes, broadcastable against `grad`; float32 or wider.
 
-    Entries are divided by the largest first, so that no power overflows or underflows.
+    No power overflows or underflows: where the norm of the entries as they are is out of range
+    they are divided by the largest first.
     """
     axes = reduced_axes(per, grad.ndim)
-    wide = widened(grad)
     if per == "tensor" and _shards:
-        size = wide.new_zeros((), dtype=torch.float64)  # of a part without entries
-        if wide.numel():
-            size = torch.linalg.vector_norm(wide, p, dtype=torch.float64)
-        return over_shards(size, p).to(wide.dtype).reshape((1,) * grad.ndim)
+        size = grad.new_zeros((), dtype=torch.float64)  # of a part without entries
+        if grad.numel():
+            size = torch.linalg.vector_norm(widened(grad), p, dtype=torch.float64)
+        return over_shards(size, p).to(_wide(grad.dtype)).reshape((1,) * grad.ndim)
     if not axes or grad.numel() == 0:
-        return wide.abs()
+        return widened(grad).abs()
+    if p == torch.inf:
+        return peak(widened(grad), axes)
+    size = torch.linalg.vector_norm(grad, p, axes, keepdim=True, dtype=_wide(grad.dtype))
+    limits = torch.finfo(size.dtype)
+    # Of a larger norm the powers that vanish are no more than a rounding error.
+    least = (grad.numel() * limits.tiny / limits.eps) ** (1 / p)
+    if _is_on_host(size):  # no device is waited for, and one pass over the entries is enough
+        low, high = torch.aminmax(size)
+        if low.item() > least and high.item() < torch.inf:
+            return size
+    wide = widened(grad)
     with torch.no_grad():  # `detach` has no rule for `is_grads_batched`
-        peak = wide.abs().amax(dim=axes, keepdim=True)
-    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
-    return unit * torch.linalg.vector_norm(wide / unit, p, dim=axes, keepdim=True)
+        largest = peak(wide, axes)
+        is_exact = (size > least) & (size < torch.inf) | (largest == 0) | ~largest.isfinite()
+        unit = torch.where(is_exact, 1.0, largest)
+    return unit * torch.linalg.vector_norm(wide / unit, p, axes, keepdim=True)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Whether a tensor has values that Python can read without waiting for a device."""
+    return (
+        not torch.compiler.is_compiling()
+        and tensor.is_cpu
+        and type(tensor) is Tensor
+        and not autograd.is_wrapped(tensor)
+    )
+
+
+def peak(grad: Tensor, axes: tuple[int, ...] = ()) -> Tensor:
+    """The largest magnitude over the axes, which are kept, by default all; NaN if an entry is."""
+    ends = grad.amax(axes, keepdim=True), grad.amin(axes, keepdim=True)
+    return torch.maximum(*(end.abs() for end in ends))  # half the time of `grad.abs().amax()`
 
 
 def direction(grad: Tensor, per: str, p: float = 2.0, eps: float = 0.0) -> Tensor:
@@ -125,21 +156,39 @@ def sums(grad: Tensor, per: str) -> Tensor:
     return widened(grad).sum(dim=axes, keepdim=True) if axes else widened(grad)
 
 
-def norms_of(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each gradient, in their widest dtype and on the first one's device.
+def norms_of(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
+    """The p-norm of each gradient, in their widest dtype and on the first one's device.
 
-    Infinite if the sum of the squares overflows.
+    Infinite if the sum of the powers overflows. With p = inf no gradient may be empty.
     """
-    dtype = reduce_types(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads]
-    if not norms:
+    if not grads:
         return torch.zeros(0)
-    return over_shards(torch.stack([size.to(norms[0].device) for size in norms]))
+    dtype = reduce_types(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    if autograd.in_functorch():  # `torch.vmap` has no rule for the `_foreach` functions
+        norms = [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
+    else:
+        norms = autograd.foreach_norm(list(grads), p, dtype)
+    return over_shards(torch.stack([size.to(grads[0].device) for size in norms]), p)
 
 
-def joint_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all entries of all gradients, as `norms_of`."""
-    return torch.linalg.vector_norm(norms_of(grads))
+def joint_norm(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
+    """The p-norm of all entries of all gradients, as `norms_of`."""
+    return torch.linalg.vector_norm(norms_of(grads, p), p)
+
+
+def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
+    """Yield each gradient times the factor of all, or its own, in its own dtype.
+
+    They are made one at a time, unless all are small.
+    """
+    is_small = factors.numel() == 1 and sum(grad.numel() for grad in grads) <= SMALL
+    kinds = {(grad.dtype, grad.device) for grad in (factors, *grads)}
+    if is_small and len(kinds) == 1 and not autograd.in_functorch():
+        yield from autograd.foreach_mul(list(grads), factors.reshape(()))
+        return
+    own = factors.expand(len(grads)).unbind()
+    for grad, factor in zip(grads, own, strict=True):
+        yield (widened(grad) * factor.to(grad.device)).to(grad.dtype)
 
 
 def mean(grad: Tensor, per: str) -> Tensor:
@@ -152,6 +201,10 @@ def mean(grad: Tensor, per: str) -> Tensor:
 def widened(grad: Tensor) -> Tensor:
     """`grad` in float32 if it has half precision, in which sums of many entries are inexact."""
     return grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _pattern_axes(per: str, ndim: int) -> tuple[int, ...]:

@@ -365,7 +365,8 @@ def _update(
 ) -> tuple[list[Tensor], TransformState]:
     """Apply a link at all sites of one replica, with a state as of `_init`."""
     if isinstance(link, GroupTransform) and link.scope == "group":
-        return link.update_group(grads, state, contexts)
+        acted, state = link.update_group(grads, state, contexts)
+        return list(acted), state
     results: list[Tensor] = []
     states: TransformState = {}
     for index, (grad, context) in enumerate(zip(grads, contexts, strict=True)):

@@ -1,6 +1,6 @@
 """AdaptiveClip: bound gradient norms by a threshold that follows the norms of past steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.plugins.reductions import joint_norm, norms_of, widened
+from gradsurg.plugins.reductions import joint_norm, norms_of, scaled
 from gradsurg.transforms.base import (
     GroupTransform,
     TransformContext,
@@ -82,16 +82,15 @@ class AdaptiveClip(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         norms = self._norms(grads)
         if self.rule == "quantile":
             kept = torch.where(norms.isnan(), torch.inf, norms)
             past = torch.cat([state["norms"][1:], kept[None]])
             factors, state = _factor(norms, _quantile(past, self.z)), {"norms": past}
         else:
-            factors, state = self._averaged(norms, joint_norm(grads), state)
-        pairs = zip(grads, factors.expand(len(grads)).unbind(), strict=True)
-        return [(widened(g) * factor.to(g.device)).to(g.dtype) for g, factor in pairs], state
+            factors, state = self._averaged(norms, torch.linalg.vector_norm(norms), state)
+        return scaled(grads, factors), state
 
     def _norms(self, grads: Sequence[Tensor]) -> Tensor:
         return norms_of(grads) if self.of == "each" else joint_norm(grads)[None]

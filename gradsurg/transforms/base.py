@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -259,8 +259,12 @@ class GroupTransform(Transform):
     @abstractmethod
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
-        """Return the new gradients, in the same order, and the new state."""
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        """Return the new gradients, in the same order, and the new state.
+
+        The gradients may be a list, or a generator that makes each when it is asked for, so that
+        not all exist at the same time. The state must be complete on return.
+        """
 
     def init(self, grad: Tensor) -> TransformState:
         return self.init_group([grad])
@@ -268,8 +272,8 @@ class GroupTransform(Transform):
     def update(
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
-        grads, state = self.update_group([grad], state, [context])
-        return grads[0], state
+        (result,), state = self.update_group([grad], state, [context])
+        return result, state
 
 
 class ExampleWeighting(ABC):
@@ -443,7 +447,7 @@ def update_all(
     grads: Sequence[Tensor],
     state: TransformState,
     contexts: Sequence[TransformContext],
-) -> tuple[list[Tensor], TransformState]:
+) -> tuple[Iterable[Tensor], TransformState]:
     """Apply a transform of any scope to a group of gradients, with a state as of `init_all`."""
     if isinstance(transform, GroupTransform):
         return transform.update_group(grads, state, contexts)

@@ -83,12 +83,12 @@ class Chain(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
-        results = list(grads)
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        results: Iterable[Tensor] = grads
         states = {}
         for index, link in enumerate(self.links):
             inner = [context.inside(str(index)) for context in contexts]
-            results, after = update_all(link, results, substate(state, f"{index}."), inner)
+            results, after = update_all(link, list(results), substate(state, f"{index}."), inner)
             states |= {f"{index}.{key}": value for key, value in after.items()}
         return results, states
 

@@ -1,17 +1,14 @@
 """ClipGlobalNorm: bound the joint norm of all gradients of a group."""
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Annotated
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import NormOrder, over_shards
-from gradsurg.torch_internals import autograd
+from gradsurg.plugins.reductions import NormOrder, joint_norm, scaled
 from gradsurg.transforms.base import (
     ExampleWeighting,
     GroupTransform,
@@ -49,14 +46,11 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
-        if self.p < inf and _alike(grads) and grads[0].dtype in (torch.float32, torch.float64):
-            factor = self._factor(autograd.foreach_norm(list(grads), self.p))
-            return list(autograd.foreach_mul(list(grads), factor)), state
-        norms = _norms([grad for grad in grads if grad.numel() or self.p < inf], self.p)
-        if not norms:
-            return list(grads), state
-        return _scale(grads, self._factor(norms)), state
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        entries = [grad for grad in grads if grad.numel() or self.p < inf]
+        if not entries:
+            return grads, state
+        return scaled(grads, self._scale(joint_norm(entries, self.p))), state
 
     @property
     def example_bound(self) -> float | None:
@@ -67,34 +61,5 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     ) -> Tensor | None:
         return self._scale(norms()) if self.p == 2 else None
 
-    def _factor(self, norms: Sequence[Tensor]) -> Tensor:
-        whole = over_shards(torch.stack(list(norms)), self.p)
-        return self._scale(torch.linalg.vector_norm(whole, self.p))
-
     def _scale(self, norm: Tensor) -> Tensor:
         return (self.max_norm / (norm + self.eps)).clamp(max=1.0)
-
-
-def _alike(grads: Sequence[Tensor]) -> bool:
-    """Return whether fused operations apply: one dtype, one device, no vmap."""
-    kinds = {(grad.dtype, grad.device) for grad in grads}
-    return len(kinds) == 1 and not autograd.in_functorch()
-
-
-def _norms(grads: Sequence[Tensor], p: float) -> list[Tensor]:
-    """Return the norm of each gradient on the first one's device, in their widest dtype."""
-    dtype = reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    if autograd.in_functorch():  # `torch.vmap` has no rule for the `_foreach` functions
-        return [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
-    norms = torch.ops.aten._foreach_norm.Scalar(list(grads), p, dtype) if grads else []
-    return [norm.to(norms[0].device) for norm in norms]
-
-
-def _scale(grads: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    same = all(grad.device == factor.device for grad in grads)
-    if same and not autograd.in_functorch():
-        scaled = torch.ops.aten._foreach_mul.Tensor(list(grads), factor)
-    else:
-        scaled = [grad * factor.to(grad.device) for grad in grads]
-    # A gradient without axes takes on the factor's dtype.
-    return [result.to(grad.dtype) for result, grad in zip(scaled, grads, strict=True)]

@@ -1,6 +1,6 @@
 """ErrorFeedback: add the error of a transform to the next gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -50,7 +50,7 @@ class ErrorFeedback(Wrapper):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         errors = substate(state, "error.")
         corrected = [widened(grad) + errors[str(index)] for index, grad in enumerate(grads)]
         wide, inner = update_all(self.of, corrected, substate(state, "of."), contexts)

@@ -1,6 +1,6 @@
 """GHM: weight the examples of a batch by how rare the norms of their gradients are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -52,7 +52,7 @@ class GHM(GroupTransform, ExampleWeighting):
     @torch.no_grad()
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         examples = contexts[0].examples
         if examples is None:
             return list(grads), state

@@ -1,6 +1,6 @@
 """Graft: the direction of one transform's result with the norm of another's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -63,13 +63,13 @@ class Graft(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         inner = substate(state, "direction.")
         directed, direction_state = update_all(self.direction, grads, inner, contexts)
         inner = substate(state, "magnitude.")
         sized, magnitude_state = update_all(self.magnitude, grads, inner, contexts)
         pairs = zip(directed, sized, strict=True)
-        results = [(direction(d, "tensor") * norm(m, "tensor")).to(d.dtype) for d, m in pairs]
+        results = ((direction(d, "tensor") * norm(m, "tensor")).to(d.dtype) for d, m in pairs)
         return results, _joined(direction_state, magnitude_state)
 
 

@@ -1,6 +1,6 @@
 """NormMatched: the direction of the gradient with the norm of another transform's result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -48,10 +48,10 @@ class NormMatched(Wrapper):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         targets, state = update_all(self.of, grads, state, contexts)
         pairs = zip(grads, targets, strict=True)
-        return [norm_matched(grad, target) for grad, target in pairs], state
+        return (norm_matched(grad, target) for grad, target in pairs), state
 
 
 def norm_matched(grad: Tensor, target: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PerSample: act on the gradient of each example of the batch, then combine them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Any, Literal
 
@@ -102,7 +102,7 @@ class PerSample(GroupTransform):
     @torch.no_grad()
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         examples = contexts[0].examples or _OneExample(grads)
         count = examples.count
         scale = count if self.reduction == "mean" else 1  # from the rows to the g_i

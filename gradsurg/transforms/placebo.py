@@ -1,6 +1,6 @@
 """Placebo: a random change of the gradient, as large and at the same angle as a transform's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -48,10 +48,10 @@ class Placebo(Wrapper):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         targets, state = update_all(self.of, grads, state, contexts)
         triples = zip(grads, targets, contexts, strict=True)
-        return [_turned(grad, target, context) for grad, target, context in triples], state
+        return (_turned(grad, target, context) for grad, target, context in triples), state
 
 
 def _turned(grad: Tensor, target: Tensor, context: TransformContext) -> Tensor:

@@ -1,6 +1,6 @@
 """ProjectSubspace: project the gradient onto a subspace, or onto its complement."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from pathlib import Path
 from pickle import UnpicklingError
@@ -83,7 +83,7 @@ class ProjectSubspace(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         rows = [self._rows(grad) for grad in grads]
         entries = sum(row.shape[1] for row in rows) if self.vectors == "group" else None
         pairs = zip(rows, contexts, strict=True)

@@ -1,6 +1,6 @@
 """RescaleGlobalNorm: rescale all gradients of a group to a fixed joint norm."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import joint_norm, widened
+from gradsurg.plugins.reductions import joint_norm, scaled
 from gradsurg.transforms.base import (
     GroupTransform,
     TransformContext,
@@ -47,7 +47,7 @@ class RescaleGlobalNorm(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         total = joint_norm(grads)
         factor = torch.where(total == 0, 1.0, self.norm / (total + self.eps))
-        return [(widened(g) * factor.to(g.device)).to(g.dtype) for g in grads], state
+        return scaled(grads, factor), state

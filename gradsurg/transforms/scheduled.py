@@ -1,7 +1,7 @@
 """Scheduled: blend a transform in or out over the optimizer steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
 
@@ -82,12 +82,12 @@ class Scheduled(Wrapper):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         results, state = update_all(self.of, grads, state, contexts)
-        blended = [
+        blended = (
             _blend(grad, result, self.strength(context.step))
             for grad, result, context in zip(grads, results, contexts, strict=True)
-        ]
+        )
         return blended, state
 
 

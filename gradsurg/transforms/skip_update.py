@@ -1,6 +1,6 @@
 """SkipUpdate: skip the step of the optimizer for a non-finite or too large gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import torch
@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.plugins.reductions import joint_norm
+from gradsurg.plugins.reductions import joint_norm, peak
 from gradsurg.transforms.base import (
     SKIPPED,
     GroupTransform,
@@ -57,10 +57,11 @@ class SkipUpdate(GroupTransform):
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
+    ) -> tuple[Iterable[Tensor], TransformState]:
         count = state[SKIPPED]
-        finite = [grad.detach().isfinite().all().to(count.device) for grad in grads]
-        skips = ~torch.stack(finite).all()
+        # The largest magnitude is NaN or infinite if an entry is.
+        peaks = [peak(grad.detach()).view(()).to(count.device) for grad in grads if grad.numel()]
+        skips = ~torch.stack([size.isfinite() for size in peaks]).all() if peaks else count < 0
         if self.max_norm is not None:
             skips |= (joint_norm(grads) > self.max_norm).to(count.device)
-        return list(grads), {SKIPPED: count + skips}
+        return grads, {SKIPPED: count + skips}

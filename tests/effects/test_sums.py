@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -79,6 +82,52 @@ def test_without_a_place_for_the_cache_the_sums_are_the_same(
     before, after = pair(1000, torch.float32)
     assert on_cpu(before, after) == pytest.approx(oracle(before, after), rel=1e-6)
     assert "no locator available" in caplog.text
+
+
+COMPILED = """
+import re
+from gradsurg.effects import sums
+sums.cpu_kernels()
+for compiled in sums._compiled:
+    print(len(re.findall(r"fadd [a-z ]*<[0-9]+ x (float|double)>", compiled.inspect_llvm())))
+"""
+
+
+def test_the_kernel_is_compiled_to_vector_instructions(tmp_path: Path) -> None:
+    pytest.importorskip("numba", reason="without numba there is no kernel")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},  # code from a cache has no text
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    counts = [int(line) for line in done.stdout.split()]
+    assert len(counts) == 2  # float32 and float64
+    assert min(counts) >= 9  # the nine sums of a pair
+
+
+def test_triton_is_used_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = SimpleNamespace(is_cuda=True, detach=lambda: "detached")
+    monkeypatch.setattr(sums, "is_in_memory", lambda tensor: True)
+    monkeypatch.setattr(sums, "eager_sums", lambda before, after: f"eager {before}")
+    monkeypatch.setattr(sums, "cuda_kernel", lambda: lambda before, after: f"kernel {before}")
+    pair = cast(Tensor, on_device), cast(Tensor, on_device)
+    assert sums.sums_of(*pair) == "eager detached"
+    sums.use_triton()
+    try:
+        assert sums.sums_of(*pair) == "kernel detached"
+    finally:
+        sums.use_triton(False)
+    assert sums.sums_of(*pair) == "eager detached"
+
+
+def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums.cuda_kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError, match="triton"):
+        sums.use_triton()
+    assert not sums._triton
 
 
 INTERPRETED = """

@@ -1,6 +1,7 @@
 """Which axes are reduced, and by what."""
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -10,8 +11,17 @@ import torch
 from einops import reduce
 from torch import Tensor, distributed
 
+from gradsurg.plugins import reductions
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.reductions import direction, mean, norm, of_shards, reduced_axes, widened
+from gradsurg.plugins.reductions import (
+    direction,
+    mean,
+    norm,
+    of_shards,
+    reduced_axes,
+    scaled,
+    widened,
+)
 from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.norm_rescale import NormRescale
 
@@ -86,6 +96,40 @@ def test_empty_tensors_and_scalars_pass(per: str, shape: tuple[int, ...]) -> Non
     grad = random(*shape)
     for result in (norm(grad, per), norm(grad, per, INF), mean(grad, per), direction(grad, per)):
         assert (grad * result).shape == grad.shape
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1.0, 1e30, INF])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INF])
+def test_a_norm_is_the_same_bits_under_vmap_and_where_values_cannot_be_read(
+    p: float, scale: float
+) -> None:
+    grads = torch.stack([scale * random(3, 4), random(3, 4)])
+    expected = torch.stack([norm(grad, "unit", p) for grad in grads])
+    batched = torch.vmap(lambda grad: norm(grad, "unit", p))(grads)
+    torch.testing.assert_close(batched, expected, rtol=0, atol=0, equal_nan=True)
+    with patch.object(reductions, "_is_on_host", return_value=False):
+        away = torch.stack([norm(grad, "unit", p) for grad in grads])
+    torch.testing.assert_close(away, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_norm_in_range_is_one_call_of_vector_norm(dtype: torch.dtype) -> None:
+    grad = random(3, 4).to(dtype)
+    with patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm) as calls:
+        norm(grad, "tensor")
+        assert calls.call_count == 1
+        norm(grad.double() * 1e-200, "tensor")
+        assert calls.call_count == 3
+
+
+def test_scaled_gradients_are_made_one_at_a_time_in_their_own_dtype() -> None:
+    grads = [torch.ones(3, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
+    alive: list[weakref.ref[Tensor]] = []
+    for result, grad in zip(scaled(grads, torch.tensor(0.5)), grads, strict=True):
+        assert sum(ref() is not None for ref in alive) <= 1
+        alive.append(weakref.ref(result))
+        assert torch.equal(result, 0.5 * grad)
+        assert result.dtype == grad.dtype
 
 
 def test_zero_has_no_direction_and_no_norm() -> None:

@@ -178,7 +178,7 @@ def test_scale_by_sign_without_a_value_names_what_it_needs() -> None:
 
 def group(transform: Transform, grads: list[Tensor]) -> list[Tensor]:
     contexts = [TransformContext(f"site{index}") for index in range(len(grads))]
-    return update_all(transform, grads, init_all(transform, grads), contexts)[0]
+    return list(update_all(transform, grads, init_all(transform, grads), contexts)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
