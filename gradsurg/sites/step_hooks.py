@@ -1,7 +1,7 @@
 """The optimizers of a surgery, and functions that run around each of their steps."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,11 +111,7 @@ class OptimizerSteps:
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._watched.keys() >= set(chosen):
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
-        if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in chosen):
-            raise RuntimeError(
-                "before_step: the gradients are still times the loss scale; call "
-                "scaler.unscale_(optimizer) first"
-            )
+        _check_unscaled(scaler, chosen)
         for each in chosen:
             self._watched[each].run_before()
             self._watched[each].has_run_before = True
@@ -133,8 +129,13 @@ def unwrapped(optimizer: object) -> Optimizer:
 
     Raises TypeError if there is none, or if its step runs no hooks.
     """
-    while (inner := _inner(optimizer)) is not None:
-        optimizer = inner
+    inner = [optimizer]
+    while inner:
+        optimizer = inner[0]
+        own = {id(param) for param in _params(optimizer)}
+        tried = (getattr(optimizer, name, None) for name in INNER)
+        inner = [each for each in tried if isinstance(each, Optimizer) and each is not optimizer]
+        inner = [each for each in inner if own <= {id(param) for param in _params(each)}]
     if isinstance(optimizer, nn.Module):
         kind = type(optimizer).__name__
         raise TypeError(
@@ -151,18 +152,9 @@ def unwrapped(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def _inner(optimizer: object) -> Optimizer | None:
-    own = _params(optimizer) if isinstance(optimizer, Optimizer) else []
-    for inner in (getattr(optimizer, name, None) for name in INNER):
-        if isinstance(inner, Optimizer) and inner is not optimizer:
-            held = {id(param) for param in _params(inner)}
-            if all(id(param) in held for param in own):
-                return inner
-    return None
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _params(optimizer: object) -> list[nn.Parameter]:
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    return [param for group in groups for param in group["params"]]
 
 
 class _Member:
@@ -226,19 +218,21 @@ class _Member:
         if act is None or (then is not None and all(map(_is_same, then, now))):
             return
         others = [other for other in self._joint if other is not optimizer]
-        scaler = autograd.stepping_scaler() if others else None
-        if scaler and any(autograd.has_scaled_gradients(scaler, other) for other in others):
-            raise RuntimeError(
-                "stage 'step': the transform needs the gradients of all optimizers, and those of "
-                "one are still times the loss scale; call scaler.unscale_(optimizer) for each "
-                "before the first step"
-            )
+        _check_unscaled(autograd.stepping_scaler() if others else None, others)
         act()
         self._waiting = {other: self._grads(other) for other in others}
 
     def _grads(self, optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
         grads = [param.grad for param in self._joint.get(optimizer, ())]
         return [(grad, 0 if grad is None else autograd.version_of(grad)) for grad in grads]
+
+
+def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
+    if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in optimizers):
+        raise RuntimeError(
+            "stage 'step': the gradients are still times the loss scale; call "
+            "scaler.unscale_(optimizer) first, for each optimizer before the first one steps"
+        )
 
 
 def _is_same(then: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:

@@ -266,7 +266,7 @@ def test_gradients_of_the_second_optimizer_must_be_unscaled_before_the_first_ste
             for optimizer in optimizers if unscale else ():
                 scaler.unscale_(optimizer)
             if not unscale:
-                with pytest.raises(RuntimeError, match="for each before the first step"):
+                with pytest.raises(RuntimeError, match="before the first one steps"):
                     scaler.step(optimizers[0])
                 break
             for optimizer in optimizers:
