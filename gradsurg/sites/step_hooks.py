@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -14,9 +15,6 @@ from torch.optim import Optimizer
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.optimizers import runs_step_hooks
 from gradsurg.transforms.base import Scope
-
-if TYPE_CHECKING:
-    from gradsurg.sites.base import Attached
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
@@ -82,21 +80,21 @@ class OptimizerSteps:
             ticks = tick if each is counting else None
             self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
 
-    def hook(self, attached: "Attached", select: Select, make: Make) -> None:
-        """Run the functions that `make` returns around each step, for one intervention.
+    def hook(self, select: Select, make: Make, scope: Scope, stack: ExitStack) -> Callable[[], str]:
+        """Run the functions that `make` returns around each step, until `stack` is closed.
 
         `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
         with scope `group` those of all optimizers. It is called again when an optimizer holds
-        others, or other ones require a gradient. Raises ValueError if there is no optimizer yet,
-        and for a parameter that none holds or two.
+        others, or other ones require a gradient. Returns a check for the end. Raises ValueError if
+        there is no optimizer yet, and for a parameter that none holds or two.
         """
         if not self.optimizers:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        member = _Member(self.optimizers, attached.scope, select, make)
+        member = _Member(self.optimizers, scope, select, make)
         member.renew(is_first=True)
         self._members.append(member)
-        attached.stack.callback(self._members.remove, member)
-        attached.check_at_end(member.end_warning)
+        stack.callback(self._members.remove, member)
+        return member.end_warning
 
     def skip(self, optimizers: Sequence[Optimizer]) -> None:
         """Have each optimizer find no gradient in its next step; they are back after it.
