@@ -94,6 +94,7 @@ class OptimizerSteps:
         member.renew(is_first=True)
         self._members.append(member)
         stack.callback(self._members.remove, member)
+        stack.enter_context(member.handles)
         return member.end_warning
 
     def skip(self, optimizers: Sequence[Optimizer]) -> None:
@@ -159,7 +160,7 @@ class _Member:
     """One intervention: its actions around the steps of each optimizer.
 
     A group in several optimizers is acted on before the first of them steps. A new round of steps
-    begins with an optimizer that has stepped in this one, or that has other gradients by now.
+    begins with an optimizer that has stepped in this one, or has got gradients since it began.
     """
 
     def __init__(
@@ -167,8 +168,9 @@ class _Member:
     ) -> None:
         self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
         self.actions: dict[Optimizer, StepActions] = {}
-        self._joint: dict[Optimizer, list[nn.Parameter]] = {}
-        self._waiting: dict[Optimizer, list[tuple[Tensor | None, int]]] = {}  # to step
+        self._joint: tuple[Optimizer, ...] = ()  # that hold a group together
+        self._waiting: set[Optimizer] = set()  # to step in this round
+        self.handles = ExitStack()
         self._made_for: list[tuple[int, bool]] = []
 
     def renew(self, is_first: bool = False) -> None:
@@ -190,11 +192,17 @@ class _Member:
         missing = [name for name in params if name not in owners]
         if missing and is_first:
             raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
-        self._joint = {}
+        self.handles.close()
+        self._joint = ()
         if self._scope == "group" and len(parts) > 1:
             group = {name: param for name, param in params.items() if name in owners}
             self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
-            self._joint = {optimizer: [*part.values()] for optimizer, part in parts.items()}
+            self._joint = tuple(parts)
+            for optimizer, part in parts.items():
+                hook = partial(self._get_gradient, optimizer)
+                for param in part.values():
+                    handle = param.register_post_accumulate_grad_hook(hook)
+                    self.handles.callback(handle.remove)
         else:
             self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
 
@@ -212,17 +220,16 @@ class _Member:
     def before(self, optimizer: Optimizer) -> None:
         """Act on the gradients, unless that was done in this round."""
         act = self.actions.get(optimizer, NO_ACTIONS).before
-        then, now = self._waiting.pop(optimizer, None), self._grads(optimizer)
-        if act is None or (then is not None and all(map(_is_same, then, now))):
+        if act is None or optimizer in self._waiting:
+            self._waiting.discard(optimizer)
             return
         others = [other for other in self._joint if other is not optimizer]
         _check_unscaled(autograd.stepping_scaler() if others else None, others)
         act()
-        self._waiting = {other: self._grads(other) for other in others}
+        self._waiting = {*others}
 
-    def _grads(self, optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
-        grads = [param.grad for param in self._joint.get(optimizer, ())]
-        return [(grad, 0 if grad is None else autograd.version_of(grad)) for grad in grads]
+    def _get_gradient(self, optimizer: Optimizer, _: Tensor) -> None:
+        self._waiting.discard(optimizer)
 
 
 def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
@@ -231,10 +238,6 @@ def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Op
             "stage 'step': the gradients are still times the loss scale; call "
             "scaler.unscale_(optimizer) first, for each optimizer before the first one steps"
         )
-
-
-def _is_same(then: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
-    return then[0] is now[0] and then[1] == now[1]
 
 
 class _WatchedOptimizer:
