@@ -239,7 +239,8 @@ class SiteHook:
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
         self.check_dense(grad)
         with without_autocast(grad.device.type):
-            result = self._run_links(grad, value, on_device, full_check=True, entering=entering)
+            given = entering if "entering" in self.owner.intervention.needs else ()
+            result = self._run_links(grad, value, on_device, full_check=True, entering=given)
         if sparse is None:
             self.checked = firing.configuration
         if result is grad or firing.session.shadow:

@@ -23,6 +23,7 @@ from gradsurg.transforms.base import Need
 
 Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
 Reduce = Literal["allreduce", "fp16", "powerSGD", "bf16"]
+Future = torch.futures.Future[Tensor]
 
 DENSE, SPARSE, PALETTE = range(3)  # the forms in which a gradient is sent
 MAX_VALUES = 256  # distinct values of a gradient that is sent as indices into a list of values
@@ -157,7 +158,7 @@ class _Dispatcher:
         if not self.parts:
             self.power_state = None
 
-    def average(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    def average(self, bucket: Bucket) -> Future:
         """Average one bucket, transformed before and after."""
         if not self.parts:
             return default_hooks.allreduce_hook(self.group, bucket)
@@ -185,7 +186,7 @@ class _Dispatcher:
                     has_changed = True
         return has_changed
 
-    def _reduce(self, bucket: Bucket, reduce: Reduce) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: Bucket, reduce: Reduce) -> Future:
         """Average the dense gradients of a bucket."""
         power, sizes = self.power_state, []
         for view in bucket.gradients():
@@ -201,7 +202,7 @@ class _Dispatcher:
             return default_hooks.fp16_compress_hook(self.group, bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
 
-    def _exchange(self, bucket: Bucket, has_changed: bool) -> torch.futures.Future[Tensor] | None:
+    def _exchange(self, bucket: Bucket, has_changed: bool) -> Future | None:
         """Send the gradients of a bucket in their shortest form; None if that takes more bytes.
 
         A message goes to each other process, while an all-reduce of d bytes sends 2 d (n-1) / n.
@@ -234,8 +235,8 @@ class _Dispatcher:
                     part.attached.count_bytes(part.sites[param][0], size)
 
 
-def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
+def _done(buffer: Tensor) -> Future:
+    future = torch.futures.Future[Tensor]()
     future.set_result(buffer)
     return future
 
@@ -250,7 +251,7 @@ def _power_sgd_entries(grad: Tensor, rank: int) -> int:
 
 
 # A message is a header of two int32, the form and a count, and then
-# DENSE: all entries; SPARSE: `count` indices, `count` values;
+# DENSE: all entries; SPARSE: `count` values, `count` indices;
 # PALETTE: `count` values, then for each entry the index of its value, in as few bits as are needed.
 
 
@@ -262,17 +263,21 @@ def _encoded(grad: Tensor) -> Tensor:
         sizes[SPARSE] = int(flat.count_nonzero()) * (4 + width)
     values, indices = _palette(flat)
     if len(values):
-        sizes[PALETTE] = len(values) * width + flat.numel() * _bits(len(values)) // 8
+        bits, _ = _bits(len(values), grad.device)
+        sizes[PALETTE] = len(values) * width + flat.numel() * bits // 8
     form = min(sizes, key=sizes.__getitem__)
     if form == SPARSE:
         places = flat.nonzero()[:, 0]
-        count, parts = len(places), [places.int(), flat[places]]
+        count, parts = len(places), [flat[places], places.int()]
     elif form == PALETTE:
-        count, parts = len(values), [values, _packed(indices, _bits(len(values)))]
+        count, (bits, shifts) = len(values), _bits(len(values), grad.device)
+        rows = pad(indices, (0, -len(indices) % len(shifts))).view(-1, len(shifts))
+        parts = [values, (rows << shifts).sum(1, dtype=torch.uint8)]
     else:
         count, parts = flat.numel(), [flat]
     header = torch.tensor([form, count], dtype=torch.int32, device=grad.device)
-    return torch.cat([_as_bytes(part) for part in (header, *parts)])
+    contents = [part.contiguous().view(torch.uint8) for part in (header, *parts)]
+    return torch.cat([pad(each, (0, -len(each) % ALIGNMENT)) for each in contents])
 
 
 def _decoded(message: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
@@ -280,19 +285,18 @@ def _decoded(message: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
     dtype, size = like.dtype, like.numel()
     header, start = _read(message, start, 2, torch.int32)
     form, count = header.tolist()
+    values, start = _read(message, start, count, dtype)
     if form == SPARSE:
         places, start = _read(message, start, count, torch.int32)
-        values, start = _read(message, start, count, dtype)
         flat = torch.zeros(size, dtype=dtype, device=like.device)
         flat[places.long()] = values
     elif form == PALETTE:
-        values, start = _read(message, start, count, dtype)
-        bits = _bits(count)
+        bits, shifts = _bits(count, like.device)
         packed, start = _read(message, start, -(-size * bits // 8), torch.uint8)
-        flat = values[_unpacked(packed, bits, size).int()]
+        indices = (packed[:, None] >> shifts) & (2**bits - 1)
+        flat = values[indices.reshape(-1)[:size].int()]
     else:
-        flat, start = _read(message, start, count, dtype)
-        flat = flat.clone()
+        flat = values.clone()
     return flat.reshape(like.shape), start
 
 
@@ -300,11 +304,6 @@ def _read(message: Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[
     """Return `count` entries of a message, and the place where the next part begins."""
     end = start + count * dtype.itemsize
     return message[start:end].view(dtype), end + -end % ALIGNMENT
-
-
-def _as_bytes(part: Tensor) -> Tensor:
-    flat = part.contiguous().view(torch.uint8)
-    return pad(flat, (0, -len(flat) % ALIGNMENT))
 
 
 def _palette(flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -319,18 +318,7 @@ def _palette(flat: Tensor) -> tuple[Tensor, Tensor]:
     return flat[:0], flat[:0]
 
 
-def _bits(count: int) -> int:
-    """The bits of an index into `count` values."""
-    return next(bits for bits in (1, 2, 4, 8) if count <= 2**bits)
-
-
-def _packed(indices: Tensor, bits: int) -> Tensor:
-    per_byte = 8 // bits
-    rows = pad(indices, (0, -len(indices) % per_byte)).view(-1, per_byte)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=indices.device)
-    return (rows << shifts).sum(1, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, bits: int, size: int) -> Tensor:
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & (2**bits - 1)).reshape(-1)[:size]
+def _bits(count: int, device: torch.device) -> tuple[int, Tensor]:
+    """The bits of an index into `count` values, and the place of each index in a byte."""
+    bits = next(bits for bits in (1, 2, 4, 8) if count <= 2**bits)
+    return bits, torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

@@ -65,7 +65,7 @@ class Parameters(ParamSelector):
         select = partial(expect_params, self, model, attached, takes_shards=shardable)
         if stage == "step":
             make = partial(self._step_hooks, attached)
-            attached.steps.hook(attached, select, make)
+            attached.check_at_end(attached.steps.hook(select, make, attached.scope, stack))
             return
         params = select()
         if not params:

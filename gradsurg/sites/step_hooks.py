@@ -1,10 +1,11 @@
 """The optimizers of a surgery, and functions that run around each of their steps."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -14,9 +15,6 @@ from torch.optim import Optimizer
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.optimizers import runs_step_hooks
 from gradsurg.transforms.base import Scope
-
-if TYPE_CHECKING:
-    from gradsurg.sites.base import Attached
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
@@ -82,21 +80,22 @@ class OptimizerSteps:
             ticks = tick if each is counting else None
             self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
 
-    def hook(self, attached: "Attached", select: Select, make: Make) -> None:
-        """Run the functions that `make` returns around each step, for one intervention.
+    def hook(self, select: Select, make: Make, scope: Scope, stack: ExitStack) -> Callable[[], str]:
+        """Run the functions that `make` returns around each step, until `stack` is closed.
 
         `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
         with scope `group` those of all optimizers. It is called again when an optimizer holds
-        others, or other ones require a gradient. Raises ValueError if there is no optimizer yet,
-        and for a parameter that none holds or two.
+        others, or other ones require a gradient. Returns a check for the end. Raises ValueError if
+        there is no optimizer yet, and for a parameter that none holds or two.
         """
         if not self.optimizers:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        member = _Member(self.optimizers, attached.scope, select, make)
+        member = _Member(self.optimizers, scope, select, make)
         member.renew(is_first=True)
         self._members.append(member)
-        attached.stack.callback(self._members.remove, member)
-        attached.check_at_end(member.end_warning)
+        stack.callback(self._members.remove, member)
+        stack.enter_context(member.handles)
+        return member.end_warning
 
     def skip(self, optimizers: Sequence[Optimizer]) -> None:
         """Have each optimizer find no gradient in its next step; they are back after it.
@@ -111,11 +110,7 @@ class OptimizerSteps:
         chosen = self.optimizers if optimizer is None else (unwrapped(optimizer),)
         if not chosen or not self._watched.keys() >= set(chosen):
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
-        if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in chosen):
-            raise RuntimeError(
-                "before_step: the gradients are still times the loss scale; call "
-                "scaler.unscale_(optimizer) first"
-            )
+        _check_unscaled(scaler, chosen)
         for each in chosen:
             self._watched[each].run_before()
             self._watched[each].has_run_before = True
@@ -133,8 +128,13 @@ def unwrapped(optimizer: object) -> Optimizer:
 
     Raises TypeError if there is none, or if its step runs no hooks.
     """
-    while (inner := _inner(optimizer)) is not None:
-        optimizer = inner
+    inner = [optimizer]
+    while inner:
+        optimizer = inner[0]
+        own = {id(param) for param in _params(optimizer)}
+        tried = (getattr(optimizer, name, None) for name in INNER)
+        inner = [each for each in tried if isinstance(each, Optimizer) and each is not optimizer]
+        inner = [each for each in inner if own <= {id(param) for param in _params(each)}]
     if isinstance(optimizer, nn.Module):
         kind = type(optimizer).__name__
         raise TypeError(
@@ -151,25 +151,16 @@ def unwrapped(optimizer: object) -> Optimizer:
     return optimizer
 
 
-def _inner(optimizer: object) -> Optimizer | None:
-    own = _params(optimizer) if isinstance(optimizer, Optimizer) else []
-    for inner in (getattr(optimizer, name, None) for name in INNER):
-        if isinstance(inner, Optimizer) and inner is not optimizer:
-            held = {id(param) for param in _params(inner)}
-            if all(id(param) in held for param in own):
-                return inner
-    return None
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _params(optimizer: object) -> list[nn.Parameter]:
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    return [param for group in groups for param in group["params"]]
 
 
 class _Member:
     """One intervention: its actions around the steps of each optimizer.
 
     A group in several optimizers is acted on before the first of them steps. A new round of steps
-    begins with an optimizer that has stepped in this one, or that has other gradients by now.
+    begins with an optimizer that has stepped in this one, or has got gradients since it began.
     """
 
     def __init__(
@@ -177,8 +168,9 @@ class _Member:
     ) -> None:
         self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
         self.actions: dict[Optimizer, StepActions] = {}
-        self._joint: dict[Optimizer, list[nn.Parameter]] = {}
-        self._waiting: dict[Optimizer, list[tuple[Tensor | None, int]]] = {}  # to step
+        self._joint: tuple[Optimizer, ...] = ()  # that hold a group together
+        self._waiting: set[Optimizer] = set()  # to step in this round
+        self.handles = ExitStack()
         self._made_for: list[tuple[int, bool]] = []
 
     def renew(self, is_first: bool = False) -> None:
@@ -200,11 +192,17 @@ class _Member:
         missing = [name for name in params if name not in owners]
         if missing and is_first:
             raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
-        self._joint = {}
+        self.handles.close()
+        self._joint = ()
         if self._scope == "group" and len(parts) > 1:
             group = {name: param for name, param in params.items() if name in owners}
             self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
-            self._joint = {optimizer: [*part.values()] for optimizer, part in parts.items()}
+            self._joint = tuple(parts)
+            for optimizer, part in parts.items():
+                hook = partial(self._get_gradient, optimizer)
+                for param in part.values():
+                    handle = param.register_post_accumulate_grad_hook(hook)
+                    self.handles.callback(handle.remove)
         else:
             self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
 
@@ -222,27 +220,24 @@ class _Member:
     def before(self, optimizer: Optimizer) -> None:
         """Act on the gradients, unless that was done in this round."""
         act = self.actions.get(optimizer, NO_ACTIONS).before
-        then, now = self._waiting.pop(optimizer, None), self._grads(optimizer)
-        if act is None or (then is not None and all(map(_is_same, then, now))):
+        if act is None or optimizer in self._waiting:
+            self._waiting.discard(optimizer)
             return
         others = [other for other in self._joint if other is not optimizer]
-        scaler = autograd.stepping_scaler() if others else None
-        if scaler and any(autograd.has_scaled_gradients(scaler, other) for other in others):
-            raise RuntimeError(
-                "stage 'step': the transform needs the gradients of all optimizers, and those of "
-                "one are still times the loss scale; call scaler.unscale_(optimizer) for each "
-                "before the first step"
-            )
+        _check_unscaled(autograd.stepping_scaler() if others else None, others)
         act()
-        self._waiting = {other: self._grads(other) for other in others}
+        self._waiting = {*others}
 
-    def _grads(self, optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
-        grads = [param.grad for param in self._joint.get(optimizer, ())]
-        return [(grad, 0 if grad is None else autograd.version_of(grad)) for grad in grads]
+    def _get_gradient(self, optimizer: Optimizer, _: Tensor) -> None:
+        self._waiting.discard(optimizer)
 
 
-def _is_same(then: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
-    return then[0] is now[0] and then[1] == now[1]
+def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
+    if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in optimizers):
+        raise RuntimeError(
+            "stage 'step': the gradients are still times the loss scale; call "
+            "scaler.unscale_(optimizer) first, for each optimizer before the first one steps"
+        )
 
 
 class _WatchedOptimizer:

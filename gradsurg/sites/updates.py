@@ -89,7 +89,8 @@ def _hook_steps(selector: ParamSelector, attached: Attached, make: Make) -> None
         return make(attached, params, optimizers[0])
 
     select = partial(expect_params, selector, attached.model, attached)
-    attached.steps.hook(attached, select, make_actions)
+    steps, scope, stack = attached.steps, attached.scope, attached.stack
+    attached.check_at_end(steps.hook(select, make_actions, scope, stack))
 
 
 def _updates_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:

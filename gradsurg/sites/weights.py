@@ -41,7 +41,7 @@ class Weights(ParamSelector):
         match attached.stage:
             case "step":
                 make = partial(self._step_hooks, attached)
-                attached.steps.hook(attached, select, make)
+                attached.check_at_end(attached.steps.hook(select, make, attached.scope, stack))
             case "forward":
                 edit = _editor(select(), attached)
                 stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)

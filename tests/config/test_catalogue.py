@@ -40,7 +40,7 @@ def test_an_entry_has_properties_stages_needs_and_paper() -> None:
     clip = entry("clip_global_norm")
     assert clip.target == "gradsurg.transforms.clip_global_norm.ClipGlobalNorm"
     assert set(clip.properties) == gs.ClipGlobalNorm(1.0).properties
-    assert clip.stages == ("reduced", "backward_end", "step", "forward")
+    assert clip.stages == ("backward_end", "step", "forward")
     assert clip.paper == "Pascanu, Mikolov, Bengio, ICML 2013"
     assert clip.url == "https://arxiv.org/abs/1211.5063"
     assert entry("deconvolve").needs == ("entering",)

@@ -26,13 +26,19 @@ ACCEPTED: dict[str, str] = {
     "runs *: composed config log: only in the working tree": (
         "a new key of the command line: which sites' effects the loggers get"
     ),
-    "* ClipNorm: *differs by up to *e-*": _ROUNDING,
-    "* NormRescale: *differs by up to *e-*": _ROUNDING,
-    "* AGC: *differs by up to *e-*": _ROUNDING,
-    "* Chain*: *differs by up to *e-*": _ROUNDING,
+    "* [ACN]*: *differs by up to *e-*": _ROUNDING,  # AGC, Chain, ClipNorm, NormRescale
     "*| before step and tick: *differs by up to *e-*": _ROUNDING,
     "*: rows: clip_norm at *": _ROUNDING,
     "*: rows: norm_rescale at *": _ROUNDING,
+    "* | changes | late parts: *": (
+        "issue 35: parameters that are thawed or added to an optimizer later join at stage `step`"
+    ),
+    "Group backward_end | *: refused: *, now acts": (
+        "issue 35: the stage takes the place of `Group`, and acts under DDP and with PerSample"
+    ),
+    "Parameters reduced | * | SkipUpdate: refused: acts, now FieldError": (
+        "issue 35: it skipped no step there, and is refused as at `Group`"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 

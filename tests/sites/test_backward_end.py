@@ -282,7 +282,6 @@ def _averaged(ranks: Ranks, folder: Path) -> list[dict[str, list[float | None]]]
 
     def train(name: str, transform: Transform, inner: bool = False, **options: bool) -> None:
         net = Weighted()
-        del net.c
         net.register_parameter("c", None)
         outer = DistributedDataParallel(net, **options)
         unused = options.get("find_unused_parameters", False)

@@ -48,23 +48,6 @@ def test_a_pattern_selects_and_other_parameters_are_unchanged(
     assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in others)
 
 
-# Two backward passes give +3 and -2: of the clamped ones the sum is 0, of the sum 1 the clamp 1.
-
-
-def test_stage_step_acts_once_on_the_sum() -> None:
-    model = Sums()
-    optimizer = sgd(model, lr=1.0)
-    with attached(model, gs.Clip(1.0), gs.Parameters(stage="step"), optimizer):
-        model(torch.tensor([3.0])).backward()
-        model(torch.tensor([-2.0])).backward()
-        assert _grad(model.w) == [1.0]
-        model(torch.tensor([8.0])).backward()
-        assert _grad(model.w) == [9.0]
-        optimizer.step()
-    assert _grad(model.w) == [1.0]
-    assert model.w.tolist() == [-1.0]
-
-
 @pytest.mark.parametrize("stage", ["backward", "accumulated"])
 def test_a_nonlinear_transform_per_backward_is_warned_about_once_under_accumulation(stage) -> None:
     model = small()
@@ -116,9 +99,7 @@ def test_stage_step_acts_at_the_end_of_each_call_of_a_closure(
 
 # Order: tensor hooks, the accumulation, post-accumulate hooks, the optimizer's hooks.
 
-STAGES = ("backward", "accumulated", "step")
-
-each_stage = pytest.mark.parametrize("stage", STAGES)
+STAGES = ("backward", "accumulated", "backward_end", "step")
 
 
 def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
@@ -135,34 +116,37 @@ def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
 
         with gs.Surgery(*map(noted, order)).attach(model, optimizer):
             model(torch.tensor([1.0])).backward()
-            assert _grad(model.w) == [3.0]
+            assert _grad(model.w) == [4.0]
             optimizer.step()
         assert met == list(STAGES)
-        assert _grad(model.w) == [4.0]
+        assert _grad(model.w) == [5.0]
         assert num_hooks(model, optimizer) == 0
 
 
-@each_stage
-def test_a_stage_acts_on_one_backward_or_on_the_sum(stage) -> None:
+@pytest.mark.filterwarnings("ignore:clip. site 'w' had 2 gradients")
+@pytest.mark.parametrize(
+    ("stage", "before", "summed", "used"),
+    [
+        ("backward", 0.0, 0.0, 0.0),  # 1 - 1
+        ("backward", 100.0, 100.0, 100.0),
+        ("accumulated", 0.0, -1.0, -1.0),  # 1 - 2.5, clipped
+        ("backward_end", 0.0, -1.0, -1.0),
+        ("step", 0.0, 0.5, 0.5),  # 3 - 2.5
+        ("step", 100.0, 100.5, 1.0),
+    ],
+)
+def test_a_stage_acts_on_one_backward_or_on_the_sum(
+    stage, before: float, summed: float, used: float
+) -> None:
     model = Sums()
-    optimizer = sgd(model, lr=0.0)
+    optimizer = sgd(model, lr=1.0)
+    model.w.grad = torch.tensor([before])
     with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer):
-        model(torch.tensor([3.0])).backward()
-        model(torch.tensor([-2.5])).backward()
-        grad = _grad(model.w)
-        if stage == "step":
-            optimizer.step()
-    # 1 - 1, or 1 - 2.5 and that clipped, or the sum as it is.
-    expected = {"backward": 0.0, "accumulated": -1.0}
-    assert grad == [expected.get(stage, 0.5)]
-
-
-def test_stage_backward_leaves_the_accumulated_gradient_alone() -> None:
-    model = Sums()
-    model.w.grad = torch.tensor([100.0])
-    with attached(model, gs.Scale(3.0)):
-        model(torch.tensor([2.0])).backward()
-    assert _grad(model.w) == [106.0]
+        for gradient in (3.0, -2.5):
+            model(torch.tensor([gradient])).backward()
+        assert _grad(model.w) == [summed]
+        optimizer.step()
+    assert model.w.tolist() == [-used]
 
 
 def test_backward_with_inputs_acts_only_on_those() -> None:

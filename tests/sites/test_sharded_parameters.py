@@ -154,8 +154,29 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
             surgery.start(model)
         return str(caught.value)
 
+    def one_by_one() -> str:
+        """Each gradient is gathered after the one before was written."""
+        model, written = _model(), []
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def act(grad: Tensor) -> Tensor:
+            pairs = zip(model.parameters(), grads, strict=True)
+            written.append(sum(param.grad is not grad for param, grad in pairs))
+            return grad * 2
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            item = gs.Intervention(act, gs.Parameters(stage="step"))
+            with gs.Surgery(item).attach(model, optimizer):
+                model(_batch(0)).sum().backward()
+                grads = [param.grad for param in model.parameters()]
+                optimizer.step()
+        return str(written)
+
     clip = gs.Clip(0.01)
     return {
+        "one by one": one_by_one(),
         **{stage: tried(clip, stage) for stage in gs.Parameters.stages},
         "noise": tried(gs.AddNoise(0.1), "accumulated"),
         "norm": tried(gs.Mask(0.1), "accumulated"),
@@ -172,6 +193,7 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     for stage in ("backward", "backward_end"):
         assert "hooks of this one do not run. Use Parameters with stage='step'" in found[stage]
     assert found["accumulated"] == ""
+    assert found["one by one"] == "[0, 1, 2, 3]"
     assert "may draw random numbers. Use stage='step'" in found["noise"]
     assert "needs whole gradients. Use stage='step'" in found["norm"]
     assert "reads the newest forward. Use stage='step'" in found["batch"]
