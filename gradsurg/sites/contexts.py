@@ -23,7 +23,61 @@ class Row:
     error: type[Exception] = RuntimeError
 
 
-ROWS: tuple[Row, ...] = ()
+_SCRIPTED = "it is a ScriptModule, which runs no Python hooks"
+_PLAIN = (
+    "Act at Parameters or Weights, at a module that is not scripted, or call torch.jit.script "
+    "after the block"
+)
+_RECOMPUTED = "it is recomputed by a checkpoint, which must give the same values again: {why}"
+
+ROWS: tuple[Row, ...] = (
+    *(
+        Row(kind, "TorchScript", "refused", _SCRIPTED, _PLAIN, error=ValueError)
+        for kind in ("Outputs", "Inputs", "Activations", "EveryModule", "ModuleGradients")
+    ),
+    Row(
+        "Outputs",
+        "in-place write",
+        "refused",
+        "the module {fault}: the gradient of its output cannot be told from that of its input",
+        "Use Outputs of the module before",
+    ),
+    Row(
+        "Inputs",
+        "in-place write",
+        "refused",
+        "the module {fault}: a hook would see none or a part of the gradient",
+        "Use Outputs of the module before, or path='total', which allows writes to a tensor that "
+        "is no view",
+    ),
+    *(Row(kind, "checkpoint", "refused", _RECOMPUTED) for kind in ("Activations", "EveryModule")),
+    *(
+        Row(
+            kind,
+            context,
+            "refused",
+            why,
+            "Use Outputs (of kind full_backward_pre) or Inputs (of full_backward)",
+            error=error,
+        )
+        for kind in ("ModuleGradients", "EveryModule")
+        for context, why, error in (
+            ("torch.func", "torch.func has no full backward hooks", RuntimeError),
+            (
+                "legacy hooks",
+                "it had hooks of the deprecated register_backward_hook kind, which PyTorch does "
+                "not have beside full ones",
+                ValueError,
+            ),
+            (
+                "nested tensors",
+                "a full backward hook gets tensors and tuples of them, and those that need a "
+                "gradient are inside {where}",
+                RuntimeError,
+            ),
+        )
+    ),
+)
 
 
 def row(selector: object, context: str) -> Row:

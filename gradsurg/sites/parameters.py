@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Attached, GradFn, GroupFn, Stage
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling

@@ -212,7 +212,7 @@ def test_a_transform_that_would_give_other_values_is_refused_in_a_recomputation(
 ) -> None:
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
     with (
-        pytest.raises(RuntimeError, match=rf"site 'inner\.0#0' is recomputed .*{why}"),
+        pytest.raises(RuntimeError, match=rf"site 'inner\.0#0': it is recomputed .*{why}"),
         attached(model, transform, gs.Activations("inner.0")),
     ):
         model(x).backward()
@@ -230,7 +230,7 @@ def test_a_surgery_that_was_changed_since_the_forward_is_refused_in_a_recomputat
         with attached(model, gs.Scale(1.5), at, when=gs.Flag("flag", on=True)) as live:
             y = model(x)
             change(live)
-            with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .* changed since the forw"):
+            with pytest.raises(RuntimeError, match=r"site 'inner\.0#0': .* changed since the forw"):
                 y.backward()
 
 
@@ -242,7 +242,7 @@ def test_a_recomputation_after_the_block_is_refused(reentrant: bool, at: Selecto
     model, x = Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
     with attached(model, gs.Scale(1.5), at):
         y = model(x)
-    with pytest.raises(RuntimeError, match=r"site 'inner\.0#0' .*the block has ended"):
+    with pytest.raises(RuntimeError, match=r"site 'inner\.0#0': .*the block has ended"):
         y.backward()
     assert x.grad is None
 
@@ -256,7 +256,7 @@ def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, whe
         first = model(x)
         live.tick()
         second = model(x)
-        with pytest.raises(RuntimeError, match=r"'inner\.0#0' .*called again since, and the step"):
+        with pytest.raises(RuntimeError, match=r"'inner\.0#0': .*called again since, and the step"):
             first.backward()
         assert x.grad is None
         second.backward()
@@ -298,7 +298,7 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
     twice = Times(2.0)
     model = Saved(twice, nn.Tanh(), twice)
     with (
-        pytest.raises(RuntimeError, match=r"'inner\.0#0' .*does not say which call it is"),
+        pytest.raises(RuntimeError, match=r"'inner\.0#0': .*does not say which call it is"),
         attached(model, gs.Scale(1.5), gs.Activations("inner.0", call=0)),
     ):
         model(point(0.3)).backward()

@@ -2,7 +2,7 @@
 
 import torch
 
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from tests.sites.points import Answer, Named
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.nets import (
     attached,
@@ -201,10 +201,10 @@ def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
 @pytest.mark.parametrize(
     ("model", "at", "message"),
     [
-        ([InPlace()], gs.Inputs("1"), r"'1#0\.input': the module wrote to its input in place"),
-        ([nn.Flatten(0), InPlace()], gs.Inputs("2", path="total"), "'2#0.*hooks of a view"),
-        ([nn.Identity(), InPlace()], gs.Inputs("1"), "'1#0.*: the module handed on its input"),
-        ([nn.Flatten(0), InPlace()], gs.Inputs("1"), "'1#0.*: the module handed on its input"),
+        ([InPlace()], gs.Inputs("1"), r"'1#0\.input': the module wrote to its input: a hook"),
+        ([nn.Flatten(0), InPlace()], gs.Inputs("2", path="total"), "'2#0.*: the module wrote to its input"),
+        ([nn.Identity(), InPlace()], gs.Inputs("1"), "'1#0.*: the module returned its input, which was then written"),
+        ([nn.Flatten(0), InPlace()], gs.Inputs("1"), "'1#0.*: the module returned its input, which was then written"),
     ],
 )
 def test_an_input_that_is_written_to_is_refused_as_a_branch(

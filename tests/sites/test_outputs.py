@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from tests.contexts.table import README
 from tests.nets import attached, gradients, num_hooks, sgd, small
 from tests.sites.points import (
@@ -135,7 +135,7 @@ def test_a_returned_input_that_is_written_to_is_refused() -> None:
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.Scale(10.0), gs.Outputs("1")),
-        pytest.raises(RuntimeError, match="'1' returned its input, which was then written to"),
+        pytest.raises(RuntimeError, match="'1#0': the module returned its input, which was then written to"),
     ):
         model(point())
 
