@@ -36,7 +36,8 @@ class Activations(ModuleSelector):
     A tensor is transformed once, at its first site: a module that returns a tensor as it got it
     from another matching module (an identity, a container with the output of its last child or the
     input of its first) adds no site. A tensor changed in place between them is another value. A
-    module that writes to its input writes to the transformed tensor, not to that of its caller.
+    module that writes to its input writes to the transformed tensor, and to a copy of a container
+    or object that holds it, not to those of its caller.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
@@ -72,7 +73,9 @@ def output_hook(flow: "Flow") -> Callable[..., object]:
 
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        new = rebuilt(output, flow.change_at(module))
+        change = flow.change_at(module)
+        bare = isinstance(output, Tensor) and output.is_floating_point()  # the usual call
+        new = change("", output) if bare else rebuilt(output, change)
         return None if new is output else new
 
     return hook
@@ -126,14 +129,6 @@ class Owners(Calls):
     def forget_freed(self) -> None:
         """Forget the tensors that no longer exist, outside a call of the model."""
         self.sites = {key: owner for key, owner in self.sites.items() if owner[0]() is not None}
-
-    def site_of(self, tensor: Tensor, name: str) -> str | None:
-        """Return the site of a tensor, if it has one inside the named module."""
-        held, version, site, scope = self.sites.get(id(tensor), (None, 0, "", ""))
-        # An id is reused once its tensor is freed; a tensor written to is another value.
-        if held is None or held() is not tensor or version != autograd.version_of(tensor):
-            return None
-        return site if scope in (ROOT, name) or name.startswith(f"{scope}.") else None
 
 
 class Flow:
@@ -206,11 +201,13 @@ class Flow:
         site = base + path
         if path:
             self.attached.forget(base)
-        owner = self.calls.site_of(tensor, name)
-        # An identity called outside the model may get the same tensor at each call.
-        if owner is not None and owner != site:
-            self.attached.expect(owner, [site])
-            return tensor
+        owners = self.calls.sites
+        if id(tensor) in owners:
+            owner = _site_in(owners[id(tensor)], tensor, name)
+            # An identity called outside the model may get the same tensor at each call.
+            if owner is not None and owner != site:
+                self.attached.expect(owner, [site])
+                return tensor
         result = self._transformed(tensor, site)
         if record is not None:
             record.changed[path] = result is not tensor
@@ -222,7 +219,7 @@ class Flow:
                 result.register_hook(guard)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
         scope = name if result is tensor and self.side == "input" else ROOT
-        self.calls.sites[id(result)] = ref(result), autograd.version_of(result), site, scope
+        owners[id(result)] = ref(result), autograd.version_of(result), site, scope
         return result
 
     def _repeat(self, module: nn.Module, calls: Sequence[CallRecord]) -> Change:
@@ -259,6 +256,15 @@ class Flow:
 
 def _unchanged(path: str, tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _site_in(owner: Owner, tensor: Tensor, name: str) -> str | None:
+    """Return the site recorded for the id of a tensor, if it holds inside the named module."""
+    held, version, site, scope = owner
+    # An id is reused once its tensor is freed; a tensor written to is another value.
+    if held() is not tensor or version != autograd.version_of(tensor):
+        return None
+    return site if scope in (ROOT, name) or name.startswith(f"{scope}.") else None
 
 
 def _guard(

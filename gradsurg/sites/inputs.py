@@ -1,7 +1,6 @@
 """Inputs: the gradient with respect to the input of a module."""
 
 import operator
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,6 +27,10 @@ from gradsurg.transforms.base import Need
 SUFFIX = ".input"
 
 Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
+
+Running = tuple[nn.Module, list[tuple[Tensor, int, str]], list[tuple[object, object, str]]]
+"""A running call, with what it must not write to: tensors, each with version and site, and copies
+of containers, each with layout and site."""
 
 
 @validated
@@ -76,14 +79,14 @@ class Inputs(ModuleSelector):
         ) -> Arguments | None:
             call = inputs.counter.next(module)
             site = None if call is None else site_ids(module, call)
-            running = _Running(module)
+            running = module, [], []
             inputs.running.append(running)
             if site is None:
                 return None
             if site in fast and len(args) == 1 and not kwargs and not attached.needs_value:
                 given = hook_single(args[0], fast[site])
                 if given is not None:
-                    running.watch(given, site, given is not args[0])
+                    _watch(running, given, site, given is not args[0])
                     return None if given is args[0] else ((given,), kwargs)
             new = inputs.hooked_arguments(running, args, kwargs, site)
             if not torch.is_grad_enabled():
@@ -94,10 +97,11 @@ class Inputs(ModuleSelector):
             module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
         ) -> None:
             # There is none if a hook of others raised before the pre-hook of this call ran.
-            if any(running.module is module for running in inputs.running):
-                while (running := inputs.running.pop()).module is not module:
+            if any(called is module for called, _, _ in inputs.running):
+                while (running := inputs.running.pop())[0] is not module:
                     pass
-                inputs.check_call(running, output)
+                if running[1] or running[2]:
+                    inputs.check_call(running, output)
 
         inputs.register(modules, before, after, always=True)
 
@@ -119,18 +123,10 @@ def _hook_itself(tensor: object, hook: GradFn) -> Tensor | None:
     return tensor
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A running call, with the tensors and the copies of containers that it must not write to."""
-
-    module: nn.Module
-    tensors: list[tuple[Tensor, int, str]] = field(default_factory=list)  # with version and site
-    copies: list[tuple[object, object, str]] = field(default_factory=list)  # with layout and site
-
-    def watch(self, tensor: Tensor, site: str, is_alias: bool) -> None:
-        """Note a tensor whose hook is lost if it is written to: an alias or a view."""
-        if is_alias or module_hooks.is_view(tensor):
-            self.tensors.append((tensor, module_hooks.version(tensor), site))
+def _watch(running: Running, tensor: Tensor, site: str, is_alias: bool) -> None:
+    """Note a tensor whose hook is lost if it is written to: an alias or a view."""
+    if is_alias or module_hooks.is_view(tensor):
+        running[1].append((tensor, module_hooks.version(tensor), site))
 
 
 class _HookedInputs(HookedTensors):
@@ -141,14 +137,14 @@ class _HookedInputs(HookedTensors):
     def __init__(self, selector: Inputs, attached: Attached, shared: Shared) -> None:
         super().__init__(selector, attached, shared)
         self.makes_alias = selector.path == "branch"
-        self.running: list[_Running] = []
+        self.running: list[Running] = []
 
     def begin(self) -> None:
         super().begin()
         self.running.clear()
 
     def hooked_arguments(
-        self, running: _Running, args: tuple[object, ...], kwargs: dict[str, Any], base: str
+        self, running: Running, args: tuple[object, ...], kwargs: dict[str, Any], base: str
     ) -> Arguments:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
         attached = self.attached
@@ -170,7 +166,7 @@ class _HookedInputs(HookedTensors):
         def hooked(value: object, path: str) -> object:
             new = rebuilt(value, change, path)
             if new is not value and not isinstance(new, Tensor):
-                running.copies.append((new, layout(new), base + path))
+                running[2].append((new, layout(new), base + path))
             return new
 
         bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
@@ -181,7 +177,7 @@ class _HookedInputs(HookedTensors):
         same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
         return (args, kwargs) if same else (tuple(new), by_key)
 
-    def _hooked(self, running: _Running, tensor: Tensor, base: str, path: str) -> Tensor:
+    def _hooked(self, running: Running, tensor: Tensor, base: str, path: str) -> Tensor:
         """Hook a tensor or an alias of it; return the one to pass to the module."""
         attached, given = self.attached, tensor
         if self.selector.path == "branch":
@@ -189,15 +185,15 @@ class _HookedInputs(HookedTensors):
             given.register_hook(with_value(hook, given) if attached.needs_value else hook)
             is_hooked = True
         else:
-            is_hooked = self.hook_tensor(tensor, base, path, running.module)
+            is_hooked = self.hook_tensor(tensor, base, path, running[0])
         if is_hooked and not path:
             self.shared.fast[base] = attached.hook_at(base)
-        running.watch(given, base + path, given is not tensor)
+        _watch(running, given, base + path, given is not tensor)
         return given
 
-    def check_call(self, running: _Running, output: object) -> None:
+    def check_call(self, running: Running, output: object) -> None:
         """Raise RuntimeError if the module wrote to its inputs; watch those that it returned."""
-        for tensor, version, site in running.tensors:
+        for tensor, version, site in running[1]:
             if module_hooks.version(tensor) != version:
                 raise refusal(self.selector, "in-place write", site, fault="wrote to its input")
             if self.counter.inside:
@@ -205,7 +201,7 @@ class _HookedInputs(HookedTensors):
                 for _, other in tensors_in(output):
                     if module_hooks.base_of(other) is base:
                         self.written.append((other.detach(), version, site))
-        for copy, before, site in running.copies:
+        for copy, before, site in running[2]:
             if layout(copy) != before:
                 fault = "wrote to a container that it took, and got a copy of it"
                 raise refusal(self.selector, "in-place write", site, fault=fault)
