@@ -14,7 +14,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Attached, Selector, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import Calls, hookable_modules, rebuilt
-from gradsurg.sites.selection import ROOT, ModuleSelector, SiteIds, names_of
+from gradsurg.sites.selection import ROOT, ModuleSelector, names_of, site_ids
 from gradsurg.torch_internals import autograd, compiling
 
 Change = Callable[[str, Tensor], Tensor]
@@ -54,18 +54,15 @@ class Activations(ModuleSelector):
         return ("Activations", self.stage, self.side, self.backward)
 
     def hook(self, attached: Attached) -> None:
-        stack, suffix = attached.stack, ".input" if self.side == "input" else ""
-        calls = Owners(names_of(attached.model))
-        calls.hook(attached.model, stack)
-        straight = self.backward == "straight"
-        flow = Flow(self, attached, calls, self.site_ids(attached, suffix), self.side, straight)
-        stack.callback(flow.close)
-        for module in hookable_modules(self, calls, attached, suffix):
+        suffix, straight = ".input" if self.side == "input" else "", self.backward == "straight"
+        flow = Flow(self, attached, names_of(attached.model), Records(), suffix, straight)
+        flow.hook(attached.model, attached.stack)
+        for module in hookable_modules(self, flow, attached, suffix):
             if self.side == "output":
                 handle = module.register_forward_hook(output_hook(flow))
             else:
                 handle = module.register_forward_pre_hook(input_hook(flow), with_kwargs=True)
-            stack.callback(handle.remove)
+            attached.stack.callback(handle.remove)
 
 
 def output_hook(flow: "Flow") -> Callable[..., object]:
@@ -114,57 +111,46 @@ class CallRecord:
     changed: dict[str, bool] = field(default_factory=dict)  # by path: whether the hook changed it
 
 
-class Owners(Calls):
-    """Call counts that also record the site of each tensor of a call of the model."""
+Records = WeakKeyDictionary[nn.Module, list[CallRecord]]
+"""The calls of each module in the newest forward, in order; empty when the block has ended.
 
-    def __init__(self, names: Mapping[nn.Module, Sequence[str]]) -> None:
-        super().__init__(names)
-        self.sites: dict[int, Owner] = {}  # by the id of the tensor
-        self.recorded: set[nn.Module] = set()  # modules with calls recorded for a recomputation
-
-    def begin(self) -> None:
-        self.sites.clear()
-        self.recorded.clear()
-
-    def forget_freed(self) -> None:
-        """Forget the tensors that no longer exist, outside a call of the model."""
-        self.sites = {key: owner for key, owner in self.sites.items() if owner[0]() is not None}
+Shared by all threads, as a backward pass may run in another one.
+"""
 
 
-class Flow:
+class Flow(Calls):
     """Transforms the tensors of each call of the model, and repeats that in a recomputation."""
 
     def __init__(
         self,
         selector: Selector,
         attached: Attached,
-        calls: Owners,
-        site_ids: SiteIds,
-        side: str,
+        names: Mapping[nn.Module, Sequence[str]],
+        records: Records,
+        suffix: str,
         straight: bool = False,
     ) -> None:
+        super().__init__(names)
         self.selector = selector
         self.attached = attached
-        self.calls = calls
-        self.names = calls.names
-        self.site_ids = site_ids
-        self.side = side
+        self.records = records
+        self.suffix = suffix
         self.straight = straight
-        # The calls in the newest forward, in order. Shared by all threads, as a backward pass may
-        # run in another one. Weak keys: modules outside the model may be freed.
-        self.records: WeakKeyDictionary[nn.Module, list[CallRecord]] = WeakKeyDictionary()
-        self.is_open = True
+        # Weak keys: modules outside the model may be freed.
+        self.site_ids = site_ids(selector.mechanism, attached, WeakKeyDictionary(), suffix)
+        self.owners: dict[int, Owner] = {}  # by the id of the tensor
+        self.recorded: set[nn.Module] = set()  # in this call of the model
+        attached.stack.callback(records.clear)
 
-    def close(self) -> None:
-        """End the block: recomputations are refused from now on."""
-        self.is_open = False
+    def begin(self) -> None:
+        self.owners.clear()
+        self.recorded.clear()
 
     def change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the current call to its new value."""
         if autograd.backward_task() != -1 and module in self.records:
             return self._repeat(module, self.records[module])
-        calls = self.calls
-        counter = calls.counter
+        counter = self.counter
         call = counter.next(module)
         if call is None:
             names = self.names.get(module)
@@ -172,17 +158,16 @@ class Flow:
                 return _unchanged
             call = names[0], 0
         if not counter.inside:
-            calls.sites = {
-                key: owner for key, owner in calls.sites.items() if owner[0]() is not None
-            }
+            owners = self.owners.items()
+            self.owners = {key: owner for key, owner in owners if owner[0]() is not None}
         base = self.site_ids(module, call)
         record = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
             record = CallRecord(self.attached.moment, base)
-            if not (counter.inside and module in calls.recorded):
+            if not (counter.inside and module in self.recorded):
                 self.records[module] = []
-                calls.recorded.add(module)
+                self.recorded.add(module)
             self.records[module].append(record)
         if base is None:
             return _unchanged
@@ -201,7 +186,7 @@ class Flow:
         site = base + path
         if path:
             self.attached.forget(base)
-        owners = self.calls.sites
+        owners = self.owners
         if id(tensor) in owners:
             owner = _site_in(owners[id(tensor)], tensor, name)
             # An identity called outside the model may get the same tensor at each call.
@@ -211,14 +196,14 @@ class Flow:
         result = self._transformed(tensor, site)
         if record is not None:
             record.changed[path] = result is not tensor
-            guard = _guard(self, module, site, record)
+            guard = _guard(self.selector, self.records, module, site, record)
             if not torch.is_grad_enabled():
                 for function in autograd.running_functions():
                     function.register_prehook(guard)
             elif result.requires_grad and autograd.in_checkpoint():
                 result.register_hook(guard)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
-        scope = name if result is tensor and self.side == "input" else ROOT
+        scope = name if result is tensor and self.suffix else ROOT
         owners[id(result)] = ref(result), autograd.version_of(result), site, scope
         return result
 
@@ -251,7 +236,10 @@ class Flow:
             return tensor if result is None else result
         with torch.no_grad():
             result = hook(tensor.detach())
-        return tensor if result is None else _straight_through(tensor, result)
+        if result is None:
+            return tensor
+        straight: Any = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
+        return straight
 
 
 def _unchanged(path: str, tensor: Tensor) -> Tensor:
@@ -268,25 +256,24 @@ def _site_in(owner: Owner, tensor: Tensor, name: str) -> str | None:
 
 
 def _guard(
-    flow: Flow, module: nn.Module, site: str, record: CallRecord
+    selector: Selector, records: Records, module: nn.Module, site: str, record: CallRecord
 ) -> Callable[[object], None]:
-    """Return a hook of the backward pass that refuses it if a recomputation would not be
-    transformed as the forward was.
-    """
-    selector, held, called = flow.selector, ref(flow), ref(module)  # a graph holds its hooks
+    """Return a hook that refuses a backward pass whose recomputation would give other values."""
+    called = ref(module)  # a graph holds its hooks
 
     def hook(_: object) -> None:
-        flow, module = held(), called()
-        if flow is None or not flow.is_open:
+        module = called()
+        newest = None if module is None else records.get(module)
+        if newest is None:
             why = "the block has ended between the forward and its backward"
-            raise refusal(selector, "checkpoint", site, why=why)
-        newest = flow.records.get(module, []) if module is not None else []
-        if not newest or (newest[0].moment, newest[0].changed) != (record.moment, record.changed):
+        elif (newest[0].moment, newest[0].changed) != (record.moment, record.changed):
             why = (
                 "its module was called again since, and the step, a switch or the outcome was "
                 "another one: run a backward before the next step"
             )
-            raise refusal(selector, "checkpoint", site, why=why)
+        else:
+            return
+        raise refusal(selector, "checkpoint", site, why=why)
 
     return hook
 
@@ -309,9 +296,3 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _straight_through(value: Tensor, changed: Tensor) -> Tensor:
-    result = _StraightThrough.apply(value, changed)
-    assert isinstance(result, Tensor)
-    return result

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import Flow, Owners, input_hook, output_hook
+from gradsurg.sites.activations import Flow, Records, input_hook, output_hook
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.module_calls import Calls, refuse_scripted
 from gradsurg.sites.module_gradients import hook_backward, suppress_warning
@@ -94,28 +94,26 @@ class EveryModule(Selector):
         first = {module: names[:1] for module, names in names.items()}
         selected = candidates(first, self.mechanism, attached.selects)
         refuse_scripted(self, selected)
-        side = "input" if self.kind in ("forward_pre", "full_backward") else "output"
-        suffix = ".input" if side == "input" else ""
+        suffix = ".input" if self.kind in ("forward_pre", "full_backward") else ""
         others = foreign_hooks(*module_hooks.global_hooks())
         for name, *_ in selected.values():
             attached.expect(f"{name}#0{suffix}", foreign=others)
-        calls = Owners(names) if self._stage == "forward" else Calls(names)
-        # Weak keys: modules outside the model may be freed.
-        ids = site_ids(self.mechanism, attached, WeakKeyDictionary(), suffix)
-        calls.following(model, everywhere=True)(stack)
-        if isinstance(calls, Owners):
-            flow = Flow(self, attached, calls, ids, side)
-            stack.callback(flow.close)
-            if side == "input":
-                handle = process.register_module_forward_pre_hook(input_hook(flow))
-            else:
-                # PyTorch's type allows no return value, but the hook may return a new output.
-                hook: Any = output_hook(flow)
-                handle = process.register_module_forward_hook(hook)
-            stack.callback(handle.remove)
-        else:
+        if self._stage == "backward":
+            calls = Calls(names)
+            calls.hook(model, stack)
+            ids = site_ids(self.mechanism, attached, WeakKeyDictionary(), suffix)
             hook_backward(None, self, self.kind, calls, ids, attached)
             suppress_warning(stack)
+            return
+        flow = Flow(self, attached, names, Records(), suffix)
+        flow.hook(model, stack)
+        if self.kind == "forward_pre":
+            handle = process.register_module_forward_pre_hook(input_hook(flow))
+        else:
+            # PyTorch's type allows no return value, but the hook may return a new output.
+            hook: Any = output_hook(flow)
+            handle = process.register_module_forward_hook(hook)
+        stack.callback(handle.remove)
 
     @property
     def _stage(self) -> Stage:

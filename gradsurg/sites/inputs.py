@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Stage
+from gradsurg.sites.base import NO_GRADIENT, Attached, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import (
     HookedTensors,
@@ -71,7 +71,6 @@ class Inputs(ModuleSelector):
         modules = hookable_modules(self, inputs, attached, SUFFIX)
         site_ids = self.site_ids(attached, SUFFIX)
         fast = inputs.shared.fast
-        hook_single = _hook_alias if self.path == "branch" else _hook_itself
 
         # Any: a user's values
         def before(
@@ -83,13 +82,17 @@ class Inputs(ModuleSelector):
             inputs.running.append(running)
             if site is None:
                 return None
-            if site in fast and len(args) == 1 and not kwargs and not attached.needs_value:
-                given = hook_single(args[0], fast[site])
-                if given is not None:
+            grads_on = torch.is_grad_enabled()
+            if site in fast and len(args) == 1 and not kwargs and grads_on:
+                given = args[0]
+                if self.path == "branch" and type(given) is Tensor and given.requires_grad:
+                    given = alias_of(given)
+                if (given is not args[0] or is_new(given)) and not attached.needs_value:
+                    autograd.hook_first(given, fast[site])
                     _watch(running, given, site, given is not args[0])
                     return None if given is args[0] else ((given,), kwargs)
             new = inputs.hooked_arguments(running, args, kwargs, site)
-            if not torch.is_grad_enabled():
+            if not grads_on:
                 inputs.without_graph(module)
             return None if new[0] is args else new
 
@@ -104,23 +107,6 @@ class Inputs(ModuleSelector):
                     inputs.check_call(running, output)
 
         inputs.register(modules, before, after, always=True)
-
-
-def _hook_alias(tensor: object, hook: GradFn) -> Tensor | None:
-    """Hook an alias of a single input and return it; None if that needs the general path."""
-    if type(tensor) is not Tensor or not (tensor.requires_grad and torch.is_grad_enabled()):
-        return None
-    alias = alias_of(tensor)
-    autograd.hook_first(alias, hook)
-    return alias
-
-
-def _hook_itself(tensor: object, hook: GradFn) -> Tensor | None:
-    """Hook a single input itself and return it; None if that needs the general path."""
-    if not (is_new(tensor) and torch.is_grad_enabled()):
-        return None
-    autograd.hook_first(tensor, hook)
-    return tensor
 
 
 def _watch(running: Running, tensor: Tensor, site: str, is_alias: bool) -> None:

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 import torch
@@ -80,37 +80,16 @@ class Calls(threading.local):
         """Follow the calls of the model itself; a copy of it made inside the block is ignored."""
         self.following(model)(stack)
 
-    def following(self, model: nn.Module, everywhere: bool = False) -> RegisterHooks:
-        """Return a function that registers the hooks of `hook`.
-
-        `everywhere` registers global hooks, which PyTorch calls before those of the model.
-        """
+    def following(self, model: nn.Module) -> RegisterHooks:
+        """Return a function that registers the hooks of `hook`."""
         # Functions, not methods: a model is deep-copied with its hooks and their bound objects.
-        held = ref(model)
-
-        @compiling.untraced
-        def begin(module: nn.Module, args: tuple[object, ...]) -> None:
-            if module is held():
-                self.start()
-
-        @compiling.untraced
-        def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if module is held():
-                self.stop()
-
-        @compiling.untraced
-        def check(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            self.check()
+        begin = compiling.untraced(lambda module, args: self.start())
+        end = compiling.untraced(lambda module, args, output: self.stop())
+        check = compiling.untraced(lambda module, args, output: self.check())
 
         def register(removals: ExitStack) -> None:
-            if everywhere:
-                before = nn.modules.module.register_module_forward_pre_hook(begin)
-                after = nn.modules.module.register_module_forward_hook(end, always_call=True)
-            else:
-                before = model.register_forward_pre_hook(begin, prepend=True)
-                after = model.register_forward_hook(end, always_call=True)
-            removals.callback(before.remove)
-            removals.callback(after.remove)
+            removals.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+            removals.callback(model.register_forward_hook(end, always_call=True).remove)
             if type(self).check is not Calls.check:
                 removals.callback(model.register_forward_hook(check).remove)
 
@@ -348,7 +327,7 @@ def _makes_alias(hook: object) -> bool:
     return getattr(hook, "makes_alias", False)
 
 
-def is_new(value: object) -> bool:
+def is_new(value: object) -> TypeGuard[Tensor]:
     """Return whether `autograd.hook_first` may hook it: a tensor without hooks, not an alias."""
     return module_hooks.is_hookable(value) and not hasattr(value, ORIGINAL)
 

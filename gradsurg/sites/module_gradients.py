@@ -150,32 +150,30 @@ def _site_hooks(
     and others do, RuntimeError is raised for a module of the model that was chosen.
     """
     on_inputs = kind == "full_backward"
-    values = args if on_inputs else output if isinstance(output, tuple) else (output,)
-    bare = not isinstance(output, tuple)
     if on_inputs:
+        values, keywords = args, kwargs
         bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    direct = [("" if bare else f".{index}", value) for index, value in enumerate(values)]
-    keywords = [(f".{key}", value) for key, value in kwargs.items()] if on_inputs else []
-    tensors = [pair for path, value in direct + keywords for pair in tensors_in(value, path)]
-    needing = [tensor for _, tensor in tensors if _needs_gradient(tensor)]
-    unseen = [tensor for tensor in needing if all(tensor is not value for value in values)]
+    else:
+        bare, keywords = not isinstance(output, tuple), {}
+        values = output if isinstance(output, tuple) else (output,)
+    direct = {"" if bare else f".{index}": value for index, value in enumerate(values)}
+    given = direct | {f".{key}": value for key, value in keywords.items()}
+    tensors = dict(pair for path, value in given.items() for pair in tensors_in(value, path))
+    needing = [path for path, tensor in tensors.items() if _needs_gradient(tensor)]
     if not needing:
         attached.expect(base, skipped=NO_GRADIENT)
         return [_pass] * len(direct)
-    if len(unseen) == len(needing) and isinstance(selector, ModuleSelector):
+    if not direct.keys() & needing and isinstance(selector, ModuleSelector):
         where = "an argument" if on_inputs else f"a {type(output).__name__}"
         raise refusal(selector, "nested tensors", base, where=where)
-    for path, tensor in tensors:
+    for path in tensors:
         if path:
             attached.forget(base)
-        if not _needs_gradient(tensor):
+        if path not in needing:
             attached.expect(f"{base}{path}", skipped=NO_GRADIENT)
-        elif any(tensor is other for other in unseen):
+        elif path not in direct:
             attached.expect(f"{base}{path}", skipped="a full backward hook does not see it")
-    return [
-        attached.hook_at(f"{base}{path}") if _needs_gradient(value) else _pass
-        for path, value in direct
-    ]
+    return [attached.hook_at(base + path) if path in needing else _pass for path in direct]
 
 
 def _needs_gradient(value: object) -> bool:
