@@ -29,11 +29,19 @@ _PLAIN = (
     "after the block"
 )
 _RECOMPUTED = "it is recomputed by a checkpoint, which must give the same values again: {why}"
+_BREAKS = (
+    "each hooked module breaks the compiled graph, and a module list or nn.Sequential that holds "
+    "one runs uncompiled: its hooks count calls in Python"
+)
 
 ROWS: tuple[Row, ...] = (
     *(
         Row(kind, "TorchScript", "refused", _SCRIPTED, _PLAIN, error=ValueError)
         for kind in ("Outputs", "Inputs", "Activations", "EveryModule", "ModuleGradients")
+    ),
+    *(
+        Row(kind, "torch.compile", "acts", _BREAKS)
+        for kind in ("Outputs", "Inputs", "Activations", "ModuleGradients")
     ),
     Row(
         "Outputs",
