@@ -106,7 +106,7 @@ class ModuleSelector(Selector):
         module = place.thing
         if not isinstance(module, nn.Module):
             return False
-        # A container such as ModuleList is never called; the class of a ScriptModule has no forward.
+        # A container such as ModuleList is never called. A class of TorchScript has no forward.
         if getattr(type(module), "forward", None) is nn.Module.forward:
             return False
         return place.name != ROOT or self.pattern == ROOT or not any(module.children())
