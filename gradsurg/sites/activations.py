@@ -71,17 +71,19 @@ def output_hook(flow: "Flow") -> Callable[..., object]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
         change = flow.change_at(module)
-        bare = isinstance(output, Tensor) and output.is_floating_point()  # the usual call
-        new = change("", output) if bare else rebuilt(output, change)
+        if isinstance(output, Tensor) and output.is_floating_point():  # the usual call
+            new = change("", output)
+        else:
+            new = rebuilt(output, change)
         return None if new is output else new
 
     return hook
 
 
-def input_hook(flow: "Flow") -> Callable[..., object]:
+def input_hook(flow: "Flow") -> Callable[..., Any]:  # Any: for both registrations
     """Return the forward pre-hook that transforms the input of a module.
 
-    A global one gets no keyword arguments, and returns none.
+    A global one gets no keyword arguments, and returns none. PyTorch types the two differently.
     """
 
     # Any: a user's values

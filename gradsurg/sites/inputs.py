@@ -84,7 +84,7 @@ class Inputs(ModuleSelector):
                 return None
             grads_on = torch.is_grad_enabled()
             if site in fast and len(args) == 1 and not kwargs and grads_on:
-                given = args[0]
+                given: Any = args[0]
                 if self.path == "branch" and type(given) is Tensor and given.requires_grad:
                     given = alias_of(given)
                 if (given is not args[0] or is_new(given)) and not attached.needs_value:

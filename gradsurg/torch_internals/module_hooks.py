@@ -81,6 +81,7 @@ def register_full_backward(
     does not have beside full ones. It does not reset its flag when the last hook is removed, and
     would refuse deprecated hooks from then on: this does.
     """
+    state: Any  # the attributes of a module, which are written to
     if module is None:
         state, flag, table = vars(process), "_global_is_full_backward_hook", TABLES[3]
         register = state[f"register_module_{kind}_hook"]
