@@ -93,7 +93,8 @@ class EveryModule(Selector):
         names = _Names(names_of(model))
         first = {module: names[:1] for module, names in names.items()}
         selected = candidates(first, self.mechanism, attached.selects)
-        refuse_scripted(self, selected)
+        # With global backward hooks PyTorch refuses to call any ScriptModule.
+        refuse_scripted(self, selected if self._stage == "forward" else names)
         suffix = ".input" if self.kind in ("forward_pre", "full_backward") else ""
         others = foreign_hooks(*module_hooks.global_hooks())
         for name, *_ in selected.values():
