@@ -166,25 +166,28 @@ class Saved(nn.Module):
 def test_a_recomputation_gives_the_same_values(
     reentrant: bool, how: Any, pattern: str, side: Any
 ) -> None:
-    model, plain = (
-        Saved(Times(2.0), nn.Identity(), nn.Tanh(), reentrant=reentrant),
-        nn.Sequential(Times(2.0), nn.Identity(), nn.Tanh()),
-    )
+    modules = Times(2.0), nn.Identity(), nn.Tanh()
+    model, plain = Saved(*modules, reentrant=reentrant), nn.Sequential(*modules)
     x, z = point(0.3), point(0.3)
-    at = gs.Activations(pattern, side=side, backward=how)
     with attached(plain, gs.Scale(1.5), gs.Activations(side=side, backward=how)):
         y = plain(z).pow(2).sum()
     y.backward()
+    at = gs.Activations(pattern, side=side, backward=how)
     with attached(model, gs.Scale(1.5), at) as live:
         out = model(x)
         out.backward()
-    assert out.item() == y.item()
-    assert grad_of(x) == grad_of(z)
+    assert (out.item(), grad_of(x)) == (y.item(), grad_of(z))
     assert all(calls in (1, 2) for calls in calls_of(live).values())
 
 
 def _tanh(reentrant: bool = False) -> tuple[Saved, Tensor]:
     return Saved(Times(2.0), nn.Tanh(), reentrant=reentrant), point(0.3)
+
+
+def _assert_gradient(x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    z = point(0.3)
+    function(z).sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
 
 
 def test_a_scheduled_transform_is_allowed_in_a_recomputation() -> None:
@@ -241,9 +244,7 @@ def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, whe
             first.backward()
         assert x.grad is None
         second.backward()
-    z = point(0.3)
-    torch.tanh(3 * z).pow(2).sum().backward()
-    torch.testing.assert_close(x.grad, z.grad)
+    _assert_gradient(x, lambda z: torch.tanh(3 * z).pow(2))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -254,9 +255,7 @@ def test_two_forwards_before_their_backwards_are_recomputed_alike(reentrant: boo
         with torch.no_grad():
             model(x)
         (first + second).backward()
-    z = point(0.3)
-    (2 * torch.tanh(3 * z).pow(2).sum()).backward()
-    torch.testing.assert_close(x.grad, z.grad)
+    _assert_gradient(x, lambda z: 2 * torch.tanh(3 * z).pow(2))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -283,11 +282,10 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
         attached(model, gs.Scale(1.5), gs.Activations("inner.0", call=0)),
     ):
         model(point(0.3)).backward()
-    x, z = point(0.3), point(0.3)
+    x = point(0.3)
     with attached(model, gs.Scale(1.5), gs.Activations("re:inner.[02]")):
         model(x).backward()
-    (3 * torch.tanh(3 * z)).pow(2).sum().backward()
-    torch.testing.assert_close(x.grad, z.grad)
+    _assert_gradient(x, lambda z: (3 * torch.tanh(3 * z)).pow(2))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -296,26 +294,21 @@ def test_calls_that_differ_cannot_be_told_apart_in_a_recomputation() -> None:
 def test_a_call_outside_a_checkpoint_may_differ_from_one_that_is_recomputed(
     reentrant: bool, saves: bool, call: int, slope: float
 ) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Times(2.0)
+    def run(x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu() if saves else nullcontext():
+            y = model.inner(x)
+        return y.pow(2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = recomputed(self._run, self.inner(x) if call else x, reentrant)
-            return (y if call else self.inner(y)).sum()
+    def forward(self: Made, x: Tensor) -> Tensor:
+        if call:
+            return recomputed(run, self.inner(x), reentrant).sum()
+        return self.inner(recomputed(run, x, reentrant)).sum()
 
-        def _run(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu() if saves else nullcontext():
-                y = self.inner(x)
-            return y.pow(2)
-
-    model, x, z = Partly(), point(0.3), point(0.3)
+    model, x = Made(forward, inner=Times(2.0)), point(0.3)
     with attached(model, gs.Scale(1.5), gs.Activations("inner", call=call)) as live:
         for _ in range(2):
             model(x).backward()
-    (2 * slope * z.pow(2)).sum().backward()
-    torch.testing.assert_close(x.grad, z.grad)
+    _assert_gradient(x, lambda z: 2 * slope * z.pow(2))
     assert calls_of(live) == {f"inner#{call}": 4}
 
 

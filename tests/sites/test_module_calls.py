@@ -68,6 +68,7 @@ def test_a_module_returns_or_takes_any_holder_of_tensors(at: Any, held: str) -> 
     def read(self: Made, holder: Any) -> Tensor:
         assert type(holder) is type(make(torch.ones(1)))
         h = getattr(holder, name)
+        assert not isinstance(holder, dict) or holder[name] is h
         return 3 * (h[0] + h[1] if isinstance(h, tuple) else h)
 
     out = Made(lambda self, x: make(x * 2))
