@@ -1,19 +1,20 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
-from weakref import ref
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Attached, Stage
-from gradsurg.sites.call_tracker import Calls, rebuilt
-from gradsurg.sites.selection import ROOT, ModuleSelector, SiteIds, names_of
+from gradsurg.sites.base import Attached, Selector, Stage
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.module_calls import Calls, hookable_modules, rebuilt
+from gradsurg.sites.selection import ROOT, ModuleSelector, names_of, site_ids
 from gradsurg.torch_internals import autograd, compiling
 
 Change = Callable[[str, Tensor], Tensor]
@@ -35,7 +36,8 @@ class Activations(ModuleSelector):
     A tensor is transformed once, at its first site: a module that returns a tensor as it got it
     from another matching module (an identity, a container with the output of its last child or the
     input of its first) adds no site. A tensor changed in place between them is another value. A
-    module that writes to its input writes to the transformed tensor, not to that of its caller.
+    module that writes to its input writes to the transformed tensor, and to a copy of a container
+    or object that holds it, not to those of its caller.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
@@ -52,17 +54,15 @@ class Activations(ModuleSelector):
         return ("Activations", self.stage, self.side, self.backward)
 
     def hook(self, attached: Attached) -> None:
-        model, stack = attached.model, attached.stack
-        block = ["open"]
-        stack.callback(block.clear)
-        flow = Flow(names_of(model), self, attached, {}, block)
-        flow.calls.hook(model, stack)
-        for module in self.expect_modules(flow.calls.names, attached, flow.suffix):
+        suffix, straight = ".input" if self.side == "input" else "", self.backward == "straight"
+        flow = Flow(self, attached, names_of(attached.model), Records(), suffix, straight)
+        flow.hook(attached.model, attached.stack)
+        for module in hookable_modules(self, flow, attached, suffix):
             if self.side == "output":
                 handle = module.register_forward_hook(output_hook(flow))
             else:
                 handle = module.register_forward_pre_hook(input_hook(flow), with_kwargs=True)
-            stack.callback(handle.remove)
+            attached.stack.callback(handle.remove)
 
 
 def output_hook(flow: "Flow") -> Callable[..., object]:
@@ -71,7 +71,7 @@ def output_hook(flow: "Flow") -> Callable[..., object]:
     @compiling.untraced
     def hook(module: nn.Module, args: tuple[object, ...], output: object) -> object:
         change = flow.change_at(module)
-        if isinstance(output, Tensor) and output.is_floating_point():  # as `rebuilt` does
+        if isinstance(output, Tensor) and output.is_floating_point():  # the usual call
             new = change("", output)
         else:
             new = rebuilt(output, change)
@@ -80,17 +80,26 @@ def output_hook(flow: "Flow") -> Callable[..., object]:
     return hook
 
 
-def input_hook(flow: "Flow") -> Callable[..., object]:
-    """Return the forward pre-hook that transforms the input of a module."""
+def input_hook(flow: "Flow") -> Callable[..., Any]:  # Any: for both registrations
+    """Return the forward pre-hook that transforms the input of a module.
 
+    A global one gets no keyword arguments, and returns none. PyTorch types the two differently.
+    """
+
+    # Any: a user's values
     @compiling.untraced
-    def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    def hook(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
+    ) -> object:
         change = flow.change_at(module)
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             single = rebuilt(args[0], change)
-            return None if single is args[0] else ((single,), kwargs)
-        new = rebuilt(args, change), rebuilt(kwargs, change)
-        return None if new[0] is args and new[1] is kwargs else new
+            new, by_key = args if single is args[0] else (single,), kwargs
+        else:
+            new, by_key = rebuilt(args, change), rebuilt(kwargs, change)
+        if new is args and by_key is kwargs:
+            return None
+        return new if kwargs is None else (new, by_key)
 
     return hook
 
@@ -99,64 +108,51 @@ def input_hook(flow: "Flow") -> Callable[..., object]:
 class CallRecord:
     """The outcome of a module call, for its recomputation."""
 
-    module: ref[nn.Module]
     moment: object
     base: str | None
     changed: dict[str, bool] = field(default_factory=dict)  # by path: whether the hook changed it
 
 
-class ActivationFields(Protocol):
-    """The fields of a selector of activations."""
+Records = WeakKeyDictionary[nn.Module, list[CallRecord]]
+"""The calls of each module in the newest forward, in order; empty when the block has ended.
 
-    @property
-    def side(self) -> str: ...
-    @property
-    def backward(self) -> str: ...
-    def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds: ...
+Shared by all threads, as a backward pass may run in another one.
+"""
 
 
-class OwnedTensors(Calls):
-    """Call counts that also record the site of each tensor of a call of the model."""
+class Flow(Calls):
+    """Transforms the tensors of each call of the model, and repeats that in a recomputation."""
 
-    def __init__(self, names: dict[nn.Module, list[str]]) -> None:
+    def __init__(
+        self,
+        selector: Selector,
+        attached: Attached,
+        names: Mapping[nn.Module, Sequence[str]],
+        records: Records,
+        suffix: str,
+        straight: bool = False,
+    ) -> None:
         super().__init__(names)
+        self.selector = selector
+        self.attached = attached
+        self.records = records
+        self.suffix = suffix
+        self.straight = straight
+        # Weak keys: modules outside the model may be freed.
+        self.site_ids = site_ids(selector.mechanism, attached, WeakKeyDictionary(), suffix)
         self.owners: dict[int, Owner] = {}  # by the id of the tensor
-        self.recorded: set[nn.Module] = set()  # modules with calls recorded for a recomputation
+        self.recorded: set[nn.Module] = set()  # in this call of the model
+        attached.stack.callback(records.clear)
 
     def begin(self) -> None:
         self.owners.clear()
         self.recorded.clear()
 
-
-class Flow:
-    """Transforms the tensors of each call of the model, and repeats that in a recomputation."""
-
-    def __init__(
-        self,
-        names: dict[nn.Module, list[str]],
-        at: ActivationFields,
-        attached: Attached,
-        records: MutableMapping[nn.Module, list[CallRecord]],
-        block: list[str],
-    ) -> None:
-        self.calls = OwnedTensors(names)
-        self.names = names
-        self.kind = type(at).__name__
-        self.attached = attached
-        # The calls in the newest forward, in order. Shared by all threads, as is `block` (not empty
-        # while attached): a backward pass may run in another thread.
-        self.records = records
-        self.block = block
-        self.suffix = ".input" if at.side == "input" else ""
-        self.straight = at.backward == "straight"
-        self.site_ids = at.site_ids(attached, self.suffix)
-
     def change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the current call to its new value."""
         if autograd.backward_task() != -1 and module in self.records:
             return self._repeat(module, self.records[module])
-        calls = self.calls
-        counter = calls.counter
+        counter = self.counter
         call = counter.next(module)
         if call is None:
             names = self.names.get(module)
@@ -164,29 +160,35 @@ class Flow:
                 return _unchanged
             call = names[0], 0
         if not counter.inside:
-            calls.owners = {
-                key: owner for key, owner in calls.owners.items() if owner[0]() is not None
-            }
+            owners = self.owners.items()
+            self.owners = {key: owner for key, owner in owners if owner[0]() is not None}
         base = self.site_ids(module, call)
         record = None
         # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
         if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
-            record = CallRecord(ref(module), self.attached.moment, base)
-            if counter.inside and module in calls.recorded:
-                self.records[module].append(record)
-            else:
-                self.records[module] = [record]
-                calls.recorded.add(module)
-        return _unchanged if base is None else partial(self._changed, call[0], base, record)
+            record = CallRecord(self.attached.moment, base)
+            if not (counter.inside and module in self.recorded):
+                self.records[module] = []
+                self.recorded.add(module)
+            self.records[module].append(record)
+        if base is None:
+            return _unchanged
+        return partial(self._changed, module, call[0], base, record)
 
     def _changed(
-        self, name: str, base: str, record: CallRecord | None, path: str, tensor: Tensor
+        self,
+        module: nn.Module,
+        name: str,
+        base: str,
+        record: CallRecord | None,
+        path: str,
+        tensor: Tensor,
     ) -> Tensor:
         """Return the new value of a tensor in the forward, and record the outcome."""
         site = base + path
         if path:
             self.attached.forget(base)
-        owners = self.calls.owners
+        owners = self.owners
         if id(tensor) in owners:
             owner = _site_in(owners[id(tensor)], tensor, name)
             # An identity called outside the model may get the same tensor at each call.
@@ -196,7 +198,12 @@ class Flow:
         result = self._transformed(tensor, site)
         if record is not None:
             record.changed[path] = result is not tensor
-            self._guard_recomputation(result, site, record)
+            guard = _guard(self.selector, self.records, module, site, record)
+            if not torch.is_grad_enabled():
+                for function in autograd.running_functions():
+                    function.register_prehook(guard)
+            elif result.requires_grad and autograd.in_checkpoint():
+                result.register_hook(guard)
         # An unchanged input may be taken by several modules side by side, each a site of its own.
         scope = name if result is tensor and self.suffix else ROOT
         owners[id(result)] = ref(result), autograd.version_of(result), site, scope
@@ -206,24 +213,19 @@ class Flow:
         """Return the function that repeats in a recomputation what was done in the forward."""
         record = calls[0]
         paths = [path for path, changed in record.changed.items() if changed]
-        site = f"{record.base or self.names[module][0]}{paths[0] if paths else ''}"
+        why = ""
         if any(other.changed != record.changed for other in calls):
-            raise RuntimeError(
-                f"{self.kind}: site '{site}' is recomputed by a checkpoint, its module was called "
-                "several times with a different outcome, and a recomputation does not say which "
-                "call it is. Choose all of its calls or none."
+            why = (
+                "its module was called several times with a different outcome, and a recomputation "
+                "does not say which call it is. Choose all of its calls or none"
             )
-        if paths and self.attached.unsteady:
-            raise RuntimeError(
-                f"{self.kind}: site '{site}' is recomputed by a checkpoint, which must give the "
-                f"same values again, and {self.attached.unsteady}"
-            )
-        if paths and record.moment != self.attached.moment:
-            raise RuntimeError(
-                f"{self.kind}: site '{site}' is recomputed by a checkpoint, which must give the "
-                "same values again, and the step, a switch or the intervention changed since the "
-                "forward"
-            )
+        elif paths and self.attached.unsteady:
+            why = self.attached.unsteady
+        elif paths and record.moment != self.attached.moment:
+            why = "the step, a switch or the intervention changed since the forward"
+        if why:
+            site = f"{record.base or self.names[module][0]}{paths[0] if paths else ''}"
+            raise refusal(self.selector, "checkpoint", site, why=why)
         return lambda path, tensor: (
             self._transformed(tensor, f"{record.base}{path}") if path in paths else tensor
         )
@@ -236,29 +238,10 @@ class Flow:
             return tensor if result is None else result
         with torch.no_grad():
             result = hook(tensor.detach())
-        return tensor if result is None else _straight_through(tensor, result)
-
-    def _guard_recomputation(self, result: Tensor, site: str, record: CallRecord) -> None:
-        """Hook the backward pass to refuse it if a recomputation would give other values."""
-        guard = _guard(self.block, self.kind, site, self._is_stale(record))
-        if not torch.is_grad_enabled():
-            for function in autograd.running_functions():
-                function.register_prehook(guard)
-        elif result.requires_grad and autograd.in_checkpoint():
-            result.register_hook(guard)
-
-    def _is_stale(self, record: CallRecord) -> Callable[[], bool]:
-        """Return a test whether the module's newest call differs from the record."""
-        held = ref(self)  # a graph holds its hooks
-
-        def is_stale() -> bool:
-            flow, module = held(), record.module()
-            calls = None if flow is None or module is None else flow.records.get(module)
-            if not calls:
-                return True
-            return (calls[0].moment, calls[0].changed) != (record.moment, record.changed)
-
-        return is_stale
+        if result is None:
+            return tensor
+        straight: Any = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
+        return straight
 
 
 def _unchanged(path: str, tensor: Tensor) -> Tensor:
@@ -275,24 +258,24 @@ def _site_in(owner: Owner, tensor: Tensor, name: str) -> str | None:
 
 
 def _guard(
-    block: list[str], kind: str, site: str, is_stale: Callable[[], bool]
+    selector: Selector, records: Records, module: nn.Module, site: str, record: CallRecord
 ) -> Callable[[object], None]:
-    """Return a hook that raises if a recomputation would not be transformed as the forward was."""
+    """Return a hook that refuses a backward pass whose recomputation would give other values."""
+    called = ref(module)  # a graph holds its hooks
 
     def hook(_: object) -> None:
-        if not block:
+        module = called()
+        newest = None if module is None else records.get(module)
+        if newest is None:
             why = "the block has ended between the forward and its backward"
-        elif is_stale():
+        elif (newest[0].moment, newest[0].changed) != (record.moment, record.changed):
             why = (
                 "its module was called again since, and the step, a switch or the outcome was "
                 "another one: run a backward before the next step"
             )
         else:
             return
-        raise RuntimeError(
-            f"{kind}: site '{site}' is recomputed by a checkpoint, which would now give other "
-            f"values: {why}"
-        )
+        raise refusal(selector, "checkpoint", site, why=why)
 
     return hook
 
@@ -315,9 +298,3 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _straight_through(value: Tensor, changed: Tensor) -> Tensor:
-    result = _StraightThrough.apply(value, changed)
-    assert isinstance(result, Tensor)
-    return result

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.sites._grads import Access, Act, actor
 from gradsurg.sites.base import Attached
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.torch_internals import autograd, compiling
 
 

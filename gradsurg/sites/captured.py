@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import NO_GRADIENT, Attached, Place, PlaceTest, Stage
-from gradsurg.sites.call_tracker import Calls, tensors_in
+from gradsurg.sites.module_calls import Calls, tensors_in
 from gradsurg.sites.selection import (
     ROOT,
     ModuleSelector,

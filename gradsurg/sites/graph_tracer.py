@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg.sites.base import Selector
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.sites.selection import ROOT, names_of
 from gradsurg.torch_internals import autograd, compiling
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import Node
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites._tensor_origins import Origin, TensorOrigins
 from gradsurg.sites.base import Attached, Place, PlaceTest, SiteHook, Stage
-from gradsurg.sites.call_tracker import Calls
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
+from gradsurg.sites.module_calls import Calls
 from gradsurg.sites.nodes import fits_node
 from gradsurg.sites.selection import (
     ModuleSelector,

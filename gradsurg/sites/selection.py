@@ -104,8 +104,11 @@ class ModuleSelector(Selector):
 
     def offers(self, place: Place) -> bool:
         module = place.thing
-        if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
-            return False  # a container such as ModuleList, which is never called
+        if not isinstance(module, nn.Module):
+            return False
+        # A container such as ModuleList is never called. A class of TorchScript has no forward.
+        if getattr(type(module), "forward", None) is nn.Module.forward:
+            return False
         return place.name != ROOT or self.pattern == ROOT or not any(module.children())
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:

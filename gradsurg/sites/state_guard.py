@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.torch_internals.random_state import get_states, set_states
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)

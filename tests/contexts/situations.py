@@ -20,8 +20,8 @@ from torch.nn.modules import module as process
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.every_module import TABLES
 from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals.module_hooks import TABLES
 from gradsurg.transforms.base import Transform
 from tests.contexts.kinds import Net
 from tests.nets import FEATURES, attached, batch, noisy, num_hooks, sgd, weights

@@ -39,6 +39,9 @@ ACCEPTED: dict[str, str] = {
     "Parameters reduced | * | SkipUpdate: refused: acts, now FieldError": (
         "issue 35: it skipped no step there, and is refused as at `Group`"
     ),
+    "* | changes | *: hooks left: *": (
+        "fewer hooks of the process, and none that a copy or a second block leaves behind"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 

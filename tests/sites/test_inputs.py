@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.base import Selector
+from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.nets import (
     attached,
@@ -41,46 +42,64 @@ def _residual(inner: nn.Module) -> Made:
     return Made(forward, f=inner)
 
 
+def _written_later(self: Made, x: Tensor) -> Tensor:
+    h = x * 1
+    h += self.f(h)
+    return h
+
+
+def _tripled(model: nn.Module) -> nn.Module:
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    return model
+
+
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
 
 
-def _written_later() -> Made:
-    def forward(self: Made, x: Tensor) -> Tensor:
-        h = x * 1
-        h += self.f(h)
-        return h
-
-    return Made(forward, f=Double())
-
-
 BY_VALUE = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
+RECOMPUTED = Made(lambda self, x: recomputed(self.inner, x, True), inner=Double())
+NESTED = nn.Sequential(nn.Sequential(Double(), Double()))
+FORK = Made(lambda self, x: self.left(x) * 3 + self.right(x), left=Double(), right=Double())
+PAIR = nn.Sequential(Double(), Double())
 
 
 @pytest.mark.parametrize(
-    ("model", "transform", "at", "grad"),
+    ("model", "transform", "pattern", "path", "grad", "sites"),
     [
-        (_residual(Double()), TEN, gs.Inputs("f"), [1.0 + 10 * 2.0]),
-        (_residual(Double()), TEN, gs.Inputs("f", path="total"), [10 * (1.0 + 2.0)]),
-        (_written_later(), TEN, gs.Inputs("f"), [1.0 + 20.0]),
-        (nn.Sequential(Double(), InPlace()), gs.Clip(1.5), gs.Inputs("1", path="total"), [3.0]),
+        (_residual(Double()), TEN, "f", "branch", [21, -21], [["f"]]),
+        (_residual(Double()), TEN, "f", "total", [30, -30], [["f"]]),
+        (Made(_written_later, f=Double()), TEN, "f", "branch", [21, -21], [["f"]]),
+        (nn.Sequential(Double(), InPlace()), TEN, "1", "total", [40, -40], [["1"]]),
         # A residual around a reentrant checkpoint is not in the total inside.
-        (
-            _residual(Made(lambda self, x: recomputed(self.inner, x, True), inner=Double())),
-            TEN,
-            gs.Inputs("f.inner", path="total"),
-            [1.0 + 20.0],
-        ),
-        (nn.Sequential(Double(), Double()), BY_VALUE, gs.Inputs("1"), [40.0, 0.0]),
-        (nn.Sequential(Double(), Double()), BY_VALUE, gs.Inputs("1", path="total"), [40.0, 0.0]),
+        (_residual(RECOMPUTED), TEN, "f.inner", "total", [21, -21], [["f.inner"]]),
+        (PAIR, BY_VALUE, "1", "branch", [40, 0], [["1"]]),
+        (PAIR, BY_VALUE, "1", "total", [40, 0], [["1"]]),
+        # Modules that take the same tensor have separate branches, and share a total.
+        (FORK, TEN, "*", "branch", [80, -80], [["left"], ["right"]]),
+        (FORK, gs.Clip(5.0), "*", "branch", [5 + 2, -7], [["left"], ["right"]]),
+        (FORK, gs.Clip(5.0), "*", "total", [5, -5], [["left", "right"]]),
+        # A branch passes a container and its first child, a total once.
+        (NESTED, TEN, r"re:0|0\.0", "branch", [400, -400], [["0"], ["0.0"]]),
+        (NESTED, TEN, r"re:0|0\.0", "total", [40, -40], [["0", "0.0"]]),
+        # Pre-hooks of others run first.
+        (_tripled(nn.Sequential(Double())), gs.Clip(1.0), "0", "branch", [3, -3], [["0"]]),
     ],
 )
 def test_the_gradient_of_a_branch_or_of_all_uses_is_transformed(
-    model: nn.Module, transform: Transform, at: gs.Inputs, grad: list[float]
+    model: nn.Module,
+    transform: Transform,
+    pattern: str,
+    path: Any,
+    grad: list[int],
+    sites: list[list[str]],
 ) -> None:
-    x = point(1.0, -1.0) if transform is BY_VALUE else point()
-    assert passed(model, transform, at, x) == (grad, {f"{at.pattern}#0.input": 1})
+    x, sign = point(1.0, -1.0), torch.tensor([1.0, -1.0])
+    with attached(model, transform, gs.Inputs(pattern, path=path)) as live:
+        (model(x * 1) * (1.0 if transform is BY_VALUE else sign)).sum().backward()
+    assert grad_of(x) == grad
+    assert names_of_sites(live) == [[f"{name}#0.input" for name in names] for names in sites]
 
 
 @dataclass
@@ -129,56 +148,17 @@ def test_every_positional_and_keyword_tensor_is_a_site(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_tensor_given_twice_is_one_site_with_both_names(path: Any) -> None:
-    model, x = _mixed(lambda mix, a: mix(a, again=a)), point()
+def test_a_tensor_given_twice_is_one_site_with_both_names_and_one_tensor(path: Any) -> None:
+    def sums(self: Made, a: Tensor, again: Tensor) -> Tensor:
+        assert a is again  # as self-attention asks
+        return 3 * a + 5 * again
+
+    x = point()
+    model = Made(lambda self, a: self.mix(a, again=a), mix=Made(sums))
     with attached(model, gs.Clip(6.0), gs.Inputs("mix", path=path)) as live:
-        model(x).backward()
+        model(x * 1).backward()
     assert grad_of(x) == [6.0]  # of 3 + 5
     assert names_of_sites(live) == [["mix#0.input.0", "mix#0.input.again"]]
-
-
-def test_self_attention_still_sees_that_its_inputs_are_the_same_tensor() -> None:
-    torch.manual_seed(0)
-    model = Made(
-        lambda self, x: self.attention(x, x, x, need_weights=False)[0].sum(),
-        attention=nn.MultiheadAttention(8, 2, batch_first=True),
-    )
-    x = torch.randn(2, 3, 8)
-    plain, hooked = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(plain).backward()
-    before = gradients(model)
-    model.zero_grad()
-    with attached(model, gs.Identity(), gs.Inputs("attention")) as live:
-        model(hooked).backward()
-    assert names_of_sites(live) == [[f"attention#0.input.{index}" for index in range(3)]]
-    assert grad_of(plain) == grad_of(hooked)
-    assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
-
-
-def test_modules_that_take_the_same_tensor_share_a_total_and_have_separate_branches() -> None:
-    total = point()
-    model = Made(
-        lambda self, x: (self.left(x) * 3 + self.right(x)).sum(), left=Double(), right=Double()
-    )
-    with attached(model, gs.Clip(5.0), gs.Inputs("*", path="total")) as live:
-        model(total * 1).backward()
-    assert grad_of(total) == [5.0]  # of 6 + 2
-    assert names_of_sites(live) == [["left#0.input", "right#0.input"]]
-    sites = {"left#0.input": 1, "right#0.input": 1}
-    assert passed(model, gs.Clip(5.0), gs.Inputs("*")) == ([5.0 + 2.0], sites)
-
-
-def test_a_branch_passes_a_container_and_its_first_child_and_a_total_once() -> None:
-    results = []
-    for path in PATHS:
-        model, x = nn.Sequential(nn.Sequential(Double(), Double())), point()
-        with attached(model, gs.Scale(10.0), gs.Inputs("re:0|0\\.0", path=path)) as live:
-            model(x).sum().backward()
-        results.append((grad_of(x), names_of_sites(live)))
-    assert results == [
-        ([400.0], [["0#0.input"], ["0.0#0.input"]]),
-        ([40.0], [["0#0.input", "0.0#0.input"]]),
-    ]
 
 
 def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
@@ -199,18 +179,19 @@ def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "at", "message"),
+    ("model", "at", "fault"),
     [
-        ([InPlace()], gs.Inputs("1"), r"'1#0\.input': the module wrote to its input in place"),
-        ([nn.Flatten(0), InPlace()], gs.Inputs("2", path="total"), "'2#0.*hooks of a view"),
-        ([nn.Identity(), InPlace()], gs.Inputs("1"), "'1#0.*: the module handed on its input"),
-        ([nn.Flatten(0), InPlace()], gs.Inputs("1"), "'1#0.*: the module handed on its input"),
+        ([InPlace()], gs.Inputs("1"), "wrote to its input: a hook would"),
+        ([nn.Flatten(0), InPlace()], gs.Inputs("2", path="total"), "wrote to its input: a hook"),
+        ([nn.Identity(), InPlace()], gs.Inputs("1"), "returned its input, which was then written"),
+        ([nn.Flatten(0), InPlace()], gs.Inputs("1"), "returned its input, which was then written"),
     ],
 )
 def test_an_input_that_is_written_to_is_refused_as_a_branch(
-    model: list[nn.Module], at: gs.Inputs, message: str
+    model: list[nn.Module], at: gs.Inputs, fault: str
 ) -> None:
     net = nn.Sequential(Double(), *model)
+    message = rf"'{at.pattern}#0\.input': the module {fault}"
     with pytest.raises(RuntimeError, match=message), attached(net, TEN, at):
         net(torch.ones(2, 2, requires_grad=True))
     assert num_hooks(net) == 0
@@ -256,28 +237,23 @@ def test_two_interventions_on_one_input_act_in_order(first: Any, second: Any) ->
     assert grad_of(x) == [1.0 if (first, second) == ("total", "branch") else 10.0]
 
 
-def test_a_total_includes_all_uses_even_if_a_container_was_given_an_alias() -> None:
-    model, x = _residual(nn.Sequential(Double())), point()
-    noop = gs.Intervention(gs.Identity(), gs.Inputs("f"))
-    clip = gs.Intervention(gs.Clip(0.5), gs.Inputs("f.0", path="total"))
-    with gs.Surgery(noop, clip).attach(model):
-        model(x).backward()
-    assert grad_of(x) == [0.5]
-
-
-def test_the_output_of_an_identity_is_another_site_than_its_input() -> None:
-    model, x = nn.Sequential(Double(), nn.Identity()), point()
-    noop = gs.Intervention(gs.Identity(), gs.Inputs("1"))
-    scale = gs.Intervention(gs.Scale(10.0), gs.Outputs())
-    with gs.Surgery(noop, scale).attach(model):
+@pytest.mark.parametrize(
+    ("model", "noop", "at", "transform", "grad"),
+    [
+        # A total includes all uses even if a container was given an alias.
+        (_residual(nn.Sequential(Double())), "f", gs.Inputs("f.0", path="total"), "clip", 0.5),
+        # The output of an identity is another site than its input.
+        (nn.Sequential(Double(), nn.Identity()), "1", gs.Outputs(), "scale", 200.0),
+    ],
+)
+def test_an_alias_of_another_intervention_stands_for_its_tensor(
+    model: nn.Module, noop: str, at: Selector, transform: str, grad: float
+) -> None:
+    x, transforms = point(), {"clip": gs.Clip(0.5), "scale": TEN}
+    first = gs.Intervention(gs.Identity(), gs.Inputs(noop))
+    with gs.Surgery(first, gs.Intervention(transforms[transform], at)).attach(model):
         model(x).sum().backward()
-    assert grad_of(x) == [200.0]
-
-
-def test_foreign_forward_pre_hooks_run_first() -> None:
-    model = nn.Sequential(Double())
-    model[0].register_forward_pre_hook(lambda module, args: (args[0] * 3,))
-    assert passed(model, gs.Clip(1.0), gs.Inputs("0"))[0] == [3.0]
+    assert grad_of(x) == [grad]
 
 
 def test_an_alias_keeps_the_strides_of_its_tensor() -> None:

@@ -332,7 +332,7 @@ def test_a_compiled_model_is_shown_as_the_eager_one() -> None:
 def test_a_model_that_returns_no_tensor_is_shown_without_its_nodes_and_with_a_note() -> None:
     class Answer:
         def __init__(self, value: Tensor) -> None:
-            self.value = value
+            self.value = [value]
 
     text = str(tree(Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)), X))
     assert "Made    Answer" in text

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.module_calls import tensors_in
+from gradsurg.transforms.base import Transform
 from tests.contexts.table import README
 from tests.nets import attached, gradients, num_hooks, sgd, small
 from tests.sites.points import (
@@ -14,7 +15,6 @@ from tests.sites.points import (
     Made,
     Shared,
     calls_of,
-    grad_of,
     names_of_sites,
     passed,
     point,
@@ -95,39 +95,51 @@ def test_the_tensors_that_modules_return_are_sites(
     assert not gradients(model)[next(iter(gradients(model)))].any()
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        nn.Identity(),
-        nn.Dropout(0.5).eval(),
-        nn.Dropout(0.5, inplace=True).eval(),
-        nn.Flatten(),
-        nn.Sequential(nn.Identity()),
-    ],
-    ids=lambda inner: type(inner).__name__,
-)
-def test_the_output_of_a_module_that_returns_its_input_is_its_own_branch(inner: nn.Module) -> None:
+def _residual(inner: nn.Module) -> Made:
+    """A module that returns its input, or a list of it, with other uses of that input."""
+
     def forward(self: Made, x: Tensor) -> Tensor:
         h = self.first(x)
-        return (h + 3 * self.inner(h)).sum()
+        y = self.inner(h)
+        return h + 3 * (y[0] if isinstance(y, list) else y)
 
-    x = torch.ones(1, 1, requires_grad=True)
-    model = Made(forward, first=Double(), inner=inner)
-    with attached(model, TEN, gs.Outputs("inner")) as live:
-        for _ in range(3):
-            x.grad = None
-            model(x).backward()
-            assert grad_of(x) == [[2.0 + 2 * 3 * 10]]
-    assert calls_of(live) == {"inner#0": 3}
+    return Made(forward, first=Double(), inner=inner)
 
 
-def test_inputs_returned_inside_a_list_are_their_own_branches() -> None:
-    x = point()
-    model = nn.Sequential(Made(lambda self, x, y=None: [x, y]))
-    with attached(model, gs.Scale(10.0), gs.Outputs("0")):
-        first, second = model[0](x, y=x)
-        (first + second + x).sum().backward()
-    assert grad_of(x) == [10.0 + 10 + 1]
+def _twice_recomputed(self: Made, x: Tensor) -> Tensor:
+    return recomputed(self.inner, recomputed(self.inner, x, True) ** 2, True) ** 2
+
+
+RELU = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
+NEGATED = nn.Sequential(Double(), Made(lambda self, x: x.neg_()))
+BY_VALUE = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
+
+
+@pytest.mark.parametrize(
+    ("model", "transform", "at", "x", "grad"),
+    [
+        # A module that returns its input: 1 + 3 of which 3 is the branch of that output.
+        (_residual(nn.Identity()), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
+        (_residual(nn.Dropout(0.5).eval()), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
+        (_residual(nn.Dropout(0.5, inplace=True).eval()), TEN, "inner", (1.0,), [62.0]),
+        (_residual(nn.Flatten(0)), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
+        (_residual(nn.Sequential(nn.Identity())), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
+        (_residual(Made(lambda self, x: [x, 1])), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
+        # An in-place ReLU has a site of its own; the value is that before a later change in place.
+        (RELU, gs.Clip(1.0), "1", (3.0, -3.0), [2.0, 0.0]),
+        (RELU, TEN, "[01]", (3.0, -3.0), [400.0, 0.0]),
+        (NEGATED, BY_VALUE, "0", (1.0, -1.0), [-20.0, 0.0]),
+        # f(x) = (2 (2 x)^2)^2 = 64 x^4; d/dy of (2 y^2)^2 = 16 y^3 = 128 at y = 2, clipped to 100.
+        (Made(_twice_recomputed, inner=Double()), gs.Clip(100.0), "inner#0", (1.0,), [200.0]),
+    ],
+)
+def test_the_gradient_of_this_output_alone_is_transformed(
+    model: nn.Module, transform: Transform, at: str, x: tuple[float, ...], grad: list[float]
+) -> None:
+    pattern, _, call = at.partition("#")
+    outputs = gs.Outputs(pattern, call=int(call) if call else None)
+    for _ in range(2):
+        assert passed(model, transform, outputs, point(*x))[0] == grad
 
 
 def test_a_returned_input_that_is_written_to_is_refused() -> None:
@@ -135,64 +147,25 @@ def test_a_returned_input_that_is_written_to_is_refused() -> None:
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.Scale(10.0), gs.Outputs("1")),
-        pytest.raises(RuntimeError, match="'1' returned its input, which was then written to"),
+        pytest.raises(RuntimeError, match="'1#0': the module returned its input, which was"),
     ):
         model(point())
 
 
-def _prompted() -> Made:
-    """A model with a module that returns its parameter."""
+def test_a_parameter_returned_by_a_module_is_hooked_once_with_its_current_value() -> None:
     soft = Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(2)))
-    return Made(lambda self, x: (self.soft() * x).sum(), soft=soft)
-
-
-def test_a_parameter_returned_by_a_module_is_hooked_once_and_released() -> None:
-    model = _prompted()
-    with attached(model, gs.Scale(10.0), gs.Outputs("soft")) as live:
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(2)).backward()
-            assert gradients(model)["soft.prompt"].tolist() == [10.0, 10.0]
-    assert calls_of(live) == {"soft#0": 3}
-    assert num_hooks(model) == 0
-
-
-def test_the_value_of_a_returned_parameter_is_its_current_one() -> None:
-    model = _prompted()
+    model = Made(lambda self, x: (self.soft() * x).sum(), soft=soft)
     optimizer = sgd(model, lr=1.0)
     transform = gs.ScaleBySign(positive=3.0, negative=0.0, of="value")
-    with attached(model, transform, gs.Outputs("soft"), optimizer):
+    with attached(model, transform, gs.Outputs("soft"), optimizer) as live:
         for expected, start in (([3.0, 3.0], 1.0), ([0.0, 0.0], -2.0)):
             assert model.soft.prompt.tolist() == [start, start]
             optimizer.zero_grad()
             model(torch.ones(2)).backward()
             assert gradients(model)["soft.prompt"].tolist() == expected
             optimizer.step()
-
-
-def test_an_in_place_activation_has_a_site_of_its_own() -> None:
-    # 2 comes to the ReLU, 1 if clipped; both times 10 behind it, times 10 before it, times 2.
-    model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
-    assert passed(model, gs.Clip(1.0), gs.Outputs("1"), point(3.0, -3.0))[0] == [2.0, 0.0]
-    with attached(model, gs.Clip(1.0), gs.Outputs("1")):
-        both = passed(model, TEN, gs.Outputs("[01]"), point(3.0, -3.0))
-    assert both == ([200.0, 0.0], {"0#0": 1, "1#0": 1})
-
-
-def test_the_value_is_the_output_before_a_later_in_place_change() -> None:
-    model = nn.Sequential(Double(), Made(lambda self, x: x.neg_()))
-    transform = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
-    assert passed(model, transform, gs.Outputs("0"), point(1.0, -1.0))[0] == [-20.0, 0.0]
-
-
-def test_a_call_inside_a_reentrant_checkpoint_is_the_one_of_the_forward() -> None:
-    def forward(self: Made, x: Tensor) -> Tensor:
-        return recomputed(self.doubled, recomputed(self.doubled, x, True) ** 2, True) ** 2
-
-    # f(x) = (2 (2 x)^2)^2 = 64 x^4; d/dy of (2 y^2)^2 = 16 y^3 = 128 at y = 2, clipped to 100.
-    model = Made(forward, doubled=Double())
-    grad, _ = passed(model, gs.Clip(100.0), gs.Outputs("doubled", call=0))
-    assert grad == [200.0]
+    assert calls_of(live) == {"soft#0": 2}
+    assert num_hooks(model) == 0
 
 
 def test_a_type_that_matches_no_module_is_refused_with_the_choices() -> None:

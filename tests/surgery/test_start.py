@@ -357,20 +357,6 @@ def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> N
         assert live.effects.numbers() == live.conflicts.numbers() == {}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_module_is_refused_except_at_its_parameters() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))
-    partly = nn.Sequential(nn.Linear(3, 3), scripted)
-    for model, name in ((scripted, "RecursiveScriptModule"), (partly, "1")):
-        for at in (gs.Outputs("*"), gs.Nodes("Relu"), gs.Outputs("*") | gs.Parameters()):
-            with pytest.raises(ValueError, match=f"'{name}' is a ScriptModule.*or act at Param"):
-                gs.Surgery(gs.Intervention(gs.Scale(2.0), at)).attach(model)
-        with gs.Surgery(gs.Intervention(gs.Zero(), gs.Parameters())).attach(model):
-            model(torch.ones(2, 3)).sum().backward()
-        grads = [param.grad for param in model.parameters()]
-        assert all(grad is not None and not grad.any() for grad in grads)
-
-
 @pytest.mark.parametrize(
     "kind", [gs.Outputs, gs.Inputs, gs.ModuleGradients, gs.Activations, gs.SavedTensors, gs.Nodes]
 )

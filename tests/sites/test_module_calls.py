@@ -1,0 +1,114 @@
+"""Module calls: the tensors in nested values, and modules that run no hooks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+import gradsurg as gs
+from gradsurg.sites.base import Selector
+from gradsurg.sites.module_calls import tensors_in
+from tests.sites.points import TEN, Answer, Double, Made, Named, passed, point
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    h: Tensor
+    count: int = field(init=False, default=3)
+
+
+class Plain:
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+        self.text = "text"
+
+
+def test_tensors_are_found_in_containers_and_among_the_attributes_of_objects() -> None:
+    first, second, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
+    nested = Answer(first, {"loss": second, "index": whole})
+    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
+    named = Named(first, [second, second])
+    assert [path for path, _ in tensors_in(named)] == [".0", ".1.0", ".1.1"]
+    assert [path for path, _ in tensors_in([Plain(first)])] == [".0.h"]
+    assert [path for path, _ in tensors_in(first)] == [""]
+    nothing = (None, "text", Answer, whole, nn.Linear(1, 1), torch.ones, Plain(whole))
+    assert list(tensors_in(nothing)) == []
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a model output": (lambda h: BaseModelOutput(last_hidden_state=h), "last_hidden_state"),
+    "a frozen dataclass": (Frozen, "h"),
+    "an object": (Plain, "h"),
+    "a distribution": (lambda h: torch.distributions.Exponential(h), "rate"),
+    "a nested one": (lambda h: BaseModelOutput(hidden_states=(h, h * 0)), "hidden_states"),
+}
+
+
+@pytest.mark.parametrize("held", HOLDERS)
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Outputs("out"),
+        gs.Inputs("into"),
+        gs.Inputs("into", path="total"),
+        gs.Activations("out"),
+        gs.Activations("into", side="input"),
+        gs.EveryModule("out", kind="forward"),
+        gs.EveryModule("into", kind="forward_pre"),
+    ],
+    ids=repr,
+)
+def test_a_module_returns_or_takes_any_holder_of_tensors(at: Any, held: str) -> None:
+    make, name = HOLDERS[held]
+
+    def read(self: Made, holder: Any) -> Tensor:
+        assert type(holder) is type(make(torch.ones(1)))
+        h = getattr(holder, name)
+        assert not isinstance(holder, dict) or holder[name] is h
+        return 3 * (h[0] + h[1] if isinstance(h, tuple) else h)
+
+    out = Made(lambda self, x: make(x * 2))
+    model = Made(lambda self, x: self.into(self.out(x * 1)), out=out, into=Made(read))
+    grad, calls = passed(model, TEN, at, point(1.0))
+    assert grad == [60.0]
+    side = "into#0.input.0" if at.pattern == "into" else "out#0"
+    assert calls[f"{side}.{name}{'.0' if held == 'a nested one' else ''}"] == 1
+    changes_values = at.resolve("tensor") == "forward"
+    if changes_values:
+        with gs.Surgery(gs.Intervention(TEN, at)).attach(model):
+            assert model(point()).item() == 60.0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize(
+    ("at", "refused"),
+    [
+        (gs.Outputs(), "scripted"),
+        (gs.EveryModule(), "scripted"),
+        (gs.EveryModule("plain", kind="full_backward_pre"), "scripted"),
+        (gs.Inputs("scripted.0"), "scripted.0"),
+        (gs.Activations("scripted"), "scripted"),
+        (gs.ModuleGradients("scripted"), "scripted"),
+        (gs.Outputs("plain"), ""),
+        (gs.Inputs("plain"), ""),
+        (gs.Activations("plain"), ""),
+        (gs.ModuleGradients("plain"), ""),
+        (gs.EveryModule("plain", kind="forward"), ""),
+    ],
+    ids=repr,
+)
+def test_a_selected_scripted_module_is_refused_and_its_siblings_act(
+    at: Selector, refused: str
+) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.ReLU()))
+    model = Made(lambda self, x: self.scripted(self.plain(x)), plain=Double(), scripted=scripted)
+    if refused:
+        message = rf"site '{refused}': it is a ScriptModule.*Act at Parameters"
+        with pytest.raises(ValueError, match=message):
+            passed(model, TEN, at)
+    else:
+        assert passed(model, TEN, at)[0] == [20.0]
