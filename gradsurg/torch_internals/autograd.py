@@ -243,6 +243,18 @@ def running_functions() -> list[BackwardCFunction]:
     return functions
 
 
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def calls_on_stack(module: torch.nn.Module) -> int:
+    """How many calls of a module are on the call stack of this thread."""
+    frame, calls = sys._getframe(1), 0
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
+
+
 Mode = TorchFunctionMode
 
 _overrides = vars(torch.overrides)

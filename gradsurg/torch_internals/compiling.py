@@ -56,6 +56,11 @@ traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
 
 
+def recording() -> bool:
+    """Whether `torch.jit.trace` or `torch.export` records this code."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Let `untraced` return functions as they are while Dynamo, slow to import, is not there.
