@@ -23,7 +23,48 @@ class Row:
     error: type[Exception] = RuntimeError
 
 
-ROWS: tuple[Row, ...] = ()
+ROWS: tuple[Row, ...] = (
+    # Nodes, Uses, SavedTensors, Captured
+    *(
+        Row(
+            kind=kind,
+            context="torch.export",
+            outcome="refused",
+            why="an exported model is one graph of operations, which calls none of its modules",
+            instead=f"{instead}, or attach to the model before torch.export",
+            error=LookupError,
+        )
+        for kind, instead in (
+            ("Nodes", "Leave out module="),
+            ("Uses", "Select parameters"),
+            ("SavedTensors", "Select 'root' or 'block'"),
+            ("Captured", "Select parameters"),
+        )
+    ),
+    Row(
+        kind="SavedTensors",
+        context="stateful transform",
+        outcome="refused",
+        why="it is many tensors, and {what} remembers one thing for each site",
+        instead="Choose modules or nodes",
+        error=ValueError,
+    ),
+    Row(
+        kind="SavedTensors",
+        context="other saved-tensor hooks",
+        outcome="refused",
+        why="there are hooks already, as those of a checkpoint, and a node takes one pair alone",
+        instead="Choose the module without node=",
+    ),
+    Row(
+        kind="SavedTensors",
+        context="double backward",
+        outcome="refused",
+        why="it is read back under create_graph, and PyTorch cannot differentiate what is done to "
+        "a saved tensor",
+        instead="Use Activations, or no create_graph",
+    ),
+)
 
 
 def row(selector: object, context: str) -> Row:

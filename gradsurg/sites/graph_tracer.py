@@ -1,4 +1,4 @@
-"""The autograd graph of a call of the model: its nodes with their places, and the uses of tensors."""
+"""The autograd graph of a call of the model: its nodes with their places, and uses of tensors."""
 
 import re
 import threading
@@ -19,6 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg.sites.base import Selector
 from gradsurg.sites.call_tracker import tensors_in
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ROOT, names_of
 from gradsurg.torch_internals import autograd, compiling
 
@@ -256,10 +257,12 @@ class Tracer:
                 call = self._recomputed(task, module)
                 if call is None:
                     return
-            elif graph is not None and (is_model or graph.outer is module):
-                # A KeyboardInterrupt leaves a call open, since it runs no forward hooks.
-                if autograd.calls_on_stack(graph.outer) <= (graph.outer is module):
-                    graph = None
+            elif (
+                graph is not None
+                and (is_model or graph.outer is module)
+                and autograd.calls_on_stack(graph.outer) <= (graph.outer is module)
+            ):
+                graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
             if graph is None:
                 if compiling.recording():
                     return
@@ -370,6 +373,12 @@ def around(
         if inside and module in chosen:
             needed |= contents
     return [module for module in names if module in needed]
+
+
+def check_called(selector: Selector, model: nn.Module, selected: Collection[nn.Module]) -> None:
+    """Raise LookupError if the selected modules are those of an exported model, never called."""
+    if model not in selected and compiling.is_exported(model):
+        raise refusal(selector, "torch.export")
 
 
 def may_meet_more_sites(output: object, at: Selector) -> bool:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -218,6 +220,29 @@ def remove_saved_tensor_hooks(pair: Pair) -> None:
         inner.append(top)
     for other in reversed(inner):
         push_saved_tensor_hooks(other)
+
+
+def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]]:
+    """Yield each tensor saved by a node: its name, its SavedTensor, and a function to read it.
+
+    Any: PyTorch declares no type for a SavedTensor, which takes hooks by `register_hooks`.
+    """
+    for key in dir(node):
+        name = key.removeprefix("_raw_saved_")
+        if name != key:
+            raw, attribute = getattr(node, key), f"_saved_{name}"
+            if not isinstance(raw, tuple):
+                if raw.data is not None:
+                    yield name, raw, partial(getattr, node, attribute)
+                continue
+            for index, saved in enumerate(raw):
+                if saved.data is not None:
+                    attribute = "saved_tensors" if name == "tensors" else attribute
+                    yield f"{name}.{index}", saved, partial(_item, node, attribute, index)
+
+
+def _item(node: Node, attribute: str, index: int) -> torch.Tensor:
+    return getattr(node, attribute)[index]
 
 
 def in_checkpoint() -> bool:

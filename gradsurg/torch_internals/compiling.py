@@ -38,7 +38,7 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
     if _uncompiled.get() and _DYNAMO not in sys.modules:
         return _hook(function)
     disable: Callable[..., Any] = torch.compiler.disable  # Any: it returns its argument
-    disabled = disable(compiled or function)
+    disabled = disable(compiled or function, reason=REASON)
 
     def run(*args: object) -> object:
         return function(*args) if _tracing() is None else disabled(*args)
@@ -59,6 +59,16 @@ traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 def recording() -> bool:
     """Whether `torch.jit.trace` or `torch.export` records this code."""
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def is_exported(model: torch.nn.Module) -> bool:
+    """Whether a model is the graph of operations that `torch.export` makes of one.
+
+    It calls none of its modules, which hold the parameters, but one that checks the inputs.
+    """
+    return isinstance(model, torch.fx.GraphModule) and all(
+        node.target == "_guards_fn" for node in model.graph.nodes if node.op == "call_module"
+    )
 
 
 @contextmanager
@@ -148,6 +158,7 @@ def keeping_buffers() -> Iterator[None]:
 COMPILED = "CompiledFunctionBackward"
 """The name of the autograd node of a compiled graph."""
 
+REASON = "a hook of gradsurg: compile without fullgraph, export before attaching"
 _DYNAMO = "torch._dynamo"
 _KEPT = "/gradsurg keeps buffers"
 _uncompiled: ContextVar[bool] = ContextVar("gradsurg_uncompiled", default=False)
