@@ -64,6 +64,13 @@ ROWS: tuple[Row, ...] = (
         "a saved tensor",
         instead="Use Activations, or no create_graph",
     ),
+    Row(
+        kind="Captured",
+        context="is_grads_batched",
+        outcome="refused",
+        why="it gets many gradients at once by is_grads_batched=True, and a transform takes one",
+        instead="Call torch.autograd.grad for each of them",
+    ),
 )
 
 

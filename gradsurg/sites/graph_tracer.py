@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from gradsurg.sites.base import Selector
 from gradsurg.sites.call_tracker import tensors_in
 from gradsurg.sites.contexts import refusal
-from gradsurg.sites.selection import ROOT, names_of
+from gradsurg.sites.selection import names_of
 from gradsurg.torch_internals import autograd, compiling
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
@@ -74,31 +74,23 @@ class CallGraph:
     Each differentiable operation increments the sequence number of its thread. At number
     `numbers[i]` a module call began or ended, and `owners[i]` is the innermost call from there on;
     the nodes made until the next change belong to it. `returned` lists the tensors returned by the
-    modules that were asked for.
+    modules that were asked for. `whole` says that the model itself was called in a forward pass,
+    `outside` that a part of it was.
     """
 
     def __init__(self, tracer: "Tracer", outer: nn.Module, inputs: object, forward: bool) -> None:
         self.outer = outer
+        self.whole = forward and outer is tracer.model
+        self.outside = forward and outer is not tracer.model
         self.running: list[ModuleCall] = []
         self.counts: Counter[nn.Module] = Counter()
         self.numbers: list[int] = []
         self.owners: list[ModuleCall | None] = []
         self.returned: list[Returned] = []
         self.roots: set[Node] = set()
-        self._inputs = _nodes_of(inputs)
-        self._forward, self._since, self._repeated = forward, tracer.since, tracer.repeated
+        self._inputs = _nodes_of(inputs)  # they do not belong to the call
+        self._repeated = tracer.repeated
         self._latest = tracer.state.latest if forward else {}
-
-    @property
-    def whole(self) -> bool:
-        """Whether the call was one of the model itself, in a forward pass."""
-        owner = self.owners[0]
-        return self._forward and owner is not None and owner.name == ROOT
-
-    @property
-    def outside(self) -> bool:
-        """Whether a part of the model was called and not the model, in a forward pass."""
-        return self._forward and not self.whole
 
     @property
     def empty(self) -> bool:
@@ -110,7 +102,7 @@ class CallGraph:
 
         If `wanted` selects one overload of a name, all its overloads are included.
         """
-        reached, begin = self._reached(self._first()), self.numbers[0]
+        reached, begin = self._reached(), self.numbers[0]
         # Most forwards make the same nodes in the same calls as the one before.
         numbers = [number - begin for number in self.numbers]
         pattern = self.owners, numbers, [(number - begin, node.name()) for number, node in reached]
@@ -128,7 +120,7 @@ class CallGraph:
         They are in the order in which these nodes were made.
         """
         uses: list[tuple[int, int, Edge, Node]] = []
-        for number, node in self._reached(self._first()):
+        for number, node in self._reached():
             if node.name() == WRAPPER:
                 continue
             for index, edge in enumerate(node.next_functions):
@@ -143,20 +135,12 @@ class CallGraph:
 
     def hides_nodes(self) -> bool:
         """Return whether it contains a reentrant checkpoint, whose nodes are made in backward."""
-        # The node of a checkpoint is made before the calls inside it.
-        return bool(self._repeated) and any(
-            node in self._repeated for _, node in self._reached(self.numbers[0])
-        )
+        reached = self._reached() if self._repeated else ()
+        return any(node in self._repeated for _, node in reached)
 
-    def _first(self) -> int:
-        """Return the number at which the first call of `since` began."""
-        calls = zip(self.numbers, self.owners, strict=True)
-        begun = (number for number, call in calls if call and call.module in self._since)
-        return next(begun, self.numbers[-1]) if self._since else self.numbers[0]
-
-    def _reached(self, begin: int) -> list[tuple[int, Node]]:
-        """Return the nodes that the outputs depend on, made from number `begin` to the end."""
-        end = self.numbers[-1]
+    def _reached(self) -> list[tuple[int, Node]]:
+        """Return the nodes of the call that the outputs depend on, with their numbers."""
+        begin, end = self.numbers[0], self.numbers[-1]
         reached: list[tuple[int, Node]] = []
         seen = set(self._inputs)
         pending: list[Iterable[Edge]] = [[(root, 0) for root in self.roots]]
@@ -202,7 +186,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self.state = _ThreadState()
-        self.since: frozenset[nn.Module] = frozenset()
+        self.model: nn.Module | None = None
         self.repeated: WeakKeyDictionary[BackwardCFunction, list[ModuleCall]] = WeakKeyDictionary()
         """The calls in each autograd function that disables gradients, as such checkpoints do."""
 
@@ -213,17 +197,15 @@ class Tracer:
         take: Callable[[CallGraph], None],
         stack: ExitStack,
         outputs: Collection[nn.Module] = (),
-        since: Collection[nn.Module] = (),
     ) -> None:
         """Hook `modules` and call `take` with the graph of each outermost call when it ends.
 
-        The graph also lists the tensors that `outputs`, a subset of `modules`, return. Nodes made
-        before the first call of a module in `since` are left out.
+        The graph also lists the tensors that `outputs`, a subset of `modules`, return.
         """
         names = names_of(model)
-        self.since = frozenset(since)
+        self.model = model
         for module in modules:
-            enter = self._enter(module, names[module], module is model)
+            enter = self._enter(module, names[module])
             handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
             leave = self._leave(module, take, module in outputs)
@@ -232,9 +214,7 @@ class Tracer:
     # These two hooks run at every call of every module, so they do as little as possible. A copy of
     # the model made inside the block has the same hooks; its calls are ignored.
 
-    def _enter(
-        self, module: nn.Module, names: Sequence[str], is_model: bool
-    ) -> Callable[..., None]:
+    def _enter(self, module: nn.Module, names: Sequence[str]) -> Callable[..., None]:
         state, repeated, traced = self.state, self.repeated, compiling.traced
         task_now, number_now = autograd.backward_task, autograd.next_sequence_number
         gradients_on = torch.is_grad_enabled
@@ -259,14 +239,17 @@ class Tracer:
                     return
             elif (
                 graph is not None
-                and (is_model or graph.outer is module)
+                and module in (self.model, graph.outer)
                 and autograd.calls_on_stack(graph.outer) <= (graph.outer is module)
             ):
                 graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
             if graph is None:
                 if compiling.recording():
                     return
-                graph = self._begin(task, module, (args, kwargs))
+                graph = CallGraph(self, module, (args, kwargs), task == FORWARD)
+                if task == FORWARD:
+                    state.graphs.clear()
+                state.graphs[task] = graph
             if call is None:
                 call = call_at(graph.counts[module])
                 graph.counts[module] += 1
@@ -311,14 +294,6 @@ class Tracer:
 
         untraced = compiling.untraced(leave)
         return compiling.ModuleHook(leave)
-
-    def _begin(self, task: int, module: nn.Module, inputs: object) -> CallGraph:
-        """Start the graph of an outermost call; the nodes that made its inputs do not belong."""
-        graph = CallGraph(self, module, inputs, task == FORWARD)
-        if task == FORWARD:
-            self.state.graphs.clear()
-        self.state.graphs[task] = graph
-        return graph
 
     def _recomputed(self, task: int, module: nn.Module) -> ModuleCall | None:
         """Return the forward's call that a call inside a backward pass repeats to make its graph.
@@ -365,13 +340,9 @@ def around(
     The containing modules are needed to find the outermost call, those inside because they own the
     nodes that they make.
     """
-    needed = set(chosen)
-    for module in names:
-        contents = set(module.modules())
-        if not contents.isdisjoint(chosen):
-            needed.add(module)
-        if inside and module in chosen:
-            needed |= contents
+    needed = {module for module in names if not set(chosen).isdisjoint(module.modules())}
+    if inside:
+        needed.update(part for module in chosen for part in module.modules())
     return [module for module in names if module in needed]
 
 

@@ -209,7 +209,7 @@ class NodeHooker:
         followed = around(named, selected, inside=True)
 
         def register(removals: ExitStack) -> None:
-            Tracer().follow(attached.model, followed, self._take, removals, since=selected)
+            Tracer().follow(attached.model, followed, self._take, removals)
 
         attached.register(register, attached.stack)
         attached.check_at_end(
