@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -150,19 +149,14 @@ class Nodes(Selector):
 
     def hook(self, attached: Attached) -> None:
         self.find(attached.model, attached.selects)
-        NodeHooker(self, attached, partial(self._hooker, attached), "pattern", self.module)
-
-    def _hooker(self, attached: Attached, node: Node, place: NodePlace) -> "Register":
-        site = place.id
-        if plain(place.name) == compiling.COMPILED:
-            attached.note(ONE_NODE)
-        if self.side == "enter":
-            prehook = _prehook(site, attached, len(node._input_metadata) == 1)
-            return lambda node: node.register_prehook(prehook)
 
         @cache
-        def posthook_of(live: tuple[bool, ...]) -> Callable[..., object]:
-            edges = [index for index, takes_gradient in enumerate(live) if takes_gradient]
+        def prehook_at(site: str, single: bool) -> Callable[..., object]:
+            return _prehook(site, attached, single)
+
+        @cache
+        def posthook_at(site: str, takes_gradient: tuple[bool, ...]) -> Callable[..., object]:
+            edges = [index for index, takes in enumerate(takes_gradient) if takes]
             if self.edge not in (None, *edges):
                 listed = ", ".join(map(str, edges))
                 text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
@@ -170,96 +164,87 @@ class Nodes(Selector):
             selected = edges if self.edge is None else [self.edge]
             return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
 
-        return lambda node: node.register_hook(
-            posthook_of(tuple([source is not None for source, _ in node.next_functions]))
-        )
+        def hook_node(node: Node, site: str) -> None:
+            if self.side == "enter":
+                node.register_prehook(prehook_at(site, len(node._input_metadata) == 1))
+            else:
+                sources = tuple([source is not None for source, _ in node.next_functions])
+                node.register_hook(posthook_at(site, sources))
 
-
-Register = Callable[[Node], object]
-"""Registers hooks on a node."""
+        NodeHooker(self, attached, hook_node, "pattern", self.module)
 
 
 class NodeHooker:
-    """Hooks the nodes at selected places in each graph of the model.
+    """Calls `hook` with each node at a selected place, in each graph of the model, and its site.
 
-    `hooker` is called once for each selected place, and returns the function that hooks the nodes
-    there. Raises LookupError after the first forward without a selected node; `field` has the
-    pattern on nodes and `modules` is that on modules.
+    Raises LookupError after the first forward without a selected node. The pattern on nodes is in
+    `field`, `modules` is that on modules.
     """
 
     def __init__(
         self,
         selector: Selector,
         attached: Attached,
-        hooker: Callable[[Node, NodePlace], Register],
+        hook: Callable[[Node, str], None],
         field: str,
         modules: str,
     ) -> None:
         self.selector, self.field, self.modules = selector, field, modules
-        self.attached, self.hooker = attached, hooker
-        named, self.mechanism = names_of(attached.model), selector.mechanism
-        selected = candidates(named, self.mechanism, attached.selects)
-        self.places = [
-            Place(self.mechanism, name, module) for module in selected for name in selected[module]
-        ]
-        self.registers: dict[NodePlace, Register | None] = {}  # None: not selected
-        self.has_hooked = False
-        self.compiled: dict[str, None] = {}  # names of modules that are compiled and left out
+        self.attached, self.hook = attached, hook
+        model, named = attached.model, names_of(attached.model)
+        selected = candidates(named, selector.mechanism, attached.selects)
+        self.parts = {name: part for part, names in selected.items() for name in names}
+        self.sites: dict[NodePlace, str] = {}  # empty: not selected
         self.wanted = cache(lambda node: plain(node) == compiling.COMPILED or self._may_be(node))
-        followed = around(named, selected, inside=True)
-
-        def register(removals: ExitStack) -> None:
-            Tracer().follow(attached.model, followed, self._take, removals)
-
-        attached.register(register, attached.stack)
-        attached.check_at_end(
-            lambda: (
-                f"it did not act inside {', '.join(self.compiled)}: {ONE_COMPILED_NODE}"
-                if self.compiled
-                else ""
-            )
+        modules_followed = around(named, selected, inside=True)
+        attached.register(
+            lambda removals: Tracer().follow(model, modules_followed, self._take, removals),
+            attached.stack,
         )
+        attached.check_at_end(self._left_out)
 
     def _take(self, graph: CallGraph) -> None:
         for node, place in graph.nodes(self.wanted):
-            if place not in self.registers:
-                self.registers[place] = self._register_at(node, place, graph.outside)
-            register = self.registers[place]
-            if register is not None:
-                self.has_hooked = True
-                register(node)
+            if place not in self.sites:
+                self.sites[place] = place.id if self._selects(place, graph.outside) else ""
+            site = self.sites[place]
+            if site:
+                self.hook(node, site)
         # A later forward may take another path, such as one in evaluation mode.
         complete = graph.whole and not graph.empty and not graph.hides_nodes()
         # In a combination other parts may have used up its limit.
-        if complete and not self.has_hooked and self._may_be(None):
+        if complete and not any(self.sites.values()) and self._may_be(None):
             raise self._nothing_selected(graph)
 
     def _may_be(self, node: str | None) -> bool:
         """Return whether a node of this name may be selected, or any if it is None."""
-        return any(
-            self.attached.selects(replace(place, node=node)) is not False for place in self.places
-        )
+        mechanism, selects = self.selector.mechanism, self.attached.selects
+        places = (Place(mechanism, name, part, node=node) for name, part in self.parts.items())
+        return any(selects(place) is not False for place in places)
 
-    def _register_at(self, node: Node, place: NodePlace, outside: bool) -> Register | None:
-        call = place.call
-        where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
+    def _selects(self, place: NodePlace, outside: bool) -> bool:
+        call, mechanism = place.call, self.selector.mechanism
+        where = mechanism, call.name, call.module, call.number, place.name, place.occurrence
         full = Place(*where, whole=True)
         if outside and self.attached.selects(replace(full, call=None)) is None:
             raise unnumbered(call.name)
-        if self.attached.selects(full):
-            return self.hooker(node, place)
-        if plain(place.name) == compiling.COMPILED and self._is_inside(place):
-            self.compiled[call.name] = None
-        return None
+        selected = bool(self.attached.selects(full))
+        if selected and plain(place.name) == compiling.COMPILED:
+            self.attached.note(ONE_NODE)
+        return selected
 
-    def _is_inside(self, place: NodePlace) -> bool:
-        return any(place.call.name == selected.name for selected in self.places)
+    def _left_out(self) -> str:
+        """Return a warning of the selected modules that are compiled, empty if there are none."""
+        compiled = [place for place in self.sites if plain(place.name) == compiling.COMPILED]
+        names = dict.fromkeys(place.call.name for place in compiled if not self.sites[place])
+        listed = ", ".join(name for name in names if name in self.parts)
+        return f"it did not act inside {listed}: {ONE_COMPILED_NODE}" if listed else ""
 
     def _nothing_selected(self, graph: CallGraph) -> SelectionError:
         """Return the error for a graph without a selected node, with the choices."""
         pattern = getattr(self.selector, self.field)
         made = [place for _, place in graph.nodes()]
-        inside = {place.name for place in made if self._is_inside(place)}
+        inside = {place.name for place in made if place.call.name in self.parts}
         families = [name for name in FAMILIES if any(fits_node(node, name) for node in inside)]
         choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in inside})]
         numbers = {name: getattr(self.selector, name, None) for name in ("call", "occurrence")}

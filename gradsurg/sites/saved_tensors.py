@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.base import Attached, Place, PlaceTest, SiteHook, Stage
@@ -24,6 +25,7 @@ VIEWS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
 
 Site = tuple[SiteHook, str]
 
+PARAMETRIZED = "the weights that a parametrization computes are taken for activations"
 COMPILED_SAVES = (
     "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
     "than in eager, and other tensors in them"
@@ -102,19 +104,14 @@ class SavedTensors(ModuleSelector):
         return [BLOCK]
 
     def hook(self, attached: Attached) -> None:
+        if self.of != "all" and any(map(is_parametrized, attached.model.modules())):
+            attached.note(PARAMETRIZED)
         match self.mechanism[-1]:
             case "block":
                 self._hook_block(attached)
             case "node":
-                origins = _Origins(attached.model)
-                hooker = partial(self._hook_saved, attached, origins)
-                NodeHooker(
-                    self,
-                    attached,
-                    lambda _, place: partial(hooker, place.id),
-                    "node",
-                    described(self),
-                )
+                hook_saved = partial(self._hook_saved, attached, _Origins(attached.model))
+                NodeHooker(self, attached, hook_saved, "node", described(self))
             case _:
                 self._hook_modules(attached)
 
@@ -158,26 +155,23 @@ class SavedTensors(ModuleSelector):
                 return attached.hook_at(sites[-1]), sites[-1]
 
             outer = calls.foreign_pair()
-            calls.push(_OpenCall(module, base, sites, self._pair(site_of, outer), outer))
+            pair = self._pair(site_of, outer)
+            calls.open.append(_OpenCall(module, base, sites, pair, outer))
+            autograd.push_saved_tensor_hooks(pair)
 
         def enter_compiled(module: nn.Module, args: tuple[object, ...]) -> None:
             attached.note(COMPILED_SAVES)
             enter(module, args)
 
-        def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            calls.close(module)
-
         stack.callback(calls.begin)
         calls.hook(model, stack)
-        enter_hook, leave_hook = (
-            compiling.untraced(enter, enter_compiled),
-            compiling.untraced(leave),
-        )
+        first = compiling.untraced(enter, enter_compiled)
+        last = compiling.untraced(lambda module, args, output: calls.close(module))
         for module in self.expect_modules(calls.names, attached):
-            stack.callback(module.register_forward_pre_hook(enter_hook).remove)
-            stack.callback(module.register_forward_hook(leave_hook, always_call=True).remove)
+            stack.callback(module.register_forward_pre_hook(first).remove)
+            stack.callback(module.register_forward_hook(last, always_call=True).remove)
 
-    def _hook_saved(self, attached: Attached, origins: "_Origins", place: str, node: Node) -> None:
+    def _hook_saved(self, attached: Attached, origins: "_Origins", node: Node, place: str) -> None:
         """Register a pair of hooks on each chosen tensor that a node has saved."""
         for name, saved, read in autograd.saved_by(node):
             site = f"{place}.{name}"
@@ -253,10 +247,6 @@ class _OpenCalls(Calls):
         top = autograd.saved_tensor_hooks()
         pairs = (call.outer for call in self.open if top is not None and call.pair[0] is top[0])
         return next(pairs, top)
-
-    def push(self, call: _OpenCall) -> None:
-        self.open.append(call)
-        autograd.push_saved_tensor_hooks(call.pair)
 
     def close(self, module: nn.Module) -> None:
         """End a call, if it was entered: the hook of another library may have raised before."""
