@@ -149,8 +149,9 @@ class _GradMode(TorchFunctionMode):
         if not tensor.requires_grad:
             self.attached.expect(site, skipped=NO_GRADIENT)
             return
-        owner = self._site_of(tensor)
-        if not owner:
+        owner, is_current = self._known(tensor)
+        if not is_current:
+            owner = ""
             self.known[tensor] = site, _version(tensor)
         if site not in self.entered:
             self.entered.add(site)
@@ -172,8 +173,11 @@ class _GradMode(TorchFunctionMode):
         return tuple(results[id(tensor)] for tensor in inputs)
 
     def _transformed(self, tensor: object, grad: Any, kwargs: dict[str, Any]) -> Any:
-        site = self._site_of(tensor)
+        site, is_current = self._known(tensor)
         if not site:
+            return grad
+        if not is_current:
+            self.attached.note(f"'{site}' was asked for and left alone: {CHANGED}")
             return grad
         if grad is None:
             self.attached.expect(site, skipped=UNUSED)
@@ -183,17 +187,12 @@ class _GradMode(TorchFunctionMode):
         result = self.attached.hook_at(site)(grad, tensor if self.attached.needs_value else None)
         return grad if result is None else result
 
-    def _site_of(self, tensor: object) -> str:
-        """Return the site of an input, empty if it has none."""
-        if not isinstance(tensor, Tensor) or tensor not in self.known:
-            return ""
-        site, version = self.known[tensor]
-        if version != _version(tensor):
-            self.attached.note(f"'{site}' was asked for and left alone: {CHANGED}")
-            return ""
-        return site
+    def _known(self, tensor: object) -> tuple[str, bool]:
+        """Return the site of an input, empty if it has none, and whether it is still there."""
+        known = self.known.get(tensor) if isinstance(tensor, Tensor) else None
+        return ("", False) if known is None else (known[0], known[1] == _version(tensor))
 
 
-def _version(tensor: Tensor) -> int:
+def _version(tensor: Any) -> int:
     """Return the version counter; 0 for a leaf, which stays the same site after an update."""
     return 0 if tensor.is_leaf else autograd.version_of(tensor)

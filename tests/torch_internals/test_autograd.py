@@ -244,3 +244,37 @@ def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     for handle in handles:
         handle.remove()
     assert autograd.python_hooks_run(leaf)
+
+
+def test_calls_of_a_module_are_counted_on_the_call_stack() -> None:
+    seen: list[int] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self, depth: int) -> None:
+            seen.append(autograd.calls_on_stack(self))
+            if depth:
+                self(depth - 1)
+
+    module = Inner()
+    module(2)
+    assert seen == [1, 2, 3]
+    assert autograd.calls_on_stack(module) == 0
+
+
+def test_the_tensors_saved_by_a_node_are_listed_by_name() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x * 2)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return grads[0]
+
+    x = torch.ones(1, requires_grad=True)
+    for y, names in ((x.tanh(), ["result"]), (Saves.apply(x), ["tensors.0", "tensors.1"])):
+        saved = [*autograd.saved_by(y.grad_fn)]
+        assert [name for name, _, _ in saved] == names
+        assert all(torch.equal(raw.data, read()) for _, raw, read in saved)
+        assert saved[0][1].unpack_hook is None
