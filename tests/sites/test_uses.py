@@ -1,6 +1,8 @@
 """Uses: the gradient of each use of a tensor, which no hook on the tensor itself ever sees."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +11,18 @@ from torch import Tensor, func, nn
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
-from tests.sites.points import TEN, Double, Made, grad_of, names_of_sites, passed, point, recomputed
+from tests.sites.points import (
+    TEN,
+    Acts,
+    Double,
+    Made,
+    grad_of,
+    names_of_sites,
+    passed,
+    point,
+    recomputed,
+)
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
@@ -84,23 +95,12 @@ def test_there_are_as_many_sites_as_uses(function: Callable[[Tensor], Tensor]) -
 
 def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> None:
     model, seen, summed = _reused(), [], []
-
-    def look(grad: Tensor) -> Tensor:
-        seen.append(grad.item())
-        return grad
-
-    def hook(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(lambda grad: summed.append(grad.item()))
-
-    handle = model.part.register_forward_hook(hook)
-    with (
-        pytest.warns(SurgeryWarning, match="plain callable"),
-        attached(model, as_transform(look), gs.Uses("part")) as live,
-    ):
-        model(point()).backward()
-    handle.remove()
-    assert sorted(seen) == [2.0, 3.0, 5.0]
-    assert summed == [10.0]
+    look = Acts(lambda grad: seen.append(grad.item()) or grad)
+    with attached(model, look, gs.Uses("part")) as live:
+        y = model(point())
+        model.kept.register_hook(lambda grad: summed.append(grad.item()))
+        y.backward()
+    assert (sorted(seen), summed) == ([2.0, 3.0, 5.0], [10.0])
     assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
 
 
@@ -150,16 +150,6 @@ def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
     # Without the embedding's use, only the output's is left, and that reaches every row.
     assert parts[0].any(dim=1).all()
     assert parts[1].any(dim=1).tolist() == [True, True, False, False, False]
-
-
-def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
-    model = Made(
-        lambda self, x: self.linear(self.linear(self.linear(x))).sum(), linear=nn.Linear(3, 3)
-    )
-    with attached(model, gs.Identity(), gs.Uses("linear*")) as live:
-        model(torch.ones(2, 3)).backward()
-    params = {f"linear.{name}/use[{use}]" for name in ("weight", "bias") for use in range(3)}
-    assert set(_calls(live)) == {*params, "linear#0/use[0]", "linear#1/use[0]", "linear#2/use[0]"}
 
 
 def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
@@ -233,21 +223,17 @@ def _by_vmap(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
     return func.vmap(grad_of, in_dims=(None, 0))(params, x)["weight"].sum(0)
 
 
-def _by_leaves(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+def _by_tensors(model: nn.Module, params: dict[str, Tensor], x: Tensor, factor: float) -> Tensor:
     weight = params["weight"].clone().requires_grad_()
-    func.functional_call(model, {"weight": weight}, (x,)).backward()
+    given = weight if factor == 0 else weight * factor  # a leaf, or fast weights
+    func.functional_call(model, {"weight": given}, (x,)).backward()
     assert weight.grad is not None
     return weight.grad
 
 
-def _by_fast_weights(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
-    weight = params["weight"].clone().requires_grad_()
-    func.functional_call(model, {"weight": weight * 1.0}, (x,)).backward()
-    assert weight.grad is not None
-    return weight.grad
-
-
-@pytest.mark.parametrize("way", [_by_grad, _by_vmap, _by_leaves, _by_fast_weights])
+@pytest.mark.parametrize(
+    "way", [_by_grad, _by_vmap, partial(_by_tensors, factor=0.0), partial(_by_tensors, factor=1.0)]
+)
 def test_a_tensor_in_place_of_a_parameter_in_a_functional_call_has_its_name(way) -> None:
     model, x = _squared(), torch.tensor([3.0, 5.0])
     params = {"weight": model.weight.detach()}
@@ -282,23 +268,31 @@ def test_calling_submodules_without_the_model_works() -> None:
 # What there is not
 
 
-def test_a_missing_use_is_refused_with_the_choices() -> None:
-    with pytest.raises(LookupError) as caught:
-        passed(_reused(), TEN, gs.Uses("part", use=3))
-    assert str(caught.value) == (
-        "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
-        "One in the loss is not found. Nor is one in what is compiled."
-    )
-
-
-def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
-    model = small()
-    with (
-        pytest.raises(LookupError, match=r"last#0: 0\. One in the loss is not found"),
-        attached(model, gs.Zero(), gs.Uses("last")),
-    ):
-        backward(model)
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (
+            gs.Uses("part", use=3),
+            "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: "
+            "part#0: 3. One in the loss is not found. Nor is one in what is compiled.",
+        ),
+        (gs.Uses("root"), "root#0: 0. One in the loss is not found"),
+    ],
+)
+def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) -> None:
+    model = _reused()
+    with pytest.raises(LookupError, match=re.escape(message)):
+        passed(model, TEN, at)
     assert num_hooks(model) == 0
+
+
+def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
+    exported = torch.export.export(small(), (torch.ones(1, 6),)).module()
+    with pytest.raises(LookupError, match="Uses: an exported model is .*Select parameters, or"):
+        gs.Uses("act").find(exported)
+    with attached(exported, gs.Zero(), gs.Uses("first.*")) as live:
+        exported(torch.ones(1, 6)).sum().backward()
+    assert _calls(live) == {"first.weight/use[0]": 1, "first.bias/use[0]": 1}
 
 
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
