@@ -198,17 +198,22 @@ class SavedTensors(ModuleSelector):
             site = site_of(tensor)
             if outer is not None:
                 return site, outer[0](tensor), 0
-            return site, tensor.detach(), tensor._version  # holding the tensor itself would leak it
+            return (
+                site,
+                tensor.detach(),
+                autograd.version_of(tensor),
+            )  # holding the tensor itself would leak it
 
         def unpack(packed: tuple[Site | None, Any, int]) -> Tensor:  # Any: what `outer` stores
             site, stored, version = packed
             tensor = stored if unpack_outer is None else unpack_outer(stored)
-            if unpack_outer is None and tensor._version != version:
+            now = autograd.version_of(tensor)
+            if unpack_outer is None and now != version:
                 where = "" if site is None else f" at site '{site[1]}'"
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {list(tensor.shape)} {tensor.dtype}{where} is at version "
-                    f"{tensor._version}; expected version {version} instead"
+                    f"{now}; expected version {version} instead"
                 )
             # Reading a saved tensor outside a backward pass returns it unchanged.
             result = site[0](tensor) if site is not None and autograd.in_backward() else None
@@ -263,12 +268,10 @@ class _Origins:
     """Tells parameters, buffers and activations apart among the tensors saved in a module."""
 
     def __init__(self, module: nn.Module) -> None:
-        parts = [*module.modules()]
-        self.params = [part._parameters for part in parts]
-        self.buffers = [part._buffers for part in parts]
+        self.params, self.buffers = autograd.tensor_tables(module)
 
     def of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
-        base = tensor if tensor._base is None else tensor._base
+        base = autograd.base_of(tensor)
         params = [param for table in self.params for param in table.values() if param is not None]
         # Those of a functional_call.
         given = [param for param in params if not isinstance(param, nn.Parameter)]

@@ -136,6 +136,23 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view was made of; any other tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+Table = dict[str, torch.Tensor | None]
+
+
+def tensor_tables(module: torch.nn.Module) -> tuple[list[Table], list[Table]]:
+    """The dicts of parameters and those of buffers, of a module and all in it; they change with it.
+
+    A `functional_call` puts other tensors in the place of parameters.
+    """
+    parts: list[Any] = [*module.modules()]  # Any: the type of the tables of an nn.Module
+    return [part._parameters for part in parts], [part._buffers for part in parts]
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(

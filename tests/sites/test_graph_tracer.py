@@ -63,12 +63,6 @@ def test_every_node_belongs_to_its_innermost_module() -> None:
     assert num_hooks(model) == 0
 
 
-def test_a_call_is_the_same_object_at_every_step() -> None:
-    taken = _traced(small(), *[(torch.ones(1, 6),)] * 2)
-    calls, more_calls = ([spot.call for _, spot in graph.nodes()] for graph in taken)
-    assert all(a is b for a, b in zip(calls, more_calls, strict=True))
-
-
 def _way(self: Made, x: Tensor, way: str) -> Tensor:
     """Goes one of several ways: all call the same module and make as many nodes."""
     return {

@@ -223,14 +223,6 @@ def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern
     torch.testing.assert_close((grads, x_own), (plain, x_plain))
 
 
-def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
-    model, seen = _twin(True), []
-    with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
-        model(torch.randn(2, 3, requires_grad=True)).backward()
-        seen = list(calls_of(live))
-    assert seen == ["body.linear#1/AddmmBackward[0]", "body.linear#0/AddmmBackward[0]"]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     def nest(depth: int, saves: bool) -> Made:
@@ -248,12 +240,9 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
 
 
 def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> None:
-    model = _twin(True)
-    with (
-        pytest.warns(SurgeryWarning, match="none of its sites was met"),
-        attached(model, gs.Zero(), gs.Nodes("Tahn")),
-    ):
-        model(torch.randn(2, 3, requires_grad=True)).backward()
+    model, at = _twin(True), gs.Nodes("Tahn")
+    with pytest.warns(SurgeryWarning, match="none of its sites was met"):
+        passed(model, gs.Zero(), at, torch.randn(2, 3, requires_grad=True))
 
 
 def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
@@ -321,14 +310,6 @@ def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
         slope.sum().backward()
     assert (slope.item(), grad_of(x)) == (60.0, [20.0])
     assert set(calls_of(live)) == {"root#0/PowBackward[0]"}
-
-
-def test_a_parameter_used_in_another_module_makes_nodes_there() -> None:
-    model = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(1, 3, 4)
-    with attached(model, gs.Identity(), gs.Nodes("matmul")) as live:
-        model(x, x, x)[0].sum().backward()
-    assert {site.split("/")[0] for site in calls_of(live)} == {"root#0"}
 
 
 def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:
@@ -401,11 +382,8 @@ X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(
     [
         ("matmul", nn.Linear(4, 2), X, {"Addmm"}),
         ("matmul", nn.Linear(4, 2, bias=False), X, {"Mm"}),
-        ("matmul", nn.Linear(4, 2, bias=False), X[None], {"Mm"}),
         ("conv", nn.Conv2d(2, 2, 2), IMAGE, {"Convolution"}),
-        ("conv", nn.ConvTranspose2d(2, 2, 2), IMAGE, {"Convolution"}),
         ("activation", nn.ReLU6(), X, {"Hardtanh"}),
-        ("activation", nn.GELU(), X, {"Gelu"}),
         ("activation", nn.SELU(), X, {"Elu"}),
         ("activation", nn.PReLU(), X, {"PreluKernel"}),
         ("softmax", nn.Softmax(-1), X, {"Softmax"}),

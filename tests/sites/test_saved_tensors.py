@@ -206,18 +206,6 @@ def test_it_is_read_back_and_counted_in_each_backward() -> None:
     torch.testing.assert_close(x.grad, 2 * (1 - (2 * torch.tanh(torch.tensor([0.5]))) ** 2))
 
 
-def test_reading_a_saved_tensor_outside_backward_returns_it_unchanged() -> None:
-    model = nn.Sequential(nn.Tanh())
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
-        attached(model, gs.Zero(), gs.SavedTensors("0")) as live,
-    ):
-        y = model(point(3.0))
-        node: Any = y.grad_fn
-        assert torch.equal(node._saved_result, y)
-    assert _calls(live) == {"0#0.0": 0}
-
-
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")

@@ -113,18 +113,6 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
     assert _skipped(live) == {"last#0/use[0]": "no use of it inside the model's call"}
 
 
-def test_a_use_equals_a_hook_on_an_alias_for_that_use() -> None:
-    hooked, plain = small(), small()
-    x = torch.randn(4, 6)
-    first = hooked.first(x)
-    alias = first.view_as(first)
-    alias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    hooked.last(hooked.act(alias)).square().sum().backward()
-    with attached(plain, gs.Clip(0.01), gs.Uses("first")):
-        plain(x).square().sum().backward()
-    torch.testing.assert_close(gradients(plain), gradients(hooked), rtol=0, atol=0)
-
-
 def _tied() -> Made:
     """One weight, read by an embedding and by the output, as in language models."""
     torch.manual_seed(0)
@@ -254,15 +242,6 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
         attached(model, gs.Scale(10.0), gs.Uses("0.weight")),
     ):
         func.jacrev(model)(x)
-
-
-def test_calling_submodules_without_the_model_works() -> None:
-    model, x = nn.ModuleDict({"part": _reused()}), point()
-    with attached(model, TEN, gs.Uses("part.part", use=2)) as live:
-        for _ in range(2):
-            model["part"](x).backward()
-    assert grad_of(x) == [110.0]
-    assert _calls(live) == {"part.part#0/use[2]": 2}
 
 
 # What there is not

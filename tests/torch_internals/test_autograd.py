@@ -278,3 +278,17 @@ def test_the_tensors_saved_by_a_node_are_listed_by_name() -> None:
         assert [name for name, _, _ in saved] == names
         assert all(torch.equal(raw.data, read()) for _, raw, read in saved)
         assert saved[0][1].unpack_hook is None
+
+
+def test_tensors_in_place_of_parameters_are_in_the_tables() -> None:
+    model, x = torch.nn.Sequential(torch.nn.BatchNorm1d(2)), torch.ones(1, 2)
+    params, buffers = autograd.tensor_tables(model)
+    given = {"0.weight": torch.zeros(2)}
+    assert buffers[1]["running_mean"] is model[0].running_mean
+    handle = model.register_forward_hook(lambda *_: seen.append(params[1]["weight"]))
+    seen: list[object] = []
+    torch.func.functional_call(model.eval(), given, (x,))
+    handle.remove()
+    assert seen == [given["0.weight"]]
+    assert autograd.base_of(x.view(2)) is x
+    assert autograd.base_of(x) is x
