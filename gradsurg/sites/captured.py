@@ -172,7 +172,7 @@ class _GradMode(TorchFunctionMode):
                     results[id(tensor)] = self._transformed(tensor, grad, kwargs)
         return tuple(results[id(tensor)] for tensor in inputs)
 
-    def _transformed(self, tensor: object, grad: Any, kwargs: dict[str, Any]) -> Any:
+    def _transformed(self, tensor: Any, grad: Any, kwargs: dict[str, Any]) -> Any:
         site, is_current = self._known(tensor)
         if not site:
             return grad

@@ -321,7 +321,10 @@ class _ThreadState(threading.local):
         self.graphs: dict[int, CallGraph] = {}  # by the number of the backward pass
         # A pattern of nodes to compare and the places of the wanted ones, by the outermost call.
         self.latest: dict[object, tuple[object, list[tuple[int, NodePlace]]]] = {}
-        self.checkpoint = FORWARD, LEAF  # the backward pass and the node of the running one
+        self.checkpoint: tuple[int, int] = (
+            FORWARD,
+            LEAF,
+        )  # the backward pass and the node of the running one
         self.upcoming: Iterator[ModuleCall] = iter(())
 
 

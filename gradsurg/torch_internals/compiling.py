@@ -56,9 +56,12 @@ traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
 
 
+_jit_traces: Callable[[], bool] = vars(torch.jit)["is_tracing"]
+
+
 def recording() -> bool:
     """Whether `torch.jit.trace` or `torch.export` records this code."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return _jit_traces() or torch.compiler.is_exporting()
 
 
 def is_exported(model: torch.nn.Module) -> bool:
