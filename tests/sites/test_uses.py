@@ -148,6 +148,14 @@ def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
     assert names_of_sites(live) == [[f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]]
 
 
+def test_full_backward_hooks_do_not_hide_the_uses() -> None:
+    model = nn.Sequential(Double(), Double(), Double())
+    for module in model:
+        module.register_full_backward_hook(lambda *_: None)
+    grad, sites = passed(model, TEN, gs.Uses("0"))
+    assert (grad, sites) == ([80.0], {"0#0/use[0]": 1})
+
+
 def test_several_tensors_of_one_call_have_paths() -> None:
     pair = Made(lambda self, x: {"a": x * 1, "b": x * 2})
     model = nn.Sequential(pair, Made(lambda self, out: out["a"] * out["b"] + out["a"]))
