@@ -1,7 +1,6 @@
-"""Find the module call in which each autograd node was made."""
+"""The autograd graph of a call of the model: its nodes with their places, and uses of tensors."""
 
 import re
-import sys
 import threading
 from bisect import bisect_right
 from collections import Counter
@@ -9,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,15 +18,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg.sites.base import Selector
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import tensors_in
-from gradsurg.sites.selection import ROOT, names_of
+from gradsurg.sites.selection import names_of
 from gradsurg.torch_internals import autograd, compiling
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full backward hooks
 FORWARD = -1  # the backward pass number outside of any backward pass
-MAX_GRAPHLESS = 2**14  # calls without a graph that are kept for a recomputation
-_CALL = nn.Module._call_impl.__code__
 
 Edge = tuple[Node | None, int]
 """A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
@@ -70,297 +68,82 @@ class Returned(NamedTuple):
     edge: Edge
 
 
-class Use(NamedTuple):
-    """One use of a tensor: the node that consumed it, and the index of that node's input."""
-
-    edge: Edge
-    node: Node
-    input: int
-
-
-class Tracer:
-    """Traces module calls by the sequence numbers of autograd nodes.
-
-    Each differentiable operation increments the sequence number. The nodes of a call lie between
-    the numbers at its begin and at its end, and a node belongs to the innermost call around it.
-
-    A module call inside a backward pass is the recomputation of a checkpoint. It is ignored if the
-    forward has made a graph of it; if not, the checkpoint is reentrant, and the recomputed call
-    gets the name and number of the call in the forward.
-    """
-
-    def __init__(self) -> None:
-        self._thread = _ThreadState()
-        self._graphless: list[_GraphlessCall] = []
-        self._since: frozenset[nn.Module] = frozenset()
-
-    def follow(
-        self,
-        model: nn.Module,
-        modules: Collection[nn.Module],
-        take: Callable[["CallGraph"], None],
-        stack: ExitStack,
-        outputs: Collection[nn.Module] = (),
-        since: Collection[nn.Module] = (),
-    ) -> None:
-        """Hook `modules` and call `take` with the graph of each outermost call when it ends.
-
-        The graph also lists the tensors that `outputs`, a subset of `modules`, return. Nodes made
-        before the first call of a module in `since` are left out.
-        """
-        names = names_of(model)
-        self._since = frozenset(since)
-        for module in modules:
-            tracked = _TrackedModule(module, names[module])
-            enter = self._enter(tracked, module is model)
-            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
-            leave = self._leave(tracked.end, take, module in outputs)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-
-    # These two hooks run at every call of every module, so they do as little as possible. A copy of
-    # the model made inside the block has the same hooks; its calls are ignored.
-
-    def _enter(self, tracked: "_TrackedModule", is_model: bool) -> Callable[..., None]:
-        thread, module = self._thread, tracked.module
-        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
-        gradients_on, traced = torch.is_grad_enabled, compiling.traced
-
-        def enter(called: nn.Module, args: object, kwargs: object) -> None:
-            if called is not module:
-                return
-            if traced():
-                untraced(called, args, kwargs)
-                return
-            if task_now() != FORWARD:
-                self._enter_recomputation(tracked)
-                return
-            log = thread.forward
-            outer = log.outer
-            if outer is None or outer is module or is_model:
-                self._begin(log, module, (args, kwargs))
-            if not gradients_on():
-                log.graphless.append(len(log.marks))
-            log.numbers.append(number_now())
-            log.marks.append(tracked)
-
-        untraced = compiling.untraced(enter)
-        return compiling.ModuleHook(enter)
-
-    def _leave(
-        self, end: "_CallEnd", take: Callable[["CallGraph"], None], lists_output: bool
-    ) -> Callable[..., None]:
-        thread, module, traced = self._thread, end.of.module, compiling.traced
-        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
-
-        def leave(called: nn.Module, args: object, output: object) -> None:
-            if called is not module:
-                return
-            if traced():
-                untraced(called, args, output)
-                return
-            task = task_now()
-            log = thread.forward if task == FORWARD else thread.recomputations.get(task)
-            if log is None or log.outer is None:
-                return
-            log.numbers.append(number_now())
-            log.marks.append(end)
-            if lists_output:
-                index = len(log.marks) - 1
-                log.returned += ((index, path, edge) for path, edge in _edges(output))
-            if log.outer is module:
-                if log.deeper:
-                    log.deeper -= 1
-                else:
-                    self._end(log, task, output, take)
-
-        untraced = compiling.untraced(leave)
-        return compiling.ModuleHook(leave)
-
-    def _begin(self, log: "_CallLog", module: nn.Module, inputs: object) -> None:
-        """Start a new outermost call, unless this call is inside the one that is open.
-
-        A KeyboardInterrupt leaves a call open, since it runs no forward hooks.
-        """
-        if log.outer is None or not _is_running(log.outer, module):
-            self._thread.recomputations.clear()
-            log.begin(module, inputs)
-        elif log.outer is module:
-            log.deeper += 1
-
-    def _end(
-        self, log: "_CallLog", task: int, output: object, take: Callable[["CallGraph"], None]
-    ) -> None:
-        thread = self._thread
-        if log.recomputed is not None or log.marks != thread.latest.marks:
-            thread.latest = _CallIntervals(log)
-        intervals = thread.latest
-        if log.graphless:
-            self._remember_graphless(log, intervals)
-        graph = None
-        if log.numbers[-1] > log.numbers[0]:  # nodes were made
-            graph = CallGraph(log, intervals, task == FORWARD, output, self._since)
-        if log.recomputed is not None:
-            thread.latest = _CallIntervals(_CallLog())
-        log.clear()
-        thread.recomputations.pop(task, None)
-        if graph is not None:
-            take(graph)
-
-    def _remember_graphless(self, log: "_CallLog", intervals: "_CallIntervals") -> None:
-        ident = self._thread.ident
-        for index in log.graphless:
-            call = _GraphlessCall(ident, log.numbers[index], intervals.begun[index])
-            self._graphless.append(call)
-        if len(self._graphless) > 2 * MAX_GRAPHLESS:
-            del self._graphless[:MAX_GRAPHLESS]
-
-    def _enter_recomputation(self, tracked: "_TrackedModule") -> None:
-        """Log a call inside a backward pass if it makes the graph that the forward did not make."""
-        thread, task, node = self._thread, autograd.backward_task(), autograd.running_node()
-        if not isinstance(node, BackwardCFunction):
-            return
-        number = node._sequence_nr()
-        if thread.recomputing != (task, number):
-            # A new checkpoint: its calls come in the order of the forward.
-            thread.recomputing = task, number
-            thread.upcoming = self._graphless_after(number)
-        call = next(thread.upcoming, None)
-        if call is None or call.call.module is not tracked.module:
-            thread.upcoming = iter(())
-            return
-        log = thread.recomputations.setdefault(task, _CallLog())
-        if log.outer is None:
-            log.begin(tracked.module, ())
-            log.recomputed = []
-        elif log.outer is tracked.module:
-            log.deeper += 1
-        assert log.recomputed is not None
-        log.recomputed.append(call.call)
-        if not torch.is_grad_enabled():
-            log.graphless.append(len(log.marks))
-        log.numbers.append(autograd.next_sequence_number())
-        log.marks.append(tracked)
-
-    def _graphless_after(self, number: int) -> Iterator["_GraphlessCall"]:
-        """Yield the calls without a graph made after sequence number `number`.
-
-        A GPU's backward has its own thread: then use the thread of the newest call.
-        """
-        ident = self._thread.ident
-        if self._graphless and all(call.thread != ident for call in self._graphless):
-            ident = self._graphless[-1].thread
-        calls = [call for call in self._graphless if call.thread == ident]
-        # Numbers increase within a thread, so a search from the end is short.
-        start = len(calls)
-        while start and calls[start - 1].number > number:
-            start -= 1
-        return islice(calls, start, None)
-
-
 class CallGraph:
     """The autograd nodes made in one outermost module call on which its outputs depend.
 
-    `whole` says that the call was one of the model itself, `outside` that the model was not called;
-    `returned` lists the tensors returned by the modules that were asked for.
+    Each differentiable operation increments the sequence number of its thread. At number
+    `numbers[i]` a module call began or ended, and `owners[i]` is the innermost call from there on;
+    the nodes made until the next change belong to it. `returned` lists the tensors returned by the
+    modules that were asked for. `whole` says that the model itself was called in a forward pass,
+    `outside` that a part of it was.
     """
 
-    def __init__(
-        self,
-        log: "_CallLog",
-        intervals: "_CallIntervals",
-        forward: bool,
-        output: object,
-        since: frozenset[nn.Module],
-    ) -> None:
-        self._numbers, self._intervals = log.numbers, intervals
-        self._inputs, self._since = log.inputs, since
-        self._graphless = {log.numbers[index] for index in log.graphless}
-        self._roots = {t.grad_fn for _, t in tensors_in(output) if t.grad_fn is not None}
-        self.whole = forward and intervals.begun[0].name == ROOT
-        self.outside = forward and not self.whole
-        self.returned = [
-            Returned(intervals.ended[index], path, edge) for index, path, edge in log.returned
-        ]
+    def __init__(self, tracer: "Tracer", outer: nn.Module, inputs: object, forward: bool) -> None:
+        self.outer = outer
+        self.whole = forward and outer is tracer.model
+        self.outside = forward and outer is not tracer.model
+        self.running: list[ModuleCall] = []
+        self.counts: Counter[nn.Module] = Counter()
+        self.numbers: list[int] = []
+        self.owners: list[ModuleCall | None] = []
+        self.returned: list[Returned] = []
+        self.roots: set[Node] = set()
+        self._inputs = _nodes_of(inputs)  # they do not belong to the call
+        self._repeated = tracer.repeated
+        self._latest = tracer.state.latest if forward else {}
 
     @property
     def empty(self) -> bool:
         """Whether no output depends on a node."""
-        return not self._roots
+        return not self.roots
 
     def nodes(self, wanted: NodeFilter = None) -> Iterator[tuple[Node, NodePlace]]:
         """Yield the nodes in the order in which they were made, with their places.
 
         If `wanted` selects one overload of a name, all its overloads are included.
         """
-        reached = self._reached()
-        first, latest = self._numbers[0], self._intervals.latest
+        reached, begin = self._reached(), self.numbers[0]
         # Most forwards make the same nodes in the same calls as the one before.
-        pattern = (
-            [number - first for number in self._numbers],
-            [(number - first, node.name()) for number, node in reached],
-        )
-        if wanted not in latest or latest[wanted][0] != pattern:
-            latest[wanted] = pattern, self._places(reached, wanted)
-        for index, place in latest[wanted][1]:
+        numbers = [number - begin for number in self.numbers]
+        pattern = self.owners, numbers, [(number - begin, node.name()) for number, node in reached]
+        key = self.owners[0], wanted
+        known, places = self._latest.get(key, (None, []))
+        if known != pattern:
+            places = self._places(reached, wanted)
+            self._latest[key] = pattern, places
+        for index, place in places:
             yield reached[index][1], place
 
-    def uses(self, edges: Collection[Edge]) -> Sequence[Use]:
-        """Return all uses of some tensors, in the order in which their consumers were made."""
-        return [use for _, use in self._uses(edges)]
+    def uses(self, edges: Collection[Edge]) -> list[tuple[Edge, Node, int]]:
+        """Return all uses of some tensors: the edge, the node that took it, the node's input.
+
+        They are in the order in which these nodes were made.
+        """
+        uses: list[tuple[int, int, Edge, Node]] = []
+        for number, node in self._reached():
+            if node.name() == WRAPPER:
+                continue
+            for index, edge in enumerate(node.next_functions):
+                # Full backward hooks insert a node around the inputs and outputs of a module.
+                while edge[0] is not None:
+                    if edge in edges:
+                        uses.append((number, index, edge, node))
+                    if edge[0].name() != WRAPPER:
+                        break
+                    edge = edge[0].next_functions[edge[1]]
+        return [(edge, node, index) for _, index, edge, node in sorted(uses, key=itemgetter(0, 1))]
 
     def hides_nodes(self) -> bool:
         """Return whether it contains a reentrant checkpoint, whose nodes are made in backward."""
-        return bool(self._graphless) and any(
-            isinstance(node, BackwardCFunction) and number + 1 in self._graphless
-            # The node of a checkpoint is made before the calls inside it.
-            for number, node in self._reached(self._numbers[0])
-        )
+        reached = self._reached() if self._repeated else ()
+        return any(node in self._repeated for _, node in reached)
 
-    def _places(
-        self, reached: Sequence[tuple[int, Node]], wanted: NodeFilter
-    ) -> list[tuple[int, NodePlace]]:
-        """Return the places of the wanted nodes in order, each with the node's index."""
-        nodes = [(number, node.name(), index) for index, (number, node) in enumerate(reached)]
-        if wanted is not None:
-            # Overloads share their occurrence numbers, so all of a wanted one are needed.
-            plains = {plain(name) for name in {name for _, name, _ in nodes} if wanted(name)}
-            nodes = [node for node in nodes if plain(node[1]) in plains]
-        counts: Counter[tuple[ModuleCall, str]] = Counter()
-        places: list[tuple[int, NodePlace]] = []
-        for number, name, index in sorted(nodes, key=itemgetter(0)):
-            call = self._intervals.owners[bisect_right(self._numbers, number) - 1]
-            places.append((index, NodePlace(name, call, counts[call, plain(name)])))
-            counts[call, plain(name)] += 1
-        return places
-
-    def _uses(self, edges: Collection[Edge]) -> list[tuple[int, Use]]:
-        uses = [
-            (number, Use(edge, node, index))
-            for number, node in self._reached()
-            for index, edge in enumerate(node.next_functions)
-            if edge in edges
-        ]
-        # Full backward hooks insert a node around the inputs and outputs of a module: skip it.
-        inside: dict[Edge, Edge] = {
-            (use.node, use.input): use.edge for _, use in uses if use.node.name() == WRAPPER
-        }
-        if inside:
-            uses = [(number, use) for number, use in uses if use.node.name() != WRAPPER]
-            for number, use in self._uses(inside):
-                uses.append((number, use._replace(edge=inside[use.edge])))
-        uses.sort(key=lambda item: (item[0], item[1].input))
-        return uses
-
-    def _reached(self, begin: int | None = None) -> list[tuple[int, Node]]:
-        """Return the nodes that the outputs depend on, with their numbers.
-
-        Only those made in the call, from number `begin` on (default: the first call of `since`).
-        """
-        begin, end = self._first() if begin is None else begin, self._numbers[-1]
+    def _reached(self) -> list[tuple[int, Node]]:
+        """Return the nodes of the call that the outputs depend on, with their numbers."""
+        begin, end = self.numbers[0], self.numbers[-1]
         reached: list[tuple[int, Node]] = []
         seen = set(self._inputs)
-        pending: list[Iterable[Edge]] = [[(root, 0) for root in self._roots]]
+        pending: list[Iterable[Edge]] = [[(root, 0) for root in self.roots]]
         while pending:
             for node, _ in pending.pop():
                 if node is None or node in seen:
@@ -374,12 +157,175 @@ class CallGraph:
                     pending.append(node.next_functions)
         return reached
 
-    def _first(self) -> int:
-        """Return the number at which the first call of `since` began."""
-        if not self._since:
-            return self._numbers[0]
-        calls = zip(self._numbers, self._intervals.owners, strict=False)
-        return next((n for n, call in calls if call.module in self._since), self._numbers[-1])
+    def _places(
+        self, reached: Sequence[tuple[int, Node]], wanted: NodeFilter
+    ) -> list[tuple[int, NodePlace]]:
+        """Return the places of the wanted nodes in order, each with the node's index."""
+        nodes = [(number, node.name(), index) for index, (number, node) in enumerate(reached)]
+        # Overloads share their occurrence numbers, so all of a wanted one are needed.
+        names = {name for _, name, _ in nodes if wanted is None or wanted(name)}
+        plains = {plain(name) for name in names}
+        counts: Counter[tuple[ModuleCall, str]] = Counter()
+        places: list[tuple[int, NodePlace]] = []
+        for number, name, index in sorted(nodes, key=itemgetter(0)):
+            call = self.owners[bisect_right(self.numbers, number) - 1]
+            if call is not None and plain(name) in plains:
+                places.append((index, NodePlace(name, call, counts[call, plain(name)])))
+                counts[call, plain(name)] += 1
+        return places
+
+
+class Tracer:
+    """Follows the calls of modules, and hands over the graph of each outermost call.
+
+    A module call inside a backward pass is the recomputation of a checkpoint. It is ignored if the
+    forward has made a graph of it; if not, the checkpoint is reentrant, and the recomputed calls
+    get the names and numbers of those in the forward. A call that `torch.jit.trace` or
+    `torch.export` records is ignored: no backward pass follows.
+    """
+
+    def __init__(self) -> None:
+        self.state = _ThreadState()
+        self.model: nn.Module | None = None
+        self.repeated: WeakKeyDictionary[BackwardCFunction, list[ModuleCall]] = WeakKeyDictionary()
+        """The calls in each autograd function that disables gradients, as such checkpoints do."""
+
+    def follow(
+        self,
+        model: nn.Module,
+        modules: Collection[nn.Module],
+        take: Callable[[CallGraph], None],
+        stack: ExitStack,
+        outputs: Collection[nn.Module] = (),
+    ) -> None:
+        """Hook `modules` and call `take` with the graph of each outermost call when it ends.
+
+        The graph also lists the tensors that `outputs`, a subset of `modules`, return.
+        """
+        names = names_of(model)
+        self.model = model
+        for module in modules:
+            enter = self._enter(module, names[module])
+            handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+            leave = self._leave(module, take, module in outputs)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    # These two hooks run at every call of every module, so they do as little as possible. A copy of
+    # the model made inside the block has the same hooks; its calls are ignored.
+
+    def _enter(self, module: nn.Module, names: Sequence[str]) -> Callable[..., None]:
+        state, repeated, traced = self.state, self.repeated, compiling.traced
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
+        gradients_on = torch.is_grad_enabled
+
+        @cache
+        def call_at(count: int) -> ModuleCall:
+            """The calls of a module with several names take them in turn."""
+            number, turn = divmod(count, len(names))
+            return ModuleCall(names[turn], number, module)
+
+        def enter(called: nn.Module, args: object, kwargs: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, kwargs)
+                return
+            task, call = task_now(), None
+            graph = state.graphs.get(task)
+            if task != FORWARD:
+                call = self._recomputed(task, module)
+                if call is None:
+                    return
+            elif (
+                graph is not None
+                and module in (self.model, graph.outer)
+                and autograd.calls_on_stack(graph.outer) <= (graph.outer is module)
+            ):
+                graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
+            if graph is None:
+                if compiling.recording():
+                    return
+                graph = CallGraph(self, module, (args, kwargs), task == FORWARD)
+                if task == FORWARD:
+                    state.graphs.clear()
+                state.graphs[task] = graph
+            if call is None:
+                call = call_at(graph.counts[module])
+                graph.counts[module] += 1
+            if not gradients_on():
+                for function in autograd.running_functions():
+                    repeated.setdefault(function, []).append(call)
+            graph.running.append(call)
+            graph.numbers.append(number_now())
+            graph.owners.append(call)
+
+        untraced = compiling.untraced(enter)
+        return compiling.ModuleHook(enter)
+
+    def _leave(
+        self, module: nn.Module, take: Callable[[CallGraph], None], lists_output: bool
+    ) -> Callable[..., None]:
+        state, traced = self.state, compiling.traced
+        task_now, number_now = autograd.backward_task, autograd.next_sequence_number
+
+        def leave(called: nn.Module, args: object, output: object) -> None:
+            if called is not module:
+                return
+            if traced():
+                untraced(called, args, output)
+                return
+            graph = state.graphs.get(task_now())
+            if graph is None or all(call.module is not module for call in graph.running):
+                return
+            running = graph.running
+            # An exception may end calls without running their hooks.
+            while (call := running.pop()).module is not module:
+                pass
+            graph.numbers.append(number_now())
+            graph.owners.append(running[-1] if running else None)
+            if lists_output:
+                graph.returned += (Returned(call, path, edge) for path, edge in _edges(output))
+            if not running:
+                del state.graphs[task_now()]
+                if graph.numbers[-1] > graph.numbers[0]:  # nodes were made
+                    graph.roots = _nodes_of(output)
+                    take(graph)
+
+        untraced = compiling.untraced(leave)
+        return compiling.ModuleHook(leave)
+
+    def _recomputed(self, task: int, module: nn.Module) -> ModuleCall | None:
+        """Return the forward's call that a call inside a backward pass repeats to make its graph.
+
+        The calls in a checkpoint are repeated in their order.
+        """
+        state, node = self.state, autograd.running_node()
+        if not isinstance(node, BackwardCFunction):
+            return None
+        checkpoint = task, node._sequence_nr()
+        if state.checkpoint != checkpoint:
+            state.checkpoint = checkpoint
+            state.upcoming = iter(self.repeated.get(node, ()))
+        call = next(state.upcoming, None)
+        if call is None or call.module is not module:
+            state.upcoming = iter(())
+            return None
+        return call
+
+
+class _ThreadState(threading.local):
+    """The open graphs of one thread: PyTorch counts sequence numbers per thread."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[int, CallGraph] = {}  # by the number of the backward pass
+        # A pattern of nodes to compare and the places of the wanted ones, by the outermost call.
+        self.latest: dict[object, tuple[object, list[tuple[int, NodePlace]]]] = {}
+        self.checkpoint: tuple[int, int] = (
+            FORWARD,
+            LEAF,
+        )  # the backward pass and the node of the running one
+        self.upcoming: Iterator[ModuleCall] = iter(())
 
 
 @cache
@@ -397,14 +343,16 @@ def around(
     The containing modules are needed to find the outermost call, those inside because they own the
     nodes that they make.
     """
-    needed = set(chosen)
-    for module in names:
-        contents = set(module.modules())
-        if not contents.isdisjoint(chosen):
-            needed.add(module)
-        if inside and module in chosen:
-            needed |= contents
+    needed = {module for module in names if not set(chosen).isdisjoint(module.modules())}
+    if inside:
+        needed.update(part for module in chosen for part in module.modules())
     return [module for module in names if module in needed]
+
+
+def check_called(selector: Selector, model: nn.Module, selected: Collection[nn.Module]) -> None:
+    """Raise LookupError if the selected modules are those of an exported model, never called."""
+    if model not in selected and compiling.is_exported(model):
+        raise refusal(selector, "torch.export")
 
 
 def may_meet_more_sites(output: object, at: Selector) -> bool:
@@ -414,18 +362,17 @@ def may_meet_more_sites(output: object, at: Selector) -> bool:
     outputs of a node get a gradient.
     """
     by_gradient = any(kind.known_in_backward for kind in at.kinds)
-    pending = [tensor.grad_fn for _, tensor in tensors_in(output) if tensor.grad_fn is not None]
-    seen = set(pending)
+    seen = _nodes_of(output)
+    pending = [*seen]
     while pending:
         node = pending.pop()
         if isinstance(node, BackwardCFunction) and node.name() != WRAPPER:
             return True
         if by_gradient and len(node._input_metadata) > 1:
             return True
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                pending.append(source)
+        sources = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= sources
+        pending += sources
     return False
 
 
@@ -442,135 +389,9 @@ def after_backward(output: object, call: Callable[[], None]) -> None:
             tensor.register_hook(lambda _: autograd.at_end_of_backward(end) if pending else None)
 
 
-class _GraphlessCall(NamedTuple):
-    """A call that made no graph because gradients were off."""
-
-    thread: int
-    number: int
-    call: ModuleCall
-
-
-class _TrackedModule:
-    """A hooked module with its calls, which are the same objects in every step."""
-
-    __slots__ = ("calls", "end", "module", "names")
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self.module = module
-        self.names = names
-        self.calls: list[ModuleCall] = []
-        self.end = _CallEnd(self)
-
-    def call(self, count: int) -> ModuleCall:
-        """Return call `count`; the calls of a module with several names take them in turn."""
-        while count >= len(self.calls):
-            number, turn = divmod(len(self.calls), len(self.names))
-            self.calls.append(ModuleCall(self.names[turn], number, self.module))
-        return self.calls[count]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CallEnd:
-    """Marks the end of a call in a log."""
-
-    of: _TrackedModule
-
-
-class _CallLog:
-    """The begins and ends of the calls inside one outermost call, recorded while it runs.
-
-    At sequence number `numbers[i]` a call of the module `marks[i]` began, or ended if `marks[i]` is
-    a `_CallEnd`.
-    """
-
-    __slots__ = (
-        "deeper",
-        "graphless",
-        "inputs",
-        "marks",
-        "numbers",
-        "outer",
-        "recomputed",
-        "returned",
-    )
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.outer: nn.Module | None = None
-        self.deeper = 0  # open calls of the outermost module inside itself
-        self.graphless: list[int] = []  # marks of calls that make no graph, since gradients are off
-        self.numbers: list[int] = []
-        self.marks: list[_TrackedModule | _CallEnd] = []
-        self.returned: list[tuple[int, str, Edge]] = []  # with the mark of the call's end
-        self.recomputed: list[ModuleCall] | None = None  # the calls, if they are known beforehand
-        self.inputs: set[Node] = set()
-
-    def begin(self, module: nn.Module, inputs: object) -> None:
-        """Start an outermost call; the nodes that made its inputs do not belong to it."""
-        self.clear()
-        self.outer = module
-        self.inputs = {t.grad_fn for _, t in tensors_in(inputs) if t.grad_fn is not None}
-
-
-class _CallIntervals:
-    """The innermost call from each mark of a log to the next.
-
-    `latest` caches the nodes last made at these marks: a pattern to compare, and the places of the
-    wanted nodes.
-    """
-
-    __slots__ = ("begun", "ended", "latest", "marks", "owners")
-
-    def __init__(self, log: _CallLog) -> None:
-        self.marks = log.marks
-        self.begun: dict[int, ModuleCall] = {}  # by mark
-        self.ended: dict[int, ModuleCall] = {}
-        self.owners: list[ModuleCall] = []
-        self.latest: dict[NodeFilter, tuple[object, list[tuple[int, NodePlace]]]] = {}
-        known = iter(log.recomputed) if log.recomputed is not None else None
-        counts: dict[_TrackedModule, int] = {}
-        running: list[ModuleCall] = []
-        for index, mark in enumerate(log.marks):
-            if isinstance(mark, _TrackedModule):
-                count = counts[mark] = counts.get(mark, -1) + 1
-                running.append(mark.call(count) if known is None else next(known))
-                self.begun[index] = running[-1]
-            elif any(call.module is mark.of.module for call in running):
-                # An exception may end calls without running their hooks.
-                while running[-1].module is not mark.of.module:
-                    running.pop()
-                self.ended[index] = running.pop()
-            if running:
-                self.owners.append(running[-1])
-
-
-class _ThreadState(threading.local):
-    """The logs of one thread: PyTorch counts sequence numbers per thread."""
-
-    def __init__(self) -> None:
-        self.ident = threading.get_ident()
-        self.forward = _CallLog()
-        self.latest = _CallIntervals(self.forward)
-        self.recomputations: dict[int, _CallLog] = {}  # by the number of the backward pass
-        self.recomputing: tuple[int, int] = FORWARD, LEAF  # that pass, and the checkpoint's node
-        self.upcoming: Iterator[_GraphlessCall] = iter(())
-
-
-def _is_running(outer: nn.Module, module: nn.Module) -> bool:
-    """Return whether the call of `module` that has just begun is inside a call of `outer`."""
-    frame, is_own_call = sys._getframe(3), True
-    while frame is not None:
-        if frame.f_code is _CALL:
-            running = frame.f_locals["self"]
-            if is_own_call and running is not module:
-                return True  # another library calls modules in its own way: trust the hooks
-            if not is_own_call and running is outer:
-                return True
-            is_own_call = False
-        frame = frame.f_back
-    return is_own_call
+def _nodes_of(value: object) -> set[Node]:
+    """Return the nodes that made the tensors in a nested value."""
+    return {tensor.grad_fn for _, tensor in tensors_in(value) if tensor.grad_fn is not None}
 
 
 def _edges(output: object) -> Iterator[tuple[str, Edge]]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Annotated, ClassVar, Literal
@@ -13,8 +12,8 @@ from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import Attached, GradFn, Place, PlaceTest, Selector, SiteHook, Stage
-from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, plain
+from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, SiteHook, Stage
+from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, check_called, plain
 from gradsurg.sites.selection import (
     Pattern,
     Types,
@@ -25,9 +24,9 @@ from gradsurg.sites.selection import (
     nothing_matched,
     unnumbered,
 )
+from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Need
 
-COMPILED = "CompiledFunction"
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # node and the edge of the gradient with respect to the input
 FAMILIES = {
     "activation": (
@@ -139,6 +138,7 @@ class Nodes(Selector):
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         named = names_of(model)
         selected = candidates(named, self.mechanism, test or self.selects)
+        check_called(self, model, selected)
         if selected:
             return [name for names in selected.values() for name in names]
         choices = [name for names in named.values() for name in names]
@@ -148,139 +148,118 @@ class Nodes(Selector):
         raise nothing_matched(self, "module", self.module, choices)
 
     def hook(self, attached: Attached) -> None:
-        model, stack = attached.model, attached.stack
-        self.find(model, attached.selects)
-        named = names_of(model)
-        selected = candidates(named, self.mechanism, attached.selects)
-        places = [(module, name) for module, names in selected.items() for name in names]
-        hooked_before = False
-        hookers: dict[NodePlace, Callable[[Node], object] | None] = {}  # None: not selected
+        self.find(attached.model, attached.selects)
 
         @cache
-        def wanted(node: str) -> bool:
-            tried = (Place(self.mechanism, name, module, node=node) for module, name in places)
-            return any(attached.selects(place) is not False for place in tried)
+        def prehook_at(site: str, single: bool) -> Callable[..., object]:
+            return _prehook(site, attached, single)
 
-        def take(graph: CallGraph) -> None:
-            nonlocal hooked_before
-            hooked = False
-            for node, place in graph.nodes(wanted):
-                if place not in hookers:
-                    hookers[place] = self._hooker(node, place, attached, graph.outside)
-                    if hookers[place] and plain(place.name) == f"{COMPILED}Backward":
-                        attached.note(ONE_NODE)
-                register = hookers[place]
-                if register is not None:
-                    hooked = True
-                    register(node)
-            # A later forward may take another path, such as one in evaluation mode.
-            complete = graph.whole and not graph.empty and not graph.hides_nodes()
-            if complete and not (hooked or hooked_before):
-                # In a combination other parts may have used up its limit.
-                tried = (Place(self.mechanism, name, module) for module, name in places)
-                if any(attached.selects(place) is not False for place in tried):
-                    raise self._nothing_selected(graph)
-            hooked_before = hooked_before or hooked
+        @cache
+        def posthook_at(site: str, takes_gradient: tuple[bool, ...]) -> Callable[..., object]:
+            edges = [index for index, takes in enumerate(takes_gradient) if takes]
+            if self.edge not in (None, *edges):
+                listed = ", ".join(map(str, edges))
+                text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
+                raise SelectionError(self, "edge", text)
+            selected = edges if self.edge is None else [self.edge]
+            return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
 
-        modules = around(named, selected, inside=True)
+        def hook_node(node: Node, site: str) -> None:
+            if self.side == "enter":
+                node.register_prehook(prehook_at(site, len(node._input_metadata) == 1))
+            else:
+                sources = tuple([source is not None for source, _ in node.next_functions])
+                node.register_hook(posthook_at(site, sources))
 
-        def compiled_inside() -> str:
-            compiled = {id(part._modules.get("_orig_mod")) for part in model.modules()}
-            names = [
-                name
-                for module, (name, *_) in names_of(model).items()
-                if module is not model
-                and (id(module) in compiled or getattr(module, "_compiled_call_impl", None))
-                and attached.selects(Place(self.mechanism, name, module)) is not False
-            ]
-            if not names or COMPILED in self.pattern:
-                return ""
-            return f"it did not act inside {', '.join(names)}: {ONE_COMPILED_NODE}"
+        NodeHooker(self, attached, hook_node, "pattern", self.module)
 
-        attached.check_at_end(compiled_inside)
 
-        def register(removals: ExitStack) -> None:
-            Tracer().follow(model, modules, take, removals, since=selected)
+class NodeHooker:
+    """Calls `hook` with each node at a selected place, in each graph of the model, and its site.
 
-        attached.register(register, stack)
+    Raises LookupError after the first forward without a selected node. The pattern on nodes is in
+    `field`, `modules` is that on modules.
+    """
+
+    def __init__(
+        self,
+        selector: Selector,
+        attached: Attached,
+        hook: Callable[[Node, str], None],
+        field: str,
+        modules: str,
+    ) -> None:
+        self.selector, self.field, self.modules = selector, field, modules
+        self.attached, self.hook = attached, hook
+        model, named = attached.model, names_of(attached.model)
+        selected = candidates(named, selector.mechanism, attached.selects)
+        self.parts = {name: part for part, names in selected.items() for name in names}
+        self.sites: dict[NodePlace, str] = {}  # empty: not selected
+        self.wanted = cache(lambda node: plain(node) == compiling.COMPILED or self._may_be(node))
+        modules_followed = around(named, selected, inside=True)
+        attached.register(
+            lambda removals: Tracer().follow(model, modules_followed, self._take, removals),
+            attached.stack,
+        )
+        attached.check_at_end(self._left_out)
+
+    def _take(self, graph: CallGraph) -> None:
+        for node, place in graph.nodes(self.wanted):
+            if place not in self.sites:
+                self.sites[place] = place.id if self._selects(place, graph.outside) else ""
+            site = self.sites[place]
+            if site:
+                self.hook(node, site)
+        # A later forward may take another path, such as one in evaluation mode.
+        complete = graph.whole and not graph.empty and not graph.hides_nodes()
+        # In a combination other parts may have used up its limit.
+        if complete and not any(self.sites.values()) and self._may_be(None):
+            raise self._nothing_selected(graph)
+
+    def _may_be(self, node: str | None) -> bool:
+        """Return whether a node of this name may be selected, or any if it is None."""
+        mechanism, selects = self.selector.mechanism, self.attached.selects
+        places = (Place(mechanism, name, part, node=node) for name, part in self.parts.items())
+        return any(selects(place) is not False for place in places)
+
+    def _selects(self, place: NodePlace, outside: bool) -> bool:
+        call, mechanism = place.call, self.selector.mechanism
+        where = mechanism, call.name, call.module, call.number, place.name, place.occurrence
+        full = Place(*where, whole=True)
+        if outside and self.attached.selects(replace(full, call=None)) is None:
+            raise unnumbered(call.name)
+        selected = bool(self.attached.selects(full))
+        if selected and plain(place.name) == compiling.COMPILED:
+            self.attached.note(ONE_NODE)
+        return selected
+
+    def _left_out(self) -> str:
+        """Return a warning of the selected modules that are compiled, empty if there are none."""
+        compiled = [place for place in self.sites if plain(place.name) == compiling.COMPILED]
+        names = dict.fromkeys(place.call.name for place in compiled if not self.sites[place])
+        listed = ", ".join(name for name in names if name in self.parts)
+        return f"it did not act inside {listed}: {ONE_COMPILED_NODE}" if listed else ""
 
     def _nothing_selected(self, graph: CallGraph) -> SelectionError:
-        places = [place for _, place in graph.nodes() if matches(place.call.name, self.module)]
-        names = sorted({plain(place.name).removesuffix("Backward") for place in places})
-        families = [
-            family for family in FAMILIES if any(fits_node(place.name, family) for place in places)
-        ]
-        where = "" if self.module == "*" else f" in '{self.module}'"
-        compiled = not names or COMPILED in names
-        hint = " What is compiled runs as one node: use Outputs there." if compiled else ""
-        numbers = {"call": self.call, "occurrence": self.occurrence}
-        given = {key: number for key, number in numbers.items() if number is not None}
-        asked = ", ".join(f"{key}={number}" for key, number in given.items())
-        field = next(iter(given)) if len(given) == 1 else "pattern"
-        choices = [*families, *names]
-        listed = nearest("" if self.pattern in choices else self.pattern, choices)
-        return SelectionError(
-            self,
-            field,
-            f"no node{where} is selected by '{self.pattern}'{f' ({asked})' if asked else ''}"
-            f". {listed}{hint}",
-        )
-
-    def _hooker(
-        self, node: Node, place: NodePlace, attached: Attached, outside: bool
-    ) -> Callable[[Node], object] | None:
-        """Return a function that hooks nodes like this one at this place; None if not selected."""
-        call = place.call
-        where = self.mechanism, call.name, call.module, call.number, place.name, place.occurrence
-        full = Place(*where, whole=True)
-        if outside and attached.selects(replace(full, call=None)) is None:
-            raise unnumbered(call.name)
-        if not attached.selects(full):
-            return None
-        site = place.id
-        if self.side == "enter":
-            prehook = _prehook(site, attached, len(node._input_metadata) == 1)
-            return lambda node: node.register_prehook(prehook)
-        posthooks: dict[tuple[bool, ...], Callable[..., object]] = {}
-
-        def register(node: Node) -> None:
-            live = tuple([source is not None for source, _ in node.next_functions])
-            if live not in posthooks:
-                posthooks[live] = self._posthook(site, attached, live)
-            node.register_hook(posthooks[live])
-
-        return register
-
-    def _posthook(
-        self, site: str, attached: Attached, live: Sequence[bool]
-    ) -> Callable[..., object]:
-        edges = [index for index, takes_gradient in enumerate(live) if takes_gradient]
-        if self.edge not in (None, *edges):
-            raise SelectionError(
-                self,
-                "edge",
-                f"{site} has no edge {self.edge} that takes a gradient. "
-                f"There are: {', '.join(map(str, edges))}.",
-            )
-        selected = edges if self.edge is None else [self.edge]
-        return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
+        """Return the error for a graph without a selected node, with the choices."""
+        pattern = getattr(self.selector, self.field)
+        made = [place for _, place in graph.nodes()]
+        inside = {place.name for place in made if place.call.name in self.parts}
+        families = [name for name in FAMILIES if any(fits_node(node, name) for node in inside)]
+        choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in inside})]
+        numbers = {name: getattr(self.selector, name, None) for name in ("call", "occurrence")}
+        given = [f" ({name}={number})" for name, number in numbers.items() if number is not None]
+        where = "" if self.modules == "*" else f" in '{self.modules}'"
+        is_compiled = any(plain(place.name) == compiling.COMPILED for place in made)
+        hint = " What is compiled runs as one node: use Outputs there." * is_compiled
+        listed = nearest("" if pattern in choices else pattern, choices)
+        text = f"no node{where} is selected by '{pattern}'{''.join(given)}. {listed}{hint}"
+        return SelectionError(self.selector, self.field, text)
 
 
 def posthook(hooks: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
     """Return a node posthook that applies one hook at each of some edges."""
-
-    def hook(
-        grads: Sequence[Tensor | None], entering: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, ...] | None:
-        changed: list[Tensor | None] | None = None
-        for index, edge_hook in hooks:
-            result = edge_hook(grads[index], None, entering)
-            if result is not None:
-                changed = changed or list(grads)
-                changed[index] = result
-        return None if changed is None else tuple(changed)
-
-    return hook
+    return lambda grads, entering: _changed(grads, hooks, entering)
 
 
 def fits_node(name: str, pattern: str) -> bool:
@@ -300,24 +279,25 @@ def _prehook(site: str, attached: Attached, single: bool) -> Callable[..., objec
     if single:
         site_hook = attached.hook_at(site)
 
-        def hook_single(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
+        def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
             result = site_hook(grads[0])
             return None if result is None else (result,)
 
-        return hook_single
-    hooks: dict[int, GradFn] = {}
+        return hook
+    hook_of = cache(lambda index: attached.hook_at(f"{site}.{index}"))
+    return lambda grads: _changed(
+        grads, [(index, hook_of(index)) for index, grad in enumerate(grads) if grad is not None]
+    )
 
-    def hook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-        changed: list[Tensor | None] | None = None
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                output_hook = hooks.get(index)
-                if output_hook is None:
-                    output_hook = hooks[index] = attached.hook_at(f"{site}.{index}")
-                result = output_hook(grad)
-                if result is not None:
-                    changed = changed or list(grads)
-                    changed[index] = result
-        return None if changed is None else tuple(changed)
 
-    return hook
+def _changed(
+    grads: Sequence[Tensor | None],
+    hooks: Sequence[tuple[int, SiteHook]],
+    entering: tuple[Tensor | None, ...] = (),
+) -> tuple[Tensor | None, ...] | None:
+    """Apply hooks to the gradients with these indices; return None if all are unchanged."""
+    results = {index: hook(grads[index], None, entering) for index, hook in hooks}
+    changed = {index: result for index, result in results.items() if result is not None}
+    if not changed:
+        return None
+    return tuple(changed.get(index, grad) for index, grad in enumerate(grads))

@@ -1,7 +1,7 @@
 """Uses: the gradient of each use of a tensor, before autograd sums them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -19,21 +19,22 @@ from gradsurg.sites.base import (
     SiteHook,
     Stage,
 )
-from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around
+from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around, check_called
 from gradsurg.sites.nodes import posthook
-from gradsurg.sites.selection import ROOT, Pattern, matches, names_of, nothing_matched, params_of
+from gradsurg.sites.selection import (
+    ROOT,
+    Pattern,
+    candidates,
+    matches,
+    names_of,
+    nothing_matched,
+    owned_params,
+    params_of,
+)
 from gradsurg.torch_internals import autograd
 
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
-
-
-class UsedTensor(NamedTuple):
-    """A tensor that may be used: the output of a module call, or a parameter."""
-
-    site: str
-    place: Place
-    aliases: tuple[str, ...] = ()
 
 
 @validated
@@ -74,54 +75,49 @@ class Uses(Selector):
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         modules, params = self._candidates(model, test or self.selects)
-        if not modules and not params:
-            choices = [name for names in names_of(model).values() for name in names if name != ROOT]
-            choices += params_of(model)
-            raise nothing_matched(self, "pattern", self.pattern, choices)
-        if not modules and not any(param.requires_grad for param in params):
-            frozen = ", ".join(used.site for used in params.values())
-            raise SelectionError(
-                self, "pattern", f"all that '{self.pattern}' matches is frozen: {frozen}"
-            )
-        trained = [used.site for param, used in params.items() if param.requires_grad]
-        return [*(names[0] for names in modules.values()), *trained]
+        trained = [place.name for param, place in params.items() if param.requires_grad]
+        if not trained:
+            check_called(self, model, modules)
+        if modules or trained:
+            return [*(names[0] for names in modules.values()), *trained]
+        if params:
+            frozen = ", ".join(place.name for place in params.values())
+            text = f"all that '{self.pattern}' matches is frozen: {frozen}"
+            raise SelectionError(self, "pattern", text)
+        choices = [name for names in names_of(model).values() for name in names if name != ROOT]
+        raise nothing_matched(self, "pattern", self.pattern, [*choices, *params_of(model)])
 
     def hook(self, attached: Attached) -> None:
-        model, stack = attached.model, attached.stack
+        model = attached.model
         modules, params = self._candidates(model, attached.selects)
         for names in modules.values():
             attached.expect(names[0])
-        for param, used in params.items():
-            attached.expect(used.site, skipped="" if param.requires_grad else "frozen")
-        owners = {
-            place.owner for used in params.values() for place in (used.place, *used.place.aliases)
-        }
+        for param, place in params.items():
+            attached.expect(place.name, skipped="" if param.requires_grad else "frozen")
+        owners = {alias.owner for place in params.values() for alias in (place, *place.aliases)}
         chosen = {*modules, *(owner for owner in owners if owner is not None)}
-        hook_uses = _UseHooker(self, modules, params, attached)
+        take = _UseHooker(self, modules, params, attached).take
         followed = around(names_of(model), chosen, inside=False)
-        Tracer().follow(model, followed, hook_uses, stack, outputs=set(modules))
+        Tracer().follow(model, followed, take, attached.stack, outputs=set(modules))
 
     def _candidates(
         self, model: nn.Module, test: PlaceTest
-    ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, UsedTensor]]:
-        """Return the modules and the parameters that may be selected, with their names."""
-        modules: dict[nn.Module, list[str]] = {}
-        places: dict[nn.Parameter, list[Place]] = {}
-        for module, names in names_of(model).items():
-            selected = [n for n in names if test(Place(self.mechanism, n, module)) is not False]
-            if selected:
-                modules[module] = selected
-            for prefix in names:
-                for short, param in module.named_parameters(recurse=False, remove_duplicate=False):
-                    name = short if prefix == ROOT else f"{prefix}.{short}"
-                    place = Place(self.mechanism, name, param, owner=module)
-                    places.setdefault(param, []).append(place)
-        params: dict[nn.Parameter, UsedTensor] = {}
-        for param, (first, *others) in places.items():
+    ) -> tuple[dict[nn.Module, list[str]], dict[nn.Parameter, Place]]:
+        """Return the modules with their names and the parameters that may be selected."""
+        params: dict[nn.Parameter, Place] = {}
+        for param, named in owned_params(model).items():
+            first, *others = (Place(self.mechanism, name, param, owner=of) for name, of in named)
             place = replace(first, aliases=tuple(others))
             if test(place) is not False:
-                params[param] = UsedTensor(place.name, place, tuple(other.name for other in others))
-        return modules, params
+                params[param] = place
+        return candidates(names_of(model), self.mechanism, test), params
+
+
+class _UsedTensor(NamedTuple):
+    """The output of a module call or a parameter, whose uses are looked for."""
+
+    site: str
+    place: Place
 
 
 class _UseHooker:
@@ -130,19 +126,17 @@ class _UseHooker:
     def __init__(
         self,
         selector: Uses,
-        modules: dict[nn.Module, list[str]],
-        params: dict[nn.Parameter, UsedTensor],
+        modules: Mapping[nn.Module, Sequence[str]],
+        params: Mapping[nn.Parameter, Place],
         attached: Attached,
     ) -> None:
-        self.selector = selector
-        self.modules = modules
-        self.params = params
+        self.selector, self.modules, self.params = selector, modules, params
         self.attached = attached
-        self.decisions: dict[tuple[str, int], bool] = {}
-        self.hooked: set[str] = set()
+        # By the names of the tensor and the number of the use; None if not selected.
+        self.hooks: dict[tuple[object, ...], SiteHook | None] = {}
         self.resolved: set[str] = set()  # tensors whose placeholder has left the ledger
 
-    def __call__(self, graph: CallGraph) -> None:
+    def take(self, graph: CallGraph) -> None:
         if graph.empty:
             return
         tensors = self._tensors(graph)
@@ -155,68 +149,62 @@ class _UseHooker:
                 hooks[node].append((index, hook))
         for node, pairs in hooks.items():
             node.register_hook(posthook(pairs))
-        uses = {used.site: counts[edge] for edge, owners in tensors.items() for used in owners}
-        if not hooks and not self.hooked and graph.whole and not graph.hides_nodes():
-            raise self._nothing_selected(uses)
-        for used in (used for owners in tensors.values() for used in owners):
-            if used.site in self.resolved:
-                continue
-            if uses[used.site]:
-                self._resolve(used)
-            elif graph.whole:
-                self._skip(used, NO_USE)
+        uses = [(used, counts[edge]) for edge, owners in tensors.items() for used in owners]
+        if not any(self.hooks.values()) and graph.whole and not graph.hides_nodes():
+            raise self._nothing_selected({used.site: count for used, count in uses})
+        for used, count in uses:
+            if count or graph.whole:
+                self._resolve(used, "" if count else NO_USE)
 
-    def _tensors(self, graph: CallGraph) -> dict[Edge, list[UsedTensor]]:
+    def _tensors(self, graph: CallGraph) -> dict[Edge, list[_UsedTensor]]:
         """Return the tensors whose uses are looked for, each edge with all its names."""
-        tensors: dict[Edge, list[UsedTensor]] = {}
+        tensors: defaultdict[Edge, list[_UsedTensor]] = defaultdict(list)
         mechanism = self.selector.mechanism
         for call, path, edge in graph.returned:
-            used = UsedTensor(call.id + path, Place(mechanism, call.name, call.module, call.number))
+            place = Place(mechanism, call.name, call.module, call.number)
+            used = _UsedTensor(call.id + path, place)
             if edge[0] is not None:
-                tensors.setdefault(edge, []).append(used)
+                tensors[edge].append(used)
             elif graph.whole:
-                self._skip(used, NO_GRADIENT)
-        for param, used in self.params.items():
-            current = _current(param, used.place)
-            if not current.requires_grad:
+                self._resolve(used, NO_GRADIENT)
+        for param, place in self.params.items():
+            # A functional_call may have replaced the parameter.
+            current = getattr(place.owner, place.name.rpartition(".")[2], param)
+            used = _UsedTensor(place.name, place)
+            if not isinstance(current, Tensor) or not current.requires_grad:
                 continue
             if autograd.in_functorch() and not autograd.is_wrapped(current):
-                self._skip(used, CONSTANT)
+                self._resolve(used, CONSTANT)
             else:
-                tensors.setdefault(get_gradient_edge(current)[:2], []).append(used)
+                tensors[get_gradient_edge(current)[:2]].append(used)
         return tensors
 
-    def _hook_for(self, owners: list[UsedTensor], number: int) -> SiteHook | None:
+    def _hook_for(self, owners: Sequence[_UsedTensor], number: int) -> SiteHook | None:
         """Return the hook of a use, whose site is the first selected owner; others are aliases."""
-        selected = [used for used in owners if self._selects(used, number)]
-        if not selected:
-            return None
-        names = [name for used in selected for name in (used.site, *used.aliases)]
-        first, *others = (f"{name}/use[{number}]" for name in names)
-        if first not in self.hooked:
-            self.hooked.add(first)
-            self.attached.expect(first, others)
-        return self.attached.hook_at(first)
+        key = *(used.site for used in owners), number
+        if key not in self.hooks:
+            names = [
+                f"{name}/use[{number}]"
+                for site, place in owners
+                if self.attached.selects(replace(place, occurrence=number, whole=True))
+                for name in (site, *(alias.name for alias in place.aliases))
+            ]
+            if names:
+                self.attached.expect(names[0], names[1:])
+            self.hooks[key] = self.attached.hook_at(names[0]) if names else None
+        return self.hooks[key]
 
-    def _selects(self, used: UsedTensor, number: int) -> bool:
-        key = used.site, number
-        if key not in self.decisions:
-            place = replace(used.place, occurrence=number, whole=True)
-            self.decisions[key] = bool(self.attached.selects(place))
-        return self.decisions[key]
-
-    def _skip(self, used: UsedTensor, reason: str) -> None:
-        """Record once why a tensor has no uses."""
-        if used.site not in self.resolved:
-            self._resolve(used)
-            self.attached.expect(f"{used.site}/use[{self.selector.use or 0}]", skipped=reason)
-
-    def _resolve(self, used: UsedTensor) -> None:
-        """Remove the site expected before the call from the ledger: its uses take its place."""
-        self.resolved.add(used.site)
-        thing = used.place.thing
-        name = self.modules[thing][0] if isinstance(thing, nn.Module) else used.site
-        self.attached.forget(name)
+    def _resolve(self, used: _UsedTensor, reason: str) -> None:
+        """Replace the site expected before the call in the ledger by its uses, or the reason why
+        there are none.
+        """
+        site, place = used
+        if site not in self.resolved:
+            self.resolved.add(site)
+            thing = place.thing
+            self.attached.forget(self.modules[thing][0] if isinstance(thing, nn.Module) else site)
+            if reason:
+                self.attached.expect(f"{site}/use[{self.selector.use or 0}]", skipped=reason)
 
     def _nothing_selected(self, counts: Mapping[str, int]) -> SelectionError:
         uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
@@ -228,10 +216,3 @@ class _UseHooker:
             f"Uses inside the model's call: {uses}. One in the loss is not found."
             f" Nor is one in what is compiled.{given}",
         )
-
-
-def _current(param: nn.Parameter, place: Place) -> Tensor:
-    """Return the tensor in place of the parameter, which `functional_call` may replace."""
-    table = {} if place.owner is None else place.owner._parameters
-    current = table.get(place.name.rpartition(".")[2])
-    return param if current is None else current

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -148,6 +150,23 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view was made of; any other tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+Table = dict[str, torch.Tensor | None]
+
+
+def tensor_tables(module: torch.nn.Module) -> tuple[list[Table], list[Table]]:
+    """The dicts of parameters and those of buffers, of a module and all in it; they change with it.
+
+    A `functional_call` puts other tensors in the place of parameters.
+    """
+    parts: list[Any] = [*module.modules()]  # Any: the type of the tables of an nn.Module
+    return [part._parameters for part in parts], [part._buffers for part in parts]
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
     return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
@@ -234,6 +253,29 @@ def remove_saved_tensor_hooks(pair: Pair) -> None:
         push_saved_tensor_hooks(other)
 
 
+def saved_by(node: Node) -> Iterator[tuple[str, Any, Callable[[], torch.Tensor]]]:
+    """Yield each tensor saved by a node: its name, its SavedTensor, and a function to read it.
+
+    Any: PyTorch declares no type for a SavedTensor, which takes hooks by `register_hooks`.
+    """
+    for key in dir(node):
+        name = key.removeprefix("_raw_saved_")
+        if name != key:
+            raw, attribute = getattr(node, key), f"_saved_{name}"
+            if not isinstance(raw, tuple):
+                if raw.data is not None:
+                    yield name, raw, partial(getattr, node, attribute)
+                continue
+            for index, saved in enumerate(raw):
+                if saved.data is not None:
+                    attribute = "saved_tensors" if name == "tensors" else attribute
+                    yield f"{name}.{index}", saved, partial(_item, node, attribute, index)
+
+
+def _item(node: Node, attribute: str, index: int) -> torch.Tensor:
+    return getattr(node, attribute)[index]
+
+
 def in_checkpoint() -> bool:
     """Whether the forward of a non-reentrant checkpoint runs, which will be recomputed."""
     top = saved_tensor_hooks()
@@ -255,6 +297,18 @@ def running_functions() -> list[BackwardCFunction]:
                 functions.append(given)
         frame = frame.f_back
     return functions
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def calls_on_stack(module: torch.nn.Module) -> int:
+    """How many calls of a module are on the call stack of this thread."""
+    frame, calls = sys._getframe(1), 0
+    while frame is not None:
+        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
 
 
 Mode = TorchFunctionMode

@@ -39,7 +39,7 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
     if _uncompiled.get() and _DYNAMO not in sys.modules:
         return _hook(function)
     disable: Callable[..., Any] = torch.compiler.disable  # Any: it returns its argument
-    disabled = disable(compiled or function)
+    disabled = disable(compiled or function, reason=REASON)
 
     def run(*args: object) -> object:
         return function(*args) if _tracing() is None else disabled(*args)
@@ -55,6 +55,24 @@ def _hook(function: Callable[..., Any]) -> Any:  # Any: it is called like the fu
 
 traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
+
+
+_jit_traces: Callable[[], bool] = vars(torch.jit)["is_tracing"]
+
+
+def recording() -> bool:
+    """Whether `torch.jit.trace` or `torch.export` records this code."""
+    return _jit_traces() or torch.compiler.is_exporting()
+
+
+def is_exported(model: torch.nn.Module) -> bool:
+    """Whether a model is the graph of operations that `torch.export` makes of one.
+
+    It calls none of its modules, which hold the parameters, but one that checks the inputs.
+    """
+    return isinstance(model, torch.fx.GraphModule) and all(
+        node.target == "_guards_fn" for node in model.graph.nodes if node.op == "call_module"
+    )
 
 
 @contextmanager
@@ -149,6 +167,7 @@ def keeping_buffers() -> Iterator[None]:
 COMPILED = "CompiledFunctionBackward"
 """The name of the autograd node of a compiled graph."""
 
+REASON = "a hook of gradsurg: compile without fullgraph, export before attaching"
 _DYNAMO = "torch._dynamo"
 _KEPT = "/gradsurg keeps buffers"
 _uncompiled: ContextVar[bool] = ContextVar("gradsurg_uncompiled", default=False)

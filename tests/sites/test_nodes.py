@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -19,32 +20,23 @@ from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, poi
 # What is seen and what comes out
 
 
-def test_enter_acts_on_the_gradient_of_the_output_of_an_operation() -> None:
-    # y = a b, dL/dy = 10, clipped to 4: a gets 4 b, b gets 4 a.
-    a, b = point(2.0), point(3.0)
-    product = Made(lambda self, a, b: a * b)
-    with attached(product, gs.Clip(4.0), gs.Nodes("Mul")) as live:
-        (product(a, b) * 10).sum().backward()
-    assert (grad_of(a), grad_of(b)) == ([12.0], [8.0])
-    assert calls_of(live) == {"root#0/MulBackward[0]": 1}
-
-
-def test_leave_acts_on_the_gradient_of_each_input() -> None:
-    # a gets 10 b = 30 -> 25, b gets 10 a = 20.
+@pytest.mark.parametrize(
+    ("transform", "at", "grads", "ends"),
+    [
+        # y = a b, dL/dy = 10, clipped to 4: a gets 4 b, b gets 4 a.
+        (gs.Clip(4.0), gs.Nodes("Mul"), (12.0, 8.0), [""]),
+        # a gets 10 b = 30 -> 25, b gets 10 a = 20.
+        (gs.Clip(25.0), gs.Nodes("Mul", side="leave"), (25.0, 20.0), [".0", ".1"]),
+        (gs.Zero(), gs.Nodes("Mul", side="leave", edge=0), (0.0, 20.0), [".0"]),
+        (gs.Zero(), gs.Nodes("Mul", side="leave", edge=1), (30.0, 0.0), [".1"]),
+    ],
+)
+def test_gradients_that_enter_or_leave_an_operation(transform, at, grads, ends) -> None:
     a, b, product = point(2.0), point(3.0), Made(lambda self, a, b: a * b)
-    with attached(product, gs.Clip(25.0), gs.Nodes("Mul", side="leave")) as live:
+    with attached(product, transform, at) as live:
         (product(a, b) * 10).sum().backward()
-    assert (grad_of(a), grad_of(b)) == ([25.0], [20.0])
-    assert calls_of(live) == {"root#0/MulBackward[0].0": 1, "root#0/MulBackward[0].1": 1}
-
-
-@pytest.mark.parametrize(("edge", "expected"), [(0, ([0.0], [20.0])), (1, ([30.0], [0.0]))])
-def test_edge_picks_one_input(edge: int, expected: tuple[list[float], list[float]]) -> None:
-    a, b, product = point(2.0), point(3.0), Made(lambda self, a, b: a * b)
-    with attached(product, gs.Zero(), gs.Nodes("Mul", side="leave", edge=edge)) as live:
-        (product(a, b) * 10).sum().backward()
-    assert (grad_of(a), grad_of(b)) == expected
-    assert calls_of(live) == {f"root#0/MulBackward[0].{edge}": 1}
+    assert (grad_of(a), grad_of(b)) == ([grads[0]], [grads[1]])
+    assert calls_of(live) == {f"root#0/MulBackward[0]{end}": 1 for end in ends}
 
 
 def test_an_edge_that_takes_no_gradient_is_refused_with_those_that_do() -> None:
@@ -58,39 +50,26 @@ def test_an_edge_that_takes_no_gradient_is_refused_with_those_that_do() -> None:
         product(point(2.0), torch.ones(1))
 
 
-def test_guided_backpropagation_works_at_the_functional_relus_of_a_convolutional_net() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Conv2d(1, 4, 3)
-            self.two = nn.Conv2d(4, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.behind(functional.relu(self.two(functional.relu(self.one(x)))))
-
-        def behind(self, y: Tensor) -> Tensor:
-            return y.flatten(1)
-
+def test_guided_backpropagation_works_at_functional_relus() -> None:
     torch.manual_seed(0)
-    model, x = Net(), torch.randn(2, 1, 7, 7)
-    weights = torch.randn(2, 36)
-    by_hand, plain, ours = (x.clone().requires_grad_() for _ in range(3))
+    one, two = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+    model = Made(
+        lambda self, x: functional.relu(self.two(functional.relu(self.one(x)))), one=one, two=two
+    )
+    x = torch.randn(2, 1, 7, 7, requires_grad=True)
+    weights = torch.randn(2, 4, 3, 3)
     # The rule itself: what enters a ReLU is cut at zero, what leaves it has the ReLU's own mask.
-    before_one = model.one(by_hand)
+    before_one = one(x)
     after_one = before_one.clamp(min=0)
-    before_two = model.two(after_one)
-    entering = weights.view_as(before_two).clamp(min=0)
-    leaving = entering * (before_two > 0)
+    before_two = two(after_one)
+    leaving = weights.clamp(min=0) * (before_two > 0)
     (entering,) = torch.autograd.grad(before_two, after_one, leaving, retain_graph=True)
-    leaving = entering.clamp(min=0) * (before_one > 0)
-    (expected,) = torch.autograd.grad(before_one, by_hand, leaving)
-    (model(plain) * weights).sum().backward()
+    (expected,) = torch.autograd.grad(before_one, x, entering.clamp(min=0) * (before_one > 0))
+    (plain,) = torch.autograd.grad(model(x), x, weights)
     with attached(model, gs.ScaleBySign(1.0, 0.0), gs.Nodes("ReluBackward0")) as live:
-        (model(ours) * weights).sum().backward()
-    assert ours.grad is not None
-    assert plain.grad is not None
-    torch.testing.assert_close(ours.grad, expected)
-    assert not torch.allclose(plain.grad, expected)
+        (model(x) * weights).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert not torch.allclose(plain, expected)
     assert calls_of(live) == {"root#0/ReluBackward[0]": 1, "root#0/ReluBackward[1]": 1}
 
 
@@ -104,9 +83,7 @@ def test_guided_backpropagation_works_at_the_functional_relus_of_a_convolutional
         ("ReluBackward", {"act#0/ReluBackward[0]"}),
         ("ReluBackward0", {"act#0/ReluBackward[0]"}),
         ("re:Relu|None", {"act#0/ReluBackward[0]"}),
-        ("Addmm", {"last#0/AddmmBackward[0]"}),
         ("matmul", {"last#0/AddmmBackward[0]"}),
-        ("conv", {"conv#0/ConvolutionBackward[0]"}),
         ("*Conv*", {"conv#0/ConvolutionBackward[0]"}),
     ],
 )
@@ -136,37 +113,23 @@ class Halve(torch.autograd.Function):
         return grads[0] / 2
 
 
-class Custom(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = Halve.apply(x)
-        assert isinstance(y, Tensor)
-        return y.sum()
-
-
 @pytest.mark.parametrize("side", ["enter", "leave"])
-def test_a_custom_autograd_function_is_a_node(side) -> None:
-    assert passed(Custom(), TEN, gs.Nodes("Halve", side=side))[0] == [5.0]
-
-
-@pytest.mark.parametrize("side", ["enter", "leave"])
-def test_an_in_place_relu_is_a_node(side) -> None:
+def test_a_custom_function_and_an_in_place_relu_are_nodes(side) -> None:
+    end = "" if side == "enter" else ".0"
+    halve = Made(lambda self, x: Halve.apply(x))
+    found = passed(halve, TEN, gs.Nodes("Halve", side=side))
+    assert found == ([5.0], {f"root#0/HalveBackward[0]{end}": 1})
     # 2 enters the ReLU and leaves it where x is positive.
     model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
-    x = point(1.0, -1.0)
-    with attached(model, TEN, gs.Nodes("Relu", side=side)) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [40.0, 0.0]
-    end = "" if side == "enter" else ".0"
-    assert calls_of(live) == {f"1#0/ReluBackward[0]{end}": 1}
+    found = passed(model, TEN, gs.Nodes("Relu", side=side), point(1.0, -1.0))
+    assert found == ([40.0, 0.0], {f"1#0/ReluBackward[0]{end}": 1})
 
 
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (gs.Nodes("Rleu"), "no node is selected by 'Rleu'"),
-        (gs.Nodes("Rleu"), "Did you mean 'Relu'?"),
-        (gs.Nodes("Rleu"), "There are: activation, matmul, Addmm, Relu, T. Did"),
-        (gs.Nodes("norm"), "There are: activation, matmul, Addmm, Relu, T."),
+        (gs.Nodes("Rleu"), "no node is selected by 'Rleu'. There are: activation, matmul, Addmm"),
+        (gs.Nodes("Rleu"), "Relu, T. Did you mean 'Relu'?"),
         (gs.Nodes("Tanh", module="act"), "There are: activation, Relu."),
         (gs.Nodes("Relu", module="first"), "no node in 'first' is selected by 'Relu'"),
         (gs.Nodes("Relu", call=3), "call=3"),
@@ -260,14 +223,6 @@ def test_checkpoints_change_neither_sites_nor_gradients(side, reentrant, pattern
     torch.testing.assert_close((grads, x_own), (plain, x_plain))
 
 
-def test_calls_in_reentrant_checkpoints_keep_their_numbers() -> None:
-    model, seen = _twin(True), []
-    with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
-        model(torch.randn(2, 3, requires_grad=True)).backward()
-        seen = list(calls_of(live))
-    assert seen == ["body.linear#1/AddmmBackward[0]", "body.linear#0/AddmmBackward[0]"]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     def nest(depth: int, saves: bool) -> Made:
@@ -284,23 +239,10 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     assert len(plain[1]) == 7
 
 
-def test_a_model_that_is_itself_in_a_reentrant_checkpoint_is_followed() -> None:
-    model = small()
-    x = torch.ones(1, 6, requires_grad=True)
-    with attached(model, gs.Zero(), gs.Nodes("Relu")) as live:
-        y = recomputed(model, x, True)
-        y.sum().backward()
-    assert calls_of(live) == {"act#0/ReluBackward[0]": 1}
-    assert not gradients(model)["first.weight"].any()
-
-
 def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> None:
-    model = _twin(True)
-    with (
-        pytest.warns(SurgeryWarning, match="none of its sites was met"),
-        attached(model, gs.Zero(), gs.Nodes("Tahn")),
-    ):
-        model(torch.randn(2, 3, requires_grad=True)).backward()
+    model, at = _twin(True), gs.Nodes("Tahn")
+    with pytest.warns(SurgeryWarning, match="none of its sites was met"):
+        passed(model, gs.Zero(), at, torch.randn(2, 3, requires_grad=True))
 
 
 def test_a_teacher_without_gradients_does_not_excuse_a_misspelt_node() -> None:
@@ -334,45 +276,40 @@ def test_an_evaluation_between_forward_and_backward_does_not_confuse_a_recomputa
 # What HOOKS.md calls the care that spans need
 
 
-def test_a_view_of_a_tensor_changed_in_place_belongs_to_its_first_reader() -> None:
-    def forward(self: Made, x: Tensor) -> Tensor:
-        base = x * 1
-        view = base[:1]
-        base.mul_(3)
-        return self.late(view)
-
-    found = passed(Made(forward, late=Double()), TEN, gs.Nodes("AsStrided"), point(1.0, 1.0))
-    assert found == ([60.0, 0.0], {"late#0/AsStridedBackward[0]": 1})
+def _view_changed(self: Made, x: Tensor) -> Tensor:
+    base = x * 1
+    view = base[:1]
+    base.mul_(3)
+    return self.late(view)
 
 
-def test_a_change_in_place_through_a_view_is_a_node_of_its_own() -> None:
-    def forward(self: Made, x: Tensor) -> Tensor:
-        y = x * 1
-        y[:1].mul_(3)
-        return y
+def _through_view(self: Made, x: Tensor) -> Tensor:
+    y = x * 1
+    y[:1].mul_(3)
+    return y
 
-    found = passed(Made(forward), TEN, gs.Nodes("CopySlices"), point(1.0, 1.0))
-    assert found == ([30.0, 10.0], {"root#0/CopySlices[0]": 1})
+
+@pytest.mark.parametrize(
+    ("function", "name", "grads", "site"),
+    [
+        # A view of a tensor changed in place belongs to its first reader.
+        (_view_changed, "AsStrided", [60.0, 0.0], "late#0/AsStridedBackward[0]"),
+        (_through_view, "CopySlices", [30.0, 10.0], "root#0/CopySlices[0]"),
+    ],
+)
+def test_changes_in_place_through_views_are_nodes(function, name, grads, site) -> None:
+    model = Made(function, late=Double())
+    assert passed(model, TEN, gs.Nodes(name), point(1.0, 1.0)) == (grads, {site: 1})
 
 
 def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
     # y = x^2: dy/dx = 2 x, times 10 at the Pow; the second derivative passes it again.
-
     model, x = Made(lambda self, x: x**2), point(3.0)
     with attached(model, TEN, gs.Nodes("*")) as live:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.sum().backward()
-    assert slope.item() == 60.0
-    assert grad_of(x) == [20.0]
+    assert (slope.item(), grad_of(x)) == (60.0, [20.0])
     assert set(calls_of(live)) == {"root#0/PowBackward[0]"}
-
-
-def test_a_parameter_used_in_another_module_makes_nodes_there() -> None:
-    model = nn.MultiheadAttention(4, 2, batch_first=True)
-    x = torch.randn(1, 3, 4)
-    with attached(model, gs.Identity(), gs.Nodes("matmul")) as live:
-        model(x, x, x)[0].sum().backward()
-    assert {site.split("/")[0] for site in calls_of(live)} == {"root#0"}
 
 
 def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:
@@ -387,13 +324,8 @@ def test_a_module_that_calls_itself_is_not_mistaken_for_an_interrupted_one() -> 
     x = point()
     with attached(model, gs.Identity(), gs.Nodes("Mul")) as live:
         model(x).sum().backward()
-    assert set(calls_of(live)) == {
-        "root#0/MulBackward[0]",
-        "root#0/MulBackward[1]",
-        "root#1/MulBackward[0]",
-        "root#1/MulBackward[1]",
-        "root#2/MulBackward[0]",
-    }
+    counts = Counter(site.partition("/")[0] for site in calls_of(live))
+    assert counts == {"root#0": 2, "root#1": 2, "root#2": 1}
 
 
 def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
@@ -420,7 +352,6 @@ def test_nodes_made_in_another_thread_do_not_belong_to_the_model() -> None:
 @pytest.mark.parametrize(
     ("pattern", "endings"),
     [
-        ("Mul", {"[0]", "[1]"}),
         ("MulBackward", {"[0]", "[1]"}),
         ("MulBackward0", {"[0]"}),
         ("MulBackward1", {"[1]"}),
@@ -451,11 +382,8 @@ X, IMAGE = torch.linspace(-1, 1, 12).view(3, 4), torch.linspace(-1, 1, 18).view(
     [
         ("matmul", nn.Linear(4, 2), X, {"Addmm"}),
         ("matmul", nn.Linear(4, 2, bias=False), X, {"Mm"}),
-        ("matmul", nn.Linear(4, 2, bias=False), X[None], {"Mm"}),
         ("conv", nn.Conv2d(2, 2, 2), IMAGE, {"Convolution"}),
-        ("conv", nn.ConvTranspose2d(2, 2, 2), IMAGE, {"Convolution"}),
         ("activation", nn.ReLU6(), X, {"Hardtanh"}),
-        ("activation", nn.GELU(), X, {"Gelu"}),
         ("activation", nn.SELU(), X, {"Elu"}),
         ("activation", nn.PReLU(), X, {"PreluKernel"}),
         ("softmax", nn.Softmax(-1), X, {"Softmax"}),
@@ -484,3 +412,13 @@ def test_a_compiled_block_in_the_model_is_named_as_left_out() -> None:
     ):
         model(torch.ones(2, 4)).sum().backward()
     assert {entry.site.partition("#")[0] for entry in live.ledger} == {"1"}
+
+
+def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
+    exported = torch.export.export(small(), (torch.ones(1, 6),)).module()
+    for module in ("act", "first"):
+        with pytest.raises(LookupError, match="Nodes: an exported model is one graph .*Leave out"):
+            gs.Nodes("*", module=module).find(exported)
+    with attached(exported, gs.Zero(), gs.Nodes("Relu")) as live:
+        exported(torch.ones(1, 6)).sum().backward()
+    assert calls_of(live) == {"root#0/ReluBackward[0]": 1}

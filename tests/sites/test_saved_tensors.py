@@ -3,13 +3,16 @@
 import gc
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
@@ -121,23 +124,22 @@ def test_a_module_that_saves_nothing_is_only_noted_in_the_ledger() -> None:
 def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Conv1d(1, 1, 2))
 
-    def run(at: gs.SavedTensors) -> list[tuple[int, ...]]:
+    def run(of: Any) -> list[tuple[int, ...]]:
         shapes = []
-
-        with attached(model, Acts(lambda grad: shapes.append(tuple(grad.shape)) or grad), at):
+        look = Acts(lambda grad: shapes.append(tuple(grad.shape)) or grad)
+        with attached(model, look, gs.SavedTensors(of=of)):
             x = batch()[0].requires_grad_()
             model[2](model[1](model[0](x))[:, None]).sum().backward()
         return sorted(shapes)
 
     # Inputs of the three, and the mean and deviation of the batch.
-    assert run(gs.SavedTensors()) == [(5,), (5,), (8, 1, 5), (8, 5), (8, 6)]
-    assert run(gs.SavedTensors(of="parameters")) == [(1, 1, 2), (5,), (6, 5)]
-    frozen = model.requires_grad_(False)
-    assert run(gs.SavedTensors(of="parameters")) == [(1, 1, 2), (5,), (6, 5)]
-    assert run(gs.SavedTensors(of="all")) == sorted(
-        run(gs.SavedTensors(of="parameters")) + run(gs.SavedTensors())
-    )
-    assert not any(param.requires_grad for param in frozen.parameters())
+    assert run("activations") == [(5,), (5,), (8, 1, 5), (8, 5), (8, 6)]
+    assert run("parameters") == [(1, 1, 2), (5,), (6, 5)]
+    model.requires_grad_(False)
+    assert run("parameters") == [(1, 1, 2), (5,), (6, 5)]
+    assert run("all") == sorted(run("parameters") + run("activations"))
+    model.eval()  # the running statistics are saved, too
+    assert (5,) not in run("activations")
 
 
 def test_integer_tensors_are_left_alone() -> None:
@@ -149,49 +151,24 @@ def test_integer_tensors_are_left_alone() -> None:
     assert _calls(live) == {"0#0.0": 1}
 
 
-@pytest.mark.parametrize(("of", "norm"), [("activations", 6**0.5), ("parameters", 8.0)])
-def test_under_autocast_the_cast_of_a_trainable_weight_is_a_parameter(of: Any, norm: float) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    nn.init.constant_(model[0].weight, 4.0)
-    at = gs.SavedTensors("0", of=of)
-    with attached(model, DOUBLE, at) as live, torch.autocast("cpu", torch.bfloat16):
-        y = model(torch.ones(3, 2, requires_grad=True))
-        y.float().sum().backward()
-    assert _calls(live) == {"0#0.0": 1}
-    assert y.dtype is torch.bfloat16
-    (row,) = live.effects.rows()
-    assert row["norm_before"] == pytest.approx(norm)
-
-
 @pytest.mark.parametrize(
     ("at", "site"),
     [
         (gs.SavedTensors("0"), r"0#0\.0"),
         (gs.SavedTensors("block"), "block"),
         (gs.SavedTensors(node="Exp"), r"0#0/ExpBackward\[0\]\.result"),
+        (gs.SavedTensors(node="Exp"), ""),  # changed before its node is hooked
     ],
-    ids=["module", "block", "node"],
 )
 def test_a_saved_tensor_changed_in_place_is_refused_as_by_pytorch(
     at: gs.SavedTensors, site: str
 ) -> None:
-    model = nn.Sequential(Made(lambda self, x: x.exp()))
-    with (
-        pytest.raises(RuntimeError, match=f"modified by an inplace .*at site '{site}'"),
-        attached(model, DOUBLE, at),
-    ):
+    model = nn.Sequential(Made(lambda self, x: x.exp() if site else x.exp().add_(1.0)))
+    message = "modified by an inplace" + (f" .*at site '{site}'" if site else "")
+    with pytest.raises(RuntimeError, match=message), attached(model, DOUBLE, at):
         y = model(point(3.0))
         y.add_(1.0)
         y.sum().backward()
-
-
-def test_a_tensor_changed_in_place_before_its_node_is_hooked_is_refused_too() -> None:
-    model = nn.Sequential(Made(lambda self, x: x.exp().add_(1.0)))
-    with (
-        pytest.raises(RuntimeError, match="modified by an inplace operation"),
-        attached(model, DOUBLE, gs.SavedTensors(node="Exp")),
-    ):
-        model(point(3.0)).sum().backward()
 
 
 def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_no_site() -> None:
@@ -208,7 +185,7 @@ def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
     model, x = nn.Sequential(Square()), point(3.0)
     with attached(model, DOUBLE, gs.SavedTensors("0")):
         y = model(x).sum()
-        with pytest.raises(RuntimeError, match=r"site '0#0\.[01]' is read back under create_graph"):
+        with pytest.raises(RuntimeError, match=r"site '0#0\.[01]': it is read back under"):
             torch.autograd.grad(y, x, create_graph=True)
         y.backward()
         assert grad_of(x) == [12.0]
@@ -227,18 +204,6 @@ def test_it_is_read_back_and_counted_in_each_backward() -> None:
     assert _calls(live) == {"0#0.0": 2}
     # tanh' = 1 - (2 tanh)^2, twice.
     torch.testing.assert_close(x.grad, 2 * (1 - (2 * torch.tanh(torch.tensor([0.5]))) ** 2))
-
-
-def test_reading_a_saved_tensor_outside_backward_returns_it_unchanged() -> None:
-    model = nn.Sequential(nn.Tanh())
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
-        attached(model, gs.Zero(), gs.SavedTensors("0")) as live,
-    ):
-        y = model(point(3.0))
-        node: Any = y.grad_fn
-        assert torch.equal(node._saved_result, y)
-    assert _calls(live) == {"0#0.0": 0}
 
 
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
@@ -306,13 +271,6 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
     assert len(packed) >= 2
 
 
-def test_save_on_cpu_and_the_block_together() -> None:
-    with save_on_cpu():
-        found = passed(nn.Sequential(Square()), TEN, gs.SavedTensors("block"), point(3.0))
-    assert found == ([60.0], {"block": 2})
-    assert autograd.saved_tensor_hooks() is None
-
-
 # The block.
 
 
@@ -328,17 +286,9 @@ def test_the_block_pattern_selects_all_tensors_saved_while_it_is_open() -> None:
     assert grad_of(after) == [2.0]
 
 
-def test_tensors_saved_by_a_checkpoint_inside_the_block_are_not_seen() -> None:
-    model, plain = _saved(nn.Sequential(nn.Tanh(), Square()), False), point(1.0)
-    plain.tanh().pow(2).sum().backward()
-    # It keeps its input, which is doubled before it recomputes.
-    found = passed(model, DOUBLE, gs.SavedTensors("block"), point(0.5))
-    assert found == (grad_of(plain), {"block": 1})
-
-
 def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name() -> None:
     model = small()
-    with pytest.raises(ValueError, match=r"site 'block' is many tensors, and GrokfastEMA"):
+    with pytest.raises(ValueError, match=r"site 'block': it is many tensors, and GrokfastEMA"):
         attached(model, gs.GrokfastEMA(), gs.SavedTensors("block"))
     with pytest.raises(FieldError, match=r"SavedTensors\.call: pattern 'block'"):
         gs.SavedTensors("block", call=0)
@@ -346,21 +296,6 @@ def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name(
     with pytest.raises(ValueError, match="write 're:block' for the module"):
         attached(model, gs.Zero(), gs.SavedTensors("block"))
     assert gs.SavedTensors("re:block").find(model) == ["block"]
-
-
-def test_blocks_can_be_left_in_any_order() -> None:
-    model = nn.Sequential(Square())
-    first = gs.Intervention(TEN, gs.SavedTensors("block"), names=("first",))
-    second = gs.Intervention(gs.Scale(3.0), gs.SavedTensors("block"), names=("second",))
-    with gs.Surgery(first, second).attach(model) as live:
-        x = point(3.0)
-        model(x).sum().backward()
-        assert grad_of(x) == [180.0]
-        live.remove("first")
-        x = point(3.0)
-        model(x).sum().backward()
-        assert grad_of(x) == [18.0]
-    assert autograd.saved_tensor_hooks() is None
 
 
 def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:
@@ -410,19 +345,12 @@ def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None
     assert set(calls.values()) == {1}
 
 
-def test_a_missing_node_is_an_error_that_lists_the_choices() -> None:
-    model = small()
-    with (
-        pytest.raises(LookupError, match="selected by node='Gelu'.*: Addmm.*, Relu"),
-        attached(model, gs.Zero(), gs.SavedTensors(node="Gelu")),
-    ):
-        model(batch()[0])
-
-
 def test_nodes_with_other_hooks_are_refused() -> None:
     model = _saved(nn.Sequential(nn.Tanh()), False)
     with (
-        pytest.raises(RuntimeError, match=r"at site 'inner\.0#0/TanhBackward\[0\]\.result' there"),
+        pytest.raises(
+            RuntimeError, match=r"'inner\.0#0/TanhBackward\[0\]\.result': there are hooks"
+        ),
         attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")),
     ):
         model(point(3.0))
@@ -432,3 +360,86 @@ def test_nodes_of_a_reentrant_checkpoint_are_hooked_in_the_backward() -> None:
     model = _saved(nn.Sequential(nn.Tanh()), True)
     found = passed(model, gs.Zero(), gs.SavedTensors(node="Tanh"), point(0.5))
     assert found == ([1.0], {"inner.0#0/TanhBackward[0].result": 1})
+
+
+# Parameters and activations.
+
+IN, MIDDLE, OUT, BATCH = 4, 3, 2, 5
+FLOWS = {(BATCH, IN), (BATCH, MIDDLE)}
+WEIGHT = {(OUT, MIDDLE), (MIDDLE, OUT)}  # a linear layer saves its weight transposed
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(IN, MIDDLE), nn.Tanh(), nn.Linear(MIDDLE, OUT))
+
+
+def _shapes(at: gs.SavedTensors, model: nn.Module, call: Callable[[Tensor], Tensor]) -> set[Any]:
+    seen: set[Any] = set()
+    with attached(model, Acts(lambda grad: seen.add(tuple(grad.shape)) or grad), at):
+        call(torch.ones(BATCH, IN, requires_grad=True)).float().sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda param: param,
+        lambda param: param.requires_grad_(False),
+        lambda param: param.detach().clone().requires_grad_(),
+        lambda param: param.detach().clone(),
+        lambda param: param * 1.5,  # as fast weights, and those of a hyper-network
+    ],
+    ids=["own", "frozen", "leaf", "frozen leaf", "computed"],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("at", [{}, {"node": "*"}, {"pattern": "block"}], ids=str)
+def test_a_tensor_in_place_of_a_weight_is_a_parameter(at, autocast, given) -> None:
+    def call(x: Tensor) -> Tensor:
+        weights = {name: given(param) for name, param in model.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return functional_call(model, weights, (x,))
+
+    def call_last(x: Tensor) -> Tensor:
+        weights = {name: given(param) for name, param in model[2].named_parameters()}
+        return functional_call(model[2], weights, (model[1](model[0](x)),))
+
+    model = _layers()
+    assert (BATCH, MIDDLE) in _shapes(gs.SavedTensors(**at), model, call) <= FLOWS
+    assert WEIGHT & _shapes(gs.SavedTensors(**at, of="parameters"), model, call)
+    if "node" not in at:  # its nodes are hooked when the model returns
+        assert _shapes(gs.SavedTensors(**at), model, call_last) <= FLOWS
+
+
+def test_a_parametrized_weight_is_an_activation_with_a_warning() -> None:
+    model = _layers()
+    parametrizations.weight_norm(model[2])
+    with pytest.warns(gs.SurgeryWarning, match="a parametrization computes are taken for act"):
+        assert WEIGHT & _shapes(gs.SavedTensors("2"), model, model)
+
+
+def test_weights_of_a_functional_call_are_not_kept_alive() -> None:
+    model = _layers()
+    with attached(model, DOUBLE, gs.SavedTensors()):
+        given = {name: p * 1.5 for name, p in model.named_parameters()}
+        held = [ref(tensor) for tensor in given.values()]
+        functional_call(model, given, (torch.ones(BATCH, IN),)).sum().backward()
+        del given
+        gc.collect()
+        assert all(weight() is None for weight in held)
+
+
+def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
+    exported = torch.export.export(_layers(), (torch.ones(BATCH, IN),)).module()
+    for at in (gs.SavedTensors(), gs.SavedTensors("0"), gs.SavedTensors(node="Tanh")):
+        with pytest.raises(LookupError, match="one graph of operations, which calls none of its"):
+            at.find(exported)
+    assert _shapes(gs.SavedTensors("root", node="Tanh"), exported, exported) == {(BATCH, MIDDLE)}
+
+
+def test_exporting_a_model_inside_the_block_does_not_disturb() -> None:
+    model, x = _layers(), torch.ones(BATCH, IN)
+    with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
+        torch.export.export(model, (x,))
+        model(x).sum().backward()
+    assert _calls(live) == {"1#0/TanhBackward[0].result": 1}

@@ -1,6 +1,8 @@
 """Uses: the gradient of each use of a tensor, which no hook on the tensor itself ever sees."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +11,18 @@ from torch import Tensor, func, nn
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
-from gradsurg.transforms.base import as_transform
 from tests.nets import attached, backward, gradients, num_hooks, small
-from tests.sites.points import TEN, Double, Made, grad_of, names_of_sites, passed, point, recomputed
+from tests.sites.points import (
+    TEN,
+    Acts,
+    Double,
+    Made,
+    grad_of,
+    names_of_sites,
+    passed,
+    point,
+    recomputed,
+)
 
 
 def _calls(live: gs.Live) -> dict[str, int]:
@@ -84,20 +95,12 @@ def test_there_are_as_many_sites_as_uses(function: Callable[[Tensor], Tensor]) -
 
 def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> None:
     model, seen, summed = _reused(), [], []
-
-    def look(grad: Tensor) -> Tensor:
-        seen.append(grad.item())
-        return grad
-
-    def hook(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(lambda grad: summed.append(grad.item()))
-
-    handle = model.part.register_forward_hook(hook)
-    with attached(model, as_transform(look), gs.Uses("part")) as live:
-        model(point()).backward()
-    handle.remove()
-    assert sorted(seen) == [2.0, 3.0, 5.0]
-    assert summed == [10.0]
+    look = Acts(lambda grad: seen.append(grad.item()) or grad)
+    with attached(model, look, gs.Uses("part")) as live:
+        y = model(point())
+        model.kept.register_hook(lambda grad: summed.append(grad.item()))
+        y.backward()
+    assert (sorted(seen), summed) == ([2.0, 3.0, 5.0], [10.0])
     assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
 
 
@@ -108,18 +111,6 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
     names = ["first#0", "act#0", "first.weight", "first.bias", "last.weight", "last.bias"]
     assert set(_calls(live)) == {f"{name}/use[0]" for name in names}
     assert _skipped(live) == {"last#0/use[0]": "no use of it inside the model's call"}
-
-
-def test_a_use_equals_a_hook_on_an_alias_for_that_use() -> None:
-    hooked, plain = small(), small()
-    x = torch.randn(4, 6)
-    first = hooked.first(x)
-    alias = first.view_as(first)
-    alias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    hooked.last(hooked.act(alias)).square().sum().backward()
-    with attached(plain, gs.Clip(0.01), gs.Uses("first")):
-        plain(x).square().sum().backward()
-    torch.testing.assert_close(gradients(plain), gradients(hooked), rtol=0, atol=0)
 
 
 def _tied() -> Made:
@@ -149,22 +140,20 @@ def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
     assert parts[1].any(dim=1).tolist() == [True, True, False, False, False]
 
 
-def test_a_weight_shared_by_calls_has_a_use_in_each() -> None:
-    model = Made(
-        lambda self, x: self.linear(self.linear(self.linear(x))).sum(), linear=nn.Linear(3, 3)
-    )
-    with attached(model, gs.Identity(), gs.Uses("linear*")) as live:
-        model(torch.ones(2, 3)).backward()
-    params = {f"linear.{name}/use[{use}]" for name in ("weight", "bias") for use in range(3)}
-    assert set(_calls(live)) == {*params, "linear#0/use[0]", "linear#1/use[0]", "linear#2/use[0]"}
-
-
 def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
     model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity()), Double()), point()
     with attached(model, TEN, gs.Uses("0*")) as live:
         model(x).sum().backward()
     assert grad_of(x) == [40.0]
     assert names_of_sites(live) == [[f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]]
+
+
+def test_full_backward_hooks_do_not_hide_the_uses() -> None:
+    model = nn.Sequential(Double(), Double(), Double())
+    for module in model:
+        module.register_full_backward_hook(lambda *_: None)
+    grad, sites = passed(model, TEN, gs.Uses("0"))
+    assert (grad, sites) == ([80.0], {"0#0/use[0]": 1})
 
 
 def test_several_tensors_of_one_call_have_paths() -> None:
@@ -230,21 +219,17 @@ def _by_vmap(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
     return func.vmap(grad_of, in_dims=(None, 0))(params, x)["weight"].sum(0)
 
 
-def _by_leaves(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+def _by_tensors(model: nn.Module, params: dict[str, Tensor], x: Tensor, factor: float) -> Tensor:
     weight = params["weight"].clone().requires_grad_()
-    func.functional_call(model, {"weight": weight}, (x,)).backward()
+    given = weight if factor == 0 else weight * factor  # a leaf, or fast weights
+    func.functional_call(model, {"weight": given}, (x,)).backward()
     assert weight.grad is not None
     return weight.grad
 
 
-def _by_fast_weights(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
-    weight = params["weight"].clone().requires_grad_()
-    func.functional_call(model, {"weight": weight * 1.0}, (x,)).backward()
-    assert weight.grad is not None
-    return weight.grad
-
-
-@pytest.mark.parametrize("way", [_by_grad, _by_vmap, _by_leaves, _by_fast_weights])
+@pytest.mark.parametrize(
+    "way", [_by_grad, _by_vmap, partial(_by_tensors, factor=0.0), partial(_by_tensors, factor=1.0)]
+)
 def test_a_tensor_in_place_of_a_parameter_in_a_functional_call_has_its_name(way) -> None:
     model, x = _squared(), torch.tensor([3.0, 5.0])
     params = {"weight": model.weight.detach()}
@@ -267,35 +252,34 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
         func.jacrev(model)(x)
 
 
-def test_calling_submodules_without_the_model_works() -> None:
-    model, x = nn.ModuleDict({"part": _reused()}), point()
-    with attached(model, TEN, gs.Uses("part.part", use=2)) as live:
-        for _ in range(2):
-            model["part"](x).backward()
-    assert grad_of(x) == [110.0]
-    assert _calls(live) == {"part.part#0/use[2]": 2}
-
-
 # What there is not
 
 
-def test_a_missing_use_is_refused_with_the_choices() -> None:
-    with pytest.raises(LookupError) as caught:
-        passed(_reused(), TEN, gs.Uses("part", use=3))
-    assert str(caught.value) == (
-        "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: part#0: 3. "
-        "One in the loss is not found. Nor is one in what is compiled."
-    )
-
-
-def test_a_tensor_that_only_the_loss_uses_is_refused() -> None:
-    model = small()
-    with (
-        pytest.raises(LookupError, match=r"last#0: 0\. One in the loss is not found"),
-        attached(model, gs.Zero(), gs.Uses("last")),
-    ):
-        backward(model)
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (
+            gs.Uses("part", use=3),
+            "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: "
+            "part#0: 3. One in the loss is not found. Nor is one in what is compiled.",
+        ),
+        (gs.Uses("root"), "root#0: 0. One in the loss is not found"),
+    ],
+)
+def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) -> None:
+    model = _reused()
+    with pytest.raises(LookupError, match=re.escape(message)):
+        passed(model, TEN, at)
     assert num_hooks(model) == 0
+
+
+def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
+    exported = torch.export.export(small(), (torch.ones(1, 6),)).module()
+    with pytest.raises(LookupError, match="Uses: an exported model is .*Select parameters, or"):
+        gs.Uses("act").find(exported)
+    with attached(exported, gs.Zero(), gs.Uses("first.*")) as live:
+        exported(torch.ones(1, 6)).sum().backward()
+    assert _calls(live) == {"first.weight/use[0]": 1, "first.bias/use[0]": 1}
 
 
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:

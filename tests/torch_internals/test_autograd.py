@@ -244,3 +244,51 @@ def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     for handle in handles:
         handle.remove()
     assert autograd.without_hooks([leaf]) == []
+
+
+def test_calls_of_a_module_are_counted_on_the_call_stack() -> None:
+    seen: list[int] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self, depth: int) -> None:
+            seen.append(autograd.calls_on_stack(self))
+            if depth:
+                self(depth - 1)
+
+    module = Inner()
+    module(2)
+    assert seen == [1, 2, 3]
+    assert autograd.calls_on_stack(module) == 0
+
+
+def test_the_tensors_saved_by_a_node_are_listed_by_name() -> None:
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x * 2)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return grads[0]
+
+    x = torch.ones(1, requires_grad=True)
+    for y, names in ((x.tanh(), ["result"]), (Saves.apply(x), ["tensors.0", "tensors.1"])):
+        saved = [*autograd.saved_by(y.grad_fn)]
+        assert [name for name, _, _ in saved] == names
+        assert all(torch.equal(raw.data, read()) for _, raw, read in saved)
+        assert saved[0][1].unpack_hook is None
+
+
+def test_tensors_in_place_of_parameters_are_in_the_tables() -> None:
+    model, x = torch.nn.Sequential(torch.nn.BatchNorm1d(2)), torch.ones(1, 2)
+    params, buffers = autograd.tensor_tables(model)
+    given = {"0.weight": torch.zeros(2)}
+    assert buffers[1]["running_mean"] is model[0].running_mean
+    handle = model.register_forward_hook(lambda *_: seen.append(params[1]["weight"]))
+    seen: list[object] = []
+    torch.func.functional_call(model.eval(), given, (x,))
+    handle.remove()
+    assert seen == [given["0.weight"]]
+    assert autograd.base_of(x.view(2)) is x
+    assert autograd.base_of(x) is x

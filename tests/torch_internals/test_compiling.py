@@ -159,3 +159,28 @@ def test_a_compiled_module_is_the_wrapper_or_one_compiled_in_place() -> None:
     assert [compiling.is_compiled(module) for module in (wrapper, inner)] == [True, False]
     inner.compile(backend="eager")
     assert compiling.is_compiled(inner)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("record", [torch.jit.trace, torch.export.export])
+def test_recorded_code_is_recognized(record) -> None:
+    seen: list[bool] = []
+
+    class Records(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(compiling.recording())
+            return x * 2
+
+    model, x = Records(), torch.ones(2)
+    record(model, (x,))
+    assert seen[0]
+    model(x)
+    assert not seen[-1]
+
+
+def test_an_exported_model_is_told_from_a_traced_one() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2)
+    exported = torch.export.export(model, (x,)).module()
+    assert compiling.is_exported(exported)
+    assert not compiling.is_exported(torch.fx.symbolic_trace(model))
+    assert not compiling.is_exported(model)
