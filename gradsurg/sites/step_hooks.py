@@ -273,7 +273,7 @@ class _WatchedOptimizer:
         """Run what comes before a step, or put it into the closure."""
         # Either a step inside a step, or an earlier step has raised and never ended.
         self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
-        if self.depth > 1:
+        if self.depth > 1 or not self.members:
             return None
         for member in self.members:
             member.renew()
@@ -297,7 +297,7 @@ class _WatchedOptimizer:
         if self.depth:
             return
         self.has_run_before = False
-        for each in self.actions():
+        for each in self.actions() if self.members else ():
             if each.after is not None:
                 each.after()
         if self.skipped:
