@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import GroupFn, Place, PlaceTest, RegisterHooks, Selector, SiteHook, Stage
 from gradsurg.sites.call_tracker import Calls, tensors_in
+from gradsurg.sites.combined import Selection
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.selection import ROOT, inner_model, names_of, params_of
@@ -162,7 +163,7 @@ def _site_lines(
     at.find(model)
     scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
     stage = at.resolve(scope)
-    recorder = _Recorder(at.new_test(), model, stage, scope)
+    recorder = _Recorder(Selection(at), model, stage, scope)
     if stage == "step":  # it is never stepped
         params = [*model.parameters()] or [torch.zeros(1, requires_grad=True)]
         recorder.steps.bind([torch.optim.SGD(params, lr=0.0)])

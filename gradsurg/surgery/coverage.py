@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from gradsurg.hooks.controller import HookController
 from gradsurg.plugins.fields import SelectionError, only_changed_field
-from gradsurg.sites.base import Place, PlaceTest, Selector
-from gradsurg.sites.combined import CombinedTest
+from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.combined import Selection
 from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
-from gradsurg.sites.selection import names_of, owned_params
+from gradsurg.sites.selection import names_of, owned_params, scan_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
@@ -30,27 +30,13 @@ class Coverage:
 
     def __init__(self, at: Selector, controller: HookController, hooked: Collection[str]) -> None:
         self._at = at
-        self._test: PlaceTest = at.new_test()
+        self.selects = Selection(at)
         self._controller = controller
         self._hooked = hooked
-        self._has_selected = False
-        self._rejected: dict[str, None] = {}  # names of places that are not selected
-        self._is_checked = False
         self._awaits_backward = False
-        self._frozen: set[str] = set()  # names of parameters
+        self._was_traced = False
+        self._frozen: frozenset[str] = frozenset()  # names of parameters
         self._known: dict[int, ref[nn.Module | Tensor]] = {}
-
-    def selects(self, place: Place) -> bool | None:
-        """Evaluate the selector; up to the end of the first forward record rejected places."""
-        selected = self._test(place)
-        if not self._is_checked:
-            if selected:
-                self._has_selected = True
-            elif place.whole:
-                call = "" if place.call is None else f"#{place.call}"
-                node = f"/{place.node}[{place.occurrence}]" if place.node else ""
-                self._rejected[f"{place.name}{call}{node}"] = None
-        return selected
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites hooked so far, or have the first forward check them.
@@ -58,15 +44,11 @@ class Coverage:
         The modules and parameters of the model are remembered, to notice new and unfrozen ones on
         detach.
         """
-        at, things = self._at, (*model.modules(), *model.parameters())
-        self._frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-        self._known = {id(thing): ref(thing) for thing in things}
-        if at.count is None and self._has_selected:
-            self._is_checked = True
-        elif at.count is not None and all(kind.known_before_forward for kind in at.kinds):
-            self._is_checked = True
+        at, scan = self._at, scan_of(model)
+        self._frozen, self._known = scan.frozen, scan.known
+        if at.count is not None and all(kind.known_before_forward for kind in at.kinds):
             self._check_count()
-        else:
+        elif at.count is not None or not self.selects.matched:
             self._check_after_forward(model, stack)
 
     def end_warning(self) -> str:
@@ -80,8 +62,7 @@ class Coverage:
 
     def unmatched_warning(self) -> str:
         """A warning of the parts of a combined selector that have selected nothing, else empty."""
-        test = self._test
-        silent = test.unmatched_parts() if self._hooked and isinstance(test, CombinedTest) else []
+        silent = [*self.selects.unmatched_parts()] if self._hooked else []
         if not silent:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
@@ -95,8 +76,7 @@ class Coverage:
             # A module compiled in place wraps the one that is hooked.
             if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
                 name = places[0].name
-                has_use = any(site.startswith(f"{name}/") for site in self._hooked)
-                if name not in self._frozen or has_use:
+                if name not in self._frozen or any(s.startswith(f"{name}/") for s in self._hooked):
                     continue
             for kind in self._at.kinds:
                 later = kind.place_if_added(thing)
@@ -125,16 +105,15 @@ class Coverage:
                 return
             is_done = True
             handle.remove()
-            self._is_checked = True
             if at.count is not None and may_meet_more_sites(output, at):
                 self._awaits_backward = True
                 after_backward(output, self._check_count)
             elif at.count is not None:
                 self._check_count()
-            elif is_inside and self._rejected and not self._has_selected:
+            elif is_inside and self.selects.rejected and not self.selects.matched:
                 text = (
                     f"nothing in the first forward is selected by {at!r}. There were: "
-                    f"{', '.join(self._rejected)}"
+                    f"{', '.join(self.selects.rejected)}"
                 )
                 raise SelectionError(at, only_changed_field(at), text, self._controller.label)
 

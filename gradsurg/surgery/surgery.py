@@ -19,7 +19,7 @@ from gradsurg.hooks.controller import Session
 from gradsurg.hooks.intervention import Intervention, labels_of
 from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.model_tree import tree
-from gradsurg.sites.selection import inner_model, params_of
+from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.surgery.live import Live
@@ -196,7 +196,7 @@ class Surgery:
         )
         live = Live(session, model, is_compiled=is_compiled)
         live.on_end = partial(self._release, live)
-        with ExitStack() as undo:
+        with ExitStack() as undo, one_scan(model):
             undo.callback(live.abort)
             if optimizer is not None:
                 session.steps.bind(optimizer, clock, WeakMethod(live.tick))
