@@ -17,7 +17,7 @@ from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.selection import ParamSelector, params_of
+from gradsurg.sites.selection import ParamSelector, names_of, params_of
 from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
@@ -194,17 +194,17 @@ class Intervention:
         That is, if no site is found, a module was scripted, a `per` does not fit a parameter, or a
         gradient will be sparse.
         """
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule) and self._acts_on_modules:
+        named, on_modules = names_of(model), self._acts_on_modules
+        for module in named if on_modules else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                name = type(module).__name__ if module is model else named[module][0]
                 raise ValueError(
-                    f"'{name or type(module).__name__}' is a ScriptModule, which runs no Python "
-                    "hooks: attach before torch.jit.script, or act at Parameters or Weights"
+                    f"'{name}' is a ScriptModule, which runs no Python hooks: attach before "
+                    "torch.jit.script, or act at Parameters or Weights"
                 )
         sites = self.at.find(model)
-        for module in model.modules():
-            if isinstance(module, TABLES) and module.sparse:
-                self._check_sparse(model, sites)
-                break
+        if any(isinstance(module, TABLES) and module.sparse for module in named):
+            self._check_sparse(model, sites)
         if "examples" in self.needs:
             _check_examples(model, sites)
         patterns = [(link, getattr(link, "per", None)) for link in self.links]

@@ -372,16 +372,34 @@ class Scan:
         return found
 
     @cached_property
-    def frozen(self) -> frozenset[str]:
-        """The names of the parameters that need no gradient."""
-        params = self.model.named_parameters()
-        return frozenset(name for name, param in params if not param.requires_grad)
+    def snapshot(self) -> "Snapshot":
+        """The modules and parameters as they are now."""
+        return Snapshot(self.model)
 
-    @cached_property
-    def known(self) -> dict[int, ref[nn.Module | Tensor]]:
-        """The modules and parameters by id, by weak references."""
-        things = (*self.model.modules(), *self.model.parameters())
-        return {id(thing): ref(thing) for thing in things}
+
+class Snapshot:
+    """The modules and parameters of a model at one moment, held weakly, to notice changes."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        modules, params = ([*model.modules()], [*model.parameters()]) if model else ([], [])
+        self._known = {id(thing): ref(thing) for thing in (*modules, *params)}
+        self._frozen = {id(param) for param in params if not param.requires_grad}
+
+    def knows(self, thing: object) -> bool:
+        """Return whether the module or parameter was there, then perhaps not compiled in place."""
+        known = self._known.get(id(thing))
+        if known is not None and known() is thing:
+            return True
+        compiled = vars(thing).get("_modules", {}).get(COMPILED)
+        return compiled is not None and self.knows(compiled)
+
+    def changed(self, things: Mapping[Any, list[Place]]) -> dict[Any, list[Place]]:
+        """Return the things that are new, and those that were frozen parameters. Any: a key."""
+        return {
+            thing: places
+            for thing, places in things.items()
+            if id(thing) in self._frozen or not self.knows(thing)
+        }
 
 
 _shared_scan: ContextVar[Scan | None] = ContextVar("_shared_scan", default=None)

@@ -4,17 +4,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradsurg.hooks.controller import HookController
 from gradsurg.plugins.fields import SelectionError, only_changed_field
 from gradsurg.sites.base import Place, Selector
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
-from gradsurg.sites.selection import names_of, owned_params, scan_of
+from gradsurg.sites.selection import Snapshot, names_of, owned_params, scan_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
@@ -35,8 +34,7 @@ class Coverage:
         self._hooked = hooked
         self._awaits_backward = False
         self._was_traced = False
-        self._frozen: frozenset[str] = frozenset()  # names of parameters
-        self._known: dict[int, ref[nn.Module | Tensor]] = {}
+        self.snapshot = Snapshot()
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites hooked so far, or have the first forward check them.
@@ -44,8 +42,7 @@ class Coverage:
         The modules and parameters of the model are remembered, to notice new and unfrozen ones on
         detach.
         """
-        at, scan = self._at, scan_of(model)
-        self._frozen, self._known = scan.frozen, scan.known
+        at, self.snapshot = self._at, scan_of(model).snapshot
         if at.count is not None and all(kind.known_before_forward for kind in at.kinds):
             self._check_count()
         elif at.count is not None or not self.selects.matched:
@@ -68,16 +65,14 @@ class Coverage:
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
     def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
-        """Names of selected modules and parameters that were added, or frozen, and are not hooked.
+        """Names of the selected ones of the changed modules and parameters that are not hooked.
 
         Any: a module or a parameter, each with the places of its names.
         """
         for thing, places in things.items():
-            # A module compiled in place wraps the one that is hooked.
-            if self._knows(thing) or self._knows(getattr(thing, "_orig_mod", None)):
-                name = places[0].name
-                if name not in self._frozen or any(s.startswith(f"{name}/") for s in self._hooked):
-                    continue
+            uses = f"{places[0].name}/"
+            if self.snapshot.knows(thing) and any(site.startswith(uses) for site in self._hooked):
+                continue
             for kind in self._at.kinds:
                 later = kind.place_if_added(thing)
                 first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
@@ -86,10 +81,6 @@ class Coverage:
                 is_selected = any(self.selects(place) is not False for place in tried)
                 if is_selected and (later is None or self.selects(later) is False):
                     yield first.name
-
-    def _knows(self, thing: object) -> bool:
-        known = self._known.get(id(thing))
-        return known is not None and known() is thing
 
     def _check_after_forward(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites at the end of the first forward that makes a graph."""
@@ -169,7 +160,9 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
     late = ", as after fully_shard" if any(map(autograd.is_sharded, trained)) else ""
     changed = ("modules were replaced or added", "parameters were replaced, added or unfrozen")
     for change, places, also in zip(changed, (modules, trained), (part, late), strict=True):
-        names = dict.fromkeys(name for coverage in coverages for name in coverage.unhooked(places))
+        changes = {one: one.changed(places) for one in {each.snapshot for each in coverages}}
+        found = (name for each in coverages for name in each.unhooked(changes[each.snapshot]))
+        names = dict.fromkeys(found)
         if names:
             yield (
                 f"{change} while the block was open, and the new ones are not hooked{also}: "
