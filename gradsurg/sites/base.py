@@ -262,6 +262,11 @@ class Selector(ABC):
         return (self,)
 
     @property
+    def changed_tensors(self) -> str:
+        """The tensors that a transform changes here, as `gradients` or `activations, weights`."""
+        return self.changes
+
+    @property
     def name_patterns(self) -> frozenset[str]:
         """Patterns of which the name of each selected module or parameter fits at least one."""
         return frozenset({"*"})

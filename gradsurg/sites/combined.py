@@ -78,6 +78,10 @@ class Combined(Selector):
         return tuple(kind for selector in self.of for kind in selector.kinds)
 
     @property
+    def changed_tensors(self) -> str:
+        return ", ".join(dict.fromkeys(kind.changed_tensors for kind in self.kinds))
+
+    @property
     def name_patterns(self) -> frozenset[str]:
         parts = frozenset[str]().union(*(part.name_patterns for part in self.of))
         return parts if self.by != "none" else parts | {"*"}

@@ -77,6 +77,10 @@ class EveryModule(Selector):
         return ("EveryModule", self.stage, self.kind)
 
     @property
+    def changed_tensors(self) -> str:
+        return "activations" if self._stage == "forward" else "gradients"
+
+    @property
     def side(self) -> str:
         """Whether the hook is at the inputs or the outputs of modules."""
         return "input" if self.kind in ("forward_pre", "full_backward") else "output"

@@ -249,6 +249,8 @@ class Surgery:
                 parts.append(plan_of(labels[0], item.aggregator, item.at, item.when, model))
                 continue
             text = f"stage {item.stage}, when {item.when!r}"
+            if item.at.changed_tensors != "gradients":
+                text += f", changes {item.at.changed_tensors}"
             if example_input is None:
                 sites = item.at.find(model)
                 text += _state_size(item, {site: params.get(site) for site in sites}, params)
