@@ -2,7 +2,7 @@
 
     python scripts/bench_attach.py [--sizes 1024,4096,16384] [--interventions 128]
 
-Prints seconds of `start` and `close` for one intervention at all parameters, and for many
+Prints CPU seconds of `start` and `close` for one intervention at all parameters, and for many
 interventions at one layer each, for parameters and for module outputs.
 """
 
@@ -23,15 +23,15 @@ def model_of(num_params: int) -> nn.Sequential:
 
 
 def seconds(model: nn.Module, sites: list[Selector]) -> tuple[float, float]:
-    """Return the seconds to attach an intervention at each of `sites`, and to detach them all."""
+    """Return the CPU seconds to attach an intervention at each of `sites`, and to detach all."""
     surgery = gs.Surgery(*(gs.Intervention(gs.Scale(0.5), at) for at in sites))
-    begin = time.perf_counter()
+    begin = time.process_time()
     live = surgery.start(model)
-    attached = time.perf_counter()
+    attached = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)  # no gradient has passed
         live.close()
-    return attached - begin, time.perf_counter() - attached
+    return attached - begin, time.process_time() - attached
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ from contextvars import ContextVar
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import translate
-from functools import cached_property, lru_cache
+from functools import lru_cache, wraps
 from itertools import combinations
-from typing import Annotated, Any, ClassVar
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -24,6 +25,8 @@ from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.combined import Selection
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
+
+T = TypeVar("T")
 
 ROOT = "root"  # the name of the model itself
 COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the original module
@@ -90,25 +93,25 @@ class NamedSelector(Selector):
     def fits(self, place: Place) -> bool:
         """Return whether a module, or a parameter by one of its names, fits the fields."""
         thing = place.thing
-        if isinstance(thing, Tensor) and not (
-            _in_range(thing.ndim, getattr(self, "ndim", None))
+        if isinstance(thing, nn.Module):
+            return self._fits(place.name, place.name, thing)
+        return (
+            isinstance(thing, Tensor)
+            and _in_range(thing.ndim, getattr(self, "ndim", None))
             and _in_range(thing.numel(), getattr(self, "size", None))
-        ):
-            return False
-        for named in (place, *place.aliases):
-            module, name = (
-                (thing, named.name)
-                if isinstance(thing, nn.Module)
-                else (named.owner, named.name.rpartition(".")[0] or ROOT)
+            and any(
+                self._fits(named.name, named.name.rpartition(".")[0] or ROOT, named.owner)
+                for named in (place, *place.aliases)
             )
-            if (
-                matches(named.name, self.pattern)
-                and (self.types == "*" or matches_type(module, self.types))
-                and (self.depth is None or _in_range(_depth(name), self.depth))
-                and (self.index is None or _in_range(_index(named.name), self.index))
-            ):
-                return True
-        return False
+        )
+
+    def _fits(self, name: str, module_name: str, module: nn.Module | None) -> bool:
+        return (
+            matches(name, self.pattern)
+            and matches_type(module, self.types)
+            and (self.depth is None or _in_range(_depth(module_name), self.depth))
+            and (self.index is None or _in_range(_index(name), self.index))
+        )
 
     def nothing_found(self, choices: Iterable[str], reason: str = "") -> SelectionError:
         """Return the error for fields that select none of the choices, for a known reason."""
@@ -244,7 +247,7 @@ def expect_params(
                 "averaged gradient, or Outputs, Inputs or Nodes."
             )
         params[name] = param
-    for name, owner, behind in scan_of(model).parametrized:
+    for name, owner, behind in _parametrized(model):
         places = [Place(fields.mechanism, name, param, owner=owner) for param in behind.values()]
         if behind.keys().isdisjoint(params) and any(map(attached.selects, places)):
             attached.note(
@@ -257,15 +260,15 @@ def selected_params(
     fields: NamedSelector, model: nn.Module, test: PlaceTest
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Return each selected parameter once, frozen ones too, with all its names."""
-    scan = scan_of(model)
-    selected = []
-    for number in sorted({scan.numbers[name] for name in filter(_may_fit(test), scan.numbers)}):
-        param, owners = scan.owned[number]
+    owned, numbered, selected = owned_params(model), _by_name(model), []
+    fitting = dict(numbered[name] for name in filter(_may_fit(test), numbered))
+    for _, param in sorted(fitting.items(), key=itemgetter(0)):
         first, *others = (
-            Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in owners
+            Place(fields.mechanism, name, param, owner=owner, whole=True)
+            for name, owner in owned[param]
         )
         if test(replace(first, aliases=tuple(others)) if others else first):
-            selected.append((param, [name for name, _ in owners]))
+            selected.append((param, [name for name, _ in owned[param]]))
     return selected
 
 
@@ -326,98 +329,35 @@ def unnumbered(name: str) -> RuntimeError:
     )
 
 
-class Scan:
-    """The modules and parameters of a model with all their names; each table is made once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    @cached_property
-    def modules(self) -> dict[nn.Module, list[str]]:
-        """The names of each module; without the wrapper of torch.compile around a module."""
-        names: dict[nn.Module, list[str]] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            if COMPILED not in module._modules:
-                names.setdefault(module, []).append(uncompiled_name(name) or ROOT)
-        return names
-
-    @cached_property
-    def owned(self) -> list[tuple[nn.Parameter, list[tuple[str, nn.Module]]]]:
-        """Each parameter with all its names and the module that owns it under each."""
-        names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-        for prefix, module in self.model.named_modules(remove_duplicate=False):
-            own = module.named_parameters(prefix, recurse=False, remove_duplicate=False)
-            for name, param in own:
-                names.setdefault(param, []).append((uncompiled_name(name), module))
-        return list(names.items())
-
-    @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The position in `owned` of the parameter with each name."""
-        return {name: i for i, (_, owners) in enumerate(self.owned) for name, _ in owners}
-
-    @cached_property
-    def parametrized(self) -> list[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
-        """Each parametrized tensor by its usual name, its module and the parameters behind it."""
-        found = []
-        for prefix, module in self.model.named_modules():
-            of_tensor = module._modules.get("parametrizations")
-            if not is_parametrized(module) or not isinstance(of_tensor, nn.ModuleDict):
-                continue
-            for tensor, parametrization in of_tensor.items():
-                behind = parametrization.named_parameters(
-                    f"{prefix}.parametrizations.{tensor}".lstrip("."), recurse=False
-                )
-                found.append((f"{prefix}.{tensor}".lstrip("."), module, dict(behind)))
-        return found
-
-    @cached_property
-    def snapshot(self) -> "Snapshot":
-        """The modules and parameters as they are now."""
-        return Snapshot(self.model)
-
-
-class Snapshot:
-    """The modules and parameters of a model at one moment, held weakly, to notice changes."""
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        modules, params = ([*model.modules()], [*model.parameters()]) if model else ([], [])
-        self._known = {id(thing): ref(thing) for thing in (*modules, *params)}
-        self._frozen = {id(param) for param in params if not param.requires_grad}
-
-    def knows(self, thing: object) -> bool:
-        """Return whether the module or parameter was there, then perhaps not compiled in place."""
-        known = self._known.get(id(thing))
-        if known is not None and known() is thing:
-            return True
-        compiled = vars(thing).get("_modules", {}).get(COMPILED)
-        return compiled is not None and self.knows(compiled)
-
-    def changed(self, things: Mapping[Any, list[Place]]) -> dict[Any, list[Place]]:
-        """Return the things that are new, and those that were frozen parameters. Any: a key."""
-        return {
-            thing: places
-            for thing, places in things.items()
-            if id(thing) in self._frozen or not self.knows(thing)
-        }
-
-
-_shared_scan: ContextVar[Scan | None] = ContextVar("_shared_scan", default=None)
+_tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
+    "_tables", default=None
+)
+"""The model of `one_scan`, and what functions of it have returned. Any: each its own type."""
 
 
 @contextmanager
 def one_scan(model: nn.Module) -> Iterator[None]:
     """Scan the model once for all that asks in the block; the model must not change there."""
-    token = _shared_scan.set(Scan(model))
+    token = _tables.set((model, {}))
     try:
         yield
     finally:
-        _shared_scan.reset(token)
+        _tables.reset(token)
 
 
-def scan_of(model: nn.Module) -> Scan:
-    shared = _shared_scan.get()
-    return shared if shared is not None and shared.model is model else Scan(model)
+def scanned(function: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
+    """Decorate a function of a model: inside `one_scan` its result is kept, and shared."""
+
+    @wraps(function, updated=())
+    def shared(model: nn.Module) -> T:
+        held = _tables.get()
+        if held is None or held[0] is not model:
+            return function(model)
+        if function not in held[1]:
+            held[1][function] = function(model)
+        return held[1][function]
+
+    return shared
 
 
 WRAPPERS: "WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]]" = WeakKeyDictionary()
@@ -433,23 +373,54 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model.module
 
 
+@scanned
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return every module with all its names; the model itself is `root`.
+    """Return every module with all its names; the model itself is `root`. Not to be changed.
 
-    The wrapper that torch.compile puts around a module is left out. Not to be changed.
+    The wrapper that torch.compile puts around a module is left out.
     """
-    return scan_of(model).modules
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if COMPILED not in module._modules:
+            names.setdefault(module, []).append(uncompiled_name(name) or ROOT)
+    return names
 
 
+@scanned
 def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter under each of its names."""
+    """Return every parameter under each of its names. Not to be changed."""
     named = model.named_parameters(remove_duplicate=False)
     return {uncompiled_name(name): param for name, param in named}
 
 
+@scanned
 def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
     """Return every parameter with all its names and the module that owns it under each."""
-    return dict(scan_of(model).owned)
+    names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            names.setdefault(param, []).append((uncompiled_name(name), module))
+    return names
+
+
+@scanned
+def _by_name(model: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
+    """Return the position in `owned_params` and the parameter with each name."""
+    owned = owned_params(model).items()
+    return {name: (i, param) for i, (param, owners) in enumerate(owned) for name, _ in owners}
+
+
+@scanned
+def _parametrized(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
+    """Return each parametrized tensor by its usual name, its module and its parameters."""
+    found = []
+    for prefix, module in model.named_modules():
+        of_tensor = getattr(module, "parametrizations", None) if is_parametrized(module) else None
+        for tensor, parametrization in of_tensor.items() if of_tensor else ():
+            inside = f"{prefix}.parametrizations.{tensor}".lstrip(".")
+            behind = dict(parametrization.named_parameters(inside, recurse=False))
+            found.append((f"{prefix}.{tensor}".lstrip("."), module, behind))
+    return found
 
 
 def uncompiled_name(name: str) -> str:
@@ -546,7 +517,7 @@ def _asked(selector: NamedSelector) -> list[str]:
 
 
 def _depth(name: str) -> int:
-    return 0 if name == ROOT else len(name.split("."))
+    return 0 if name == ROOT else name.count(".") + 1
 
 
 def _index(name: str) -> int | None:

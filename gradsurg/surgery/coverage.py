@@ -4,19 +4,48 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradsurg.hooks.controller import HookController
 from gradsurg.plugins.fields import SelectionError, only_changed_field
 from gradsurg.sites.base import Place, Selector
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
-from gradsurg.sites.selection import Snapshot, names_of, owned_params, scan_of
+from gradsurg.sites.selection import COMPILED, names_of, owned_params, scanned
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
+
+
+class Snapshot:
+    """The modules and parameters of a model at one moment, held weakly, to notice changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        things: tuple[nn.Module | Tensor, ...] = (*model.modules(), *model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
+        self._frozen = {id(param) for param in model.parameters() if not param.requires_grad}
+
+    def knows(self, thing: object) -> bool:
+        """Return whether the module or parameter was there, then perhaps not compiled in place."""
+        known = self._known.get(id(thing))
+        if known is not None and known() is thing:
+            return True
+        compiled = vars(thing).get("_modules", {}).get(COMPILED)
+        return compiled is not None and self.knows(compiled)
+
+    def changed(self, things: Mapping[Any, list[Place]]) -> dict[Any, list[Place]]:
+        """Return the things that are new, and those that were frozen parameters. Any: a key."""
+        return {
+            thing: places
+            for thing, places in things.items()
+            if id(thing) in self._frozen or not self.knows(thing)
+        }
+
+
+snapshot_of = scanned(Snapshot)
 
 
 class Coverage:
@@ -34,7 +63,7 @@ class Coverage:
         self._hooked = hooked
         self._awaits_backward = False
         self._was_traced = False
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot(nn.Identity())
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites hooked so far, or have the first forward check them.
@@ -42,7 +71,7 @@ class Coverage:
         The modules and parameters of the model are remembered, to notice new and unfrozen ones on
         detach.
         """
-        at, self.snapshot = self._at, scan_of(model).snapshot
+        at, self.snapshot = self._at, snapshot_of(model)
         if at.count is not None and all(kind.known_before_forward for kind in at.kinds):
             self._check_count()
         elif at.count is not None or not self.selects.matched:
