@@ -117,49 +117,61 @@ class Attached(Protocol):
     @property
     def model(self) -> nn.Module:
         """The model whose places are hooked."""
+        ...
 
     @property
     def steps(self) -> OptimizerSteps:
         """The optimizers of the surgery."""
+        ...
 
     @property
     def stage(self) -> Stage:
         """The stage at which the transform acts."""
+        ...
 
     @property
     def scope(self) -> Scope:
         """Whether the transform takes one gradient or a group of them."""
+        ...
 
     @property
     def needs_value(self) -> bool:
         """Whether hooks need the tensor whose gradient passes."""
+        ...
 
     @property
     def may_skip(self) -> bool:
         """Whether a transform may skip the step of the optimizer."""
+        ...
 
     @property
     def stateful(self) -> str:
         """The transform or trigger that keeps a state for each site, as text; empty if none."""
+        ...
 
     @property
     def unsteady(self) -> str:
         """Why applying the transform twice to one tensor may differ; empty if it cannot."""
+        ...
 
     @property
     def varies(self) -> str:
         """Why it may act differently in each process; empty if it cannot."""
+        ...
 
     @property
     def acts_on_shards(self) -> bool:
         """Whether it can transform the parts of sharded gradients instead of the gradients."""
+        ...
 
     @property
     def moment(self) -> object:
         """What else determines a result (step, flags, fields), compared by `==`."""
+        ...
 
     def selects(self, place: Place) -> bool | None:
         """Return whether the place is selected: a `Selection`; None if more must be known."""
+        ...
 
     def expect(
         self,

@@ -23,7 +23,7 @@ from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.combined import Selection
-from gradsurg.torch_internals import autograd
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 
 T = TypeVar("T")
@@ -33,6 +33,11 @@ COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the orig
 
 OUTSIDE = -1
 """The index of a call that no call of the model contains, so that it has no number."""
+
+TRACED = (
+    "torch.jit.trace has recorded the model, and traced code runs no hooks of modules and nodes: "
+    "train the model itself, or attach to the traced one at Parameters"
+)
 
 SiteIds = Callable[[nn.Module, tuple[str, int]], str | None]
 """Returns the site id of a module's call, given as name and index; None if it is not selected."""
@@ -303,9 +308,7 @@ def site_ids(
     """Return a function from the calls of modules to site ids, cached in `known`."""
 
     def site_id(module: nn.Module, call: tuple[str, int]) -> str | None:
-        calls = known.get(module)
-        if calls is None:
-            calls = known[module] = {}
+        calls = known.setdefault(module, {})
         if call not in calls:
             name, number = call
             counted = None if number == OUTSIDE else number
@@ -316,6 +319,8 @@ def site_ids(
             calls[call] = site if selected else None
             if not selected:
                 attached.forget(site)
+            elif compiling.in_jit_trace():
+                attached.note(TRACED)
         return calls[call]
 
     return site_id
@@ -476,11 +481,11 @@ def nothing_matched(
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
     listed = nearest("" if pattern in choices else pattern, choices)
-    if offers and not reason:
-        reason = f"Did you mean '{offers[0]}'?"
-    if reason:
-        listed = f"{listed.split(' Did you mean')[0]} {reason}"
-    return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
+    hint = reason or (f"Did you mean '{offers[0]}'?" if offers else "")
+    if hint:
+        listed = f"{listed.split(' Did you mean')[0]} {hint}"
+    found = "nothing that is called matches" if reason else "nothing matches"
+    return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
 
 
 def _why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]) -> str:

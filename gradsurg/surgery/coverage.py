@@ -14,7 +14,7 @@ from gradsurg.plugins.fields import SelectionError, only_changed_field
 from gradsurg.sites.base import Place, Selector
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
-from gradsurg.sites.selection import COMPILED, names_of, owned_params, scanned
+from gradsurg.sites.selection import COMPILED, TRACED, names_of, owned_params, scanned
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
@@ -78,7 +78,9 @@ class Coverage:
             self._check_after_forward(model, stack)
 
     def end_warning(self) -> str:
-        """A warning if the number of sites was never checked, else empty."""
+        """A warning if the sites were never checked after a forward, for a known reason."""
+        if self._was_traced:
+            return TRACED
         if not self._awaits_backward:
             return ""
         return (
@@ -122,6 +124,9 @@ class Coverage:
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             nonlocal is_done
             if is_done or not torch.is_grad_enabled() or autograd.in_backward():
+                return
+            self._was_traced = compiling.in_jit_trace()
+            if self._was_traced:
                 return
             is_done = True
             handle.remove()

@@ -238,6 +238,7 @@ class Live:
         ended. An error leaves nothing attached.
         """
         attachment = self._admit(intervention, self.session.model)
+        self._had_compiled = self._had_compiled or compiling.has_compiled()
         self._changes.request(lambda: self._hook(attachment))
         return attachment.label
 

@@ -102,6 +102,11 @@ def has_compiled() -> bool:
     return library is not None and bool(library.output_codes.seen)
 
 
+def in_jit_trace() -> bool:
+    """Whether `torch.jit.trace` records the running forward."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]  # documented
+
+
 def in_compiled() -> bool:
     """Whether a compiled function is on the call stack."""
     frame = sys._getframe() if has_compiled() else None
