@@ -305,6 +305,10 @@ def test_tensors_without_a_gradient_do_not_count() -> None:
             lambda: P("first.*", stage="backward") | P(),
             "give each of these Parameters a stage, or none of them; Parameters(pattern='*', ",
         ),
+        (
+            lambda: gs.Intervention(gs.Zero(), P(stage="accumulated") | P(stage="step")),
+            "acts at one stage, and these are several: accumulated, step; make an",
+        ),
         (lambda: P().expect(2) | M(), "a number that is expected belongs to the whole: expect"),
         (lambda: ~P().expect(2), "a number that is expected belongs to the whole: expect last"),
         (lambda: P().first(0), "Combined.limit: must be >= 1, found 0"),
@@ -328,14 +332,6 @@ def test_selectors_combine_with_selectors_only(other: Any) -> None:
     for combine in (lambda: P() | other, lambda: P() & other):
         with pytest.raises(TypeError, match="a selector combines with selectors, found"):
             combine()
-
-
-def test_several_stages_take_several_interventions() -> None:
-    at = P("first.*", stage="accumulated") | P("last.*", stage="step")
-    with pytest.raises(
-        ValueError, match="acts at one stage, and these are several: accumulated, s"
-    ):
-        gs.Intervention(gs.Zero(), at)
 
 
 ALL = ", ".join([*FIRST, *LAST])
@@ -460,25 +456,16 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("site=combined", [name for pair in zip(WEIGHTS, BIASES, strict=True) for name in pair]),
         ("site=combined site.limit=1", WEIGHTS[:1]),
         ("site=combined site.of.0.pattern=*.bias site.count=3", BIASES),
-        (
-            "site=combined site.by=all"
-            " site.of=[{name:parameters,index:1},{name:parameters,ndim:2}]",
-            ["hidden.1.linear.weight"],
-        ),
-        (
-            "site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
-            RELUS + BIASES,
-        ),
-        ("site.depth=1", ["output.weight", "output.bias"]),
+        ("site=combined site.by=all site.of=[{name:parameters,index:1},{name:parameters,ndim:2}]",
+         ["hidden.1.linear.weight"]),
+        ("site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
+         RELUS + BIASES),
         ("site.depth=[2,3] site.ndim=1", BIASES[:2]),
-        ("site.types=Linear site.index=0", ["hidden.0.linear.weight", "hidden.0.linear.bias"]),
-        ("site=outputs site.types=ReLU site.depth=[1,3]", RELUS),
         ("site=outputs site.index=[1,9] site.depth=3", ["hidden.1.linear", "hidden.1.relu"]),
     ],
-)
+)  # fmt: skip
 def test_the_command_line_selects_the_same_sites_as_python(words: str, expected: list[str]) -> None:
     assert _found(*words.split()) == expected
 
@@ -499,11 +486,8 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
             ["site.of.0.patern: 'patern' is not a key here. There are: name, pattern. Did you"],
         ),
         (
-            ["site=combined", "site.of=[{name:parameter},{pattern:x}]"],
-            [
-                "site.of.0: there is no 'parameter' in sites.",
-                "site.of.1: must be a Selector, found {'pattern': 'x'}",
-            ][:1],
+            ["site=combined", "site.of=[{name:parameter}]"],
+            ["site.of.0: there is no 'parameter' in"],
         ),
         (
             ["site=combined", "site.of.1.ndim=[2,1]", "+site.of.0.size=big"],
@@ -513,15 +497,7 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
             ],
         ),
         (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
-        (
-            ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
-            ["site.by: nothing is selected by Combined(of=(Parameters("],
-        ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
-        (
-            ["when=all_of", "when.of.0.stop=-1", "when.of.1.source=bach"],
-            ["when.of.0.stop: must be >= 1, found -1", "when.of.1.source: must be grad, value, "],
-        ),
     ],
 )
 def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:
