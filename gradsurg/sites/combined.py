@@ -164,7 +164,6 @@ class Selection:
         self.parts = [Selection(part) for part in self.combined.of] if self.combined else []
         self.matched = False
         self.rejected: dict[str, None] = {}
-        self._mechanisms = _mechanisms(selector)
         self._admitted: set[tuple[object, ...]] = set()
 
     def __call__(self, place: Place) -> bool | None:
@@ -176,7 +175,7 @@ class Selection:
                 selected = self._within(self.combined.limit, place, selected)
         if selected:
             self.matched = True
-        elif place.whole and place.mechanism in self._mechanisms:
+        elif place.whole and place.mechanism in _mechanisms(self.selector):
             self.rejected[place.label] = None
         return selected
 

@@ -98,25 +98,24 @@ class NamedSelector(Selector):
     def fits(self, place: Place) -> bool:
         """Return whether a module, or a parameter by one of its names, fits the fields."""
         thing = place.thing
-        if isinstance(thing, nn.Module):
-            return self._fits(place.name, place.name, thing)
-        return (
-            isinstance(thing, Tensor)
-            and _in_range(thing.ndim, getattr(self, "ndim", None))
-            and _in_range(thing.numel(), getattr(self, "size", None))
-            and any(
-                self._fits(named.name, named.name.rpartition(".")[0] or ROOT, named.owner)
-                for named in (place, *place.aliases)
-            )
-        )
-
-    def _fits(self, name: str, module_name: str, module: nn.Module | None) -> bool:
-        return (
-            matches(name, self.pattern)
-            and matches_type(module, self.types)
-            and (self.depth is None or _in_range(_depth(module_name), self.depth))
-            and (self.index is None or _in_range(_index(name), self.index))
-        )
+        if isinstance(thing, Tensor):
+            ndim, size = getattr(self, "ndim", None), getattr(self, "size", None)
+            if ndim is not None and not _in_range(thing.ndim, ndim):
+                return False
+            if size is not None and not _in_range(thing.numel(), size):
+                return False
+        for named in (place, *place.aliases):
+            name, module, around = named.name, named.owner, named.name.rpartition(".")[0] or ROOT
+            if isinstance(thing, nn.Module):
+                module, around = thing, name
+            if (
+                (self.pattern == "*" or matches(name, self.pattern))
+                and (self.types == "*" or matches_type(module, self.types))
+                and (self.depth is None or _in_range(_depth(around), self.depth))
+                and (self.index is None or _in_range(_index(name), self.index))
+            ):
+                return True
+        return False
 
     def nothing_found(self, choices: Iterable[str], reason: str = "") -> SelectionError:
         """Return the error for fields that select none of the choices, for a known reason."""
@@ -214,7 +213,8 @@ class ParamSelector(NamedSelector):
     known_before_forward: ClassVar[bool] = True
 
     def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and fits_param(self, place)
+        is_param = place.mechanism == self.mechanism and isinstance(place.thing, Tensor)
+        return is_param and self.fits(place)
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         selected = selected_params(self, model, test or Selection(self))
@@ -241,7 +241,8 @@ def expect_params(
     params: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected_params(fields, model, attached.selects):
         skipped = "" if param.requires_grad else "frozen"
-        attached.expect(name, aliases, skipped, foreign_hooks(*tensor_tables(param)))
+        tables = tensor_tables(param)
+        attached.expect(name, aliases, skipped, foreign_hooks(*tables) if tables else ())
         if skipped:
             continue
         if not takes_shards and type(param) is not nn.Parameter and autograd.is_sharded(param):
@@ -404,7 +405,8 @@ def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Modu
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            names.setdefault(param, []).append((uncompiled_name(name), module))
+            full = uncompiled_name(name) if COMPILED in name else name
+            names.setdefault(param, []).append((full, module))
     return names
 
 
