@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 
 from gradsurg.core.firing import Firing
 from gradsurg.plugins.fields import SelectionError, only_changed_field
-from gradsurg.sites.base import Place, PlaceTest, Selector
-from gradsurg.sites.combined import CombinedTest
+from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.combined import Selection
 from gradsurg.sites.graph_tracer import after_backward, may_meet_more_sites
-from gradsurg.sites.selection import names_of, owned_params
+from gradsurg.sites.selection import COMPILED, TRACED, names_of, owned_params, scanned
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
@@ -21,25 +22,32 @@ from gradsurg.triggers.epochs import Epochs
 Thing = nn.Module | Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Known:
-    """The modules and parameters of a model at some moment, without holding them.
+class Snapshot:
+    """The modules and parameters of a model at one moment, held weakly, to notice changes."""
 
-    `frozen` are the names of the parameters that required no gradient.
-    """
+    def __init__(self, model: nn.Module) -> None:
+        things: tuple[nn.Module | Tensor, ...] = (*model.modules(), *model.parameters())
+        self._known = {id(thing): ref(thing) for thing in things}
+        self._frozen = {id(param) for param in model.parameters() if not param.requires_grad}
 
-    things: Mapping[int, "ref[Thing]"]
-    frozen: frozenset[str]
+    def knows(self, thing: object) -> bool:
+        """Return whether the module or parameter was there, then perhaps not compiled in place."""
+        known = self._known.get(id(thing))
+        if known is not None and known() is thing:
+            return True
+        compiled = vars(thing).get("_modules", {}).get(COMPILED)
+        return compiled is not None and self.knows(compiled)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> "Known":
-        things: list[Thing] = [*model.modules(), *model.parameters()]
-        frozen = (name for name, param in model.named_parameters() if not param.requires_grad)
-        return cls({id(thing): ref(thing) for thing in things}, frozenset(frozen))
+    def changed(self, things: Mapping[Any, list[Place]]) -> dict[Any, list[Place]]:
+        """Return the things that are new, and those that were frozen parameters. Any: a key."""
+        return {
+            thing: places
+            for thing, places in things.items()
+            if id(thing) in self._frozen or not self.knows(thing)
+        }
 
-    def __contains__(self, thing: object) -> bool:
-        known = self.things.get(id(thing))
-        return known is not None and known() is thing
+
+snapshot_of = scanned(Snapshot)
 
 
 class Coverage:
@@ -51,103 +59,91 @@ class Coverage:
     """
 
     def __init__(self, at: Selector, label: str, firing: Firing, hooked: Collection[str]) -> None:
-        self.at = at
-        self.known: Known | None = None
-        self._test: PlaceTest = at.new_test()
+        self._at = at
+        self.selects = Selection(at)
         self._label = label
         self._firing = firing
         self._hooked = hooked
-        self._has_selected = False
-        self._rejected: dict[str, None] = {}  # names of places that are not selected
-        self._is_checked = False
         self._awaits_backward = False
-
-    def selects(self, place: Place) -> bool | None:
-        """Evaluate the selector; up to the end of the first forward record rejected places."""
-        selected = self._test(place)
-        if not self._is_checked:
-            if selected:
-                self._has_selected = True
-            elif place.whole:
-                call = "" if place.call is None else f"#{place.call}"
-                node = f"/{place.node}[{place.occurrence}]" if place.node else ""
-                self._rejected[f"{place.name}{call}{node}"] = None
-        return selected
+        self._was_traced = False
+        self.snapshot = Snapshot(nn.Identity())
 
     def check(self, model: nn.Module, stack: ExitStack) -> None:
-        """Check the sites hooked so far, or have the first forward check them."""
-        at = self.at
-        if at.count is None and self._has_selected:
-            self._is_checked = True
-        elif at.count is not None and all(kind.known_before_forward for kind in at.kinds):
-            self._is_checked = True
+        """Check the sites hooked so far, or have the first forward check them.
+
+        The modules and parameters of the model are remembered, to notice new and unfrozen ones on
+        detach.
+        """
+        at, self.snapshot = self._at, snapshot_of(model)
+        if at.count is not None and all(kind.known_before_forward for kind in at.kinds):
             self._check_count()
-        else:
+        elif at.count is not None or not self.selects.matched:
             self._check_after_forward(model, stack)
 
     def end_warning(self) -> str:
-        """A warning if the number of sites was never checked, else empty."""
+        """A warning if the sites were never checked after a forward, for a known reason."""
+        if self._was_traced:
+            return TRACED
         if not self._awaits_backward:
             return ""
         return (
-            f"{self.at.count} sites were expected, and no backward has run that would show all of "
+            f"{self._at.count} sites were expected, and no backward has run that would show all of "
             "them"
         )
 
     def unmatched_warning(self) -> str:
         """A warning of the parts of a combined selector that have selected nothing, else empty."""
-        test = self._test
-        silent = test.unmatched_parts() if self._hooked and isinstance(test, CombinedTest) else []
+        silent = [*self.selects.unmatched_parts()] if self._hooked else []
         if not silent:
             return ""
         return f"nothing was selected by {', '.join(map(repr, silent))}, a part of it"
 
-    def unhooked(self, thing: Thing, places: Sequence[Place]) -> str:
-        """The name of a selected module or parameter that was added, or thawed, and is not hooked.
+    def unhooked(self, things: Mapping[Any, list[Place]]) -> Iterator[str]:
+        """Names of the selected ones of the changed modules and parameters that are not hooked.
 
-        `places` are those of its names. Empty if it is hooked or not selected.
+        Any: a module or a parameter, each with the places of its names.
         """
         if self._firing.stage == "step":
-            return ""  # parameters are looked for at each step
-        # A module compiled in place wraps the one that is hooked.
-        known = self.known
-        if known is None or thing in known or getattr(thing, "_orig_mod", None) in known:
-            name = places[0].name
-            if known is None or name not in known.frozen or name in self._hooked:
-                return ""
-            if any(site.startswith(f"{name}/") for site in self._hooked):  # a use of it
-                return ""
-        for kind in self.at.kinds:
-            later = kind.place_if_added(thing)
-            first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
-            # A parameter is selected by all its names together, a module by each of them.
-            tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
-            is_selected = any(self.selects(place) is not False for place in tried)
-            if is_selected and (later is None or self.selects(later) is False):
-                return first.name
-        return ""
+            return  # parameters are looked for at each step
+        for thing, places in things.items():
+            uses = f"{places[0].name}/"
+            if self.snapshot.knows(thing) and any(site.startswith(uses) for site in self._hooked):
+                continue
+            for kind in self._at.kinds:
+                later = kind.place_if_added(thing)
+                first, *others = (replace(place, mechanism=kind.mechanism) for place in places)
+                # A parameter is selected by all its names together, a module by each of them.
+                tried = [replace(first, aliases=tuple(others))] if first.whole else [first, *others]
+                is_selected = any(self.selects(place) is not False for place in tried)
+                if is_selected and (later is None or self.selects(later) is False):
+                    yield first.name
 
     def _check_after_forward(self, model: nn.Module, stack: ExitStack) -> None:
         """Check the sites at the end of the first forward that makes a graph."""
-        at = self.at
+        at = self._at
+        is_done = False
         # Selectors that act outside the model may find sites after its forward.
         is_inside = all(kind.place_if_added(model) is None for kind in at.kinds)
 
         @compiling.untraced
         def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            if self._is_checked or not torch.is_grad_enabled() or autograd.in_backward():
+            nonlocal is_done
+            if is_done or not torch.is_grad_enabled() or autograd.in_backward():
                 return
+            self._was_traced = compiling.in_jit_trace()
+            if self._was_traced:
+                return
+            is_done = True
             handle.remove()
-            self._is_checked = True
             if at.count is not None and may_meet_more_sites(output, at):
                 self._awaits_backward = True
                 after_backward(output, self._check_count)
             elif at.count is not None:
                 self._check_count()
-            elif is_inside and self._rejected and not self._has_selected:
+            elif is_inside and self.selects.rejected and not self.selects.matched:
                 text = (
                     f"nothing in the first forward is selected by {at!r}. There were: "
-                    f"{', '.join(self._rejected)}"
+                    f"{', '.join(self.selects.rejected)}"
                 )
                 raise SelectionError(at, only_changed_field(at), text, self._label)
 
@@ -158,11 +154,11 @@ class Coverage:
         if not self._firing.is_on:
             return
         self._awaits_backward = False
-        expected, count = self.at.count, len(self._hooked)
+        expected, count = self._at.count, len(self._hooked)
         if count != expected:
             sites = ", ".join(self._hooked) or "none"
             text = f"{expected} sites were expected, found {count}: {sites}"
-            raise SelectionError(self.at, "count", text, self._label)
+            raise SelectionError(self._at, "count", text, self._label)
 
 
 def clock_warnings(
@@ -203,16 +199,9 @@ def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterat
     late = ", as after fully_shard" if any(map(autograd.is_sharded, trained)) else ""
     changed = ("modules were replaced or added", "parameters were replaced, added or unfrozen")
     for change, places, also in zip(changed, (modules, trained), (part, late), strict=True):
-        names: dict[str, None] = {}
-        for known in {coverage.known for coverage in coverages if coverage.known is not None}:
-            own = [coverage for coverage in coverages if coverage.known is known]
-            new = [
-                (thing, named)
-                for thing, named in places.items()
-                if thing not in known or named[0].name in known.frozen
-            ]
-            found = (coverage.unhooked(*each) for coverage in own for each in new)
-            names |= dict.fromkeys(filter(None, found))
+        changes = {one: one.changed(places) for one in {each.snapshot for each in coverages}}
+        found = (name for each in coverages for name in each.unhooked(changes[each.snapshot]))
+        names = dict.fromkeys(found)
         if names:
             yield (
                 f"{change} while the block was open, and the new ones are not hooked{also}: "

@@ -15,7 +15,7 @@ from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.selection import params_of
+from gradsurg.sites.selection import names_of, params_of
 from gradsurg.sites.updates import Updates
 from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
@@ -190,7 +190,7 @@ class Intervention:
         That is, if a `per` does not fit a parameter, a gradient will be sparse, or the gradients of
         single examples are unknown there.
         """
-        if any(isinstance(part, TABLES) and part.sparse for part in model.modules()):
+        if any(isinstance(part, TABLES) and part.sparse for part in names_of(model)):
             self._check_sparse(model, sites)
         if "examples" in self.needs:
             _check_examples(model, sites)

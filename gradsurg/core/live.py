@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.core.attached import Attached
-from gradsurg.core.coverage import Known, clock_warnings, unhooked_warnings
+from gradsurg.core.coverage import clock_warnings, unhooked_warnings
 from gradsurg.core.first_steps import FirstSteps
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.observers import observed_modules
@@ -232,7 +232,6 @@ class Live:
         RuntimeError inside a backward pass, as `remove` and `set` do.
         """
         each = self.admit(intervention)
-        each.coverage.known = Known.of(self.session.model)
         with ExitStack() as undo:
             undo.callback(self._drop, each)
             each.attach()
@@ -282,7 +281,6 @@ class Live:
                 if each.stage == "step":
                     each.close()
                     renewed = Attached(each.intervention, each.labels, self.session)
-                    renewed.coverage.known = each.coverage.known
                     self._attached[place] = renewed
                     renewed.attach()
                 else:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from gradsurg.core.coverage import Known
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
 from gradsurg.core.session import Session
@@ -21,7 +20,7 @@ from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.model_tree import tree
-from gradsurg.sites.selection import inner_model, params_of
+from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.transforms.base import Stateless, TransformState, init_all
@@ -197,8 +196,7 @@ class Surgery:
         )
         live = Live(session, model, is_compiled=is_compiled)
         live.on_end = partial(self._release, live)
-        known = Known.of(model)
-        with ExitStack() as undo:
+        with ExitStack() as undo, one_scan(model):
             undo.callback(live.abort)
             if optimizer is not None:
                 session.steps.bind(optimizer, clock, WeakMethod(live.tick))
@@ -207,7 +205,6 @@ class Surgery:
                     live.add_aggregator(intervention)
                     continue
                 attached = live.admit(intervention)
-                attached.coverage.known = known
                 if optimizer is None and intervention.stage == "step":
                     intervention.at.find(model)
                 else:
@@ -252,6 +249,8 @@ class Surgery:
                 parts.append(plan_of(labels[0], item.aggregator, item.at, item.when, model))
                 continue
             text = f"stage {item.stage}, when {item.when!r}"
+            if item.at.changed_tensors != "gradients":
+                text += f", changes {item.at.changed_tensors}"
             if example_input is None:
                 sites = item.at.find(model)
                 text += _state_size(item, {site: params.get(site) for site in sites}, params)

@@ -48,6 +48,7 @@ class Activations(ModuleSelector):
     backward: Literal["through", "straight"] = "through"
 
     stages: ClassVar[tuple[Stage, ...]] = ("forward",)
+    changes: ClassVar[str] = "activations"
 
     @property
     def mechanism(self) -> tuple[object, ...]:

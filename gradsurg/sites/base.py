@@ -52,6 +52,9 @@ It takes the gradients over, and may set an entry to None after its result was t
 writes each result before it asks for the next one.
 """
 
+ReadTensor = Callable[[], Tensor | None]
+"""Returns the tensor at a site: the value whose gradient passes, or a gradient."""
+
 RegisterHooks = Callable[[ExitStack], None]
 """Registers hooks and puts their removal on the stack; may be called again after a removal."""
 
@@ -97,6 +100,12 @@ class Place:
     def key(self) -> tuple[object, ...]:
         """A key that is unique to the place."""
         return (self.mechanism, self.name, self.call, self.node, self.occurrence)
+
+    @property
+    def label(self) -> str:
+        """The name with what is known of it, as `encoder#0/ReluBackward[1]`."""
+        call = "" if self.call is None else f"#{self.call}"
+        return f"{self.name}{call}" + (f"/{self.node}[{self.occurrence}]" if self.node else "")
 
 
 PlaceTest = Callable[[Place], bool | None]
@@ -165,7 +174,7 @@ class Attached(Protocol):
         ...
 
     def selects(self, place: Place) -> bool | None:
-        """Return whether the place is selected; None if more must be known of it first."""
+        """Return whether the place is selected: a `Selection`; None if more must be known."""
         ...
 
     def expect(
@@ -179,28 +188,23 @@ class Attached(Protocol):
 
         `skipped` is the reason why none will pass, `foreign` lists hooks of other libraries there.
         """
-        ...
 
     def forget(self, site: str) -> None:
         """Remove a site from the ledger: its gradients pass at sites with other ids."""
-        ...
 
     def note(self, text: str) -> None:
         """Record a warning about this intervention, emitted once on detach."""
-        ...
 
     def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
         """Call `register_hooks`; closing `stack` removes its hooks.
 
         An intervention that only measures removes these hooks between the steps it samples.
         """
-        ...
 
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Call `check` on detach and note the text that it returns, if any."""
-        ...
 
-    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteHook:
         """Return the hook of a site, always the same; `value` returns the tensor whose gradient
         passes.
         """
@@ -209,8 +213,8 @@ class Attached(Protocol):
     def group_hook(
         self,
         sites: Sequence[str],
-        values: Sequence[Callable[[], Tensor | None]],
-        gradients: Sequence[Callable[[], Tensor | None]] = (),
+        values: Sequence[ReadTensor],
+        gradients: Sequence[ReadTensor] = (),
         skip: Callable[[], None] | None = None,
     ) -> GroupFn:
         """Return one hook for the gradients of all `sites` together.
@@ -232,7 +236,6 @@ class Attached(Protocol):
 
     def count_bytes(self, site: str, number: int) -> None:
         """Count the bytes that this process has sent for a gradient."""
-        ...
 
     def state(self, key: str) -> dict[str, Tensor]:
         """Return tensors of the selector's own that are saved with the surgery, to be changed in
@@ -251,6 +254,7 @@ class Selector(ABC):
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
     group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
+    changes: ClassVar[str] = "gradients"  # what transforms get here, as a plural
     copies_params: ClassVar[bool] = False  # whether it holds a copy of the parameters in each step
     known_before_forward: ClassVar[bool] = False  # whether attaching alone shows all sites
     for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
@@ -275,30 +279,36 @@ class Selector(ABC):
         return (self,)
 
     @property
+    def changed_tensors(self) -> str:
+        """The tensors that a transform changes here, as `gradients` or `activations, weights`."""
+        return self.changes
+
+    @property
+    def name_patterns(self) -> frozenset[str]:
+        """Patterns of which the name of each selected module or parameter fits at least one."""
+        return frozenset({"*"})
+
+    @property
     def known_in_backward(self) -> bool:
         """Whether some sites become known only in a backward pass."""
         return False
 
     def resolve(self, scope: Scope) -> Stage:
         """Return the stage for a transform of this scope; ValueError if it cannot be `stage`."""
-        allowed = self.stages if scope == "tensor" else self.group_stages
+        allowed, kind = self.stages if scope == "tensor" else self.group_stages, type(self).__name__
+        stage = self.stage or next(iter(allowed), None)
+        if stage is not None and stage in allowed:
+            return stage
+        whole = "needs all gradients of a group at once, "
+        listed = f"stages it can have: {', '.join(allowed)}"
         if not allowed:
-            kind = type(self).__name__
             raise ValueError(
-                f"needs all gradients of a group at once, {kind} meets them one at a time; "
+                f"{whole}{kind} meets them one at a time; "
                 "it can act at Parameters with stage=step or stage=backward_end"
             )
-        stage = self.stage or allowed[0]
-        if stage not in allowed:
-            listed = f"stages it can have: {', '.join(allowed)}"
-            if stage not in self.stages:
-                name = type(self).__name__
-                raise FieldError(self, [("stage", f"{name} cannot have stage '{stage}'; {listed}")])
-            raise ValueError(
-                f"needs all gradients of a group at once, stage '{stage}' has one at a time; "
-                f"{listed}"
-            )
-        return stage
+        if stage not in self.stages:
+            raise FieldError(self, [("stage", f"{kind} cannot have stage '{stage}'; {listed}")])
+        raise ValueError(f"{whole}stage '{stage}' has one at a time; {listed}")
 
     def check_aggregator(self, aggregator: Aggregator) -> None:
         """Raise ValueError if the aggregator cannot act at these sites."""
@@ -320,10 +330,6 @@ class Selector(ABC):
         None if existing hooks do not reach it.
         """
         return None
-
-    def new_test(self) -> PlaceTest:
-        """Return the test for one attachment: `selects`, or one that counts."""
-        return self.selects
 
     @abstractmethod
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:

@@ -1,6 +1,6 @@
-"""Combined: unions, intersections and complements of selectors."""
+"""Combined: unions, intersections and complements of selectors, and how they decide on places."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -38,29 +38,26 @@ class Combined(Selector):
             raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(selector.count is not None for selector in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
+        staged = {type(kind) for kind in self.kinds if kind.stage is not None}
         for kind in self.kinds:
-            if kind.stage is None and any(
-                type(other) is type(kind) and other.stage is not None for other in self.kinds
-            ):
+            if kind.stage is None and type(kind) in staged:
                 name = type(kind).__name__
                 raise Contradiction(
                     "of", f"give each of these {name} a stage, or none of them; {kind!r} has none"
                 )
-        if self.by == "all":
-            shared = set.intersection(*({k.mechanism for k in part.kinds} for part in self.of))
-            if not shared:
-                kinds = ", ".join(dict.fromkeys(type(kind).__name__ for kind in self.kinds))
-                raise Contradiction("of", f"nothing is at once a site of each of {kinds}")
+        if self.by == "all" and not set.intersection(*map(_mechanisms, self.of)):
+            kinds = ", ".join(dict.fromkeys(type(kind).__name__ for kind in self.kinds))
+            raise Contradiction("of", f"nothing is at once a site of each of {kinds}")
 
     def __repr__(self) -> str:
         # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
-        name = getattr(self.test, "__qualname__", type(self.test).__qualname__)
+        test = self.test and getattr(self.test, "__qualname__", type(self.test).__qualname__)
         fields = {
             "of": self.of,
             "by": self.by,
             "limit": self.limit,
             "count": self.count,
-            "test": None if self.test is None else name,
+            "test": test,
         }
         given = (f"{key}={value}" for key, value in fields.items() if value is not None)
         return f"Combined({', '.join(given)})"
@@ -80,6 +77,15 @@ class Combined(Selector):
     def kinds(self) -> tuple[Selector, ...]:
         return tuple(kind for selector in self.of for kind in selector.kinds)
 
+    @property
+    def changed_tensors(self) -> str:
+        return ", ".join(dict.fromkeys(kind.changed_tensors for kind in self.kinds))
+
+    @property
+    def name_patterns(self) -> frozenset[str]:
+        parts = frozenset[str]().union(*(part.name_patterns for part in self.of))
+        return parts if self.by != "none" else parts | {"*"}
+
     def resolve(self, scope: Scope) -> Stage:
         stages: list[Stage] = list({kind.resolve(scope) for kind in self.kinds})
         if len(stages) > 1:
@@ -92,15 +98,27 @@ class Combined(Selector):
     def selects(self, place: Place) -> bool | None:
         return self.decide(place, [selector.selects(place) for selector in self.of])
 
+    def decide(self, place: Place, decisions: Sequence[bool | None]) -> bool | None:
+        unknown = None in decisions
+        match self.by:
+            case "any":
+                selected = True in decisions or (None if unknown else False)
+            case "all":
+                selected = False not in decisions and (None if unknown else True)
+            case "none":
+                refused = True in decisions or not self.offers(place)
+                selected = not refused and (None if unknown else True)
+        if not selected or self.test is None:
+            return selected
+        return bool(self.test(place)) if place.whole else None
+
     def offers(self, place: Place) -> bool:
         return any(k.offers(place) for k in self.kinds if k.mechanism == place.mechanism)
 
-    def new_test(self) -> PlaceTest:
-        return CombinedTest(self)
-
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        self._check_parts(model)
-        test = test or self.new_test()
+        for part in self._must_match():
+            part.find(model)
+        test = test or Selection(self)
         names = []
         for kind in self._hooking():
             with suppress(LookupError):  # the other kinds may have sites
@@ -112,92 +130,73 @@ class Combined(Selector):
         return names
 
     def hook(self, attached: Attached) -> None:
-        model = attached.model
         for kind in self._hooking():
             try:
-                kind.find(model, attached.selects)
+                kind.find(attached.model, attached.selects)
             except LookupError:
                 continue  # the other kinds have sites, or `find` has raised before
             kind.hook(attached)
 
-    def decide(self, place: Place, decisions: Sequence[bool | None]) -> bool | None:
-        """Return whether the place is selected, given the decisions of the parts."""
-        match self.by:
-            case "any":
-                selected = True if True in decisions else None if None in decisions else False
-            case "all":
-                selected = False if False in decisions else None if None in decisions else True
-            case "none":
-                if True in decisions or not self.offers(place):
-                    selected = False
-                else:
-                    selected = None if None in decisions else True
-        if not selected or self.test is None:
-            return selected
-        return bool(self.test(place)) if place.whole else None
-
-    def _check_parts(self, model: nn.Module) -> None:
-        """Raise LookupError if a part selects nothing and the combination would hide it.
-
-        A complement of nothing is told on detach.
-        """
-        if self.by == "none":
-            return
-        for part in self.of:
-            if isinstance(part, Combined) and (self.by == "all" or part._is_union):
-                part._check_parts(model)
+    def _must_match(self) -> Iterator[Selector]:
+        """Yield the parts that must select something by themselves, as the whole may hide it."""
+        for part in self.of if self.by != "none" else ():
+            is_union = isinstance(part, Combined) and part.by == "any" and part.test is None
+            if isinstance(part, Combined) and (self.by == "all" or is_union):
+                yield from part._must_match()
             elif self.by == "any":
-                part.find(model)
-
-    @property
-    def _is_union(self) -> bool:
-        """Whether it selects all that its parts select, so that checking the parts is enough."""
-        return self.by == "any" and self.test is None
+                yield part
 
     def _hooking(self) -> list[Selector]:
         """Return one selector for each mechanism: it hooks the sites of all that share it."""
         return list({kind.mechanism: kind for kind in reversed(self.kinds)}.values())[::-1]
 
 
-class CombinedTest:
-    """The place test of a combination for one attachment.
+class Selection:
+    """Decides which places a selector selects, for one attachment; called with each `Place`.
 
-    It counts up to `limit`, and records the parts that have selected no place so far.
+    It counts up to `limit`. `matched` tells whether a place was selected; `rejected` are the labels
+    of places that were not, of which nothing more will be known.
     """
 
-    def __init__(self, combined: Combined) -> None:
-        self._combined = combined
-        self._tests = [selector.new_test() for selector in combined.of]
-        self._mechanisms = [{kind.mechanism for kind in part.kinds} for part in combined.of]
-        self._asked: set[int] = set()  # parts by index
-        self._matched: set[int] = set()
+    def __init__(self, selector: Selector) -> None:
+        self.selector = selector
+        self.combined = selector if isinstance(selector, Combined) else None
+        self.parts = [Selection(part) for part in self.combined.of] if self.combined else []
+        self.matched = False
+        self.rejected: dict[str, None] = {}
         self._admitted: set[tuple[object, ...]] = set()
 
     def __call__(self, place: Place) -> bool | None:
-        decisions = [test(place) for test in self._tests]
-        for index, decision in enumerate(decisions):
-            if decision:
-                self._matched.add(index)
-            elif place.whole and place.mechanism in self._mechanisms[index]:
-                self._asked.add(index)
-        selected = self._combined.decide(place, decisions)
-        if self._combined.limit is None or selected is False:
-            return selected
-        full = len(self._admitted) >= self._combined.limit
+        if self.combined is None:
+            selected = self.selector.selects(place)
+        else:
+            selected = self.combined.decide(place, [part(place) for part in self.parts])
+            if self.combined.limit is not None and selected is not False:
+                selected = self._within(self.combined.limit, place, selected)
+        if selected:
+            self.matched = True
+        elif place.whole and place.mechanism in _mechanisms(self.selector):
+            self.rejected[place.label] = None
+        return selected
+
+    def unmatched_parts(self) -> Iterator[Selector]:
+        """Yield the parts that have rejected all places so far, those of `all` left out."""
+        for part in self.parts:
+            if self.combined and self.combined.by != "all" and part.rejected and not part.matched:
+                yield part.selector
+            else:
+                yield from part.unmatched_parts()
+
+    def _within(self, limit: int, place: Place, selected: bool | None) -> bool | None:
+        full = len(self._admitted) >= limit
         if not place.whole:
             # Once the limit is reached, only places inside an admitted one can still be selected.
-            admitted = {key[:2] for key in self._admitted}
-            return None if not full or place.key[:2] in admitted else False
+            inside = place.key[:2] in {key[:2] for key in self._admitted}
+            return None if inside or not full else False
         if selected and not full:
             self._admitted.add(place.key)
         return place.key in self._admitted
 
-    def unmatched_parts(self) -> list[Selector]:
-        """Return the parts that have selected nothing so far, those of `all` left out."""
-        unmatched: list[Selector] = []
-        for index, test in enumerate(self._tests):
-            if self._combined.by != "all" and index in self._asked - self._matched:
-                unmatched.append(self._combined.of[index])
-            elif isinstance(test, CombinedTest):
-                unmatched += test.unmatched_parts()
-        return unmatched
+
+def _mechanisms(selector: Selector) -> set[tuple[object, ...]]:
+    return {kind.mechanism for kind in selector.kinds}

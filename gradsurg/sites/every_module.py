@@ -56,6 +56,10 @@ class EveryModule(Selector):
     def mechanism(self) -> tuple[object, ...]:
         return ("EveryModule", self.stage, self.kind)
 
+    @property
+    def changed_tensors(self) -> str:
+        return "activations" if self.kind in ("forward_pre", "forward") else "gradients"
+
     def resolve(self, scope: Scope) -> Stage:
         stage = super().resolve(scope) if scope == "group" or self.stage else self._stage
         if stage != self._stage:

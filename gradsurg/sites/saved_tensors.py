@@ -65,6 +65,7 @@ class SavedTensors(ModuleSelector):
     of: Literal["activations", "parameters", "all"] = "activations"
 
     stages: ClassVar[tuple[Stage, ...]] = ("saved",)
+    changes: ClassVar[str] = "saved tensors"
     compile_limit: ClassVar[str] = "what is compiled chooses by itself what it saves"
 
     def __post_init__(self) -> None:

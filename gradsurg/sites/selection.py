@@ -1,12 +1,16 @@
 """Select modules and parameters by name, class, position and shape."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache, wraps
 from itertools import combinations
-from typing import Annotated, Any, ClassVar, Protocol
+from operator import itemgetter
+from typing import Annotated, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -18,14 +22,22 @@ from gradsurg.effects.ledger import OTHER_NAME
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
-from gradsurg.torch_internals import autograd
+from gradsurg.sites.combined import Selection
+from gradsurg.torch_internals import autograd, compiling
+from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
+
+T = TypeVar("T")
 
 ROOT = "root"  # the name of the model itself
 COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the original module
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 OUTSIDE = -1
 """The index of a call that no call of the model contains, so that it has no number."""
+
+TRACED = (
+    "torch.jit.trace has recorded the model, and traced code runs no hooks of modules and nodes: "
+    "train the model itself, or attach to the traced one at Parameters"
+)
 
 SiteIds = Callable[[nn.Module, tuple[str, int]], str | None]
 """Returns the site id of a module's call, given as name and index; None if it is not selected."""
@@ -35,11 +47,10 @@ def _check_pattern(pattern: str) -> str:
     """Refuse an empty pattern and an invalid regular expression."""
     if not pattern:
         raise ValueError("must not be empty")
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"is not a regular expression ({error})") from None
+    try:
+        _matcher(pattern)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression ({error})") from None
     return pattern
 
 
@@ -69,7 +80,52 @@ Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
 
 
 @validated
-class ModuleSelector(Selector):
+class NamedSelector(Selector):
+    """The modules or parameters whose name fits `pattern`; base of the kinds that hook them.
+
+    A parameter has the class and the depth of the module that owns it.
+    """
+
+    pattern: Pattern = "*"
+    types: Types = "*"
+    depth: Range | None = None
+    index: Range | None = None
+
+    @property
+    def name_patterns(self) -> frozenset[str]:
+        return frozenset({self.pattern})
+
+    def fits(self, place: Place) -> bool:
+        """Return whether a module, or a parameter by one of its names, fits the fields."""
+        thing = place.thing
+        if isinstance(thing, Tensor):
+            ndim, size = getattr(self, "ndim", None), getattr(self, "size", None)
+            if ndim is not None and not _in_range(thing.ndim, ndim):
+                return False
+            if size is not None and not _in_range(thing.numel(), size):
+                return False
+        for named in (place, *place.aliases):
+            name, module, around = named.name, named.owner, named.name.rpartition(".")[0] or ROOT
+            if isinstance(thing, nn.Module):
+                module, around = thing, name
+            if (
+                (self.pattern == "*" or matches(name, self.pattern))
+                and (self.types == "*" or matches_type(module, self.types))
+                and (self.depth is None or _in_range(_depth(around), self.depth))
+                and (self.index is None or _in_range(_index(name), self.index))
+            ):
+                return True
+        return False
+
+    def nothing_found(self, choices: Iterable[str], reason: str = "") -> SelectionError:
+        """Return the error for fields that select none of the choices, for a known reason."""
+        asked = _asked(self)
+        field = asked[0] if len(asked) == 1 and self.pattern == "*" else "pattern"
+        return nothing_matched(self, field, described(self), choices, reason)
+
+
+@validated
+class ModuleSelector(NamedSelector):
     """The modules whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the name of the class or of a base class (or the class itself). `depth`
@@ -81,22 +137,12 @@ class ModuleSelector(Selector):
     itself is `root`, which a pattern must spell out unless the model has no submodules.
     """
 
-    pattern: Pattern = "*"
-    types: Types = "*"
-    depth: Range | None = None
-    index: Range | None = None
     call: Annotated[int, Field(ge=0)] | None = None
     stage: Stage | None = None
 
     def selects(self, place: Place) -> bool | None:
-        if place.mechanism != self.mechanism or not (
-            isinstance(place.thing, nn.Module)
-            and matches(place.name, self.pattern)
-            and self.offers(place)
-            and matches_type(place.thing, self.types)
-            and _in_range(_depth(place.name), self.depth)
-            and _in_range(_index(place.name), self.index)
-        ):
+        is_module = place.mechanism == self.mechanism and isinstance(place.thing, nn.Module)
+        if not (is_module and self.fits(place) and self.offers(place)):
             return False
         if self.call is None:
             return True
@@ -104,28 +150,26 @@ class ModuleSelector(Selector):
 
     def offers(self, place: Place) -> bool:
         module = place.thing
-        if not isinstance(module, nn.Module):
-            return False
-        # A container such as ModuleList is never called. A class of TorchScript has no forward.
-        if getattr(type(module), "forward", None) is nn.Module.forward:
+        if not isinstance(module, nn.Module) or is_container(module):
             return False
         return place.name != ROOT or self.pattern == ROOT or not any(module.children())
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
         named = names_of(model)
-        selected = candidates(named, self.mechanism, test or self.selects)
+        selected = candidates(named, self.mechanism, test or Selection(self))
         if selected:
             return [name for names in selected.values() for name in names]
-        by_name = [
-            module
+        fitting = {
+            module: names
             for module, names in named.items()
             if any(matches(name, self.pattern) for name in names)
-        ]
-        if by_name and not any(matches_type(module, self.types) for module in by_name):
-            types = sorted({type(module).__name__ for module in by_name})
-            raise nothing_matched(self, "types", str(self.types), types)
+        }
+        reason = _why_not_called(model, fitting)
+        if fitting and not any(matches_type(module, self.types) for module in fitting):
+            types = sorted({type(module).__name__ for module in fitting})
+            raise nothing_matched(self, "types", str(self.types), types, reason)
         choices = [name for names in named.values() for name in names if name != ROOT]
-        raise nothing_matched(self, _selecting_field(self), described(self), choices)
+        raise self.nothing_found(choices, reason)
 
     def expect_modules(
         self, named: Mapping[nn.Module, Sequence[str]], attached: Attached, suffix: str = ""
@@ -135,17 +179,17 @@ class ModuleSelector(Selector):
         `suffix` is the end of their site ids.
         """
         selected = candidates(named, self.mechanism, attached.selects)
-        for module, names in selected.items():
-            tables = (table for key, table in vars(module).items() if key in HOOK_TABLES)
+        for module, (name, *_) in selected.items():
             # Only the first name is certain to be called; the others are entered at their call.
-            first = Place(self.mechanism, names[0], module, 0)
+            first = Place(self.mechanism, name, module, 0)
             # In a combination another part may select call 0 of the module.
             call = self.call if self.call and attached.selects(first) is False else 0
-            counted, skipped = named[module][0], ""
-            if names[0] != counted:
-                skipped = f"{OTHER_NAME}{counted}, which names its first call"
-            site = f"{names[0]}#{call}{suffix}"
-            attached.expect(site, skipped=skipped, foreign=foreign_hooks(*tables))
+            counted = named[module][0]
+            skipped = (
+                "" if name == counted else f"{OTHER_NAME}{counted}, which names its first call"
+            )
+            foreign = foreign_hooks(*call_tables(module))
+            attached.expect(f"{name}#{call}{suffix}", skipped=skipped, foreign=foreign)
         return list(selected)
 
     def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds:
@@ -153,27 +197,8 @@ class ModuleSelector(Selector):
         return site_ids(self.mechanism, attached, {}, suffix)
 
 
-class ParamFields(Protocol):
-    """The fields that select parameters."""
-
-    @property
-    def pattern(self) -> str: ...
-    @property
-    def types(self) -> Types: ...
-    @property
-    def depth(self) -> Range | None: ...
-    @property
-    def index(self) -> Range | None: ...
-    @property
-    def ndim(self) -> Range | None: ...
-    @property
-    def size(self) -> Range | None: ...
-    @property
-    def mechanism(self) -> tuple[object, ...]: ...
-
-
 @validated
-class ParamSelector(Selector):
+class ParamSelector(NamedSelector):
     """The parameters whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
@@ -181,10 +206,6 @@ class ParamSelector(Selector):
     entries) the parameter; each is a number, or a pair (lowest, highest).
     """
 
-    pattern: Pattern = "*"
-    types: Types = "*"
-    depth: Range | None = None
-    index: Range | None = None
     ndim: Range | None = None
     size: Range | None = None
     stage: Stage | None = None
@@ -192,13 +213,13 @@ class ParamSelector(Selector):
     known_before_forward: ClassVar[bool] = True
 
     def selects(self, place: Place) -> bool | None:
-        return place.mechanism == self.mechanism and fits_param(self, place)
+        is_param = place.mechanism == self.mechanism and isinstance(place.thing, Tensor)
+        return is_param and self.fits(place)
 
     def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        selected = selected_params(self, model, test or self.selects)
+        selected = selected_params(self, model, test or Selection(self))
         if not selected:
-            choices = params_of(model)
-            raise nothing_matched(self, _selecting_field(self), described(self), choices)
+            raise self.nothing_found(params_of(model))
         trainable = [names[0] for param, names in selected if param.requires_grad]
         may_wait = "step" in self.stages and self.stage in (None, "step")
         if not trainable and not may_wait:
@@ -206,8 +227,13 @@ class ParamSelector(Selector):
         return trainable
 
 
+def fits_param(fields: NamedSelector, place: Place) -> bool:
+    """Return whether the place is a parameter that fits the fields under one of its names."""
+    return isinstance(place.thing, Tensor) and fields.fits(place)
+
+
 def expect_params(
-    fields: ParamFields, model: nn.Module, attached: Attached, takes_shards: bool = False
+    fields: NamedSelector, model: nn.Module, attached: Attached, takes_shards: bool = False
 ) -> dict[str, nn.Parameter]:
     """Return the selected trainable parameters by name, after entering them into the ledger.
 
@@ -215,9 +241,9 @@ def expect_params(
     """
     params: dict[str, nn.Parameter] = {}
     for param, (name, *aliases) in selected_params(fields, model, attached.selects):
-        tables = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
         skipped = "" if param.requires_grad else "frozen"
-        attached.expect(name, aliases, skipped, foreign_hooks(*tables) if any(tables) else ())
+        tables = tensor_tables(param)
+        attached.expect(name, aliases, skipped, foreign_hooks(*tables) if tables else ())
         if skipped:
             continue
         if not takes_shards and type(param) is not nn.Parameter and autograd.is_sharded(param):
@@ -228,75 +254,51 @@ def expect_params(
                 "averaged gradient, or Outputs, Inputs or Nodes."
             )
         params[name] = param
-    if any(map(is_parametrized, model.modules())):
-        _note_parametrized(fields, model, attached, params)
+    for name, owner, behind in _parametrized(model):
+        places = [Place(fields.mechanism, name, param, owner=owner) for param in behind.values()]
+        if behind.keys().isdisjoint(params) and any(map(attached.selects, places)):
+            attached.note(
+                f"'{name}' is parametrized and not selected: its parameters are {', '.join(behind)}"
+            )
     return params
 
 
-def _note_parametrized(
-    fields: ParamFields, model: nn.Module, attached: Attached, params: Mapping[str, object]
-) -> None:
-    """Tell of weights that fit by their usual name and have other parameters behind them."""
-    for prefix, module in model.named_modules():
-        if not is_parametrized(module):
-            continue
-        of_tensor = module.parametrizations
-        assert isinstance(of_tensor, nn.ModuleDict)
-        for tensor, parametrization in of_tensor.items():
-            name = f"{prefix}.{tensor}".lstrip(".")
-            behind = {
-                f"{prefix}.parametrizations.{tensor}.{key}".lstrip("."): param
-                for key, param in parametrization.named_parameters(recurse=False)
-            }
-            places = [Place(fields.mechanism, name, one, owner=module) for one in behind.values()]
-            if not {*behind} & {*params} and any(map(attached.selects, places)):
-                attached.note(
-                    f"'{name}' is parametrized and not selected: its parameters are "
-                    f"{', '.join(behind)}"
-                )
-
-
 def selected_params(
-    fields: ParamFields, model: nn.Module, test: PlaceTest
+    fields: NamedSelector, model: nn.Module, test: PlaceTest
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Return each selected parameter once, frozen ones too, with all its names."""
-    selected = []
-    for param, owners in owned_params(model).items():
+    owned, numbered, selected = owned_params(model), _by_name(model), []
+    fitting = dict(numbered[name] for name in filter(_may_fit(test), numbered))
+    for _, param in sorted(fitting.items(), key=itemgetter(0)):
         first, *others = (
-            Place(fields.mechanism, name, param, owner=owner, whole=True) for name, owner in owners
+            Place(fields.mechanism, name, param, owner=owner, whole=True)
+            for name, owner in owned[param]
         )
         if test(replace(first, aliases=tuple(others)) if others else first):
-            selected.append((param, [name for name, _ in owners]))
+            selected.append((param, [name for name, _ in owned[param]]))
     return selected
-
-
-def fits_param(fields: ParamFields, place: Place) -> bool:
-    """Return whether a parameter fits the fields under one of its names."""
-    param = place.thing
-    if not isinstance(param, Tensor):
-        return False
-    for named in (place, *place.aliases):
-        if (
-            (fields.pattern == "*" or matches(named.name, fields.pattern))
-            and (fields.types == "*" or matches_type(named.owner, fields.types))
-            and (fields.depth is None or _in_range(_depth(_owner_name(named.name)), fields.depth))
-            and (fields.index is None or _in_range(_index(named.name), fields.index))
-            and (fields.ndim is None or _in_range(param.ndim, fields.ndim))
-            and (fields.size is None or _in_range(param.numel(), fields.size))
-        ):
-            return True
-    return False
 
 
 def candidates(
     named: Mapping[nn.Module, Sequence[str]], mechanism: tuple[object, ...], test: PlaceTest
 ) -> dict[nn.Module, list[str]]:
     """Return the modules that may be selected, each with the names by which it may be."""
-    selected = {
-        module: [name for name in names if test(Place(mechanism, name, module)) is not False]
-        for module, names in named.items()
-    }
-    return {module: names for module, names in selected.items() if names}
+    may_fit = _may_fit(test)
+    selected: dict[nn.Module, list[str]] = {}
+    for module, names in named.items():
+        for name in filter(may_fit, names):
+            if test(Place(mechanism, name, module)) is not False:
+                selected.setdefault(module, []).append(name)
+    return selected
+
+
+def _may_fit(test: PlaceTest) -> Callable[[str], object]:
+    """Return a quick test of names that is true of all names of places that `test` may select."""
+    patterns = test.selector.name_patterns if isinstance(test, Selection) else {"*"}
+    if "*" in patterns:
+        return bool  # no name is empty
+    first, *others = map(_matcher, patterns)
+    return (lambda name: any(fits(name) for fits in (first, *others))) if others else first
 
 
 def site_ids(
@@ -308,19 +310,19 @@ def site_ids(
     """Return a function from the calls of modules to site ids, cached in `known`."""
 
     def site_id(module: nn.Module, call: tuple[str, int]) -> str | None:
-        calls = known.get(module)
-        if calls is None:
-            calls = known[module] = {}
+        calls = known.setdefault(module, {})
         if call not in calls:
             name, number = call
             counted = None if number == OUTSIDE else number
             selected = attached.selects(Place(mechanism, name, module, counted, whole=True))
-            number = counted or 0
             if selected is None:
                 raise unnumbered(name)
-            calls[call] = f"{name}#{number}{suffix}" if selected else None
+            site = f"{name}#{counted or 0}{suffix}"
+            calls[call] = site if selected else None
             if not selected:
-                attached.forget(f"{name}#{number}{suffix}")
+                attached.forget(site)
+            elif compiling.in_jit_trace():
+                attached.note(TRACED)
         return calls[call]
 
     return site_id
@@ -332,6 +334,37 @@ def unnumbered(name: str) -> RuntimeError:
         f"'{name}' is called, but not the model that is attached, so that calls cannot be "
         "numbered: leave out call=, or attach to the module that is called"
     )
+
+
+_tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
+    "_tables", default=None
+)
+"""The model of `one_scan`, and what functions of it have returned. Any: each its own type."""
+
+
+@contextmanager
+def one_scan(model: nn.Module) -> Iterator[None]:
+    """Scan the model once for all that asks in the block; the model must not change there."""
+    token = _tables.set((model, {}))
+    try:
+        yield
+    finally:
+        _tables.reset(token)
+
+
+def scanned(function: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
+    """Decorate a function of a model: inside `one_scan` its result is kept, and shared."""
+
+    @wraps(function, updated=())
+    def shared(model: nn.Module) -> T:
+        held = _tables.get()
+        if held is None or held[0] is not model:
+            return function(model)
+        if function not in held[1]:
+            held[1][function] = function(model)
+        return held[1][function]
+
+    return shared
 
 
 WRAPPERS: "WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]]" = WeakKeyDictionary()
@@ -347,8 +380,9 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model.module
 
 
+@scanned
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return every module with all its names; the model itself is `root`.
+    """Return every module with all its names; the model itself is `root`. Not to be changed.
 
     The wrapper that torch.compile puts around a module is left out.
     """
@@ -359,12 +393,14 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+@scanned
 def params_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter under each of its names."""
+    """Return every parameter under each of its names. Not to be changed."""
     named = model.named_parameters(remove_duplicate=False)
     return {uncompiled_name(name): param for name, param in named}
 
 
+@scanned
 def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
     """Return every parameter with all its names and the module that owns it under each."""
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
@@ -375,6 +411,26 @@ def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Modu
     return names
 
 
+@scanned
+def _by_name(model: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
+    """Return the position in `owned_params` and the parameter with each name."""
+    owned = owned_params(model).items()
+    return {name: (i, param) for i, (param, owners) in enumerate(owned) for name, _ in owners}
+
+
+@scanned
+def _parametrized(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
+    """Return each parametrized tensor by its usual name, its module and its parameters."""
+    found = []
+    for prefix, module in model.named_modules():
+        of_tensor = getattr(module, "parametrizations", None) if is_parametrized(module) else None
+        for tensor, parametrization in of_tensor.items() if of_tensor else ():
+            inside = f"{prefix}.parametrizations.{tensor}".lstrip(".")
+            behind = dict(parametrization.named_parameters(inside, recurse=False))
+            found.append((f"{prefix}.{tensor}".lstrip("."), module, behind))
+    return found
+
+
 def uncompiled_name(name: str) -> str:
     """Return the name of a module or parameter without the parts added by torch.compile."""
     if COMPILED not in name:
@@ -382,15 +438,18 @@ def uncompiled_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
+@lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Return the compiled test of a pattern on full names."""
+    is_regular = pattern.startswith("re:")
+    return re.compile(pattern[3:] if is_regular else translate(pattern)).fullmatch
+
+
 def matches(name: str, pattern: str) -> bool:
     """Return whether a name fits a glob (`layer1.*`; `*` also crosses dots) or `re:` and a regular
     expression for the full name.
     """
-    if pattern == "*":
-        return True
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
+    return pattern == "*" or _matcher(pattern)(name) is not None
 
 
 def matches_type(module: nn.Module | None, types: Types) -> bool:
@@ -402,22 +461,18 @@ def matches_type(module: nn.Module | None, types: Types) -> bool:
     return any(matches(base.__name__, pattern) for base in bases)
 
 
-def foreign_hooks(*tables: object) -> list[str]:
-    """Return the names of the hooks in PyTorch's hook tables that gradsurg did not register."""
-    hooks = [hook for table in tables if isinstance(table, dict) for hook in list(table.values())]
-    names = []
-    for hook in hooks:
-        hook = getattr(hook, "func", hook)  # of a partial
-        module = getattr(hook, "__module__", None) or type(hook).__module__
-        if module.partition(".")[0] != "gradsurg":
-            names.append(f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
-    return names
+def is_container(module: nn.Module) -> bool:
+    """Return whether a module, such as a ModuleList, has no forward and so is never called."""
+    return getattr(type(module), "forward", None) is nn.Module.forward  # TorchScript has none
 
 
 def nothing_matched(
-    selector: object, field: str, pattern: str, names: Iterable[str]
+    selector: object, field: str, pattern: str, names: Iterable[str], reason: str = ""
 ) -> SelectionError:
-    """Return the error for a selector whose `field` matches none of `names`, which it lists."""
+    """Return the error for a selector whose `field` matches none of `names`, which it lists.
+
+    A known `reason`, a sentence, takes the place of the nearest name.
+    """
     choices = list(names)
     # The literal part of a glob such as 'hiden.*' is compared with the parts of the names.
     literal = pattern.removeprefix("re:").strip("*.")
@@ -425,45 +480,52 @@ def nothing_matched(
     parts = {
         ".".join(path[i:j]) for path in paths for i, j in combinations(range(len(path) + 1), 2)
     }
-    close = get_close_matches(literal, sorted(parts), n=5, cutoff=0.6)
+    close = get_close_matches(literal, sorted(parts - {literal}), n=5, cutoff=0.6)
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
-    listed = nearest(pattern, choices)
-    if offers:
-        listed = f"{listed.split(' Did you mean')[0]} Did you mean '{offers[0]}'?"
-    return SelectionError(selector, field, f"nothing matches '{pattern}'. {listed}")
+    listed = nearest("" if pattern in choices else pattern, choices)
+    hint = reason or (f"Did you mean '{offers[0]}'?" if offers else "")
+    if hint:
+        listed = f"{listed.split(' Did you mean')[0]} {hint}"
+    found = "nothing that is called matches" if reason else "nothing matches"
+    return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
 
 
-def all_frozen(fields: ParamFields, names: Iterable[str]) -> SelectionError:
+def _why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]) -> str:
+    """Return why modules that fit by name are never called, as a sentence; else empty."""
+    holders = [names[0] for module, names in fitting.items() if type(module) is nn.Module]
+    if holders and any(matches_type(part, "GraphModule") for part in names_of(model)):
+        return (
+            "The model is a GraphModule, as torch.export makes it: its operations are nodes of one "
+            f"forward, and '{holders[0]}' only holds parameters. Use Nodes or Parameters."
+        )
+    if not fitting or not all(map(is_container, fitting)):
+        return ""
+    module, (name, *_) = next(iter(fitting.items()))
+    kind = type(module).__name__
+    return f"'{name}' is in the model and never called: {kind} has no forward of its own."
+
+
+def all_frozen(fields: NamedSelector, names: Iterable[str]) -> SelectionError:
     """Return the error for a selector that selects frozen parameters alone, with their names."""
     text = f"all that '{fields.pattern}' matches is frozen: {', '.join(names)}"
     return SelectionError(fields, "pattern", text)
 
 
-def described(selector: Any) -> str:  # Any: a selector of modules or of parameters
+def described(selector: NamedSelector) -> str:
     """Return the pattern and the other selecting fields, for an error that quotes the pattern."""
     extra = ", ".join(f"{name}={getattr(selector, name)}" for name in _asked(selector))
     return f"{selector.pattern}' with '{extra}" if extra else selector.pattern
 
 
-def _selecting_field(selector: Any) -> str:  # Any: a selector of modules or of parameters
-    """Return the only field that selects; `pattern` if several do."""
-    asked = _asked(selector)
-    return asked[0] if len(asked) == 1 and selector.pattern == "*" else "pattern"
-
-
-def _asked(selector: Any) -> list[str]:
+def _asked(selector: NamedSelector) -> list[str]:
     """Return the names of the fields besides the pattern that are not at their default."""
     names = ("types", "depth", "index", "ndim", "size")
     return [name for name in names if getattr(selector, name, None) not in (None, "*")]
 
 
-def _owner_name(param: str) -> str:
-    return param.rpartition(".")[0] or ROOT
-
-
 def _depth(name: str) -> int:
-    return 0 if name == ROOT else len(name.split("."))
+    return 0 if name == ROOT else name.count(".") + 1
 
 
 def _index(name: str) -> int | None:

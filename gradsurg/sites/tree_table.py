@@ -46,6 +46,15 @@ class SiteLine:
         """Whether it is hooked under this name."""
         return not self.left_out and not self.same_as
 
+    def line(self, depth: int, width: int) -> str:
+        """Return the line in the table, with the tensor after `width` columns."""
+        where = "  " * depth + self.site
+        if self.same_as:
+            return f"= {where} is {self.same_as}"
+        if self.left_out:
+            return f"- {where}: {self.left_out}"
+        return f"* {where:{width}}  {self.tensor or ''}".rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -73,18 +82,29 @@ class Row:
         """The beginning of the ids of its sites."""
         return self.name if self.call is None else f"{self.name}#{self.call}"
 
+    def cells(self, label: str) -> tuple[str, str, str, str]:
+        """Return the texts of all columns but the nodes."""
+        number = f"{self.num_params:,}" if self.num_params else ""
+        return (
+            "  " * self.depth + label,
+            _cut([self.kind], MAX_CLASSES),
+            _cut([_shape(path, tensor) for path, tensor in self.outputs], MAX_OUTPUTS),
+            f"({number})" if number and self.again else number,
+        )
+
 
 @dataclass(frozen=True, repr=False)
 class Tree:
     """The module calls of a model in order, then the modules never called; prints as a table.
 
-    `loose` are sites that belong to no module, `expected` is the required number of sites.
+    `loose` are sites that belong to no module, `expected` is the required number of sites,
+    `changes` the tensors that a transform changes there; empty without a selector.
     """
 
     rows: tuple[Row, ...]
     num_params: int
     loose: tuple[SiteLine, ...] = ()
-    selected: bool = False
+    changes: str = ""
     expected: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -101,7 +121,7 @@ class Tree:
     def __str__(self) -> str:
         lines = [*_table(self.rows)]
         if self.loose:
-            lines += ["  elsewhere:", *(_site_line(line, 1, 0) for line in self.loose)]
+            lines += ["  elsewhere:", *(line.line(1, 0) for line in self.loose)]
         return "\n".join([*lines, "", *_summary(self)])
 
     __repr__ = __str__
@@ -114,51 +134,32 @@ def plural(count: int, noun: str) -> str:
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a line for each row and each of its sites; the margin marks selected sites."""
-    short = max((2 * row.depth + len(row.label) for row in rows), default=0) > MAX_NAMES
-    labels = _short_labels(rows) if short else [row.label for row in rows]
-    cells = [
-        (
-            "  " * row.depth + label,
-            _cut([row.kind], MAX_CLASSES),
-            _cut([_shape(path, tensor) for path, tensor in row.outputs], MAX_OUTPUTS),
-            _num_params(row),
+    labels = [row.label for row in rows]
+    if max((2 * row.depth + len(row.label) for row in rows), default=0) > MAX_NAMES:
+        labels = _short_labels(rows)
+    cells = [HEADS[:-1], *(row.cells(label) for row, label in zip(rows, labels, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    room = max(WIDTH - sum(widths) - 2 * len(HEADS), 24)
+
+    def line(sign: str, texts: Sequence[str], nodes: str) -> str:
+        *left, number = (f"{text:{width}}" for text, width in zip(texts, widths, strict=True))
+        return "  ".join(
+            [f"{sign:2}{left[0]}", *left[1:], f"{number.strip():>{widths[-1]}}", nodes]
         )
-        for row, label in zip(rows, labels, strict=True)
-    ]
-    names, kinds, outputs, numbers = (
-        max(map(len, column)) for column in zip(HEADS[:-1], *cells, strict=True)
-    )
-    room = max(WIDTH - names - kinds - outputs - numbers - 2 * len(HEADS), 24)
 
-    def row_line(sign: str, name: str, kind: str, output: str, number: str, nodes: str) -> str:
-        text = f"{sign:2}{name:{names}}  {kind:{kinds}}  {output:{outputs}}  {number:>{numbers}}"
-        return f"{text}  {nodes}".rstrip()
-
-    yield row_line("", *HEADS)
-    calls = True
-    for row, label, texts in zip(rows, labels, cells, strict=True):
-        if calls and row.call is None:
-            calls = False
+    yield line("", cells[0], HEADS[-1])
+    called = True
+    for row, label, texts in zip(rows, labels, cells[1:], strict=True):
+        if called and row.call is None:
+            called = False
             yield "  never called:"
-        site_line = next(
-            (line for line in row.site_lines if line.selected and line.site == label), None
-        )
-        nodes = [f"{name} x{count}" if count > 1 else name for name, count in row.nodes]
-        yield row_line(
-            "*" if site_line else "", *texts, "(no_grad)" if row.no_grad else _cut(nodes, room)
-        )
-        for line in row.site_lines:
-            if line is not site_line:
-                yield _site_line(line, row.depth + 1, names + 2 + kinds)
-
-
-def _site_line(line: SiteLine, depth: int, width: int) -> str:
-    where = "  " * depth + line.site
-    if line.same_as:
-        return f"= {where} is {line.same_as}"
-    if line.left_out:
-        return f"- {where}: {line.left_out}"
-    return f"* {where:{width}}  {line.tensor or ''}".rstrip()
+        own = next((one for one in row.site_lines if one.selected and one.site == label), None)
+        counts = [f"{name} x{count}" if count > 1 else name for name, count in row.nodes]
+        nodes = "(no_grad)" if row.no_grad else _cut(counts, room)
+        yield line("*" if own else "", texts, nodes).rstrip()
+        for one in row.site_lines:
+            if one is not own:
+                yield one.line(row.depth + 1, widths[0] + 2 + widths[1])
 
 
 def _short_labels(rows: Sequence[Row]) -> list[str]:
@@ -178,15 +179,17 @@ def _summary(tree: Tree) -> Iterator[str]:
     nodes = sum(count for row in tree.rows for _, count in row.nodes)
     params = plural(tree.num_params, "parameter")
     yield f"{plural(calls, 'call')}, {params}, {plural(nodes, 'node')}"
-    if tree.selected:
-        number = len(tree.sites)
+    if tree.changes:
+        lines, number = tree.site_lines, len(tree.sites)
+        left_out = sum(bool(line.left_out) for line in lines)
+        same = sum(bool(line.same_as) for line in lines)
         text = f"{plural(number, 'site')} selected (*)"
         if tree.expected not in (None, number):
             text += f" where {tree.expected} are expected"
-        left_out = sum(bool(line.left_out) for line in tree.site_lines)
-        same = sum(bool(line.same_as) for line in tree.site_lines)
         text += f", {left_out} left out (-)" if left_out else ""
         text += f", {same} the same as another (=)" if same else ""
+        if tree.changes != "gradients":
+            text += f"; a transform there changes {tree.changes}"
         yield text
     for note in tree.notes:
         yield f"note: {note}"
@@ -200,16 +203,9 @@ def _shape(path: str, tensor: TensorSpec | None) -> str:
     return f"{path[1:]} {tensor}" if keyed else str(tensor)
 
 
-def _num_params(row: Row) -> str:
-    """Return the number of parameters, in brackets if an earlier row lists them."""
-    text = f"{row.num_params:,}" if row.num_params else ""
-    return f"({text})" if text and row.again else text
-
-
 def _cut(items: Sequence[str], width: int) -> str:
     """Join as many items as fit into the width, and the number of the others."""
-    text = ", ".join(items)
-    count = len(items)
+    text, count = ", ".join(items), len(items)
     while len(text) > width and count > 1:
         count -= 1
         text = f"{', '.join(items[:count])}, +{len(items) - count} more"

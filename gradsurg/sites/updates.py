@@ -38,6 +38,7 @@ class Updates(ParamSelector):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    changes: ClassVar[str] = "updates"
     group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
     copies_params: ClassVar[bool] = True
 

@@ -33,6 +33,7 @@ class Weights(ParamSelector):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
+    changes: ClassVar[str] = "weights"
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
 
     def hook(self, attached: Attached) -> None:

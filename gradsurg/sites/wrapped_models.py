@@ -10,8 +10,8 @@ from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling
 
 HINT = (
-    " (torch.compile had compiled {what} before the block, and compiled code does not see hooks "
-    "that come later: attach before its first call, or call torch.compiler.reset() in the block)"
+    " (torch.compile had compiled {what} before, and compiled code does not see hooks that come "
+    "later: attach before its first call, or call torch.compiler.reset() in the block)"
 )
 
 

@@ -126,6 +126,11 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def in_jit_trace() -> bool:
+    """Whether `torch.jit.trace` records the running forward."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]  # documented
+
+
 def in_compiled() -> bool:
     """Whether a compiled function is on the call stack."""
     frame = sys._getframe() if has_compiled() else None

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,80 +39,110 @@ def sites(model: nn.Module, at: Selector, x: Tensor | None = None) -> list[str]:
 
 FIRST = ["first.weight", "first.bias"]
 LAST = ["last.weight", "last.bias"]
+X = torch.ones(1, 6, requires_grad=True)
+
+
+def _tied() -> nn.Sequential:
+    model = nn.Sequential()
+    for name, size in (("encoder", 6), ("decoder", 6), ("head", 1)):
+        model.add_module(name, nn.Linear(6, size, bias=False))
+    model.decoder.weight = model.encoder.weight
+    return model
+
+
+def _shared() -> nn.Sequential:
+    shared = Double()
+    return nn.Sequential(shared, Double(), shared)
+
+
+def _named(name: str) -> Callable[[Place], bool]:
+    return lambda place: place.name == name
+
+
+OF_PARAMETERS = [
+    (P("first.*") | P("*.bias"), [*FIRST, "last.bias"]),
+    (P("first.*") & P("*.bias"), ["first.bias"]),
+    (~P("first.*"), LAST),
+    (P() & ~P("first.*"), LAST),
+    (~(P("first.*") | P("*.bias")), ["last.weight"]),
+    (~(P("first.*") & P("*.bias")), ["first.weight", *LAST]),
+    (~~P("first.*"), FIRST),
+    ((P("first.*") | P("last.*")) & P(ndim=2), ["first.weight", "last.weight"]),
+    (P("first.*") | P("first.*"), FIRST),
+    (P().first(3), [*FIRST, "last.weight"]),
+    (P("last.*").first(9), LAST),
+    (~P().first(3), ["last.bias"]),
+    (P("*.bias") & P().first(2), ["first.bias"]),
+    ((P("*.bias") & P()).first(1), ["first.bias"]),
+    ((P("*.bias").first(1) | P("last.*").first(1)), ["first.bias", "last.weight"]),
+    ((P("first.*") | P("last.bias")).expect(3), [*FIRST, "last.bias"]),
+    (P().first(2).expect(2), FIRST),
+    (P().where(lambda place: isinstance(place.thing, Tensor) and place.thing.numel() == 5),
+     ["first.bias"]),
+    (P().where(_named("last.bias")) | P("first.bias"), ["first.bias", "last.bias"]),
+    (~P().where(_named("last.bias")), [*FIRST, "last.weight"]),
+    (P().where(lambda place: "bias" in place.name).first(1), ["first.bias"]),
+    (P(stage="step") & ~P("first.*", stage="step"), LAST),
+    (P("first.*", stage="backward_end") | P("last.bias", stage="backward_end"), [*FIRST, "last.bias"]),
+]  # fmt: skip
+OF_KINDS = [
+    (M() & ~M("act"), ["first#0", "last#0"]),
+    (~M().first(2), ["last#0"]),
+    (M().where(lambda place: isinstance(place.thing, nn.ReLU)), ["act#0"]),
+    (N("Addmm") & ~N("*", types="ReLU"), ["first#0/AddmmBackward[0]", "last#0/AddmmBackward[0]"]),
+    (gs.ModuleGradients("act") | gs.ModuleGradients("act", kind="full_backward"),
+     ["act#0", "act#0.input"]),
+    (gs.EveryModule("act", kind="full_backward_pre") | gs.EveryModule("act", kind="full_backward"),
+     ["act#0", "act#0.input"]),
+    (gs.Activations("act") | gs.Activations("act", side="input"), ["act#0", "act#0.input"]),
+    (P("last.bias") | M("act") | N("Addmm", module="first"),
+     ["last.bias", "act#0", "first#0/AddmmBackward[0]"]),
+    (~(P("first.*") | M("act")), [*LAST, "first#0", "last#0"]),
+    ((P() | M()) & (P("last.*") | M("act")), [*LAST, "act#0"]),
+    ((P() | M()) & P("last.*"), LAST),
+    ((P("last.*") | M("act")).first(2), LAST),
+    ((P("last.bias") | M()).first(2), ["last.bias", "first#0"]),
+    ((P("last.*") | N("Relu")).first(2), LAST),
+    ((P("last.*") | M("act")).expect(3), [*LAST, "act#0"]),
+    ((P() | M()).where(lambda place: place.name.startswith("l")), [*LAST, "last#0"]),
+]  # fmt: skip
+OF_TIED = [
+    (P("decoder.*"), ["encoder.weight"]),
+    (P("encoder.*") & P("decoder.*"), ["encoder.weight"]),
+    (P("encoder.*") | P("decoder.*"), ["encoder.weight"]),
+    (~P("decoder.*"), ["head.weight"]),
+    (~P("encoder.*"), ["head.weight"]),
+    (P().first(2), ["encoder.weight", "head.weight"]),
+    (P("re:head.*|decoder.*").first(1), ["encoder.weight"]),
+    (P().where(lambda place: any(alias.name == "decoder.weight" for alias in place.aliases)),
+     ["encoder.weight"]),
+]  # fmt: skip
+OF_SHARED = [
+    (M(), ["0#0", "1#0", "2#0"]),
+    (M(index=0), ["0#0"]),
+    (M(index=(1, 2)), ["1#0", "2#0"]),
+    (~M(index=1), ["0#0", "2#0"]),
+    (M("0") | M(index=2), ["0#0", "2#0"]),
+    (M().first(2), ["0#0", "1#0"]),
+    (M(depth=1).expect(3), ["0#0", "1#0", "2#0"]),
+    (N("Mul", module="2"), ["2#0/MulBackward[0]"]),
+]
+TABLES = ((small, OF_PARAMETERS), (small, OF_KINDS), (_tied, OF_TIED), (_shared, OF_SHARED))
 
 
 @pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (P("first.*") | P("*.bias"), [*FIRST, "last.bias"]),
-        (P("first.*") & P("*.bias"), ["first.bias"]),
-        (~P("first.*"), LAST),
-        (P() & ~P("first.*"), LAST),
-        (~(P("first.*") | P("*.bias")), ["last.weight"]),
-        (~(P("first.*") & P("*.bias")), ["first.weight", *LAST]),
-        (~~P("first.*"), FIRST),
-        ((P("first.*") | P("last.*")) & P(ndim=2), ["first.weight", "last.weight"]),
-        (P("first.*") | P("first.*"), FIRST),
-        (P().first(3), [*FIRST, "last.weight"]),
-        (P("last.*").first(9), LAST),
-        (~P().first(3), ["last.bias"]),
-        (P("*.bias") & P().first(2), ["first.bias"]),
-        ((P("*.bias") & P()).first(1), ["first.bias"]),
-        ((P("*.bias").first(1) | P("last.*").first(1)), ["first.bias", "last.weight"]),
-        (P().expect(4), [*FIRST, *LAST]),
-        ((P("first.*") | P("last.bias")).expect(3), [*FIRST, "last.bias"]),
-        (P().first(2).expect(2), FIRST),
-        (P().where(lambda place: "weight" in place.name), ["first.weight", "last.weight"]),
-        (P().where(lambda place: isinstance(place.thing, Tensor) and place.thing.numel() == 5),
-         ["first.bias"]),
-        (P().where(lambda place: place.name == "last.bias") | P("first.bias"),
-         ["first.bias", "last.bias"]),
-        (~P().where(lambda place: place.name == "last.bias"), [*FIRST, "last.weight"]),
-        (P().where(lambda place: "bias" in place.name).first(1), ["first.bias"]),
-        (P(stage="step") & ~P("first.*", stage="step"), LAST),
-        (
-            P("first.*", stage="backward_end") | P("last.bias", stage="backward_end"),
-            [*FIRST, "last.bias"],
-        ),
-    ],
+    ("make", "at", "expected"),
+    [(make, at, expected) for make, rows in TABLES for at, expected in rows],
     ids=str,
-)  # fmt: skip
-def test_parameter_selectors_combine_by_set_operations(at: Selector, expected: list[str]) -> None:
-    assert at.find(small()) == expected
-    assert sites(small(), at) == expected
-
-
-@pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (M() & ~M("act"), ["first#0", "last#0"]),
-        (~M().first(2), ["last#0"]),
-        (M().where(lambda place: isinstance(place.thing, nn.ReLU)), ["act#0"]),
-        (N("Addmm") & ~N("*", types="ReLU"),
-         ["first#0/AddmmBackward[0]", "last#0/AddmmBackward[0]"]),
-        (gs.ModuleGradients("act") | gs.ModuleGradients("act", kind="full_backward"),
-         ["act#0", "act#0.input"]),
-        (gs.EveryModule("act", kind="full_backward_pre")
-         | gs.EveryModule("act", kind="full_backward"),
-         ["act#0", "act#0.input"]),
-        (gs.Activations("act") | gs.Activations("act", side="input"), ["act#0", "act#0.input"]),
-        (P("last.*") | M("act"), ["last.weight", "last.bias", "act#0"]),
-        (P("last.bias") | M("act") | N("Addmm", module="first"),
-         ["last.bias", "act#0", "first#0/AddmmBackward[0]"]),
-        (~(P("first.*") | M("act")), ["last.weight", "last.bias", "first#0", "last#0"]),
-        ((P() | M()) & (P("last.*") | M("act")), ["last.weight", "last.bias", "act#0"]),
-        ((P() | M()) & P("last.*"), ["last.weight", "last.bias"]),
-        ((P("last.*") | M("act")).first(2), ["last.weight", "last.bias"]),
-        ((P("last.bias") | M()).first(2), ["last.bias", "first#0"]),
-        ((P("last.*") | N("Relu")).first(2), ["last.weight", "last.bias"]),
-        ((P("last.*") | M("act")).expect(3), ["last.weight", "last.bias", "act#0"]),
-        ((P() | M()).where(lambda place: place.name.startswith("l")),
-         ["last.weight", "last.bias", "last#0"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_selectors_of_different_kinds_combine(at: Selector, expected: list[str]) -> None:
-    assert sorted(sites(small(), at)) == sorted(expected)
+)
+def test_selectors_combine_by_set_operations(
+    make: Callable[[], nn.Module], at: Selector, expected: list[str]
+) -> None:
+    """A tied parameter is one element of the set; a module that stands twice has two sites."""
+    met = sites(make(), at, X if make is _shared else None)
+    assert sorted(met) == sorted(expected)
+    if all(isinstance(kind, P) for kind in at.kinds):
+        assert at.find(make()) == met == expected
 
 
 def test_a_site_that_two_selectors_select_is_acted_on_once() -> None:
@@ -143,59 +174,6 @@ def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     assert [entry.calls for entry in live.ledger] == [1, 1]
 
 
-def _tied() -> nn.Sequential:
-    model = nn.Sequential()
-    for name, size in (("encoder", 6), ("decoder", 6), ("head", 1)):
-        model.add_module(name, nn.Linear(6, size, bias=False))
-    model.decoder.weight = model.encoder.weight
-    return model
-
-
-@pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (P("decoder.*"), ["encoder.weight"]),
-        (P("encoder.*") & P("decoder.*"), ["encoder.weight"]),
-        (P("encoder.*") | P("decoder.*"), ["encoder.weight"]),
-        (~P("decoder.*"), ["head.weight"]),
-        (~P("encoder.*"), ["head.weight"]),
-        (P().first(2), ["encoder.weight", "head.weight"]),
-        (P().where(lambda place: any(alias.name == "decoder.weight" for alias in place.aliases)),
-         ["encoder.weight"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_tied_parameter_is_one_element_of_the_set(at: Selector, expected: list[str]) -> None:
-    assert sites(_tied(), at) == expected
-
-
-def _shared() -> nn.Sequential:
-    shared = Double()
-    return nn.Sequential(shared, Double(), shared)
-
-
-X = torch.ones(1, 6, requires_grad=True)
-
-
-@pytest.mark.parametrize(
-    ("at", "expected"),
-    [
-        (M(), ["0#0", "1#0", "2#0"]),
-        (M(index=0), ["0#0"]),
-        (M(index=2), ["2#0"]),
-        (M(index=(1, 2)), ["1#0", "2#0"]),
-        (~M(index=1), ["0#0", "2#0"]),
-        (M("0") | M(index=2), ["0#0", "2#0"]),
-        (M().first(2), ["0#0", "1#0"]),
-        (M(depth=1).expect(3), ["0#0", "1#0", "2#0"]),
-        (N("Mul", module="2"), ["2#0/MulBackward[0]"]),
-    ],
-    ids=str,
-)
-def test_a_module_that_stands_twice_has_two_sites(at: Selector, expected: list[str]) -> None:
-    assert sorted(sites(_shared(), at, X)) == expected
-
-
 @pytest.mark.parametrize(
     "at", [M("a", call=1) | M("b"), M("b") | M("a", call=1), M("b", call=0) | M("a", call=1)]
 )
@@ -211,20 +189,27 @@ def test_a_call_selected_by_one_part_is_not_expected_at_the_modules_of_another(
 # How many
 
 
+def _half_called() -> nn.Module:
+    return Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
+
+
 @pytest.mark.parametrize(
-    ("at", "message"),
+    ("make", "at", "message"),
     [
-        (P().expect(3), "3 sites were expected, found 4: first.weight, first.bias, last.weight"),
-        (P("first.*").first(1).expect(2), "2 sites were expected, found 1: first.weight"),
-        (M().expect(2), "2 sites were expected, found 3: first#0, act#0, last#0"),
-        ((P("last.*") | M("act")).expect(2), "2 sites were expected, found 3: last.weight, "),
-        (N("Addmm").expect(1), "1 sites were expected, found 2: "),
-        (M().first(1).expect(2), "2 sites were expected, found 1: first#0"),
+        (small, P().expect(3), "3 sites were expected, found 4: first.weight, first.bias, last.w"),
+        (small, P("first.*").first(1).expect(2), "2 sites were expected, found 1: first.weight"),
+        (small, M().expect(2), "2 sites were expected, found 3: first#0, act#0, last#0"),
+        (small, (P("last.*") | M("act")).expect(2), "2 sites were expected, found 3: last.weight"),
+        (small, N("Addmm").expect(1), "1 sites were expected, found 2: "),
+        (small, M().first(1).expect(2), "2 sites were expected, found 1: first#0"),
+        (_half_called, M(types="Linear").expect(2), "2 sites were expected, found 1: used#0"),
     ],
     ids=str,
 )
-def test_sites_are_counted_at_once_or_after_the_first_forward(at: Selector, message: str) -> None:
-    model, parameters = small(), all(isinstance(kind, P) for kind in at.kinds)
+def test_sites_are_counted_at_once_or_after_the_first_forward(
+    make: Callable[[], nn.Module], at: Selector, message: str
+) -> None:
+    model, parameters = make(), all(isinstance(kind, P) for kind in at.kinds)
     with (
         pytest.raises(LookupError, match=re.escape(f"zero: {message}")),
         attached(model, gs.Zero(), at),
@@ -248,15 +233,16 @@ def _halves(both: bool) -> Made:
 
 @pytest.mark.parametrize("both", [True, False])
 def test_node_outputs_are_counted_after_the_first_backward(both: bool) -> None:
-    model, right = _halves(both), 1 + both
-    with attached(model, gs.Scale(1.0), N("Unbind").expect(right)) as live:
-        model(torch.ones(2, 3, requires_grad=True)).backward()
-    assert len(list(live.ledger)) == right
-    message = f"{3 - right} sites were expected, found {right}: root#0/UnbindBackward"
-    with attached(model, gs.Scale(1.0), N("Unbind").expect(3 - right)):
-        y = model(torch.ones(2, 3, requires_grad=True))
-        with pytest.raises(LookupError, match=re.escape(message)):
-            y.backward()
+    model, x, number = _halves(both), torch.ones(2, 3, requires_grad=True), 1 + both
+    with attached(model, gs.Scale(1.0), N("Unbind").expect(number)) as live:
+        model(x).backward()
+    assert len(list(live.ledger)) == number
+    message = f"{3 - number} sites were expected, found {number}: root#0/UnbindBackward"
+    with (
+        pytest.raises(LookupError, match=re.escape(message)),
+        attached(model, gs.Scale(1.0), N("Unbind").expect(3 - number)),
+    ):
+        model(x).backward()
 
 
 def _recomputed(reentrant: bool) -> Made:
@@ -270,35 +256,25 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
 ) -> None:
     model = _recomputed(reentrant)
 
-    def step(at: Selector) -> None:
-        with attached(model, gs.Scale(1.0), at):
+    for number in (2, 3, 4):
+        wrong = pytest.raises(LookupError, match=f"{number} sites were expected, found 3: inner")
+        with (
+            nullcontext() if number == 3 else wrong,
+            attached(model, gs.Scale(1.0), at.expect(number)),
+        ):
             for _ in range(2):
                 model(torch.ones(2, 6, requires_grad=True)).backward()
 
-    step(at.expect(3))
-    for wrong in (2, 4):
-        with pytest.raises(LookupError, match=f"{wrong} sites were expected, found 3: inner"):
-            step(at.expect(wrong))
 
-
+@pytest.mark.filterwarnings("ignore:scale. attached, but no gradient")
 def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
     model = _recomputed(reentrant=True)
+    told = "scale: 3 sites were expected, and no backward has run that would show"
     with (
-        pytest.warns(gs.SurgeryWarning) as caught,
+        pytest.warns(gs.SurgeryWarning, match=told),
         attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
     ):
         model(torch.ones(2, 6, requires_grad=True))
-    text = " ".join(str(warning.message) for warning in caught)
-    assert "scale: 3 sites were expected, and no backward has run that would show" in text
-
-
-def test_modules_that_were_not_called_do_not_count() -> None:
-    model = Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
-    with (
-        pytest.raises(LookupError, match="2 sites were expected, found 1: used#0"),
-        attached(model, gs.Zero(), M(types="Linear").expect(2)),
-    ):
-        model(torch.ones(2, 6))
 
 
 def test_tensors_without_a_gradient_do_not_count() -> None:
@@ -329,6 +305,10 @@ def test_tensors_without_a_gradient_do_not_count() -> None:
             lambda: P("first.*", stage="backward") | P(),
             "give each of these Parameters a stage, or none of them; Parameters(pattern='*', ",
         ),
+        (
+            lambda: gs.Intervention(gs.Zero(), P(stage="accumulated") | P(stage="step")),
+            "acts at one stage, and these are several: accumulated, step; make an",
+        ),
         (lambda: P().expect(2) | M(), "a number that is expected belongs to the whole: expect"),
         (lambda: ~P().expect(2), "a number that is expected belongs to the whole: expect last"),
         (lambda: P().first(0), "Combined.limit: must be >= 1, found 0"),
@@ -354,45 +334,39 @@ def test_selectors_combine_with_selectors_only(other: Any) -> None:
             combine()
 
 
-def test_several_stages_take_several_interventions() -> None:
-    at = P("first.*", stage="accumulated") | P("last.*", stage="step")
-    with pytest.raises(
-        ValueError, match="acts at one stage, and these are several: accumulated, s"
-    ):
-        gs.Intervention(gs.Zero(), at)
+ALL = ", ".join([*FIRST, *LAST])
 
 
 @pytest.mark.parametrize(
-    ("at", "alone"),
+    ("at", "end"),
     [
         (P("first.*") & P("last.*"), "first.weight, first.bias; last.weight, last.bias"),
-        (~P(), "first.weight, first.bias, last.weight, last.bias"),
-        (P() | ~P(), "first.weight, first.bias, last.weight, last.bias"),
-    ],
-)
-def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
-    at: Selector, alone: str
-) -> None:
-    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
-        pass
-    assert str(caught.value).startswith("Combined.by: nothing is selected by Combined(")
-    assert str(caught.value).endswith(f" Its parts by themselves: {alone}")
-
-
-@pytest.mark.parametrize(
-    "at",
-    [
-        P("nope") | P("neither"),
-        P("nope") | P(),
-        (P() | P("nope")).first(2),
-        P("first.*") | (P() & (P("last.*") | P("nope"))),
-        P("first.*") | (P("last.*") | (P() | P("nope"))),
+        (~P(), ALL),
+        (P() | ~P(), ALL),
+        *(
+            (at, f"nothing matches 'nope'. There are: {ALL}.")
+            for at in (
+                P("nope") | P("neither"),
+                P("nope") | P(),
+                (P() | P("nope")).first(2),
+                P("first.*") | (P() & (P("last.*") | P("nope"))),
+                P("first.*") | (P("last.*") | (P() | P("nope"))),
+            )
+        ),
     ],
     ids=str,
 )
-def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selector) -> None:
-    with pytest.raises(LookupError, match="nothing matches 'nope'. There are: first.weight, "):
-        attached(small(), gs.Zero(), at)
+def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
+    at: Selector, end: str
+) -> None:
+    """A part of a union that selects nothing is refused as it would be alone."""
+    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
+        pass
+    text = str(caught.value)
+    assert text.endswith(end)
+    if "nope" not in text:
+        assert text.startswith("Combined.by: nothing is selected by Combined(")
+        assert text.endswith(f" Its parts by themselves: {end}")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +375,8 @@ def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selecto
         (N("Nope") | N("Relu"), N("Nope")),
         (N("Relu") & ~N("Nope"), N("Nope")),
         (P() & ~P("nope"), P("nope")),
-        (M() & ~(M("0") | M("head.*")), M("head.*")),
+        (M() & ~(M("first") | M("head.*")), M("head.*")),
+        (P("first.*") & ~P("last.*"), None),
         (N("Relu") | N("Sigmoid") | N("Addmm"), N("Sigmoid")),
         (N("Relu") | N("Addmm"), None),
         (N("Relu") & ~N("Addmm"), None),
@@ -410,28 +385,24 @@ def test_a_part_that_selects_nothing_is_refused_as_it_would_be_alone(at: Selecto
     ids=str,
 )
 def test_a_part_without_sites_is_reported_on_detach(at: Selector, silent: Selector | None) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with attached(model, gs.Zero(), at):
-            model(torch.ones(3, 2)).sum().backward()
+        with attached(small(), gs.Zero(), at) as live:
+            backward(live.session.model)
     message = f"zero: nothing was selected by {silent!r}, a part of it"
     assert [str(warning.message) for warning in caught] == ([message] if silent else [])
 
 
-def test_a_union_provides_no_value_if_one_part_has_none() -> None:
+def test_a_union_provides_what_all_of_its_parts_do_and_an_intersection_what_any_does() -> None:
     with pytest.raises(ValueError, match="needs the value whose gradient it gets"):
         gs.Intervention(gs.ScaleBySign(of="value"), M("act") | N("Relu"))
     gs.Intervention(gs.ScaleBySign(of="value"), M("act") | P())
-
-
-def test_an_intersection_provides_the_value_of_either_part() -> None:
     both = (M("act") | N("Relu")) & M("*")
     assert both.provides == M().provides
     assert not (~both).provides  # the nodes too
     model = small()
     with attached(model, gs.ScaleBySign(of="value", positive=0.0), both) as live:
-        model(torch.ones(2, 6)).sum().backward()
+        backward(model)
     assert [(entry.site, entry.calls) for entry in live.ledger] == [("act#0", 1)]
 
 
@@ -485,25 +456,16 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("site=combined", [name for pair in zip(WEIGHTS, BIASES, strict=True) for name in pair]),
         ("site=combined site.limit=1", WEIGHTS[:1]),
         ("site=combined site.of.0.pattern=*.bias site.count=3", BIASES),
-        (
-            "site=combined site.by=all"
-            " site.of=[{name:parameters,index:1},{name:parameters,ndim:2}]",
-            ["hidden.1.linear.weight"],
-        ),
-        (
-            "site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
-            RELUS + BIASES,
-        ),
-        ("site.depth=1", ["output.weight", "output.bias"]),
+        ("site=combined site.by=all site.of=[{name:parameters,index:1},{name:parameters,ndim:2}]",
+         ["hidden.1.linear.weight"]),
+        ("site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
+         RELUS + BIASES),
         ("site.depth=[2,3] site.ndim=1", BIASES[:2]),
-        ("site.types=Linear site.index=0", ["hidden.0.linear.weight", "hidden.0.linear.bias"]),
-        ("site=outputs site.types=ReLU site.depth=[1,3]", RELUS),
         ("site=outputs site.index=[1,9] site.depth=3", ["hidden.1.linear", "hidden.1.relu"]),
     ],
-)
+)  # fmt: skip
 def test_the_command_line_selects_the_same_sites_as_python(words: str, expected: list[str]) -> None:
     assert _found(*words.split()) == expected
 
@@ -524,11 +486,8 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
             ["site.of.0.patern: 'patern' is not a key here. There are: name, pattern. Did you"],
         ),
         (
-            ["site=combined", "site.of=[{name:parameter},{pattern:x}]"],
-            [
-                "site.of.0: there is no 'parameter' in sites.",
-                "site.of.1: must be a Selector, found {'pattern': 'x'}",
-            ][:1],
+            ["site=combined", "site.of=[{name:parameter}]"],
+            ["site.of.0: there is no 'parameter' in"],
         ),
         (
             ["site=combined", "site.of.1.ndim=[2,1]", "+site.of.0.size=big"],
@@ -538,15 +497,7 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
             ],
         ),
         (["site=combined", "site.count=5"], ["site.count: 5 sites were expected, found 6: "]),
-        (
-            ["site=combined", "site.by=none", "site.of=[{name:parameters}]"],
-            ["site.by: nothing is selected by Combined(of=(Parameters("],
-        ),
         (["site.depth=9"], ["site.depth: nothing matches '*' with 'depth=(9, 9)'."]),
-        (
-            ["when=all_of", "when.of.0.stop=-1", "when.of.1.source=bach"],
-            ["when.of.0.stop: must be >= 1, found -1", "when.of.1.source: must be grad, value, "],
-        ),
     ],
 )
 def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.sites import tree
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, noisy, num_hooks, small, weights
+from tests.nets import attached, backward, gradients, noisy, num_hooks, small, weights
 from tests.sites.points import Made
 
 X = torch.linspace(-1, 1, 48).view(8, 6)
@@ -55,18 +55,6 @@ def _sites(model: nn.Module, example: object, at: Selector) -> list[str]:
 
 
 # What it prints
-
-
-def test_a_small_model_prints_as_expected() -> None:
-    assert str(tree(small(), X)) == (
-        "  module#call  class       output  params  nodes\n"
-        "  root#0       Sequential  8x3\n"
-        "    first#0    Linear      8x5         35  T, Addmm\n"
-        "    act#0      ReLU        8x5             Relu\n"
-        "    last#0     Linear      8x3         18  T, Addmm\n"
-        "\n"
-        "4 calls, 53 parameters, 5 nodes"
-    )
 
 
 def test_the_margin_marks_selected_sites_and_parameters_are_listed_under_their_module() -> None:
@@ -108,13 +96,38 @@ def test_calls_are_listed_in_order_and_a_shared_module_has_a_row_per_call() -> N
 
 
 def test_outputs_are_listed_by_key_and_long_cells_are_cut() -> None:
-    text = str(tree(Many(), MANY))
-    assert "  logits 2x3x7, hidden.0 2x3x4, +2 more  " in text
-    assert "    shared#1    Linear      2x3x4                                    (20)  View" in text
-    assert "\n  never called:\n  spares.0      Linear " in text
-    shapes = dict(tree(Many(), MANY).rows[0].outputs)
+    seen = tree(Many(), MANY)
+    for part in (
+        "  logits 2x3x7, hidden.0 2x3x4, +2 more  ",
+        "    shared#1    Linear      2x3x4                                    (20)  View",
+        "\n  never called:\n  spares.0      Linear ",
+    ):
+        assert part in str(seen)
+    shapes = {path: str(shape) for path, shape in seen.rows[0].outputs}
     assert list(shapes) == [".logits", ".hidden.0", ".hidden.1", ".top"]
-    assert str(shapes[".top"]) == "()"
+    assert shapes[".top"] == "()"
+
+
+@pytest.mark.parametrize(
+    ("at", "changes"),
+    [
+        (gs.Outputs("act"), ""),
+        (gs.Activations("act"), "; a transform there changes activations"),
+        (gs.EveryModule("act"), "; a transform there changes activations"),
+        (gs.Weights("first.*"), "; a transform there changes weights"),
+        (gs.SavedTensors("act"), "; a transform there changes saved tensors"),
+        (gs.Updates("first.*"), "; a transform there changes updates"),
+        (gs.Weights("first.*") | gs.Updates("first.*"), " changes weights, updates"),
+    ],
+    ids=str,
+)
+def test_the_tree_and_the_plan_say_what_is_changed_if_not_gradients(
+    at: Selector, changes: str
+) -> None:
+    (line,) = (line for line in str(tree(small(), X, at)).splitlines() if "selected (*)" in line)
+    assert line.endswith(changes or "selected (*)")
+    plan = gs.Surgery(gs.Intervention(gs.Scale(0.5), at)).plan(small())
+    assert (f", changes {at.changed_tensors}" in plan) == bool(changes)
 
 
 def test_skipped_sites_have_a_reason_and_aliases_name_their_site() -> None:
@@ -213,15 +226,8 @@ def test_node_outputs_that_get_a_gradient_are_sites() -> None:
     seen = tree(model, X, gs.Nodes("Split"))
     assert seen.sites == ("root#0/SplitBackward[0].0", "root#0/SplitBackward[0].2")
     assert [str(mark.tensor) for mark in seen.site_lines] == ["8x2", "8x2"]
-    with attached(model, gs.Identity(), gs.Nodes("Split")) as live:
-        model(X).sum().backward()
-    assert tuple(entry.site for entry in live.ledger) == seen.sites
-
-
-def test_a_node_output_that_the_model_returns_gets_a_gradient() -> None:
-    seen = tree(
-        Made(lambda self, x: x.split(2, dim=1)[1]), X.clone().requires_grad_(), gs.Nodes("Split")
-    )
+    returns = Made(lambda self, x: x.split(2, dim=1)[1])
+    seen = tree(returns, X.clone().requires_grad_(), gs.Nodes("Split"))
     assert seen.sites == ("root#0/SplitBackward[0].1",)
 
 
@@ -247,18 +253,13 @@ def test_shapes_are_shown_for_gradients_that_enter_a_node_not_for_those_that_lea
     assert [(mark.site, mark.tensor) for mark in leaving] == [("act#0/ReluBackward[0].0", None)]
 
 
-def test_modules_outside_the_model_are_noted_without_an_error() -> None:
+def test_the_end_of_the_table_tells_of_sites_elsewhere_and_of_a_wrong_number() -> None:
     seen = tree(small(), X, gs.EveryModule("CrossEntropyLoss"))
-    assert "selected (*)" in str(seen)
     assert seen.sites == ()
     assert str(seen).endswith("outside the model too: they are not here")
-
-
-def test_the_tree_shows_a_wrong_number_of_sites() -> None:
-    assert "3 sites selected (*) where 12 are expected" in str(
-        tree(small(), X, gs.Outputs().expect(12))
-    )
-    assert "expected" not in str(tree(small(), X, gs.Outputs().expect(3)))
+    wrong, right = (str(tree(small(), X, gs.Outputs().expect(number))) for number in (12, 3))
+    assert "3 sites selected (*) where 12 are expected" in wrong
+    assert "expected" not in right
 
 
 @pytest.mark.parametrize(
@@ -321,33 +322,47 @@ def test_a_compiled_model_is_shown_as_the_eager_one() -> None:
     compiled = model.act._compiled_call_impl
     assert str(tree(model, X, gs.Outputs())) == plain
     assert model.act._compiled_call_impl is compiled is not None
-    whole = torch.compile(small(), backend="eager")
-    assert str(tree(whole, X, gs.Outputs())) == plain
+    assert str(tree(torch.compile(small(), backend="eager"), X, gs.Outputs())) == plain
     part = nn.Sequential(torch.compile(nn.Linear(6, 2), backend="eager"), nn.ReLU())
     rows = tree(part, X).rows
     assert [row.label for row in rows] == ["root#0", "0#0", "1#0"]
     assert dict(rows[1].nodes) == {"T": 1, "Addmm": 1}
 
 
-def test_a_model_that_returns_no_tensor_is_shown_without_its_nodes_and_with_a_note() -> None:
-    class Answer:
-        def __init__(self, value: Tensor) -> None:
-            self.value = [value]
-
-    text = str(tree(Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)), X))
-    assert "Made    Answer" in text
-    assert text.endswith("note: no autograd node can be told: none leads to Answer")
+class Answer:
+    def __init__(self, value: Tensor) -> None:
+        self.value = [value]
 
 
-def test_a_reentrant_checkpoint_is_noted() -> None:
-    seen = tree(
-        Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),
-        X.clone().requires_grad_(),
-        gs.Nodes("Relu"),
-    )
-    assert seen.notes == (
-        "a reentrant checkpoint makes its nodes in the backward: not all are here",
-    )
+class Writes(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.bias.clamp_(max=0.0)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        (
+            Made(lambda self, x: Answer(self.linear(x)), linear=nn.Linear(6, 2)),
+            "no autograd node can be told: none leads to Answer",
+        ),
+        (
+            Made(lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=small()),
+            "a reentrant checkpoint makes its nodes in the backward: not all are here",
+        ),
+        (
+            nn.Sequential(Writes(6, 2)),
+            "the forward has written to parameters, and they stay so: 0.bias",
+        ),
+    ],
+    ids=["no tensor", "reentrant checkpoint", "written parameter"],
+)
+def test_what_the_tree_cannot_show_is_noted(model: nn.Module, note: str) -> None:
+    seen = tree(model, X.clone().requires_grad_(), gs.Nodes("Relu") if "reent" in note else None)
+    assert seen.notes == (note,)
+    assert str(seen).endswith(f"note: {note}")
     assert seen.sites == ()
 
 
@@ -450,8 +465,7 @@ def test_a_plain_forward_would_fail_that_check() -> None:
     model = Restless()
     before = _trace(model)
     model(X.clone())
-    after = _trace(model)
-    unequal = {key for key in before if before[key] != after[key]}
+    unequal = {key for key, value in _trace(model).items() if before[key] != value}
     assert unequal == {"tensors", "grads", "modes", "attributes", "random"}
 
 
@@ -463,18 +477,14 @@ def test_an_error_in_the_forward_names_its_module() -> None:
 
 
 def test_training_continues_bit_identically_after_a_tree() -> None:
-    with_tree, without = noisy(), noisy()
-    torch.manual_seed(1)
-    backward(without)
-    torch.manual_seed(1)
-    tree(with_tree, IMAGES, gs.Outputs() | gs.Nodes("*"))
-    backward(with_tree)
-    for mine, theirs in zip(weights(with_tree), weights(without), strict=True):
-        assert torch.equal(mine, theirs)
-    for mine, theirs in zip(with_tree.parameters(), without.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
+    models = noisy(), noisy()
+    for model, with_tree in zip(models, (True, False), strict=True):
+        torch.manual_seed(1)
+        if with_tree:
+            tree(model, IMAGES, gs.Outputs() | gs.Nodes("*"))
+        backward(model)
+    mine, theirs = ([*weights(model), *gradients(model).values()] for model in models)
+    assert all(map(torch.equal, mine, theirs))
 
 
 def test_a_tree_keeps_neither_the_model_nor_its_tensors_alive() -> None:
@@ -500,17 +510,6 @@ def test_the_tree_does_not_fill_the_autocast_cache() -> None:
         # A cast that was kept would have been made before the second one.
         assert str(tree(model, X)) == first
     assert "ToCopy" in first
-
-
-def test_a_parameter_that_the_forward_writes_to_is_noted() -> None:
-    class Writes(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.bias.clamp_(max=0.0)
-            return super().forward(input)
-
-    notes = tree(nn.Sequential(Writes(6, 2)), X).notes
-    assert notes == ("the forward has written to parameters, and they stay so: 0.bias",)
 
 
 def test_an_attached_surgery_does_not_see_the_tree() -> None:

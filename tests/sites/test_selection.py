@@ -1,6 +1,8 @@
-"""Selection: fields of selectors, and the errors if they select nothing."""
+"""Selection: fields of selectors, the errors if they select nothing, and one scan of a model."""
 
 import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
+from gradsurg.sites.base import Selector
+from gradsurg.sites.selection import names_of, one_scan
 from tests.nets import attached, small
 
 
@@ -25,52 +29,8 @@ class Net(nn.Module):
         self.extra = nn.ParameterList([torch.zeros(4), torch.zeros(2, 3)])
 
 
-EVERY = [
-    "scale",
-    "blocks.0.0.weight",
-    "blocks.0.0.bias",
-    "blocks.0.1.weight",
-    "blocks.0.1.bias",
-    "blocks.1.0.weight",
-    "blocks.1.0.bias",
-    "blocks.1.1.weight",
-    "blocks.1.1.bias",
-    "extra.0",
-    "extra.1",
-]
-
-
-@pytest.mark.parametrize("pattern", ["first", "first.w", "weight", "re:first", "FIRST.*"])
-def test_a_pattern_must_match_the_full_name(pattern: str) -> None:
-    with pytest.raises(LookupError, match=f"nothing matches '{re.escape(pattern)}'"):
-        gs.Parameters(pattern).find(small())
-
-
-def test_a_pattern_that_matches_nothing_lists_the_choices_and_the_nearest() -> None:
-    with (
-        pytest.raises(LookupError) as caught,
-        attached(small(), gs.Zero(), gs.Parameters("frst.*")),
-    ):
-        pass
-    assert str(caught.value) == (
-        "Parameters.pattern: nothing matches 'frst.*'. There are: first.weight, first.bias, "
-        "last.weight, last.bias. Did you mean 'first.*'?"
-    )
-
-
-@pytest.mark.parametrize("start", ["first", "*"])
-def test_the_nearest_name_that_matches_is_suggested_once(start: str) -> None:
-    with pytest.raises(LookupError) as caught:
-        gs.Parameters(f"{start}.wieght").find(small())
-    assert str(caught.value).count("Did you mean") == 1
-    assert f"Did you mean '{start}.weight'?" in str(caught.value)
-
-
-def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
-    model = small()
-    model.first.requires_grad_(False)
-    with pytest.raises(LookupError, match=re.escape("'first.*' matches is frozen: first.weight, ")):
-        attached(model, gs.Zero(), gs.Parameters("first.*"))
+IN_BLOCKS = [f"blocks.{i}.{j}.{name}" for i in "01" for j in "01" for name in ("weight", "bias")]
+EVERY = ["scale", *IN_BLOCKS, "extra.0", "extra.1"]
 
 
 @pytest.mark.parametrize(
@@ -78,19 +38,17 @@ def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
     [
         ({"types": "Linear"}, [1, 2, 5, 6]),
         ({"types": nn.Linear}, [1, 2, 5, 6]),
+        ({"types": nn.Sequential, "depth": 2}, []),
         ({"types": "L*"}, [1, 2, 3, 4, 5, 6, 7, 8]),
         ({"types": "re:Linear|ParameterList"}, [1, 2, 5, 6, 9, 10]),
         ({"types": Net}, [0]),
         ({"depth": 0}, [0]),
-        ({"depth": 1}, [9, 10]),
         ({"depth": (0, 1)}, [0, 9, 10]),
         ({"depth": [3, 9]}, [1, 2, 3, 4, 5, 6, 7, 8]),
         ({"index": 0}, [1, 2, 5, 6, 9]),
         ({"index": 1, "pattern": "blocks.0.*"}, [3, 4]),
         ({"ndim": 0}, [0]),
         ({"ndim": 2}, [1, 5, 10]),
-        ({"ndim": (1, 9)}, list(range(1, 11))),
-        ({"size": 4}, [9]),
         ({"size": (4, 6)}, [1, 5, 9, 10]),
         ({"types": "Linear", "ndim": 1, "pattern": "re:.*1.*"}, [6]),
     ],
@@ -99,6 +57,10 @@ def test_a_pattern_that_matches_only_frozen_parameters_is_refused() -> None:
 def test_fields_select_by_type_depth_index_and_shape(
     fields: dict[str, Any], expected: list[int]
 ) -> None:
+    if not expected:
+        with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Seq")):
+            gs.Parameters(**fields).find(Net())
+        return
     assert gs.Parameters(**fields).find(Net()) == [EVERY[number] for number in expected]
 
 
@@ -120,11 +82,120 @@ def test_a_base_class_selects_its_subclasses() -> None:
         ({"types": "re:("}, "Parameters.types: is not a regular expression"),
     ],
 )
-def test_an_invalid_range_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_field_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(FieldError, match=re.escape(message)):
         gs.Parameters(**fields)
 
 
-def test_the_error_names_the_fields_that_select_nothing() -> None:
-    with pytest.raises(LookupError, match=re.escape("nothing matches '*' with 'types=Conv2d, dep")):
-        gs.Parameters(types=nn.Conv2d, depth=1).find(small())
+# What is said if nothing is selected
+
+
+def _frozen() -> nn.Module:
+    model = small()
+    model.first.requires_grad_(False)
+    return model
+
+
+def _exported() -> nn.Module:
+    return torch.export.export(small(), (torch.ones(2, 6),)).module()
+
+
+PARAMS = "There are: first.weight, first.bias, last.weight, last.bias."
+GRAPH = "The model is a GraphModule, as torch.export makes it: its operations are nodes of one"
+
+
+@pytest.mark.parametrize(
+    ("make", "at", "message"),
+    [
+        *((small, gs.Parameters(pattern), f"nothing matches '{pattern}'. {PARAMS}")
+          for pattern in ("first", "first.w", "weight", "re:first", "FIRST.*")),
+        (small, gs.Parameters("frst.*"), f"'frst.*'. {PARAMS} Did you mean 'first.*'?"),
+        (small, gs.Parameters("first.wieght"), f"{PARAMS} Did you mean 'first.weight'?"),
+        (small, gs.Parameters("*.wieght"), f"{PARAMS} Did you mean '*.weight'?"),
+        (_frozen, gs.Parameters("first.*"), "'first.*' matches is frozen: first.weight, "),
+        (small, gs.Parameters(types=nn.Conv2d, depth=1), "'*' with 'types=Conv2d, depth=(1, 1)'"),
+        (small, gs.Outputs(types="Conv2d"), "Outputs.types: nothing matches 'Conv2d'. There are: "),
+        (Net, gs.Outputs("blocks"), "nothing that is called matches 'blocks'. There are: blocks, "),
+        (Net, gs.Outputs("blocks"), "'blocks' is in the model and never called: ModuleList has no"),
+        (_exported, gs.Outputs("first"), "nothing that is called matches 'first'. There are: fir"),
+        (_exported, gs.Outputs("first"), f"{GRAPH} forward, and 'first' only holds parameters. "),
+        (_exported, gs.Inputs(types="Linear"), GRAPH),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_selection_of_nothing_lists_the_choices_and_gives_the_reason_or_the_nearest(
+    make: Callable[[], nn.Module], at: Selector, message: str
+) -> None:
+    with pytest.raises(LookupError, match=re.escape(message)) as caught:
+        attached(make(), gs.Zero(), at)
+    asked = f"Did you mean '{getattr(at, 'pattern', '')}'?"
+    assert asked not in str(caught.value)
+    assert str(caught.value).count("Did you mean") <= 1
+
+
+def _told(use: Callable[[gs.Live, nn.Module], object], at: Selector, model: nn.Module) -> str:
+    """The warnings of a block in which `use` runs the model."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with attached(model, gs.Scale(0.5), at) as live:
+            use(live, model)
+    told = [str(one.message) for one in caught if issubclass(one.category, gs.SurgeryWarning)]
+    return " ".join(told)
+
+
+@pytest.mark.parametrize("at", [gs.Outputs("first"), gs.Nodes("Relu")], ids=str)
+def test_a_trace_in_the_block_is_the_reason_that_nothing_acted(at: Selector) -> None:
+    x = torch.ones(2, 6)
+
+    def trace(live: gs.Live, model: nn.Module) -> None:
+        torch.jit.trace(model, (x,), check_trace=False)(x).sum().backward()
+
+    told = _told(trace, at, small())
+    assert "torch.jit.trace has recorded the model, and traced code runs no hooks" in told
+
+
+@pytest.mark.parametrize("at", [gs.Outputs("first"), gs.Nodes("Relu")], ids=str)
+def test_an_intervention_added_after_compilation_is_told_of_it(at: Selector) -> None:
+    x = torch.ones(2, 6)
+
+    def add(live: gs.Live, model: nn.Module) -> None:
+        model(x).sum().backward()
+        live.add(gs.Intervention(gs.Zero(), at))
+        model(x).sum().backward()
+
+    torch.compiler.reset()
+    told = _told(add, gs.Parameters(), torch.compile(small(), backend="eager"))
+    torch.compiler.reset()
+    assert told.startswith("zero: attached, but no")
+    assert "compiled code of this process, it may be the model, before, and" in told
+
+
+# One scan
+
+
+def test_a_model_is_scanned_once_while_a_surgery_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(64)))
+    scans: list[int] = []
+    plain = nn.Module.named_modules
+    monkeypatch.setattr(
+        nn.Sequential, "named_modules", lambda *a, **k: scans.append(1) or plain(*a, **k)
+    )
+
+    def scans_with(number: int, kind: Callable[[str], Selector]) -> int:
+        scans.clear()
+        sites = [gs.Intervention(gs.Scale(0.5), kind(f"{i}*")) for i in range(number)]
+        gs.Surgery(*sites).start(model).abort()
+        return len(scans)
+
+    for kind in (gs.Parameters, gs.Outputs, gs.Nodes):
+        at = (lambda name: gs.Nodes("Addmm", name)) if kind is gs.Nodes else kind
+        assert scans_with(9, at) <= scans_with(1, at) + 8  # the hooks of the model may ask again
+
+
+def test_a_scan_ends_with_its_block_and_is_of_one_model() -> None:
+    model, other = small(), small()
+    with one_scan(model):
+        assert names_of(model) is names_of(model)
+        assert [*names_of(other)] != [*names_of(model)]
+    model.append(nn.Linear(3, 3))
+    assert len(names_of(model)) == len(names_of(other)) + 1

@@ -1,0 +1,62 @@
+"""The tables in which PyTorch keeps the hooks of modules and tensors."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as process
+
+HookTable = dict[int, Any]  # Any: hooks have many signatures
+
+CALL_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def call_tables(module: nn.Module) -> list[HookTable]:
+    """Return the tables of the hooks that run at calls of a module."""
+    attributes = vars(module)
+    return [attributes[key] for key in CALL_TABLES]
+
+
+def module_tables(module: nn.Module) -> list[HookTable]:
+    """Return all hook tables of a module, those of its state_dict included."""
+    return _tables(vars(module))
+
+
+def process_tables() -> list[HookTable]:
+    """Return the tables of the hooks that run at calls of every module of the process."""
+    return _tables(vars(process))
+
+
+def tensor_tables(tensor: Tensor) -> list[HookTable]:
+    """Return the tables of a tensor that has hooks."""
+    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [table for table in tables if table]
+
+
+def foreign_hooks(*tables: object) -> list[str]:
+    """Return the names of the hooks in PyTorch's hook tables that gradsurg did not register."""
+    hooks = [hook for table in tables if isinstance(table, dict) for hook in list(table.values())]
+    names = []
+    for hook in hooks:
+        hook = getattr(hook, "func", hook)  # of a partial
+        module = getattr(hook, "__module__", None) or type(hook).__module__
+        if module.partition(".")[0] != "gradsurg":
+            names.append(f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}")
+    return names
+
+
+def remove_own(table: HookTable) -> None:
+    """Remove the hooks that gradsurg has registered from a table."""
+    for number, hook in list(table.items()):
+        hook = hook.func if isinstance(hook, partial) else hook
+        if str(getattr(hook, "__module__", "")).partition(".")[0] == "gradsurg":
+            del table[number]
+
+
+def _tables(attributes: Mapping[str, Any]) -> list[HookTable]:  # Any: attributes
+    return [
+        table
+        for key, table in attributes.items()
+        if key.endswith("_hooks") and isinstance(table, dict)
+    ]
