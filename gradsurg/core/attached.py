@@ -305,12 +305,8 @@ class Attached:
         """A warning of parameters whose hooks C++ code has discarded, else empty."""
         if self.stage != "backward":
             return ""
-        own = {hook.call for hook in self.hooks.values()}
-        named = {
-            param: name
-            for name, param in self.session.model.named_parameters()
-            if not own.isdisjoint((param._backward_hooks or {}).values())
-        }
+        values = ((site, hook.value()) for site, hook in self.hooks.items())
+        named = {value: site for site, value in values if isinstance(value, nn.Parameter)}
         names = [named[param] for param in autograd.without_hooks(named)]
         if not names:
             return ""

@@ -474,7 +474,7 @@ class Live:
         self.session.check_attached()
         if autograd.in_backward():
             raise RuntimeError(
-                "a backward pass runs: add, remove and change interventions before or after it"
+                "inside a backward pass: add, remove and change interventions before or after it"
             )
 
     def _check(self, intervention: Intervention, replaced: Attached | None = None) -> None:

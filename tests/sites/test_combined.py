@@ -83,7 +83,7 @@ OF_PARAMETERS = [
     (~P().where(_named("last.bias")), [*FIRST, "last.weight"]),
     (P().where(lambda place: "bias" in place.name).first(1), ["first.bias"]),
     (P(stage="step") & ~P("first.*", stage="step"), LAST),
-    (P("first.*", stage="backward_end") | P("last.bias", stage="backward_end"), [*FIRST, "last.bias"]),
+    (P("first.*", stage="step") | P("last.bias", stage="step"), [*FIRST, "last.bias"]),
 ]  # fmt: skip
 OF_KINDS = [
     (M() & ~M("act"), ["first#0", "last#0"]),
@@ -133,7 +133,6 @@ TABLES = ((small, OF_PARAMETERS), (small, OF_KINDS), (_tied, OF_TIED), (_shared,
 @pytest.mark.parametrize(
     ("make", "at", "expected"),
     [(make, at, expected) for make, rows in TABLES for at, expected in rows],
-    ids=str,
 )
 def test_selectors_combine_by_set_operations(
     make: Callable[[], nn.Module], at: Selector, expected: list[str]
@@ -204,7 +203,6 @@ def _half_called() -> nn.Module:
         (small, M().first(1).expect(2), "2 sites were expected, found 1: first#0"),
         (_half_called, M(types="Linear").expect(2), "2 sites were expected, found 1: used#0"),
     ],
-    ids=str,
 )
 def test_sites_are_counted_at_once_or_after_the_first_forward(
     make: Callable[[], nn.Module], at: Selector, message: str
@@ -354,7 +352,6 @@ ALL = ", ".join([*FIRST, *LAST])
             )
         ),
     ],
-    ids=str,
 )
 def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
     at: Selector, end: str
@@ -382,7 +379,6 @@ def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
         (N("Relu") & ~N("Addmm"), None),
         ((N("Addmm") | N("Relu")).first(1), None),
     ],
-    ids=str,
 )
 def test_a_part_without_sites_is_reported_on_detach(at: Selector, silent: Selector | None) -> None:
     with warnings.catch_warnings(record=True) as caught:

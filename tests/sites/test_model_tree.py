@@ -119,7 +119,6 @@ def test_outputs_are_listed_by_key_and_long_cells_are_cut() -> None:
         (gs.Updates("first.*"), "; a transform there changes updates"),
         (gs.Weights("first.*") | gs.Updates("first.*"), " changes weights, updates"),
     ],
-    ids=str,
 )
 def test_the_tree_and_the_plan_say_what_is_changed_if_not_gradients(
     at: Selector, changes: str
@@ -203,7 +202,6 @@ IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
         gs.Parameters("*.weight", stage="backward_end"),
         gs.EveryModule("act"),
     ],
-    ids=repr,
 )
 def test_the_tree_marks_the_sites_that_attaching_hooks(at: Selector) -> None:
     seen = _sites(noisy(), IMAGES, at)
@@ -270,7 +268,6 @@ def test_the_end_of_the_table_tells_of_sites_elsewhere_and_of_a_wrong_number() -
         (gs.Outputs("first", call=5), "nothing that was called .*call=5.*There are: root#0, fir"),
         (gs.Outputs("act") & gs.Outputs("last"), "nothing is selected by"),
     ],
-    ids=repr,
 )
 def test_an_empty_selection_is_refused(at: Selector, message: str) -> None:
     model = small()
@@ -444,7 +441,6 @@ def _trace(model: nn.Module) -> dict[str, Any]:
         gs.Weights(),
         gs.Parameters(stage="accumulated"),
     ],
-    ids=repr,
 )
 def test_the_forward_of_the_tree_is_undone(
     at: Selector | None, fails: bool, training: bool

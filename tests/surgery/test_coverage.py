@@ -66,7 +66,6 @@ PARAMS = r"parameters were replaced, added or unfrozen .* not hooked: last.weigh
         (gs.EveryModule(), ""),
         (gs.EveryModule("Linear") | gs.EveryModule("first"), ""),
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning")
 def test_selected_modules_and_parameters_that_came_into_the_open_block_are_told(
@@ -89,7 +88,6 @@ def test_selected_modules_and_parameters_that_came_into_the_open_block_are_told(
         (gs.Uses("*"), False),  # it acts there
         (gs.Outputs(), False),
     ],
-    ids=str,
 )
 def test_a_parameter_that_is_trained_only_after_attaching_is_told(
     at: Selector, is_told: bool
