@@ -53,6 +53,8 @@ class Attached:
         self.hooks: dict[str, SiteHook] = {}
         self.coverage = Coverage(intervention.at, self.label, self.firing, self.hooks)
         self.selects = self.coverage.selects
+        if (changed := intervention.at.changed_tensors) != "gradients":
+            session.effects.others[self.label] = changed
         self._observers = ExitStack()  # the forward hooks for the trigger and the transform
         self._most_calls = 1  # gradients at one site in this step
         self._twice: SiteHook | None = None  # a site that had as many

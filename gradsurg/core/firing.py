@@ -73,7 +73,8 @@ class Firing:
         )
         self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
         self.configuration = object()
-        self.reevaluate()
+        self._decided_for: bool | None = None  # `sampling` for which the decisions hold
+        self.begin_step()
 
     def begin_step(self) -> None:
         """Decide for all sites whether the trigger fires and whether effects are measured."""
@@ -105,7 +106,7 @@ class Firing:
 
     def reevaluate(self) -> None:
         """Decide again within a step: something that the trigger reads has changed."""
-        self._decided_for: bool | None = None
+        self._decided_for = None
         self.begin_step()
 
     def switch(self, on: bool) -> None:

@@ -194,7 +194,8 @@ class Intervention:
             self._check_sparse(model, sites)
         if "examples" in self.needs:
             _check_examples(model, sites)
-        links = [(link, per) for link in self.links if isinstance(per := _per(link), str)]
+        pairs = [(link, getattr(link, "per", None)) for link in self.links]
+        links = [(link, per) for link, per in pairs if isinstance(per, str)]
         is_used = (links or self.checking_links) and self.acts_on_parameters
         if not is_used:
             return
@@ -323,10 +324,6 @@ class Intervention:
                     "all of a group at once; it can look at the 'batch' or at a module"
                 )
                 raise FieldError(part, [("source", text)])
-
-
-def _per(link: Transform) -> object:
-    return getattr(link, "per", None)
 
 
 def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:

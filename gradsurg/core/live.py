@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsurg.core.attached import Attached
 from gradsurg.core.coverage import clock_warnings, unhooked_warnings
-from gradsurg.core.first_steps import FirstSteps
+from gradsurg.core.first_steps import ENOUGH, FirstSteps
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.observers import observed_modules
 from gradsurg.core.session import Session, warn_user
@@ -71,14 +71,13 @@ class Live:
         self._start = clock.step, clock.counted_epochs
         self._is_compiled = is_compiled
         session.effects.begin(clock.step)
-        self._first_steps = FirstSteps(model, session.steps, self._tell)
+        self._first_steps: FirstSteps | None = None
         self.on_end: Callable[[], None] = lambda: None
         self.is_state_in_model = False  # `in_state_dict` of `attach`
         # What removes the hooks must not refer to this object, which would never be garbage then.
         self.stack = ExitStack()
         self.stack.callback(session.close)
         self.stack.callback(_close_attached, self._attached)
-        self.stack.callback(self._first_steps.close)
         self.unentered: list[str] = []
         """The warning of an `attach` that was neither entered by `with` nor closed."""
         self._finalizer = finalize(self, _remove_hooks, self.stack, self.unentered)
@@ -196,7 +195,7 @@ class Live:
         clock.backwards = 0
         clock.error = clock.labels = None
         self.effects.begin(clock.step)
-        if clock.step - self._start[0] <= 2:
+        if self._first_steps is not None and clock.step - self._start[0] <= ENOUGH:
             self._first_steps.count()
         for each in self._attached:
             each.begin_step()
@@ -231,6 +230,7 @@ class Live:
         forward, as Outputs does, or reads the batch. An error leaves nothing attached. Raises
         RuntimeError inside a backward pass, as `remove` and `set` do.
         """
+        self._check_idle()
         each = self.admit(intervention)
         with ExitStack() as undo:
             undo.callback(self._drop, each)
@@ -326,6 +326,12 @@ class Live:
 
     # Called by Surgery.
 
+    def watch(self) -> None:
+        """Notice in the first steps what does not act; called when all is hooked."""
+        session = self.session
+        self._first_steps = FirstSteps(session.model, session.steps, self._tell)
+        self.stack.callback(self._first_steps.close)
+
     def admit(self, intervention: Intervention) -> Attached:
         """Check an intervention and reserve its labels; nothing is hooked yet."""
         if not isinstance(intervention, Intervention):
@@ -334,7 +340,6 @@ class Live:
             raise TypeError(
                 f"{intervention.transform!r}: an aggregator is attached when the block begins"
             )
-        self._check_idle()
         self._check(intervention)
         each = Attached(intervention, labels_of(intervention, self.labels), self.session)
         self._attached.append(each)

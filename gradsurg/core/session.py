@@ -13,6 +13,8 @@ from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock
 
+DETACHED = "the block has ended, and with it the surgery: attach it again"
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -41,14 +43,14 @@ class Session:
     @property
     def model(self) -> nn.Module:
         """The model. Raises RuntimeError if the surgery is detached."""
-        self.check_attached()
-        assert self.target is not None
+        if self.target is None:
+            raise RuntimeError(DETACHED)
         return self.target
 
     def check_attached(self) -> None:
         """Raise RuntimeError if the surgery is detached."""
         if self.target is None:
-            raise RuntimeError("the block has ended, and with it the surgery: attach it again")
+            raise RuntimeError(DETACHED)
 
     @property
     def measures_conflicts(self) -> bool:

@@ -215,6 +215,7 @@ class Surgery:
                 _store_in_model(self, model, live.stack)
                 live.is_state_in_model = True
                 live.warn_of_lost_state()
+            live.watch()
             undo.pop_all()
         return live
 

@@ -80,6 +80,8 @@ class Effects:
 
     every: int
     sampling: bool = False
+    others: dict[str, str] = field(default_factory=dict)
+    """What each intervention changes that does not change gradients, as `activations`."""
     _step: int = 0
     _first_nonfinite: "NonFinite | None" = None
     _slots: list[_Slot] = field(default_factory=list)
@@ -266,9 +268,14 @@ class Effects:
         """
         rows = self.rows()
         if sites is None:
-            return effect_table(rows, rest='live.effects.table(sites="*")')
-        chosen = [row for row in rows if fnmatchcase(str(row["site"]), sites)]
-        return effect_table(chosen, most=len(chosen))
+            table = effect_table(rows, rest='live.effects.table(sites="*")')
+        else:
+            chosen = [row for row in rows if fnmatchcase(str(row["site"]), sites)]
+            table = effect_table(chosen, most=len(chosen))
+        notes = (
+            f"{label}: the numbers are of {of}, not gradients" for label, of in self.others.items()
+        )
+        return "\n".join([table, *notes])
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
         """Quantiles of |g| before `transform`, from entries of a recent gradient of each site."""

@@ -389,7 +389,8 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if COMPILED not in module._modules:
-            names.setdefault(module, []).append(uncompiled_name(name) or ROOT)
+            full = uncompiled_name(name) if COMPILED in name else name
+            names.setdefault(module, []).append(full or ROOT)
     return names
 
 
