@@ -20,10 +20,10 @@ from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.messages import one_line
+from gradsurg.torch_internals.hook_tables import module_tables, tensor_tables
 
 PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
 NOT_PACKAGED = (PackagingError, pickle.PicklingError, TypeError, AttributeError, ValueError)
-PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,16 @@ def _note(names: list[str], exporter: PackageExporter, name: str) -> None:
 def _has_hooks_of_gradsurg(model: nn.Module) -> bool:
     hooks = [hook for _, hook in _parameter_hooks(model)]
     for module in model.modules():
-        for name, registered in vars(module).items():
-            if name.endswith("_hooks") and isinstance(registered, dict):
-                hooks += registered.values()
+        for table in module_tables(module):
+            hooks += table.values()
     return any(str(getattr(hook, "__module__", "")).startswith("gradsurg.") for hook in hooks)
 
 
 def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the hooks on parameters, which `pickle` leaves out, with the parameter's name."""
     for name, param in model.named_parameters():
-        for kind in PARAMETER_HOOKS:
-            for hook in (getattr(param, kind, None) or {}).values():
+        for table in tensor_tables(param):
+            for hook in table.values():
                 yield name, hook
 
 

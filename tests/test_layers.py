@@ -1,6 +1,7 @@
 """Imports point down the floors of the package, without a cycle; each library has one door."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -192,3 +193,21 @@ def test_there_are_at_most_seven_floors_and_every_unit_has_one() -> None:
     assert len(FLOORS) <= 7
     assert len(listed) == len(set(listed))
     assert {_unit(name) for name, _ in _modules()} == set(listed)
+
+
+PRIVATE = re.compile(
+    r"torch\._[a-zA-Z]|\._(version|base|is_view|sequence_nr|input_metadata|modules|parameters)\b"
+    r"|\._(buffers|compiled_call_impl|(full_)?(forward|backward)(_pre)?_hooks)\b"
+    r"|_optimizer_step_(pre|post)_hooks|\._register_hook_dict|_raw_saved_"
+)
+
+
+def test_private_corners_of_torch_are_used_in_one_place() -> None:
+    found = [
+        f"{name}: {line.strip()}"
+        for name, path in _modules()
+        if _unit(name) != "torch_internals"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if PRIVATE.search(line)
+    ]
+    assert found == []

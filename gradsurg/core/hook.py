@@ -16,6 +16,7 @@ from gradsurg.core.session import Session
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.sites.base import apply_hooks
+from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Transform, as_transform
 
 _MISSING: dict[Need, str] = {
@@ -85,7 +86,7 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     if isinstance(place, Tensor):
         hook = attached.hook_at(f"tensor{next(_numbers)}", ref(place))
         return Hooked(place.register_hook(hook), session.ledger, attached.label)
-    name, count = place.name(), len(place._input_metadata)
+    name, count = place.name(), len(autograd.outputs_of(place))
     hooks = [attached.hook_at(f"{name}{next(_numbers)}.{index}") for index in range(count)]
     handle = place.register_prehook(lambda grads: apply_hooks(hooks, grads))
     return Hooked(handle, session.ledger, attached.label)

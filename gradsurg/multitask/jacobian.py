@@ -17,6 +17,7 @@ from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
 from gradsurg.multitask.losses import BackwardCall, loss_values
 from gradsurg.sites.selection import owned_params
+from gradsurg.torch_internals.autograd import version_of
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
 
@@ -387,7 +388,7 @@ class JacobianBuilder:
         jacobian = self._prepare(len(tasks), fresh, measuring)
         extra_leaves = [] if measuring else _leaves_beyond(nodes, jacobian.params)
         statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
-        versions = [buffer._version for buffer in statistics]  # of num_batches_tracked too
+        versions = [version_of(buffer) for buffer in statistics]  # of num_batches_tracked too
         reached: list[set[int]] = [set() for _ in losses]
         if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.blocks):
             reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
@@ -399,7 +400,7 @@ class JacobianBuilder:
                 keep_graph = measuring or call.retain_graph or index < len(losses) - 1
                 # A checkpoint repeats its forward in each pass; only the first may update the
                 # statistics, as in a plain backward pass.
-                repeated = index > 0 and versions != [buffer._version for buffer in statistics]
+                repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 with (
                     call.task(name, self._session.clock),
                     _restored(statistics if measuring or repeated else []),

@@ -290,8 +290,8 @@ class ExampleGradients:
             for layer, calls in record.layers.items():
                 rule = rule_of(layer)
                 assert rule is not None
-                for name, param in layer._parameters.items():
-                    if param is not None and param in uses:
+                for name, param in layer.named_parameters(recurse=False, remove_duplicate=False):
+                    if param in uses:
                         uses[param] += [_Use(rule, call, name) for call in calls]
             records.append(uses)
         return records

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradsurg.per_example.layers import LayerCall, Rule, rule_of
 from gradsurg.torch_internals import autograd, compiling
+from gradsurg.torch_internals.hook_tables import number_of_forward_hooks
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class Recorder:
         stack.callback(self._detach)
         self._hook(model, stack, model.register_forward_pre_hook, self._begin)
         for module in model.modules():
-            owns = any(param is not None for param in module._parameters.values())
+            owns = any(True for _ in module.parameters(recurse=False))
             rule = rule_of(module)
             if rule is not None:
                 self._hook(module, stack, module.register_forward_hook, self._layer(rule))
@@ -67,7 +68,7 @@ class Recorder:
         """Whether modules of the model have forward hooks besides those of this recorder."""
         model = self.model()
         modules = () if model is None else model.modules()
-        hooks = sum(len(own._forward_hooks) + len(own._forward_pre_hooks) for own in modules)
+        hooks = sum(map(number_of_forward_hooks, modules))
         return hooks > self._num_hooks
 
     def _name(self, module: nn.Module) -> str:

@@ -12,7 +12,6 @@ from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.module_calls import Calls, refuse_scripted
 from gradsurg.sites.module_gradients import hook_backward, suppress_warning
 from gradsurg.sites.selection import (
-    COMPILED,
     ROOT,
     Pattern,
     Types,
@@ -23,7 +22,7 @@ from gradsurg.sites.selection import (
     names_of,
     site_ids,
 )
-from gradsurg.torch_internals import module_hooks
+from gradsurg.torch_internals import compiling, module_hooks
 from gradsurg.transforms.base import Scope
 
 
@@ -133,4 +132,4 @@ class _Names(dict[nn.Module, list[str]]):
 
     def get(self, key: nn.Module, default: None = None) -> list[str] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         # The wrapper that torch.compile puts around a module has no name.
-        return default if key not in self and COMPILED in key._modules else self[key]
+        return default if key not in self and compiling.is_wrapper(key) else self[key]

@@ -148,7 +148,7 @@ class CallGraph:
             for node, _ in pending.pop():
                 if node is None or node in seen:
                     continue
-                number = node._sequence_nr()
+                number = autograd.number_of(node)
                 if begin <= number < LEAF:
                     seen.add(node)
                     # A view may get its node when it is looked at after the end of the call.
@@ -303,7 +303,7 @@ class Tracer:
         state, node = self.state, autograd.running_node()
         if not isinstance(node, BackwardCFunction):
             return None
-        checkpoint = task, node._sequence_nr()
+        checkpoint = task, autograd.number_of(node)
         if state.checkpoint != checkpoint:
             state.checkpoint = checkpoint
             state.upcoming = iter(self.repeated.get(node, ()))
@@ -368,7 +368,7 @@ def may_meet_more_sites(output: object, at: Selector) -> bool:
         node = pending.pop()
         if isinstance(node, BackwardCFunction) and node.name() != WRAPPER:
             return True
-        if by_gradient and len(node._input_metadata) > 1:
+        if by_gradient and len(autograd.outputs_of(node)) > 1:
             return True
         sources = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= sources

@@ -144,7 +144,7 @@ class _Walk:
             self.nodes.setdefault(place.call.id, Counter())[kind] += 1
             specs = [
                 None if one.is_nested_tensor else TensorSpec(tuple(one.shape), one.dtype)
-                for one in node._input_metadata
+                for one in autograd.outputs_of(node)
             ]
             self._note_tensors(site, [("", specs[0]), *((f".{i}", s) for i, s in enumerate(specs))])
             outputs = [index for index in range(len(specs)) if (node, index) in taken]
@@ -308,7 +308,7 @@ def _run(model: nn.Module, example: Any, stack: ExitStack) -> None:  # Any: the 
     A compiled call does not show the calls inside it. `untouched` restores the attributes.
     """
     for module in model.modules():
-        if module._compiled_call_impl is not None:
+        if compiling.is_compiled(module):
             vars(module)["_compiled_call_impl"] = None
     if any(hasattr(module, "_orig_mod") for module in model.modules()):
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -61,7 +61,7 @@ class CallCounts:
             return None
         # The node of a checkpoint is made before its modules are called. The calls that follow it
         # are those inside the checkpoint, and are repeated in the same order.
-        checkpoint = node._sequence_nr()
+        checkpoint = autograd.number_of(node)
         for call in self.graphless:
             if call[0] > checkpoint and call[1] is module:
                 self.graphless.remove(call)

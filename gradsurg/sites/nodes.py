@@ -24,7 +24,7 @@ from gradsurg.sites.selection import (
     nothing_matched,
     unnumbered,
 )
-from gradsurg.torch_internals import compiling
+from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need
 
 PRODUCTS = (("Addmm", 1), ("Mm", 0))  # node and the edge of the gradient with respect to the input
@@ -166,7 +166,7 @@ class Nodes(Selector):
 
         def hook_node(node: Node, site: str) -> None:
             if self.side == "enter":
-                node.register_prehook(prehook_at(site, len(node._input_metadata) == 1))
+                node.register_prehook(prehook_at(site, len(autograd.outputs_of(node)) == 1))
             else:
                 sources = tuple([source is not None for source, _ in node.next_functions])
                 node.register_hook(posthook_at(site, sources))

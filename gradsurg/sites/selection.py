@@ -388,7 +388,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if COMPILED not in module._modules:
+        if not compiling.is_wrapper(module):
             full = uncompiled_name(name) if COMPILED in name else name
             names.setdefault(module, []).append(full or ROOT)
     return names

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gradsurg.sites.module_calls import tensors_in
+from gradsurg.torch_internals.autograd import buffer_table, version_of
 from gradsurg.torch_internals.hook_tables import module_tables, process_tables, remove_own
 from gradsurg.torch_internals.random_state import get_states, set_states
 
@@ -51,7 +52,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for value in list(attributes.values()):
                 if type(value) in CONTAINERS:
                     _restore(value, stack)
-            for table in (attributes, module._buffers):
+            for table in (attributes, buffer_table(module)):
                 _copy_tensors(table, copies)
             for table in module_tables(module):
                 remove_own(table)
@@ -64,7 +65,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def param_versions(model: nn.Module) -> dict[str, int]:
     """Return the version counters of the parameters, without inference tensors, which have none."""
     params = model.named_parameters()
-    return {name: p._version for name, p in params if not (is_lazy(p) or p.is_inference())}
+    return {name: version_of(p) for name, p in params if not (is_lazy(p) or p.is_inference())}
 
 
 def copy_inputs(value: Any) -> Any:  # Any: the inputs of a model

@@ -11,6 +11,7 @@ from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.parameters import Parameters
 from gradsurg.stacked.acting import STEP_TRIGGERS
 from gradsurg.stacked.stack import OPTIMIZERS
+from gradsurg.torch_internals.hook_tables import has_backward_hooks, has_step_hooks, tensor_tables
 from gradsurg.training.run import Run
 from gradsurg.triggers.for_task import ForTask
 
@@ -119,12 +120,12 @@ def model_refusal(model: nn.Module, optimizer: optim.Optimizer) -> str:
 def _hook_refusal(model: nn.Module, optimizer: optim.Optimizer) -> str:
     """Return the reason if a user's model or optimizer has hooks of its own that see gradients."""
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             return f"'{name or type(model).__name__}' has a backward hook of its own"
     for name, param in model.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
+        if tensor_tables(param):
             return f"'{name}' has a hook of its own"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"{type(optimizer).__name__} has a step hook of its own"
     return ""
 

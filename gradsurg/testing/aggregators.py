@@ -31,6 +31,7 @@ from gradsurg.testing.verdicts import (
     printed,
     verdict_of,
 )
+from gradsurg.torch_internals.autograd import version_of
 
 RELATIVE_TOLERANCE = 1e-6
 """Allowed difference of two results, relative to their length."""
@@ -408,7 +409,7 @@ def _pure(aggregator: Aggregator, tasks: Sequence[int]) -> None:
                 result, after = aggregator.merge(rows, state, _context(number, step))
             for name, tensor, before in zip(("rows", *state), inputs, copies, strict=True):
                 expect(torch.equal(tensor, before), f"writes into {name} at {number} tasks")
-            expect(rows._version == 0, f"writes into the rows at {number} tasks")
+            expect(version_of(rows) == 0, f"writes into the rows at {number} tasks")
             expect_unshared(result, [rows], "the rows")
             expect_unshared(result, list(after.values()), "the state")
             known = {name: tensor for name, tensor in state.items() if tensor.numel()}

@@ -5,7 +5,7 @@ Each is used by PyTorch's own Python code, and each has a test.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +85,21 @@ def in_backward() -> bool:
 at_end_of_backward: Callable[[Callable[[], None]], None]
 at_end_of_backward = Variable._execution_engine.queue_callback
 """Call a function when the running backward pass ends; not if it fails."""
+
+
+def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
+    """The buffers of a module itself, to be replaced. Any: a tensor or None."""
+    return module._buffers
+
+
+def number_of(node: Node) -> int:
+    """The sequence number of a node: those of one thread grow in the order of their making."""
+    return node._sequence_nr()
+
+
+def outputs_of(node: Node) -> Sequence[Any]:
+    """The shape and dtype of each output of the operation of a node. Any: no public type."""
+    return node._input_metadata
 
 
 running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]

@@ -121,9 +121,14 @@ def has_compiled() -> bool:
     return library is not None and bool(library.output_codes.seen)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is the wrapper that torch.compile returns."""
+    return "_orig_mod" in module._modules
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is the wrapper that torch.compile returns, or was compiled in place."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return is_wrapper(module) or module._compiled_call_impl is not None
 
 
 def in_jit_trace() -> bool:

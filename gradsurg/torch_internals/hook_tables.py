@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as process
+from torch.optim import Optimizer
 
 HookTable = dict[int, Any]  # Any: hooks have many signatures
 
@@ -32,6 +33,21 @@ def tensor_tables(tensor: Tensor) -> list[HookTable]:
     """Return the tables of a tensor that has hooks."""
     tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [table for table in tables if table]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has full backward hooks, or backward pre-hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def number_of_forward_hooks(module: nn.Module) -> int:
+    """The number of forward hooks and forward pre-hooks of a module."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has hooks before or after its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def foreign_hooks(*tables: object) -> list[str]:
