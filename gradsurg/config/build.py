@@ -118,7 +118,7 @@ def build(config: Config, trial: bool = True) -> Experiment:
     trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
     intervention = _intervention(transforms, selector, trigger, errors)
     task, data = _task(config, settings.set_aside if settings is not None else 0, errors)
-    joint = _joint(config, task, trigger, errors)
+    combining = _combining(config, task, trigger, errors)
     loggers = _loggers(config, errors)
     content = model = device = None
     if task is not None and data is not None:
@@ -126,15 +126,17 @@ def build(config: Config, trial: bool = True) -> Experiment:
         model = errors.attempt("model", lambda: _model(config, data))
     if settings is not None:
         device = errors.attempt("device", lambda: _device(settings.device))
-        check_settings(settings, selector, intervention, joint, device, data, errors)
+        check_settings(settings, selector, intervention, combining, device, data, errors)
         _check_attribute(settings, config, errors)
-        _check_control(settings, intervention, joint, errors)
+        _check_control(settings, intervention, combining, errors)
         if settings.ranks > 1:
-            _check_ranks(settings, intervention, joint, task, model, device, errors)
+            _check_ranks(settings, intervention, combining, task, model, device, errors)
     finite = errors.passes("", lambda: _check_finite(config, errors))
     experiment = None
     if not errors.lines and settings and task and selector and device:
-        plan = Plan(config, settings, task, device, selector, intervention, joint, content or "")
+        plan = Plan(
+            config, settings, task, device, selector, intervention, combining, content or ""
+        )
         _check_number_of_runs(plan)
         if settings.attribute:
             plan = replace(plan, without=_without_links(plan, transforms, trigger, errors))
@@ -147,7 +149,7 @@ def build(config: Config, trial: bool = True) -> Experiment:
     if settings is not None and settings.steps == 0:
         if not (task and data and model and check_model(task, model, data, errors)):
             model = None
-        check_places(config, settings, selector, joint, model, errors)
+        check_places(config, settings, selector, combining, model, errors)
     elif experiment is None or not experiment.is_finished:
         if finite:
             check_optimizer(config, settings, model, errors)
@@ -156,9 +158,18 @@ def build(config: Config, trial: bool = True) -> Experiment:
         elif trial and task and data and model and selector:
             # A step of a user's own model or task may differ from the next one.
             certain = "name" in config["model"] and "name" in config["task"]
-            used = trigger if config.get("transform") or joint else None
+            used = trigger if config.get("transform") or combining else None
             if check_first_step(
-                task, data, model, settings, selector, used, intervention, joint, certain, errors
+                task,
+                data,
+                model,
+                settings,
+                selector,
+                used,
+                intervention,
+                combining,
+                certain,
+                errors,
             ):
                 check_metrics(config, settings, task, model, data, errors)
     elif experiment.settings.metric and task and data and model:
@@ -175,7 +186,7 @@ def build_surgery(config: Config) -> Surgery:
     selector = _selector(config, errors)
     trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
     item = _intervention(transforms, selector, trigger, errors)
-    joint = _joint(config, None, trigger, errors)
+    combining = _combining(config, None, trigger, errors)
     seed = config.get("seed") or 0
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         errors.add("seed", f"must be a whole number >= 0, found {seed!r}")
@@ -183,7 +194,7 @@ def build_surgery(config: Config) -> Surgery:
     # As written in Python: one transform is no chain, default names and triggers are left out.
     if item is not None and len(transforms) == 1:
         item = replace(item, transform=next(iter(transforms.values())))
-    items = [one for one in (item, joint) if one is not None]
+    items = [one for one in (item, combining) if one is not None]
     items = [replace(one, when=Always()) if one.when == Steps() else one for one in items]
     unnamed = [replace(one, names=()) for one in items]
     pairs = zip(items, unnamed, strict=True)
@@ -366,7 +377,7 @@ def _content(config: Config, task: Task) -> str:
         return task.content
 
 
-def _joint(
+def _combining(
     config: Config, task: Task | None, trigger: Trigger | None, errors: ErrorCollector
 ) -> Intervention | None:
     """Return the intervention of the aggregator, None without one.
@@ -475,7 +486,7 @@ def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector)
 def _check_ranks(
     settings: Settings,
     intervention: Intervention | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
     task: Task | None,
     model: nn.Module | None,
     device: torch.device | None,
@@ -497,7 +508,7 @@ def _check_ranks(
     ):
         if is_set:
             errors.add(key, f"needs ranks=1, {found}")
-    at = joint.at if joint is not None else None
+    at = combining.at if combining is not None else None
     if isinstance(at, SharedParameters) and at.engine == "feature" and at.reduce == "mean":
         text = "feature has no mean over processes: needs ranks=1 or shared.reduce=local"
         errors.add("shared.engine", f"{text}, {found}")
@@ -511,14 +522,14 @@ def _check_ranks(
 def _check_control(
     settings: Settings,
     intervention: Intervention | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
     errors: ErrorCollector,
 ) -> None:
     kind = settings.control
-    if joint is not None and kind in ("placebo", "update_norm_matched"):
+    if combining is not None and kind in ("placebo", "update_norm_matched"):
         errors.add(
             "control",
-            f"{kind} is for transforms, and {joint.names[0]} is an aggregator: needs "
+            f"{kind} is for transforms, and {combining.names[0]} is an aggregator: needs "
             f"control=plain, control=norm_matched or control=none, found control={kind}",
         )
     elif intervention is not None and kind == "update_norm_matched":
@@ -530,11 +541,11 @@ def _check_control(
                 f"{kind} transforms the sum of the {settings.compute.accumulate} batches of a step "
                 "and the treated arm each of them: needs site.stage=step or accumulate=1",
             )
-    weighs = joint is not None and isinstance(joint.aggregator, LossWeighting)
-    if joint is not None and weighs and settings.control == "norm_matched":
+    weighs = combining is not None and isinstance(combining.aggregator, LossWeighting)
+    if combining is not None and weighs and settings.control == "norm_matched":
         errors.add(
             "control",
-            f"{joint.names[0]} weighs the losses, and so the gradients of the heads too, which the "
+            f"{combining.names[0]} weighs the losses, and so the gradients of the heads too, which the "
             "norm-matched sum does not, needs control=plain or control=none, found "
             "control=norm_matched",
         )

@@ -50,7 +50,7 @@ class Pair:
 class Plan:
     """The settings that the runs of an experiment share; makes the runs of each seed.
 
-    `joint` is the intervention of the aggregator, `data_hash` that of the files of the task,
+    `combining` is the intervention of the aggregator, `data_hash` that of the files of the task,
     `without` the plans of the chain without each of its links, `split_seed` that of the task if the
     experiment has several.
     """
@@ -61,14 +61,14 @@ class Plan:
     device: torch.device
     selector: Selector
     intervention: Intervention | None
-    joint: Intervention | None
+    combining: Intervention | None
     data_hash: str
     without: "Mapping[str, Plan]" = field(default_factory=dict)
     split_seed: int | None = None
 
     def pair(self, seed: int) -> Pair:
         """Make the runs of one seed."""
-        if self.intervention is None and self.joint is None:
+        if self.intervention is None and self.combining is None:
             return Pair(seed, None, self._control(seed))
         control = self._control(seed) if self.settings.control != "none" else None
         treated = self._treated(seed)
@@ -89,13 +89,13 @@ class Plan:
 
     @property
     def _interventions(self) -> list[Intervention]:
-        return [item for item in (self.intervention, self.joint) if item is not None]
+        return [item for item in (self.intervention, self.combining) if item is not None]
 
     @property
     def _names(self) -> tuple[str, ...]:
         """The names of the transforms in their order, and of the aggregator."""
-        joint = self.joint.names if self.joint is not None else ()
-        return (*self.config["transform"], *joint)
+        combining = self.combining.names if self.combining is not None else ()
+        return (*self.config["transform"], *combining)
 
     def _treated(self, seed: int) -> Run:
         label = "+".join(self._names)
@@ -137,7 +137,7 @@ class Plan:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
         if settings.set_aside:
             chosen["validation"] = settings.set_aside
-        aggregated = self.joint is not None
+        aggregated = self.combining is not None
         return run_identity(self.config, arm, chosen, aggregated, self.data_hash)
 
     def _run(

@@ -60,7 +60,7 @@ def check_settings(
     settings: Settings,
     selector: Selector | None,
     intervention: Intervention | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
     device: torch.device | None,
     data: Data | None,
     errors: ErrorCollector,
@@ -68,7 +68,7 @@ def check_settings(
     """Check the short keys against the device, the data, the site and the engine."""
     if data is not None:
         _check_batch_size(settings, data, errors)
-    engine = joint.at.engine if joint and isinstance(joint.at, SharedParameters) else ""
+    engine = combining.at.engine if combining and isinstance(combining.at, SharedParameters) else ""
     if engine == "feature" and settings.accumulate > 1:
         errors.add(
             "shared.engine",
@@ -82,7 +82,7 @@ def check_settings(
                 "float16 needs CUDA, where the loss is scaled; the device is "
                 f"{device.type}, which has bfloat16",
             )
-        for key, item in (("site", intervention), ("aggregator", joint)):
+        for key, item in (("site", intervention), ("aggregator", combining)):
             if item is not None:
                 with errors.at(key):
                     item.check_loss_scale(torch.amp.GradScaler("cpu"))
@@ -101,7 +101,7 @@ def check_places(
     config: Config,
     settings: Settings,
     selector: Selector | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
     model: nn.Module | None,
     errors: ErrorCollector,
 ) -> None:
@@ -114,7 +114,7 @@ def check_places(
         _check_fused(settings, optimizer, errors)
         with errors.at("schedule"):
             schedule_maker(config["schedule"], settings.steps or MAX_CHECKED_STEPS)(optimizer)
-    for key, places in (("site", selector), ("shared", joint and joint.at)):
+    for key, places in (("site", selector), ("shared", combining and combining.at)):
         if places is not None:
             with errors.at(key):
                 places.find(model)
@@ -240,7 +240,7 @@ def check_first_step(
     selector: Selector,
     trigger: Trigger | None,
     intervention: Intervention | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
     certain: bool,
     errors: ErrorCollector,
 ) -> bool:
@@ -252,7 +252,7 @@ def check_first_step(
     differ.
     """
     trial = _Trial(task, data, model, settings, certain, errors)
-    made = _try_step(trial, selector, trigger, intervention, joint)
+    made = _try_step(trial, selector, trigger, intervention, combining)
     return made or trial.model_works
 
 
@@ -261,12 +261,12 @@ def _try_step(
     selector: Selector,
     trigger: Trigger | None,
     intervention: Intervention | None,
-    joint: Intervention | None,
+    combining: Intervention | None,
 ) -> bool:
     """Make the step and check its hooks; return whether it was made to its end."""
     task, model, errors = trial.task, trial.model, trial.errors
-    if joint is not None and not isinstance(task, MultiTask):
-        joint = None  # which is an error already
+    if combining is not None and not isinstance(task, MultiTask):
+        combining = None  # which is an error already
     if trigger is not None and not trial.check_names(trigger):
         trigger = None
     fires = trial.fires_by_step(trigger) if trigger is not None else True
@@ -274,7 +274,7 @@ def _try_step(
     if trigger is not None and fires is None:
         recorder = FiringRecorder(trigger, trial.num_steps)
     several = isinstance(task, MultiTask) and (
-        joint is not None
+        combining is not None
         or any(isinstance(part, ForTask) for part in (trigger.parts if trigger else ()))
     )
     real = None
@@ -294,15 +294,21 @@ def _try_step(
     )
     if watching is None:
         return False
-    items = [item for item in (watching, real, joint and replace(joint, when=Always())) if item]
+    items = [
+        item for item in (watching, real, combining and replace(combining, when=Always())) if item
+    ]
     key = "site"
     if real is not None:
         links = real.names
         key = f"transform.{links[0]}" if len(links) == 1 else "transform"
-    elif joint is not None:
+    elif combining is not None:
         key = "aggregator"
-    if joint is not None and isinstance(joint.at, SharedParameters) and joint.at.features:
-        name = joint.at.features
+    if (
+        combining is not None
+        and isinstance(combining.at, SharedParameters)
+        and combining.at.features
+    ):
+        name = combining.at.features
         if not errors.passes("shared", lambda: module_of(model, name)):
             return False
     before = len(errors.lines)
