@@ -545,7 +545,7 @@ def _check_control(
     if combining is not None and weighs and settings.control == "norm_matched":
         errors.add(
             "control",
-            f"{combining.names[0]} weighs the losses, and so the gradients of the heads too, which the "
-            "norm-matched sum does not, needs control=plain or control=none, found "
+            f"{combining.names[0]} weighs the losses, and so the gradients of the heads too, which "
+            "the norm-matched sum does not, needs control=plain or control=none, found "
             "control=norm_matched",
         )
