@@ -114,14 +114,16 @@ def peak(name: str) -> float:
     model = parameters()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     optimizer.step()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now the memory in use
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="ascii"
+    )  # the peak is now the memory in use
     before = _status("VmHWM")
     turn(name, model, optimizer, 2)
     return _status("VmHWM") - before
 
 
 def _status(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 

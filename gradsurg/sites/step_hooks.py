@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.torch_internals import autograd
-from gradsurg.torch_internals.optimizers import runs_step_hooks
+from gradsurg.torch_internals.hook_tables import runs_step_hooks
 from gradsurg.transforms.base import Scope
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")

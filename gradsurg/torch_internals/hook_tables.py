@@ -50,6 +50,12 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
+def runs_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the `step` of an optimizer runs hooks: `Optimizer.__init__` makes it do so."""
+    has_tables = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return has_tables and getattr(type(optimizer).step, "hooked", False)
+
+
 def foreign_hooks(*tables: object) -> list[str]:
     """Return the names of the hooks in PyTorch's hook tables that gradsurg did not register."""
     hooks = [hook for table in tables if isinstance(table, dict) for hook in list(table.values())]

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from gradsurg.config import build as build_module
-from gradsurg.config import cli, dry_run
+from gradsurg.config import cli, trial_step
 from gradsurg.core.surgery import Surgery
 from tests.builds import built
 from tests.conftest import Here
@@ -99,7 +99,7 @@ def test_a_key_that_was_renamed_gives_the_new_name(here: Here) -> None:
 
 
 def test_a_run_without_steps_makes_no_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = counted(monkeypatch, dry_run._Trial, "step")
+    steps = counted(monkeypatch, trial_step._Trial, "step")
     built("transform=clip", "steps=0")
     assert steps == []
     built("transform=clip", "steps=10")

@@ -49,22 +49,6 @@ def test_transforms_are_added_changed_and_removed_beside_an_aggregator() -> None
         assert factor() == 1.0
 
 
-def test_changes_during_a_backward_take_effect_after_the_last_task() -> None:
-    model = Net()
-    with gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(Uneven())).attach(model) as live:
-        expected = {}
-        for _ in range(2):
-            model.zero_grad()
-            losses = losses_of(model)
-            if expected:
-                losses["a"].register_hook(lambda grad: live.set("scale", factor=100.0))
-                losses["a"].register_hook(lambda grad: live.remove("scale"))
-            live.backward(losses)
-            expected = expected or grads_of(model)
-        assert same(grads_of(model), expected)
-        assert live.labels == (("uneven",),)
-
-
 @pytest.mark.parametrize("action", ["remove", "set"])
 def test_an_aggregator_cannot_be_changed_while_attached(action: str) -> None:
     with gs.Surgery(at_shared(Uneven())).attach(Net()) as live:

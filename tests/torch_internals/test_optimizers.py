@@ -3,7 +3,7 @@
 import torch
 from torch.optim import SGD, Optimizer
 
-from gradsurg.torch_internals.optimizers import runs_step_hooks
+from gradsurg.torch_internals.hook_tables import runs_step_hooks
 
 
 def test_an_optimizer_that_was_not_initialized_runs_no_hooks() -> None:
