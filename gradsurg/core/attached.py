@@ -308,7 +308,9 @@ class Attached:
         if self.stage != "backward":
             return ""
         values = ((site, hook.value()) for site, hook in self.hooks.items())
-        named = {value: site for site, value in values if isinstance(value, nn.Parameter)}
+        named: dict[Tensor, str] = {
+            value: site for site, value in values if isinstance(value, nn.Parameter)
+        }
         names = [named[param] for param in autograd.without_hooks(named)]
         if not names:
             return ""

@@ -19,8 +19,6 @@ from gradsurg.torch_internals import autograd, compiling
 from gradsurg.triggers.base import Clock, Trigger
 from gradsurg.triggers.epochs import Epochs
 
-Thing = nn.Module | Tensor
-
 
 class Snapshot:
     """The modules and parameters of a model at one moment, held weakly, to notice changes."""
@@ -186,11 +184,11 @@ def clock_warnings(
 
 def unhooked_warnings(coverages: Sequence[Coverage], model: nn.Module) -> Iterator[str]:
     """Warnings of selected modules and parameters that came into the model after the attach."""
-    modules: dict[Thing, list[Place]] = {
+    modules = {
         module: [Place((), name, module) for name in names]
         for module, names in names_of(model).items()
     }
-    trained: dict[Thing, list[Place]] = {
+    trained = {
         param: [Place((), name, param, owner=owner, whole=True) for name, owner in named]
         for param, named in owned_params(model).items()
         if param.requires_grad

@@ -1,6 +1,6 @@
 """Apply the transforms of one intervention at all its sites together."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class GroupHook:
         self._is_checked = False  # whether a group has passed all checks
         self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
 
-    def __call__(self, grads: list[Tensor | None]) -> Iterable[Tensor | None]:
+    def __call__(self, grads: MutableSequence[Tensor | None]) -> Iterable[Tensor | None]:
         firing = self.owner.firing
         if firing.is_idle:
             return grads
@@ -55,7 +55,7 @@ class GroupHook:
             return [None] * len(grads)
         return _merged(grads, acting, results)
 
-    def _one_by_one(self, grads: list[Tensor | None]) -> Iterator[Tensor | None]:
+    def _one_by_one(self, grads: MutableSequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Send each gradient through its own hook: no link needs a group."""
         for index, hook in enumerate(self.hooks):
             grad, grads[index] = grads[index], None
@@ -212,7 +212,7 @@ def _noted(results: Iterable[Tensor], note: str) -> Iterator[Tensor]:
 
 
 def _merged(
-    grads: list[Tensor | None], acting: Sequence[int], results: Iterable[Tensor]
+    grads: MutableSequence[Tensor | None], acting: Sequence[int], results: Iterable[Tensor]
 ) -> Iterator[Tensor | None]:
     """Yield the results in the places of the gradients that were acted on."""
     places, stream = set(acting), iter(results)

@@ -43,7 +43,10 @@ class Owner(Protocol):
     labels: tuple[str, ...]
     stage: Stage
 
-    examples: "Examples | None"
+    @property
+    def examples(self) -> "Examples | None":
+        """Makes the gradients of single examples, for a transform that needs them."""
+        ...
 
     def repeat(self, hook: "SiteHook", call: int) -> None:
         """Note a further gradient of the same step at one site."""

@@ -92,7 +92,7 @@ def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def number_of(node: Node) -> int:
+def number_of(node: Any) -> int:  # Any: a Node, or the function that is one
     """The sequence number of a node: those of one thread grow in the order of their making."""
     return node._sequence_nr()
 
