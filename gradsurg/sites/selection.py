@@ -32,7 +32,7 @@ ROOT = "root"  # the name of the model itself
 COMPILED = "_orig_mod"  # the attribute under which torch.compile keeps the original module
 
 OUTSIDE = -1
-"""The index of a call that no call of the model contains, so that it has no number."""
+"""Stands for the number of a call made outside of the forward of the attached model."""
 
 TRACED = (
     "torch.jit.trace has recorded the model, and traced code runs no hooks of modules and nodes: "
@@ -180,9 +180,9 @@ class ModuleSelector(NamedSelector):
         """
         selected = candidates(named, self.mechanism, attached.selects)
         for module, (name, *_) in selected.items():
-            # Only the first name is certain to be called; the others are entered at their call.
+            # Only the first of its names is sure to be used; a call enters the others.
             first = Place(self.mechanism, name, module, 0)
-            # In a combination another part may select call 0 of the module.
+            # Call 0 is expected, unless nothing selects it and `call` asks for a later one.
             call = self.call if self.call and attached.selects(first) is False else 0
             counted = named[module][0]
             skipped = (
@@ -268,8 +268,9 @@ def selected_params(
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Return each selected parameter once, frozen ones too, with all its names."""
     owned, numbered, selected = owned_params(model), _by_name(model), []
-    fitting = dict(numbered[name] for name in filter(_may_fit(test), numbered))
-    for _, param in sorted(fitting.items(), key=itemgetter(0)):
+    # By position: a tied parameter once, and all in the order of the model.
+    by_position = dict(numbered[name] for name in filter(_may_fit(test), numbered))
+    for _, param in sorted(by_position.items(), key=itemgetter(0)):
         first, *others = (
             Place(fields.mechanism, name, param, owner=owner, whole=True)
             for name, owner in owned[param]
@@ -293,10 +294,10 @@ def candidates(
 
 
 def _may_fit(test: PlaceTest) -> Callable[[str], object]:
-    """Return a quick test of names that is true of all names of places that `test` may select."""
+    """Return a cheap first filter on names: it may let through too many, never too few."""
     patterns = test.selector.name_patterns if isinstance(test, Selection) else {"*"}
     if "*" in patterns:
-        return bool  # no name is empty
+        return bool  # all of them, as no name is empty
     first, *others = map(_matcher, patterns)
     return (lambda name: any(fits(name) for fits in (first, *others))) if others else first
 
@@ -307,7 +308,10 @@ def site_ids(
     known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
     suffix: str = "",
 ) -> SiteIds:
-    """Return a function from the calls of modules to site ids, cached in `known`."""
+    """Return a function that gives the site id of a call of a module, None if not selected.
+
+    It keeps its answers in `known`. The first time it sees a call it updates the ledger.
+    """
 
     def site_id(module: nn.Module, call: tuple[str, int]) -> str | None:
         calls = known.setdefault(module, {})
@@ -339,12 +343,12 @@ def unnumbered(name: str) -> RuntimeError:
 _tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
     "_tables", default=None
 )
-"""The model of `one_scan`, and what functions of it have returned. Any: each its own type."""
+"""The model of `one_scan`, and the results of `scanned` functions by function. Any: each its own."""
 
 
 @contextmanager
 def one_scan(model: nn.Module) -> Iterator[None]:
-    """Scan the model once for all that asks in the block; the model must not change there."""
+    """Keep in the block the results of `scanned` functions; the model must not change there."""
     token = _tables.set((model, {}))
     try:
         yield
