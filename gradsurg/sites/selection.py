@@ -343,7 +343,7 @@ def unnumbered(name: str) -> RuntimeError:
 _tables: ContextVar[tuple[nn.Module, dict[object, Any]] | None] = ContextVar(
     "_tables", default=None
 )
-"""The model of `one_scan`, and the results of `scanned` functions by function. Any: each its own."""
+"""The model of `one_scan`, and the results of `scanned` functions. Any: each its own type."""
 
 
 @contextmanager
