@@ -196,8 +196,7 @@ class Live:
         clock.backwards = 0
         clock.error = clock.labels = None
         self.effects.begin(clock.step)
-        if clock.step - self._start[0] <= 2:
-            self._first_steps.count()
+        self._first_steps.count()
         for each in self._attached:
             each.begin_step()
 
@@ -384,14 +383,17 @@ class Live:
 
     # Warnings.
 
-    def _tell(self) -> None:
-        """Warn in the first steps of an intervention that has not acted, and of a still clock."""
+    def _tell(self, counted: int) -> None:
+        """Warn in the first steps of an intervention that has not acted, and of a still clock.
+
+        `counted` is the number of steps so far.
+        """
         if self.session.shadow and not self.effects.every:
             return
-        optimizers = self.session.steps.optimizers
-        if optimizers and self.clock.step == self._start[0]:
+        clock = self.session.steps.clock
+        if clock is not None and not counted:
             self.session.warn_once(
-                f"no step of {type(optimizers[0]).__name__} was counted, though the weights have "
+                f"no step of {type(clock).__name__} was counted, though the weights have "
                 "changed: it is not what makes the steps, or a wrapper of it runs no step hooks. "
                 "Bind the optimizer that steps, or call live.before_step() and live.tick()",
                 key="no step",
@@ -409,8 +411,8 @@ class Live:
                     f"{silent}{self._reason(each)}",
                     key=f"{each.label} silent",
                 )
-        if self.clock.step == self._start[0]:
-            for text in self._clock_warnings():
+        if not counted:
+            for text in self._clock_warnings(with_epochs=False):
                 self.session.warn_once(text)
 
     def _end_warnings(self) -> Iterator[str]:
@@ -440,9 +442,9 @@ class Live:
         hooked = [each.coverage for each in self._attached if not self._waits(each)]
         yield from unhooked_warnings(hooked, session.model)
 
-    def _clock_warnings(self) -> Iterator[str]:
+    def _clock_warnings(self, with_epochs: bool = True) -> Iterator[str]:
         triggers = [each.intervention.when for each in self._attached]
-        return clock_warnings(triggers, self.clock, self._start)
+        return clock_warnings(triggers, self.clock, self._start, with_epochs)
 
     def _waits(self, each: Attached) -> bool:
         """Whether an intervention waits for `bind`."""
