@@ -55,7 +55,7 @@ class FirstSteps:
 
     def _see(self, param: Tensor) -> None:
         """Notice at a gradient of a watched parameter whether it has changed since the last."""
-        if self._counted:
+        if self._counted or self._steps.is_stepping:  # as in the closures of LBFGS
             return
         version, seen = autograd.version_of(param), self._seen.get(id(param))
         if seen is None:
@@ -93,9 +93,9 @@ class _Seen:
         self.entries = _entries(param).clone()
 
     def differs(self, param: Tensor) -> bool:
-        """Whether the entries differ from those at first; true on the meta device."""
+        """Whether they differ by more than rounding from those at first; true on `meta`."""
         now = _entries(param).to(self.entries)  # the model may have moved since
-        return param.is_meta or not torch.equal(self.entries, now)
+        return param.is_meta or not torch.allclose(self.entries, now)
 
 
 def _entries(param: Tensor) -> Tensor:

@@ -58,6 +58,11 @@ class OptimizerSteps:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of one of them has begun and not ended."""
+        return any(watched.depth for watched in self._watched.values())
+
     def bind(
         self,
         optimizer: object | Sequence[object],

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.nets import attached, backward, num_watching, sgd, small, train
+from tests.nets import attached, backward, batch, num_watching, sgd, small, train
 
 
 class Idle(nn.Module):
@@ -124,6 +124,34 @@ def _renormed() -> None:
         model.zero_grad()
 
 
+def _lbfgs() -> None:
+    model = small()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()[0]).square().sum()
+        loss.backward()
+        return loss
+
+    with attached(model, gs.Scale(1.0), None, optimizer):
+        optimizer.step(closure)
+
+
+def _perturbed() -> None:
+    """Each batch also has a backward pass at other weights, as in SAM."""
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), None, optimizer), torch.no_grad():
+        for _ in range(6):
+            for change in (0.01, -0.01):
+                with torch.enable_grad():
+                    backward(model)
+                for param in model.parameters():
+                    param.add_(change)
+        optimizer.step()
+
+
 def _ticks() -> None:
     model = small()
     optimizer = sgd(model)
@@ -158,6 +186,8 @@ FINE = {
     "a part of several optimizers counts": lambda: _gan("gd"),
     "another optimizer steps first": lambda: _gan("g"),
     "a table is normalized in each forward": _renormed,
+    "a closure is called several times in a step": _lbfgs,
+    "weights are perturbed for a second gradient": _perturbed,
     "ticks by hand, of accumulated batches": _ticks,
     "epochs by hand": _epochs,
     "a state of before is loaded": _loaded,
