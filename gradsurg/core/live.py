@@ -280,6 +280,7 @@ class Live:
                 if each.stage == "step":
                     each.close()
                     renewed = Attached(each.intervention, each.labels, self.session)
+                    renewed.notes = each.notes
                     self._attached[place] = renewed
                     renewed.attach()
                 else:
