@@ -17,7 +17,7 @@ from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import GroupFn, ReadTensor, RegisterHooks, Stage
+from gradsurg.sites.base import GroupFn, ReadTensor, Stage
 from gradsurg.sites.base import SiteHook as SiteFn
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
@@ -227,9 +227,6 @@ class Attached:
 
     def check_at_end(self, check: Callable[[], str]) -> None:
         self._end_checks.append(check)
-
-    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        register_hooks(stack)
 
     def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
         return self._hook(site, value).call

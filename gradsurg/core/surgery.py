@@ -104,7 +104,7 @@ class Surgery:
         Effects are measured every `effects_every` steps, never if 0; the conflict of several tasks
         at those of these steps that `conflict_every` divides. `shadow` measures without applying;
         then, if no transform has a state and all triggers are `Always`, gradients are
-        counted only in measured steps, and most hooks are removed in the others.
+        counted only in measured steps.
 
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
