@@ -196,7 +196,10 @@ class Live:
         clock.backwards = 0
         clock.error = clock.labels = None
         self.effects.begin(clock.step)
-        self._first_steps.count()
+        if clock.step - self._start[0] <= 2:
+            self._first_steps.count()
+        else:  # past them, also by a state that was loaded or by a stack, which counts by itself
+            self._first_steps.close()
         for each in self._attached:
             each.begin_step()
 
