@@ -17,7 +17,7 @@ from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import GroupFn, RegisterHooks, Stage
+from gradsurg.sites.base import GroupFn, ReadTensor, Stage
 from gradsurg.sites.base import SiteHook as SiteFn
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
@@ -230,30 +230,18 @@ class Attached:
     def check_at_end(self, check: Callable[[], str]) -> None:
         self._end_checks.append(check)
 
-    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        register_hooks(stack)
-
-    def hook_at(self, site: str, value: Callable[[], Tensor | None] | None = None) -> SiteFn:
-        hook = self.hooks.get(site)
-        if hook is None:
-            entry = self.session.ledger.enter(self.label, site)
-            hook = self.hooks[site] = SiteHook(self, entry, value)
-        return hook.call
+    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
+        return self._hook(site, value).call
 
     def group_hook(
         self,
         sites: Sequence[str],
-        values: Sequence[Callable[[], Tensor | None]],
-        gradients: Sequence[Callable[[], Tensor | None]] = (),
+        values: Sequence[ReadTensor],
+        gradients: Sequence[ReadTensor] = (),
         skip: Callable[[], None] | None = None,
     ) -> GroupFn:
-        ledger = self.session.ledger
-        hooks = [
-            self.hooks.get(site) or SiteHook(self, ledger.enter(self.label, site), value, gradient)
-            for site, value, gradient in zip_longest(sites, values, gradients)
-        ]
-        self.hooks |= dict(zip(sites, hooks, strict=True))
-        return GroupHook(self, hooks, skip)
+        rows = zip_longest(sites, values, gradients)
+        return GroupHook(self, [self._hook(*row) for row in rows], skip)
 
     @contextmanager
     def on_shards(
@@ -269,6 +257,16 @@ class Attached:
         return self.session.states.setdefault(f"{self.label}/{key}", {})
 
     # Helpers.
+
+    def _hook(
+        self, site: str, value: ReadTensor | None, gradient: ReadTensor | None = None
+    ) -> SiteHook:
+        """The hook of a site, with these functions: a tensor may have been replaced."""
+        hook = self.hooks.get(site)
+        if hook is None:
+            hook = self.hooks[site] = SiteHook(self, self.session.ledger.enter(self.label, site))
+        hook.value, hook.gradient = value or hook.value, gradient or hook.gradient
+        return hook
 
     def _observe(self, model: nn.Module) -> None:
         """Hook the modules that the trigger and the transform read in a forward."""

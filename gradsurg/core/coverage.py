@@ -160,9 +160,12 @@ class Coverage:
 
 
 def clock_warnings(
-    triggers: Iterable[Trigger], clock: Clock, start: tuple[int, int]
+    triggers: Iterable[Trigger], clock: Clock, start: tuple[int, int], with_epochs: bool = True
 ) -> Iterator[str]:
-    """Warnings about triggers whose clock (step or epoch) has not advanced since `start`."""
+    """Warnings about triggers whose clock (step or epoch) has not advanced since `start`.
+
+    Not those of epochs in the middle of the first one, when `with_epochs` is False.
+    """
     parts = [part for trigger in triggers for part in trigger.parts]
     epochs = [part for part in parts if isinstance(part, Epochs)]
     has_length = clock.epoch_length is not None
@@ -175,7 +178,7 @@ def clock_warnings(
             "attach(model, optimizer), live.bind(optimizer) or call live.tick() after each step"
         )
     has_moved = has_length or clock.counted_epochs > start[1]
-    if any(part.length is None for part in epochs) and not has_moved:
+    if with_epochs and any(part.length is None for part in epochs) and not has_moved:
         yield (
             "Epochs: no epoch was counted; give Epochs a length, attach with steps_per_epoch, "
             "or call live.next_epoch()"

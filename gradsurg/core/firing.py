@@ -110,9 +110,9 @@ class Firing:
         self.begin_step()
 
     def switch(self, on: bool) -> None:
-        """Neither act on nor count gradients while off."""
-        self.is_on = on
-        if on or self.session.target is not None:
+        """Neither act on nor count gradients while off; once detached it stays off."""
+        if self.session.target is not None:
+            self.is_on = on
             self.reevaluate()
 
     def disable(self) -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, cast
 from weakref import WeakMethod
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -11,27 +13,31 @@ from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd
 
 WATCHED = 8  # parameters, spread over the model
-ENOUGH = 2  # steps, or backward passes, after which it is told
+ENTRIES = 64  # of each, by which it is seen that its value has changed
+ENOUGH = 2  # steps after which it is told
 
 
 class FirstSteps:
-    """Call `tell` once, after the second step.
+    """Call `tell` once, after the second step, with the number of steps that were counted.
 
     Steps are those that the clock counts, by `count`. Where none are counted, hooks on a few
-    parameters count the backward passes after which the weights have changed; without an optimizer
-    all backward passes count. The hooks go once it was told.
+    parameters notice in a backward pass that two of them have changed since an earlier pass: twice
+    those of the optimizer whose steps should be counted, or once without one. The hooks go once it
+    was told.
     """
 
-    def __init__(self, model: nn.Module, steps: OptimizerSteps, tell: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, steps: OptimizerSteps, tell: Callable[[int], None]
+    ) -> None:
         self._steps = steps
-        self._tell: WeakMethod[Callable[[], None]] | None = WeakMethod(tell)
-        self._task = -1  # the last backward pass
-        self._versions: dict[int, int] = {}  # of the watched parameters
-        self._has_changed = False
-        self._counted = self._passes = self._updates = 0
+        self._tell: WeakMethod[Callable[[int], None]] | None = WeakMethod(tell)
+        self._seen: dict[int, _Seen] = {}  # the watched parameters that had a gradient
+        self._counted = 0
         self._stack = ExitStack()
         params = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
-        for param in params[:: -(-len(params) // WATCHED) or 1]:
+        watched = params[:: -(-len(params) // WATCHED) or 1]
+        self._watched = {id(param) for param in watched}
+        for param in watched:
             handle = param.register_post_accumulate_grad_hook(self._see)
             self._stack.callback(handle.remove)
 
@@ -45,29 +51,54 @@ class FirstSteps:
         """Remove the hooks."""
         self._tell = None
         self._stack.close()
+        self._seen.clear()
 
     def _see(self, param: Tensor) -> None:
-        """Note a gradient of a watched parameter, and whether its value has changed since."""
-        version = autograd.version_of(param)
-        self._has_changed |= self._versions.setdefault(id(param), version) != version
-        self._versions[id(param)] = version
-        if (task := autograd.backward_task()) != self._task:
-            self._task = task
-            autograd.at_end_of_backward(self._end_pass)
-
-    def _end_pass(self) -> None:
-        if autograd.in_inner_backward():  # of a reentrant checkpoint: the outer pass goes on
+        """Notice at a gradient of a watched parameter whether it has changed since the last."""
+        if self._counted or self._steps.is_stepping:  # as in the closures of LBFGS
             return
-        self._passes += 1
-        self._updates += self._has_changed
-        self._has_changed = False
-        is_counting = self._counted > 0
-        seen = self._updates if self._steps.optimizers else self._passes
-        if not is_counting and seen >= ENOUGH:
-            self._end()
+        version, seen = autograd.version_of(param), self._seen.get(id(param))
+        if seen is None:
+            self._seen[id(param)] = _Seen(param, version)
+        elif version != seen.version and self._is_stepped(param):
+            seen.version, seen.changes = version, seen.changes + 1
+            if seen.changes < (ENOUGH if self._steps.clock else 1):
+                return
+            seen.changes, seen.has_changed = 0, seen.differs(param)
+            # A single one may be a table that is normalized in each forward.
+            if sum(each.has_changed for each in self._seen.values()) >= min(2, len(self._seen)):
+                autograd.at_end_of_backward(self._end)
+
+    def _is_stepped(self, param: Tensor) -> bool:
+        """Whether the optimizer whose steps should be counted has it, or none of the watched."""
+        groups = self._steps.clock.param_groups if self._steps.clock else ()
+        held = {id(each) for group in groups for each in group["params"]}
+        return id(param) in held or held.isdisjoint(self._watched)
 
     def _end(self) -> None:
         tell = None if self._tell is None else self._tell()
         self.close()
         if tell is not None:
-            tell()
+            tell(self._counted)
+
+
+class _Seen:
+    """A watched parameter: its version at its last gradient, some entries at its first.
+
+    A version alone may change without a step, as by weights that are noisy in each forward.
+    """
+
+    def __init__(self, param: Tensor, version: int) -> None:
+        self.version, self.changes, self.has_changed = version, 0, False
+        self.entries = _entries(param).clone()
+
+    def differs(self, param: Tensor) -> bool:
+        """Whether they differ by more than rounding from those at first; true on `meta`."""
+        now = _entries(param).to(self.entries)  # the model may have moved since
+        return param.is_meta or not torch.allclose(self.entries, now)
+
+
+def _entries(param: Tensor) -> Tensor:
+    tensor = param.detach()
+    tensor = cast(Any, tensor).to_local() if autograd.is_sharded(tensor) else tensor
+    return tensor.reshape(-1)[:ENTRIES]

@@ -43,9 +43,11 @@ class GroupHook:
         for hook, grad in zip(hooks, present, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
+        # A user's result that is wrong is found before the first gradient is written.
+        is_whole = autograd.any_autocast() or not all(link.is_trusted for link in hooks[0].links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(hooks, present, fires)
-            if autograd.any_autocast() or skips or firing.session.shadow:
+            if is_whole or skips or firing.session.shadow:
                 results = list(results)
         self._is_checked = True
         if firing.session.shadow:
@@ -133,6 +135,8 @@ class GroupHook:
             before = transform.init_group(grads) if before is None else before
             with first.watched(grads[0].device):
                 results, state = transform.update_group(grads, before, contexts)
+                if not first.is_trusted:  # a user's generator may draw, or read all gradients
+                    results = list(results)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(note)
             raise
@@ -168,19 +172,21 @@ class GroupHook:
         """Check and measure each result."""
         firing = self.owner.firing
         taken = zip(rows.hooks, rows.links, rows.fires, results, strict=True)
-        for index, (hook, link, fired, result) in enumerate(taken):
-            grad = grads[index]
-            if rows.versions:
-                version = rows.versions[index]
-                result = hook.check_result(link, grad, version, result, hook.value(), state)
-            if isinstance(fired, Tensor) and result is not grad:
-                result = torch.where(fired, result, grad)
-            if firing.sampling:
-                firing.session.effects.add(link.slot, grad, result)
-            yield result
-            grads[index] = result  # the transform has read it: from now on it is not held
-        for link in rows.links:
-            link.context.value = link.context.gradient = link.context.examples = None
+        try:
+            for index, (hook, link, fired, result) in enumerate(taken):
+                grad = grads[index]
+                if rows.versions:
+                    version = rows.versions[index]
+                    result = hook.check_result(link, grad, version, result, hook.value(), state)
+                if isinstance(fired, Tensor) and result is not grad:
+                    result = torch.where(fired, result, grad)
+                if firing.sampling:
+                    firing.session.effects.add(link.slot, grad, result)
+                yield result
+                grads[index] = result  # the transform has read it: from now on it is not held
+        finally:
+            for link in rows.links:
+                link.context.value = link.context.gradient = link.context.examples = None
 
     def _check_members(self, links: Sequence[Link]) -> None:
         """Raise RuntimeError if the sites differ from those that the group's state was made for."""

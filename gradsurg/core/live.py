@@ -197,6 +197,8 @@ class Live:
         self.effects.begin(clock.step)
         if self._first_steps is not None and clock.step - self._start[0] <= ENOUGH:
             self._first_steps.count()
+        else:  # past them, also by a state that was loaded or by a stack, which counts by itself
+            self._first_steps.close()
         for each in self._attached:
             each.begin_step()
 
@@ -281,6 +283,7 @@ class Live:
                 if each.stage == "step":
                     each.close()
                     renewed = Attached(each.intervention, each.labels, self.session)
+                    renewed.notes = each.notes
                     self._attached[place] = renewed
                     renewed.attach()
                 else:
@@ -389,14 +392,17 @@ class Live:
 
     # Warnings.
 
-    def _tell(self) -> None:
-        """Warn in the first steps of an intervention that has not acted, and of a still clock."""
+    def _tell(self, counted: int) -> None:
+        """Warn in the first steps of an intervention that has not acted, and of a still clock.
+
+        `counted` is the number of steps so far.
+        """
         if self.session.shadow and not self.effects.every:
             return
-        optimizers = self.session.steps.optimizers
-        if optimizers and self.clock.step == self._start[0]:
+        clock = self.session.steps.clock
+        if clock is not None and not counted:
             self.session.warn_once(
-                f"no step of {type(optimizers[0]).__name__} was counted, though the weights have "
+                f"no step of {type(clock).__name__} was counted, though the weights have "
                 "changed: it is not what makes the steps, or a wrapper of it runs no step hooks. "
                 "Bind the optimizer that steps, or call live.before_step() and live.tick()",
                 key="no step",
@@ -414,8 +420,8 @@ class Live:
                     f"{silent}{self._reason(each)}",
                     key=f"{each.label} silent",
                 )
-        if self.clock.step == self._start[0]:
-            for text in self._clock_warnings():
+        if not counted:
+            for text in self._clock_warnings(with_epochs=False):
                 self.session.warn_once(text)
 
     def _end_warnings(self) -> Iterator[str]:
@@ -445,9 +451,9 @@ class Live:
         hooked = [each.coverage for each in self._attached if not self._waits(each)]
         yield from unhooked_warnings(hooked, session.model)
 
-    def _clock_warnings(self) -> Iterator[str]:
+    def _clock_warnings(self, with_epochs: bool = True) -> Iterator[str]:
         triggers = [each.intervention.when for each in self._attached]
-        return clock_warnings(triggers, self.clock, self._start)
+        return clock_warnings(triggers, self.clock, self._start, with_epochs)
 
     def _waits(self, each: Attached) -> bool:
         """Whether an intervention waits for `bind`."""

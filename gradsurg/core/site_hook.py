@@ -1,6 +1,6 @@
 """The hook of one intervention at one site, the only callable that autograd sees."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeGuard
 
@@ -11,7 +11,7 @@ from gradsurg.core.firing import Firing, many_at_once
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.session import Session
 from gradsurg.effects.ledger import Entry
-from gradsurg.sites.base import AVERAGED, Stage
+from gradsurg.sites.base import AVERAGED, ReadTensor, Stage
 from gradsurg.sites.base import SiteHook as SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
@@ -144,17 +144,11 @@ class SiteHook:
 
     __slots__ = ("call", "checked", "entry", "gradient", "links", "owner", "single", "value")
 
-    def __init__(
-        self,
-        owner: Owner,
-        entry: Entry,
-        value: Callable[[], Tensor | None] | None = None,
-        gradient: Callable[[], Tensor | None] | None = None,
-    ) -> None:
+    def __init__(self, owner: Owner, entry: Entry) -> None:
         self.owner = owner
         self.entry = entry
-        self.value = value or _no_value
-        self.gradient = gradient or _no_value
+        self.value: ReadTensor = _no_value
+        self.gradient: ReadTensor = _no_value
         self.checked: object = False
         pairs = zip(owner.labels, owner.intervention.links, strict=True)
         self.links = [Link(label, link, owner, entry) for label, link in pairs]

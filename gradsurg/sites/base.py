@@ -55,9 +55,6 @@ writes each result before it asks for the next one.
 ReadTensor = Callable[[], Tensor | None]
 """Returns the tensor at a site: the value whose gradient passes, or a gradient."""
 
-RegisterHooks = Callable[[ExitStack], None]
-"""Registers hooks and puts their removal on the stack; may be called again after a removal."""
-
 
 class SiteHook(Protocol):
     """A `GradFn` that accepts two more arguments at each call.
@@ -194,12 +191,6 @@ class Attached(Protocol):
 
     def note(self, text: str) -> None:
         """Record a warning about this intervention, emitted once on detach."""
-
-    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        """Call `register_hooks`; closing `stack` removes its hooks.
-
-        An intervention that only measures removes these hooks between the steps it samples.
-        """
 
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Call `check` on detach and note the text that it returns, if any."""

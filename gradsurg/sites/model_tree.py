@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import GroupFn, Place, ReadTensor, RegisterHooks, Selector, SiteHook, Stage
+from gradsurg.sites.base import GroupFn, Place, ReadTensor, Selector, SiteHook, Stage
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
@@ -260,9 +260,6 @@ class _Recorder:
 
     def note(self, text: str) -> None:
         """Ignore a warning for the end of a block."""
-
-    def register(self, register_hooks: RegisterHooks, stack: ExitStack) -> None:
-        register_hooks(stack)
 
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Ignore a check for the end of a block."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, RegisterHooks, Selector, SiteHook
+from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Selector, SiteHook
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import OUTSIDE, ModuleSelector, foreign_hooks, names_of
 from gradsurg.torch_internals import autograd, compiling, module_hooks
@@ -78,22 +78,14 @@ class Calls(threading.local):
 
     def hook(self, model: nn.Module, stack: ExitStack) -> None:
         """Follow the calls of the model itself; a copy of it made inside the block is ignored."""
-        self.following(model)(stack)
-
-    def following(self, model: nn.Module) -> RegisterHooks:
-        """Return a function that registers the hooks of `hook`."""
         # Functions, not methods: a model is deep-copied with its hooks and their bound objects.
         begin = compiling.untraced(lambda module, args: self.start())
         end = compiling.untraced(lambda module, args, output: self.stop())
         check = compiling.untraced(lambda module, args, output: self.check())
-
-        def register(removals: ExitStack) -> None:
-            removals.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
-            removals.callback(model.register_forward_hook(end, always_call=True).remove)
-            if type(self).check is not Calls.check:
-                removals.callback(model.register_forward_hook(check).remove)
-
-        return register
+        stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        stack.callback(model.register_forward_hook(end, always_call=True).remove)
+        if type(self).check is not Calls.check:
+            stack.callback(model.register_forward_hook(check).remove)
 
     def start(self) -> None:
         """Begin a call of the model; inside a backward pass it is a recomputation and ignored."""
@@ -264,22 +256,17 @@ class HookedTensors(Calls):
 
         `always` calls the hook after a call that raises, too.
         """
-        attached = self.attached
+        stack = self.attached.stack
         before, after = compiling.untraced(before), compiling.untraced(after)
         vars(before)["makes_alias"] = self.makes_alias
-        follow = self.following(attached.model)
-
-        def register(removals: ExitStack) -> None:
-            for module in modules:
-                # A total is hooked on the tensor itself, before an alias takes its place.
-                handle = module_hooks.register_pre_hook_before(_makes_alias, module, before)
-                removals.callback(handle.remove)
-                handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
-                removals.callback(handle.remove)
-            follow(removals)
-
-        attached.stack.callback(self.shared.release)
-        attached.register(register, attached.stack)
+        stack.callback(self.shared.release)
+        for module in modules:
+            # A total is hooked on the tensor itself, before an alias takes its place.
+            handle = module_hooks.register_pre_hook_before(_makes_alias, module, before)
+            stack.callback(handle.remove)
+            handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
+            stack.callback(handle.remove)
+        self.hook(self.attached.model, stack)
 
     def hook_tensor(self, tensor: Tensor, base: str, path: str, module: nn.Module) -> bool:
         """Hook a tensor at site `base + path` unless it needs no gradient or has a site already.

@@ -197,10 +197,7 @@ class NodeHooker:
         self.sites: dict[NodePlace, str] = {}  # empty: not selected
         self.wanted = cache(lambda node: plain(node) == compiling.COMPILED or self._may_be(node))
         modules_followed = around(named, selected, inside=True)
-        attached.register(
-            lambda removals: Tracer().follow(model, modules_followed, self._take, removals),
-            attached.stack,
-        )
+        Tracer().follow(model, modules_followed, self._take, attached.stack)
         attached.check_at_end(self._left_out)
 
     def _take(self, graph: CallGraph) -> None:

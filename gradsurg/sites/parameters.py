@@ -1,7 +1,6 @@
 """Parameters: the gradient of each parameter."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
 from weakref import ref
@@ -73,18 +72,9 @@ class Parameters(ParamSelector):
             raise all_frozen(self, [names[0] for _, names in selected])
         match stage:
             case "backward":
-                hooks = [
-                    (ref(param), attached.hook_at(name, ref(param)))
-                    for name, param in params.items()
-                ]
-
-                def register(removals: ExitStack) -> None:
-                    for held, hook in hooks:
-                        param = held()
-                        if param is not None:  # it may have left the model
-                            removals.callback(param.register_hook(hook).remove)
-
-                attached.register(register, stack)
+                for name, param in params.items():
+                    hook = attached.hook_at(name, ref(param))
+                    stack.callback(param.register_hook(hook).remove)
             case "accumulated":
                 hook_accumulated(params, attached, access_to(self, params, attached))
             case "backward_end":

@@ -49,6 +49,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.optimizers: tuple[Optimizer, ...] = ()  # without their wrappers
+        self.clock: Optimizer | None = None  # the one whose steps are counted
         self._watched: dict[Optimizer, _WatchedOptimizer] = {}
         self._members: list[_Member] = []
 
@@ -56,6 +57,11 @@ class OptimizerSteps:
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of one of them has begun and not ended."""
+        return any(watched.depth for watched in self._watched.values())
 
     def bind(
         self,
@@ -75,7 +81,7 @@ class OptimizerSteps:
         if counting not in given or len({*given}) < len(given):
             raise ValueError("the optimizers must differ, and clock be one of them")
         self.close()
-        self.optimizers = tuple(given)
+        self.optimizers, self.clock = tuple(given), counting
         for each in given:
             ticks = tick if each is counting else None
             self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
@@ -120,7 +126,7 @@ class OptimizerSteps:
         for watched in self._watched.values():
             watched.close()
         self._watched.clear()
-        self.optimizers = ()
+        self.optimizers, self.clock = (), None
 
 
 def unwrapped(optimizer: object) -> Optimizer:

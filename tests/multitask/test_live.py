@@ -49,6 +49,26 @@ def test_transforms_are_added_changed_and_removed_beside_an_aggregator() -> None
         assert factor() == 1.0
 
 
+@pytest.mark.parametrize(
+    "change", [lambda live: live.set("scale", factor=9.0), lambda live: live.remove("scale")]
+)
+def test_changes_during_a_backward_of_several_losses_are_refused(
+    change: Callable[[gs.Live], None],
+) -> None:
+    model = Net()
+    with gs.Surgery(scaled(2.0, gs.Parameters("*")), at_shared(Uneven())).attach(model) as live:
+        live.backward(losses_of(model))
+        expected = grads_of(model)
+        model.zero_grad()
+        losses = losses_of(model)
+        losses["a"].register_hook(lambda grad: change(live))
+        with pytest.raises(RuntimeError, match="inside a backward pass: add, remove and change"):
+            live.backward(losses)
+        model.zero_grad()
+        live.backward(losses_of(model))
+        assert same(grads_of(model), expected)
+
+
 @pytest.mark.parametrize("action", ["remove", "set"])
 def test_an_aggregator_cannot_be_changed_while_attached(action: str) -> None:
     with gs.Surgery(at_shared(Uneven())).attach(Net()) as live:

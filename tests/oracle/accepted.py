@@ -26,10 +26,11 @@ ACCEPTED: dict[str, str] = {
     "runs *: composed config log: only in the working tree": (
         "a new key of the command line: which sites' effects the loggers get"
     ),
-    "* [ACN]*: *differs by up to *e-*": _ROUNDING,  # AGC, Chain, ClipNorm, NormRescale
-    "*| before step and tick: *differs by up to *e-*": _ROUNDING,
-    "*: rows: clip_norm at *": _ROUNDING,
-    "*: rows: norm_rescale at *": _ROUNDING,
+    "*: *differs by up to *e-*": _ROUNDING,  # below 1e-4
+    "*: rows: *norm* at *": _ROUNDING,
+    "* function: warnings: was at , now None": (
+        "a plain callable is told of where it matters, and not where it is made"
+    ),
     "* | changes | late parts: *": (
         "issue 35: parameters that are thawed or added to an optimizer later join at stage `step`"
     ),

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.multitask.losses import paused
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, num_hooks, small
+from tests.nets import attached, backward, batch, num_hooks, small
 
 KINDS: list[Callable[..., Selector]] = [
     gs.Outputs,
@@ -146,3 +147,14 @@ def test_what_is_known_when_it_is_attached_needs_no_such_hook() -> None:
         before = num_hooks(model)
         backward(model)
         assert num_hooks(model) == before
+
+
+def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> None:
+    model = small()
+    with pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"):
+        live = gs.Surgery(gs.Intervention(gs.Zero(), gs.Outputs("act"))).start(model)
+        loss = model(batch()[0]).sum()
+        with paused(live._attached):
+            live.close()
+    loss.backward()
+    assert model.first.weight.grad.any()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.nets import attached, backward, num_watching, sgd, small, train
+from tests.nets import attached, backward, batch, num_watching, sgd, small, train
 
 
 class Idle(nn.Module):
@@ -90,13 +90,114 @@ def test_an_optimizer_whose_steps_are_not_seen_is_told_by_the_weights() -> None:
     assert "live.before_step()" in told[2][0]
 
 
-def test_accumulated_batches_are_no_steps() -> None:
+def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int = 6) -> None:
+    for _ in range(batches):
+        backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _accumulated(at: gs.Parameters | gs.Weights) -> None:
     model = small()
     optimizer = sgd(model)
-    with attached(model, gs.Scale(1.0), gs.Parameters(stage="step"), optimizer):
-        for _ in range(4):
-            backward(model)
+    with attached(model, gs.Scale(1.0), at, optimizer):
+        _accumulate(model, optimizer)
+
+
+def _gan(parts: str) -> None:
+    """The part that is not counted makes five steps before each one that is."""
+    model = nn.ModuleDict({"g": small(), "d": small(1)})
+    optimizers = {name: sgd(model[name]) for name in "gd"}
+    at = gs.Parameters("g.*" if parts == "g" else "*", stage="step")
+    with gs.Surgery(gs.Intervention(gs.Scale(1.0), at)).attach(
+        model, [optimizers[name] for name in parts]
+    ):
+        for name in "dddddgdddddg":
+            train(model[name], optimizers[name], 1)
+
+
+def _renormed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 1))
+    with attached(model, gs.Scale(1.0), None, sgd(model)):
+        for _ in range(6):
+            model(torch.arange(5)).sum().backward()
+        model.zero_grad()
+
+
+def _lbfgs() -> None:
+    model = small()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()[0]).square().sum()
+        loss.backward()
+        return loss
+
+    with attached(model, gs.Scale(1.0), None, optimizer):
+        optimizer.step(closure)
+
+
+def _perturbed() -> None:
+    """Each batch also has a backward pass at other weights, as in SAM."""
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), None, optimizer), torch.no_grad():
+        for _ in range(6):
+            for change in (0.01, -0.01):
+                with torch.enable_grad():
+                    backward(model)
+                for param in model.parameters():
+                    param.add_(change)
         optimizer.step()
+
+
+def _ticks() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), when=gs.Steps(stop=9)) as live:
+        for _ in range(2):
+            _accumulate(model, optimizer)
+            live.tick()
+
+
+def _epochs() -> None:
+    model = small()
+    optimizer = sgd(model)
+    with attached(model, gs.Scale(1.0), when=gs.Epochs(stop=9)) as live:
+        train(model, optimizer, 4)
+        live.next_epoch()
+
+
+def _loaded() -> None:
+    model = small()
+    optimizer, surgery = sgd(model), gs.Surgery(gs.Intervention(gs.Scale(1.0)))
+    at_first = surgery.state_dict()
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 2)
+    with surgery.attach(model, optimizer):
+        surgery.load_state_dict(at_first)
+        train(model, optimizer, 4)
+
+
+FINE = {
+    "batches are accumulated": lambda: _accumulated(gs.Parameters(stage="accumulated")),
+    "weights are noisy in each forward": lambda: _accumulated(gs.Weights(stage="forward")),
+    "a part of several optimizers counts": lambda: _gan("gd"),
+    "another optimizer steps first": lambda: _gan("g"),
+    "a table is normalized in each forward": _renormed,
+    "a closure is called several times in a step": _lbfgs,
+    "weights are perturbed for a second gradient": _perturbed,
+    "ticks by hand, of accumulated batches": _ticks,
+    "epochs by hand": _epochs,
+    "a state of before is loaded": _loaded,
+}
+
+
+@pytest.mark.filterwarnings("error::gradsurg.SurgeryWarning")
+@pytest.mark.parametrize("name", [*FINE])
+def test_nothing_is_told_where_all_is_well(name: str) -> None:
+    FINE[name]()
 
 
 class Twice(nn.Module):
