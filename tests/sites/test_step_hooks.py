@@ -292,11 +292,119 @@ def test_gradients_of_the_second_optimizer_must_be_unscaled_before_the_first_ste
     assert set(calls_of(live).values()) == {1}
 
 
+def test_before_step_of_one_optimizer_needs_unscaled_gradients_of_all() -> None:
+    model = small()
+    optimizers, scaler = [sgd(model.first), sgd(model.last)], torch.amp.GradScaler("cpu")
+    surgery = gs.Surgery(gs.Intervention(CLIP))
+    with surgery.attach(model, optimizers, scaler=scaler) as live:  # pyright: ignore[reportArgumentType]
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        scaler.unscale_(optimizers[0])
+        with pytest.raises(RuntimeError, match="still times the loss scale"):
+            live.before_step(optimizers[0])
+        scaler.unscale_(optimizers[1])
+        live.before_step(optimizers[0])
+    assert set(calls_of(live).values()) == {1}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gan_whose_optimizers_take_turns(scaled: bool) -> None:
+    """The first steps twice as often as the second, which has no gradients then."""
+    plain, model = small(), small()
+    for net in (plain, model):
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled and net is model)
+        optimizers = [sgd(net.first), sgd(net.last)]
+        surgery = gs.Surgery(gs.Intervention(CLIP if net is model else gs.Identity()))
+        with surgery.attach(net, optimizers, scaler=scaler) as live:  # pyright: ignore[reportArgumentType]
+            for optimizer in (optimizers[0], *optimizers) * 2:
+                net.zero_grad()
+                params = optimizer.param_groups[0]["params"]
+                scaler.scale(torch.stack([(param**2).sum() for param in params]).sum()).backward()
+                scaler.unscale_(optimizer)
+                if net is plain:
+                    clip_grad_norm_(net.parameters(), 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+        assert live.step == 4
+    for weight, expected in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(weight, expected)
+
+
 @pytest.mark.parametrize("at", [gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
 def test_other_kinds_refuse_a_group_in_two_optimizers(at: Any) -> None:
     model = small()
     with pytest.raises(ValueError, match="a whole group at once, and two optimizers share it"):
         gs.Surgery(gs.Intervention(CLIP, at)).start(model, _two(model))
+
+
+# Exceptions, and a block that ends inside a step
+
+
+class Failing(SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("at", [STEP, gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
+def test_a_step_that_raises_is_not_counted_and_the_next_is(at: Any) -> None:
+    plain, model = small(), small()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with attached(model, gs.Identity(), at, optimizer) as live:
+        for step in range(3):
+            optimizer.fails = step == 1
+            optimizer.zero_grad()
+            backward(model, step)
+            if optimizer.fails:
+                with pytest.raises(ArithmeticError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert live.step == 2
+    train(plain, sgd(plain), 1)
+    train(plain, sgd(plain), 1, start=2)
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+@pytest.mark.parametrize("where", ["closure", "before", "after"])
+def test_the_block_may_end_inside_a_step(where: str) -> None:
+    model, lives = small(), []
+    optimizer = sgd(model)
+
+    def act(grad: Tensor) -> Tensor:
+        if where != "closure":
+            lives[0].abort()
+        return grad
+
+    def closure() -> None:
+        backward(model)
+        if where == "closure":
+            lives[0].abort()
+
+    item = gs.Intervention(act, gs.Weights() if where == "after" else STEP)
+    lives.append(gs.Surgery(item).start(model, optimizer))
+    for _ in range(2):
+        optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    assert num_hooks(model, optimizer) == 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_gradients_of_a_skipped_step_that_is_never_made_are_back_after_the_block(
+    raises: bool,
+) -> None:
+    model = small()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    optimizer.fails = True
+    with attached(model, gs.SkipUpdate(1e-6), None, optimizer) as live:
+        backward(model)
+        if raises:
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+        else:
+            live.before_step()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 # Memory
