@@ -104,6 +104,7 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
         own = f"{_average.__module__}.{_average.__qualname__}"
         if others := [name for name in autograd.comm_hooks(wrapper) if name != own]:
             raise refusal(part.at, "foreign communication hook", hook=others[0])
+        assert wrapper.process_group is not None
         _DISPATCHERS[wrapper] = _Dispatcher(wrapper.process_group)
         wrapper.register_comm_hook(_DISPATCHERS[wrapper], _average)
     dispatcher = _DISPATCHERS[wrapper]

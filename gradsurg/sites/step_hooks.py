@@ -77,8 +77,8 @@ class OptimizerSteps:
 
         Raises TypeError for something that is no optimizer, ValueError for a wrong clock.
         """
-        several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
-        given = [unwrapped(each) for each in (optimizer if several else [optimizer])]
+        is_one = isinstance(optimizer, str) or not isinstance(optimizer, Sequence)
+        given = [unwrapped(each) for each in ([optimizer] if is_one else optimizer)]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
             raise ValueError("the optimizers must differ, and clock be one of them")
@@ -286,8 +286,8 @@ class _Watched:
             return None
         if callable(closure := kwargs.get("closure")):
             return args, kwargs | {"closure": partial(self._call_and_run, closure)}
-        if callable(closure := args[1] if len(args) > 1 else None):
-            return (args[0], partial(self._call_and_run, closure), *args[2:]), kwargs
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], partial(self._call_and_run, args[1]), *args[2:]), kwargs
         if not self.has_run_before:
             self.run_before()
         return None
