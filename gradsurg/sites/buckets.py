@@ -1,6 +1,6 @@
 """Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -76,7 +76,7 @@ class Buckets(ParamSelector):
             if begun:
                 attached.note("reduce='powerSGD' began anew: its state is not that of a surgery")
             begun["begun"] = torch.ones(())
-        sites = {
+        sites: dict[Tensor, tuple[str, SiteHook]] = {
             param: (name, attached.hook_at(name, ref(param))) for name, param in params.items()
         }
         when_wrapped(model, stack, partial(_join, _Part(self, attached, sites)))
@@ -88,7 +88,7 @@ class _Part:
 
     at: Buckets
     attached: Attached
-    sites: Mapping[Tensor, tuple[str, SiteHook]]
+    sites: dict[Tensor, tuple[str, SiteHook]]
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()

@@ -77,8 +77,9 @@ class OptimizerSteps:
 
         Raises TypeError for something that is no optimizer, ValueError for a wrong clock.
         """
-        is_one = isinstance(optimizer, str) or not isinstance(optimizer, Sequence)
-        given = [unwrapped(each) for each in ([optimizer] if is_one else optimizer)]
+        several = [optimizer] if isinstance(optimizer, str) else optimizer
+        several = several if isinstance(several, Sequence) else [several]
+        given = [unwrapped(each) for each in several]
         counting = given[0] if clock is None else unwrapped(clock)
         if counting not in given or len({*given}) < len(given):
             raise ValueError("the optimizers must differ, and clock be one of them")

@@ -67,20 +67,6 @@ def test_unchanged_updates_leave_the_bits_of_the_optimizer(name: str) -> None:
         assert all(map(torch.equal, weights(plain), weights(treated))), transform
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_halved_update_is_that_of_half_the_learning_rate(name: str) -> None:
-    model = small()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    twin, other = copy.deepcopy((model, optimizer))
-    for group in other.param_groups:
-        group["lr"] /= 2
-    with attached(model, gs.Scale(0.5), gs.Updates(), optimizer):
-        train(model, optimizer, 4)
-    train(twin, other, 4)
-    for weight, expected in zip(weights(model), weights(twin), strict=True):
-        torch.testing.assert_close(weight, expected)
-
-
 def test_the_transform_gets_the_update_the_value_before_it_and_the_gradient() -> None:
     model = nn.Linear(2, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
