@@ -1,9 +1,10 @@
 """Stage `step`: which optimizers, which parameters, and when."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import gradsurg as gs
-from gradsurg.core.attached import Attached
 from gradsurg.sites.updates import MatchedUpdates
+from gradsurg.transforms.base import GroupTransform, TransformState
 from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -380,30 +381,43 @@ def test_the_gradients_of_a_skipped_step_that_is_never_made_are_back_after_the_b
 # Memory
 
 
+class Streams(GroupTransform):
+    """Yields zeros one at a time, and notes how many gradients are alive before each."""
+
+    def __init__(self) -> None:
+        self.held: list[ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    @property
+    def properties(self) -> frozenset[Any]:
+        return frozenset()
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: object
+    ) -> tuple[Iterator[Tensor], TransformState]:
+        self.held = [ref(grad) for grad in grads]
+
+        def results() -> Iterator[Tensor]:
+            for index in range(len(grads)):
+                self.alive.append(sum(held() is not None for held in self.held))
+                yield torch.zeros_like(grads[index])
+
+        return results(), state
+
+
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=repr)
-def test_each_result_is_written_before_the_next_is_made(
-    at: gs.Parameters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, held = small(), []
-
-    def group_hook(self: Attached, sites: list[str], *_: Any, **__: Any) -> Any:
-        def act(grads: list[Tensor | None]) -> Iterator[Tensor | None]:
-            for index, grad in enumerate(grads):
-                assert grad is not None
-                grads[index] = None
-                yield torch.zeros_like(grad)
-                held.append([param.grad.any().item() for param in model.parameters()])  # pyright: ignore
-
-        return act
-
-    monkeypatch.setattr(Attached, "group_hook", group_hook)
+def test_each_gradient_is_written_and_freed_before_the_next_is_made(at: gs.Parameters) -> None:
+    model, transform = small(), Streams()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(CLIP, at))
-    live = surgery.start(model, optimizer)
-    backward(model)
-    optimizer.step()
-    live.abort()
-    assert [sum(row) for row in held] == [3, 2, 1, 0]
+    with attached(model, transform, at, optimizer, effects_every=0):
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    assert transform.alive == [4, 3, 2, 1] * 2
 
 
 def test_a_transform_of_single_tensors_holds_no_list_of_gradients() -> None:
