@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -56,8 +56,7 @@ class Attached:
         if (changed := intervention.at.changed_tensors) != "gradients":
             session.effects.others[self.label] = changed
         self._observers = ExitStack()  # the forward hooks for the trigger and the transform
-        self._most_calls = 1  # gradients at one site in this step
-        self._twice: SiteHook | None = None  # a site that had as many
+        self._most_calls = 1  # the most gradients at one site in this step
         self._roots: dict[str, ref[Tensor]] = {}  # of the last backward pass at each site
         self._end_checks: list[Callable[[], str]] = []
 
@@ -101,15 +100,18 @@ class Attached:
         self.firing.begin_step()
         if self.examples is not None:
             self.examples.end_step()
-        if self._twice is not None:
+        if (most := self._most_calls) > 1:
             if not self.has_several_tasks and self.intervention.differs_from_sum:
-                self._warn_of_parts(self._twice, self._most_calls, "optimizer step")
-            self._twice, self._most_calls = None, 1
+                hooks = self.hooks.values()
+                had_most = (hook for hook in hooks if hook.links[0].context.call + 1 == most)
+                for hook in islice(had_most, 1):
+                    self._warn_of_parts(hook, most, "optimizer step")
+            self._most_calls = 1
 
     def repeat(self, hook: SiteHook, call: int) -> None:
-        """Note a further gradient, number `call`, of the same step at one site."""
+        """Note a further gradient of the same step at one site; `call` counts from 0."""
         if call >= self._most_calls:
-            self._most_calls, self._twice = call + 1, hook
+            self._most_calls = call + 1
         if call < EXAMINED and self.session.clock.step == self.first_step:
             self.examine(hook)
 

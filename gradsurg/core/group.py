@@ -184,6 +184,7 @@ class GroupHook:
                     firing.session.effects.add(link.slot, grad, result)
                 yield result
                 grads[index] = result  # the transform has read it: from now on it is not held
+                del grad
         finally:
             for link in rows.links:
                 link.context.value = link.context.gradient = link.context.examples = None
@@ -223,8 +224,8 @@ def _merged(
     """Yield the results in the places of the gradients that were acted on."""
     places, stream = set(acting), iter(results)
     for index in range(len(grads)):
-        grad, grads[index] = grads[index], None
-        yield next(stream) if index in places else grad
+        yield next(stream) if index in places else grads[index]
+        grads[index] = None
     for _ in stream:  # let it end, so that it drops what it holds
         raise AssertionError("a group has more results than gradients")
 

@@ -1,6 +1,6 @@
 """Stage `backward_end` of `Parameters`: all `.grad`s at the end of a backward pass."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from weakref import ref
@@ -28,38 +28,13 @@ def hook_backward_ends(params: Mapping[str, nn.Parameter], attached: Attached) -
     passes = _BackwardPasses(params, attached)
     stack.callback(passes.close)
     for name, param in params.items():
-        handle = param.register_post_accumulate_grad_hook(_reach(passes, name))
+        handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {name}))
         stack.callback(handle.remove)
     if distributed.is_available() and distributed.is_initialized():
         wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        hook = compiling.untraced(partial(_watch_output, passes))
+        hook = compiling.untraced(passes.watch_output)
         for part in wrappers or [model]:
             stack.callback(part.register_forward_hook(hook).remove)
-
-
-def _reach(passes: "_BackwardPasses", name: str) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        passes.reach((name,))
-
-    return hook
-
-
-def _watch_output(
-    passes: "_BackwardPasses", module: nn.Module, args: tuple[object, ...], output: object
-) -> None:
-    # A hook on the output runs on every rank, one on a parameter only on the ranks that use it.
-    wrapper = module if isinstance(module, DistributedDataParallel) else autograd.active_ddp()
-    passes.is_averaged = wrapper is not None
-    if wrapper is None or not wrapper.require_backward_grad_sync:
-        return  # in no_sync the next backward pass averages the sum
-    passes.has_views = wrapper.gradient_as_bucket_view
-    for _, tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_begin, passes))
-
-
-def _begin(passes: "_BackwardPasses", _: Tensor) -> None:
-    passes.begin(averages=True)
 
 
 @dataclass(eq=False)
@@ -87,8 +62,24 @@ class _BackwardPasses:
         """Do nothing from now on, also at the end of a graph that is already built."""
         self.act = None
 
-    def begin(self, averages: bool) -> _Pass | None:
-        """Return the running backward pass; act at its end, unless DDP overwrites the result."""
+    def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Hook the output of a model: on every rank, not only on those that use a parameter."""
+        wrapper = module if isinstance(module, DistributedDataParallel) else autograd.active_ddp()
+        self.is_averaged = wrapper is not None
+        if wrapper is None or not wrapper.require_backward_grad_sync:
+            return  # in no_sync the next backward pass averages the sum
+        self.has_views = wrapper.gradient_as_bucket_view
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.reach, (), averages=True))
+
+    def reach(
+        self, names: Iterable[str], grad: Tensor | None = None, averages: bool = False
+    ) -> None:
+        """Record that the running backward pass has written to the `.grad` of some parameters.
+
+        Act at its end, unless DistributedDataParallel overwrites the result.
+        """
         task = autograd.backward_task()
         held = self.open.get(task)
         running = None if held is None else held()
@@ -101,11 +92,6 @@ class _BackwardPasses:
             # that is queued when the callbacks run comes last.
             late = partial(autograd.at_end_of_backward, end)
             autograd.at_end_of_backward(late if averages else end)
-        return running
-
-    def reach(self, names: Iterable[str]) -> None:
-        """Record that the running backward pass has written to the `.grad` of some parameters."""
-        running = self.begin(averages=False)
         if running is not None:
             running.reached.update(names)
 

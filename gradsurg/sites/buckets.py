@@ -1,7 +1,8 @@
 """Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.plugins.fields import validated
 from gradsurg.sites._grads import Access, hook_accumulated
 from gradsurg.sites.base import Attached, SiteHook, Stage
 from gradsurg.sites.contexts import refusal
@@ -22,7 +23,7 @@ from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
 Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
-Reduce = Literal["allreduce", "fp16", "powerSGD", "bf16"]
+Reduce = Literal["allreduce", "fp16", "powerSGD"]
 Future = torch.futures.Future[Tensor]
 
 DENSE, SPARSE, PALETTE = range(3)  # the forms in which a gradient is sent
@@ -58,18 +59,12 @@ class Buckets(ParamSelector):
     reduce: Reduce = "allreduce"
     power_rank: Annotated[int, Field(ge=1)] = 1
 
-    def __post_init__(self) -> None:
-        if self.reduce == "bf16":
-            raise Contradiction(
-                "reduce", "bf16 needs NCCL, with which it is not tested; use fp16, found bf16"
-            )
-
     @property
     def provides(self) -> frozenset[Need]:
         return frozenset({"value"})
 
     def hook(self, attached: Attached) -> None:
-        model, stage, stack = attached.model, attached.stage, attached.stack
+        model, stack = attached.model, attached.stack
         if autograd.in_backward():
             raise refusal(self, "attached in a backward pass")
         params = expect_params(self, model, attached)
@@ -84,15 +79,7 @@ class Buckets(ParamSelector):
         sites: dict[Tensor, tuple[str, SiteHook]] = {
             param: (name, attached.hook_at(name, ref(param))) for name, param in params.items()
         }
-        part = _Part(self, stage, attached, sites)
-
-        def add(wrapper: DistributedDataParallel) -> None:
-            dispatcher = _dispatcher(wrapper, self)
-            if part not in dispatcher.parts:
-                dispatcher.add(part)
-                stack.callback(dispatcher.remove, part)
-
-        when_wrapped(model, stack, add)
+        when_wrapped(model, stack, partial(_join, _Part(self, attached, sites)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +87,6 @@ class _Part:
     """One attached intervention, with the name and the hook of each parameter."""
 
     at: Buckets
-    stage: Stage
     attached: Attached
     sites: dict[Tensor, tuple[str, SiteHook]]
 
@@ -108,49 +94,48 @@ class _Part:
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
 
 
-def _dispatcher(wrapper: DistributedDataParallel, at: Buckets) -> "_Dispatcher":
-    """Return the state of the model's communication hook, which is registered once."""
+def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
+    """Let the communication hook of a model, registered once, act for an intervention.
+
+    Raises RuntimeError if the model has another hook, ValueError if others average otherwise.
+    """
     if wrapper not in _DISPATCHERS:
         # A copy of a model lists the hook of the model, and does not have it.
         own = f"{_average.__module__}.{_average.__qualname__}"
         if others := [name for name in autograd.comm_hooks(wrapper) if name != own]:
-            raise refusal(at, "foreign communication hook", hook=others[0])
-        _DISPATCHERS[wrapper] = _Dispatcher(wrapper)
+            raise refusal(part.at, "foreign communication hook", hook=others[0])
+        assert wrapper.process_group is not None
+        _DISPATCHERS[wrapper] = _Dispatcher(wrapper.process_group)
         wrapper.register_comm_hook(_DISPATCHERS[wrapper], _average)
-    return _DISPATCHERS[wrapper]
+    dispatcher = _DISPATCHERS[wrapper]
+    if part in dispatcher.parts:
+        return
+    own = (part.at.reduce, part.at.power_rank)
+    for other in dispatcher.parts:
+        if (found := (other.at.reduce, other.at.power_rank)) != own:
+            raise refusal(part.at, "different averages", found=found, own=own)
+    if not dispatcher.parts and part.at.reduce == "powerSGD":
+        dispatcher.power_state = powerSGD_hook.PowerSGDState(
+            dispatcher.group, part.at.power_rank, start_powerSGD_iter=POWER_SGD_START
+        )
+    dispatcher.parts.append(part)
+    part.attached.stack.callback(dispatcher.remove, part)
 
 
 def _average(state: "_Dispatcher", bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-    return state.average(bucket)
+    return state.average(bucket)  # PyTorch checks this signature
 
 
+@dataclass(eq=False)
 class _Dispatcher:
     """The communication hook of one model: the attached interventions, in order."""
 
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        group = wrapper.process_group
-        assert group is not None
-        self.group = group
-        self.processes = distributed.get_world_size(group)
-        self.parts: list[_Part] = []
-        self.power_state: powerSGD_hook.PowerSGDState | None = None
+    group: distributed.ProcessGroup
+    parts: list[_Part] = field(default_factory=list)
+    power_state: powerSGD_hook.PowerSGDState | None = None
 
     def __reduce__(self) -> tuple[type[object], tuple[()]]:
         return object, ()  # a copy of the model, or one that is saved, has no surgery
-
-    def add(self, part: _Part) -> None:
-        """Attach an intervention. Raises ValueError if another one averages otherwise."""
-        own = (part.at.reduce, part.at.power_rank)
-        for other in self.parts:
-            if (found := (other.at.reduce, other.at.power_rank)) != own:
-                raise refusal(part.at, "different averages", found=found, own=own)
-        if not self.parts and part.at.reduce == "powerSGD":
-            self.power_state = powerSGD_hook.PowerSGDState(
-                self.group,
-                matrix_approximation_rank=part.at.power_rank,
-                start_powerSGD_iter=POWER_SGD_START,
-            )
-        self.parts.append(part)
 
     def remove(self, part: _Part) -> None:
         """Detach an intervention."""
@@ -164,20 +149,23 @@ class _Dispatcher:
             return default_hooks.allreduce_hook(self.group, bucket)
         has_changed = self._transform(bucket, "sent")
         future, reduce = None, self.parts[0].at.reduce
-        if reduce == "allreduce" and any(part.stage == "sent" for part in self.parts):
+        if reduce == "allreduce" and self._at("sent"):
             future = self._exchange(bucket, has_changed)
         if future is None:
             future = self._reduce(bucket, reduce)
-        if any(part.stage == "reduced" for part in self.parts):
+        if self._at("reduced"):
             bucket.buffer().copy_(future.wait())
             self._transform(bucket, "reduced")
             future = _done(bucket.buffer())
         return future
 
+    def _at(self, stage: Stage) -> list[_Part]:
+        return [part for part in self.parts if part.attached.stage == stage]
+
     def _transform(self, bucket: Bucket, stage: Stage) -> bool:
         """Apply the interventions of a stage; return whether a gradient has another value."""
         has_changed = False
-        for part in (part for part in self.parts if part.stage == stage):
+        for part in self._at(stage):
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # A copy, because a state may keep the gradient and the bucket is used again.
                 result = part.sites[param][1](view.clone()) if param in part.sites else None
@@ -188,12 +176,12 @@ class _Dispatcher:
 
     def _reduce(self, bucket: Bucket, reduce: Reduce) -> Future:
         """Average the dense gradients of a bucket."""
-        power, sizes = self.power_state, []
+        power, sizes, n = self.power_state, [], self.group.size()
         for view in bucket.gradients():
             entries, width = view.numel(), 2 if reduce == "fp16" else view.element_size()
             if power is not None and power.iter >= POWER_SGD_START:
-                entries = _power_sgd_entries(view, self.parts[0].at.power_rank)
-            sizes.append(round(2 * (self.processes - 1) / self.processes * entries * width))
+                entries = _power_sgd_entries(view, power.matrix_approximation_rank)
+            sizes.append(round(2 * (n - 1) / n * entries * width))
         self._count(bucket, sizes)
         if power is not None:
             # It waits for itself several times, and two buckets at once would mix their messages.
@@ -207,7 +195,7 @@ class _Dispatcher:
 
         A message goes to each other process, while an all-reduce of d bytes sends 2 d (n-1) / n.
         """
-        views, n = bucket.gradients(), self.processes
+        views, n = bucket.gradients(), self.group.size()
         messages = [_encoded(view) for view in views] if has_changed else []
         own = sum(map(len, messages)) if has_changed else NOT_SMALLER
         size = torch.tensor(own, device=bucket.buffer().device)
@@ -243,9 +231,8 @@ def _done(buffer: Tensor) -> Future:
 
 def _power_sgd_entries(grad: Tensor, rank: int) -> int:
     """The numbers that PowerSGD sends for a gradient: two factors, unless it is not much less."""
-    if grad.ndim < 2:
-        return grad.numel()
-    rows, columns = grad.shape[0], grad.numel() // grad.shape[0]
+    rows = grad.shape[0] if grad.ndim else 1
+    columns = grad.numel() // max(rows, 1)
     factors = (rows + columns) * min(rank, rows, columns)
     return factors if factors * 2 < grad.numel() else grad.numel()
 
@@ -257,25 +244,18 @@ def _power_sgd_entries(grad: Tensor, rank: int) -> int:
 
 def _encoded(grad: Tensor) -> Tensor:
     """Return the shortest message that has all entries of a gradient, as bytes."""
-    flat, width = grad.reshape(-1), grad.element_size()
-    sizes = {DENSE: flat.numel() * width}
-    if flat.numel() < 2**31:
-        sizes[SPARSE] = int(flat.count_nonzero()) * (4 + width)
+    flat = grad.reshape(-1)
+    forms = [(DENSE, [flat])]
+    if flat.numel() < 2**31 and flat.count_nonzero() * (4 + flat.element_size()) < flat.nbytes:
+        places = flat.nonzero()[:, 0]
+        forms.append((SPARSE, [flat[places], places.int()]))
     values, indices = _palette(flat)
     if len(values):
-        bits, _ = _bits(len(values), grad.device)
-        sizes[PALETTE] = len(values) * width + flat.numel() * bits // 8
-    form = min(sizes, key=sizes.__getitem__)
-    if form == SPARSE:
-        places = flat.nonzero()[:, 0]
-        count, parts = len(places), [flat[places], places.int()]
-    elif form == PALETTE:
-        count, (bits, shifts) = len(values), _bits(len(values), grad.device)
+        _, shifts = _bits(len(values), grad.device)
         rows = pad(indices, (0, -len(indices) % len(shifts))).view(-1, len(shifts))
-        parts = [values, (rows << shifts).sum(1, dtype=torch.uint8)]
-    else:
-        count, parts = flat.numel(), [flat]
-    header = torch.tensor([form, count], dtype=torch.int32, device=grad.device)
+        forms.append((PALETTE, [values, (rows << shifts).sum(1, dtype=torch.uint8)]))
+    form, parts = min(forms, key=lambda each: sum(part.nbytes for part in each[1]))
+    header = torch.tensor([form, len(parts[0])], dtype=torch.int32, device=grad.device)
     contents = [part.contiguous().view(torch.uint8) for part in (header, *parts)]
     return torch.cat([pad(each, (0, -len(each) % ALIGNMENT)) for each in contents])
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
 from torch.amp import GradScaler
@@ -22,7 +22,7 @@ MODES = ("stage", "path", "side", "kind")
 class Kind(Protocol):
     """The part of a selector that this module needs."""
 
-    stages: tuple[str, ...]
+    stages: ClassVar[Any]  # Any: an attribute is invariant, and kinds have a tuple of literals
 
     @property
     def kinds(self) -> Sequence["Kind"]: ...

@@ -1,20 +1,18 @@
 """Parameters: the gradient of each parameter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 from weakref import ref
 
-from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.sites._grads import access_to, actor, hook_accumulated
+from gradsurg.sites._grads import access_to, actor, hook_accumulated, hook_steps
 from gradsurg.sites.backward_end import hook_backward_ends
 from gradsurg.sites.base import Attached, Stage
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, all_frozen, expect_params, selected_params
-from gradsurg.sites.step_hooks import StepActions
+from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.transforms.base import Need
 
 
@@ -59,37 +57,26 @@ class Parameters(ParamSelector):
         return frozenset({"value", "examples", "skip"} if can_skip else {"value", "examples"})
 
     def hook(self, attached: Attached) -> None:
-        model, stage, stack = attached.model, attached.stage, attached.stack
-        shardable = stage in ("accumulated", "step")
-        select = partial(expect_params, self, model, attached, takes_shards=shardable)
+        stage = attached.stage
         if stage == "step":
-            make = partial(self._step_hooks, attached)
-            attached.check_at_end(attached.steps.hook(select, make, attached.scope, stack))
+            hook_steps(self, attached, partial(self._step_actions, attached), joint=True)
             return
-        params = select()
+        params = expect_params(self, attached.model, attached, takes_shards=stage == "accumulated")
         if not params:
-            selected = selected_params(self, model, attached.selects)
+            selected = selected_params(self, attached.model, attached.selects)
             raise all_frozen(self, [names[0] for _, names in selected])
-        match stage:
-            case "backward":
-                for name, param in params.items():
-                    hook = attached.hook_at(name, ref(param))
-                    stack.callback(param.register_hook(hook).remove)
-            case "accumulated":
-                hook_accumulated(params, attached, access_to(self, params, attached))
-            case "backward_end":
-                hook_backward_ends(params, attached)
-            case _:
-                raise AssertionError(stage)
+        if stage == "accumulated":
+            hook_accumulated(params, attached, access_to(self, params, attached))
+        elif stage == "backward_end":
+            hook_backward_ends(params, attached)
+        else:
+            for name, param in params.items():
+                hook = attached.hook_at(name, ref(param))
+                attached.stack.callback(param.register_hook(hook).remove)
 
-    def _step_hooks(
-        self,
-        attached: Attached,
-        params: Mapping[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
+    def _step_actions(
+        self, attached: Attached, params: Params, optimizers: Sequence[Optimizer]
     ) -> StepActions:
-        if attached.may_skip and any(isinstance(each, LBFGS) for each in optimizers):
-            raise refusal(self, "LBFGS")
         skip = partial(attached.steps.skip, optimizers)
         act = actor(params, attached, access_to(self, params, attached), skip)
         return StepActions(before=partial(act, [*params.values()]))

@@ -19,6 +19,11 @@ from gradsurg.transforms.base import Scope
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
 
+SCALED = (
+    "stage 'step': the gradients are still times the loss scale; call scaler.unscale_(optimizer) "
+    "before scaler.step(optimizer), for each optimizer before the first one steps"
+)
+
 Params = Mapping[str, nn.Parameter]
 
 
@@ -41,22 +46,27 @@ Make = Callable[[Params, Sequence[Optimizer]], StepActions]
 
 
 class OptimizerSteps:
-    """The optimizers of a surgery, one after another steps; the first counts, or `clock`.
+    """The optimizers of a surgery, which step one after another. The step clock advances with the
+    first one, or with `clock` if given.
 
     A step inside a step, as `super().step()` in an optimizer that extends another, belongs to the
     outer one.
     """
 
     def __init__(self) -> None:
-        self.optimizers: tuple[Optimizer, ...] = ()  # without their wrappers
         self.clock: Optimizer | None = None  # the one whose steps are counted
-        self._watched: dict[Optimizer, _WatchedOptimizer] = {}
+        self._watched: dict[Optimizer, _Watched] = {}
         self._members: list[_Member] = []
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers, without their wrappers."""
+        return tuple(self._watched)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self._watched for group in optimizer.param_groups]
 
     @property
     def is_stepping(self) -> bool:
@@ -81,23 +91,23 @@ class OptimizerSteps:
         if counting not in given or len({*given}) < len(given):
             raise ValueError("the optimizers must differ, and clock be one of them")
         self.close()
-        self.optimizers, self.clock = tuple(given), counting
+        self.clock = counting
         for each in given:
-            ticks = tick if each is counting else None
-            self._watched[each] = _WatchedOptimizer(each, self._members, ticks)
+            self._watched[each] = _Watched(each, self._members, tick if each is counting else None)
 
     def hook(self, select: Select, make: Make, scope: Scope, stack: ExitStack) -> Callable[[], str]:
         """Run the functions that `make` returns around each step, until `stack` is closed.
 
-        `make` gets those of the selected parameters that an optimizer holds, and this optimizer;
-        with scope `group` those of all optimizers. It is called again when an optimizer holds
-        others, or other ones require a gradient. Returns a check for the end. Raises ValueError if
-        there is no optimizer yet, and for a parameter that none holds or two.
+        `make(params, optimizers)` is called once per optimizer with the selected parameters that it
+        holds; with scope `group` once for all optimizers together. It is called again whenever
+        parameters are added, replaced, frozen or thawed. Returns a function that gives the warning
+        for the end, empty if there is none. Raises ValueError if there is no optimizer yet, if two
+        hold a parameter, or if at first none does.
         """
-        if not self.optimizers:
+        if not self._watched:
             raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
         member = _Member(self.optimizers, scope, select, make)
-        member.renew(is_first=True)
+        member.renew()
         self._members.append(member)
         stack.callback(self._members.remove, member)
         stack.enter_context(member.handles)
@@ -118,7 +128,7 @@ class OptimizerSteps:
             raise ValueError("before_step: the surgery has no such optimizer; bind it first")
         _check_unscaled(scaler, chosen)
         for each in chosen:
-            self._watched[each].run_before()
+            self._watched[each].run_before(scaler)
             self._watched[each].has_run_before = True
 
     def close(self) -> None:
@@ -126,7 +136,7 @@ class OptimizerSteps:
         for watched in self._watched.values():
             watched.close()
         self._watched.clear()
-        self.optimizers, self.clock = (), None
+        self.clock = None
 
 
 def unwrapped(optimizer: object) -> Optimizer:
@@ -137,18 +147,16 @@ def unwrapped(optimizer: object) -> Optimizer:
     inner = [optimizer]
     while inner:
         optimizer = inner[0]
-        own = {id(param) for param in _params(optimizer)}
+        own = {*_params(optimizer)}
         tried = (getattr(optimizer, name, None) for name in INNER)
         inner = [each for each in tried if isinstance(each, Optimizer) and each is not optimizer]
-        inner = [each for each in inner if own <= {id(param) for param in _params(each)}]
-    if isinstance(optimizer, nn.Module):
-        kind = type(optimizer).__name__
-        raise TypeError(
-            f"optimizer: must be a torch.optim.Optimizer, found the module {kind}; the model comes "
-            "first, as in attach(model, optimizer)"
-        )
+        inner = [each for each in inner if own <= {*_params(each)}]
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {optimizer!r}")
+        found = repr(optimizer)
+        if isinstance(optimizer, nn.Module):
+            kind = type(optimizer).__name__
+            found = f"the module {kind}; the model comes first, as in attach(model, optimizer)"
+        raise TypeError(f"optimizer: must be a torch.optim.Optimizer, found {found}")
     if not runs_step_hooks(optimizer):
         raise TypeError(
             f"optimizer: the step of {type(optimizer).__name__} runs no hooks, as its class does "
@@ -160,6 +168,14 @@ def unwrapped(optimizer: object) -> Optimizer:
 def _params(optimizer: object) -> list[nn.Parameter]:
     groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
     return [param for group in groups for param in group["params"]]
+
+
+def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
+    """Raise RuntimeError if an optimizer has gradients that the scaler has not unscaled."""
+    for each in optimizers if scaler else ():
+        has_any = any(param.grad is not None for param in _params(each))
+        if has_any and scaler and autograd.has_scaled_gradients(scaler, each):
+            raise RuntimeError(SCALED)
 
 
 class _Member:
@@ -174,48 +190,45 @@ class _Member:
     ) -> None:
         self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
         self.actions: dict[Optimizer, StepActions] = {}
-        self._joint: tuple[Optimizer, ...] = ()  # that hold a group together
-        self._waiting: set[Optimizer] = set()  # to step in this round
         self.handles = ExitStack()
-        self._made_for: list[tuple[int, bool]] = []
+        self._joint: set[Optimizer] = set()  # that hold a group together
+        self._waiting: set[Optimizer] = set()  # to step in this round
+        self._made_for: list[tuple[int, bool]] | None = None
 
-    def renew(self, is_first: bool = False) -> None:
+    def renew(self) -> None:
         """Make the actions anew if the optimizers hold other parameters than before."""
-        held = [param for optimizer in self._optimizers for param in _params(optimizer)]
-        key = [(id(param), param.requires_grad) for param in held]
-        if key == self._made_for and not is_first:
+        key = [(id(p), p.requires_grad) for each in self._optimizers for p in _params(each)]
+        if key == self._made_for:
             return
-        self._made_for = key
-        params, parts = self._select(), dict[Optimizer, dict[str, nn.Parameter]]()
-        for optimizer in self._optimizers:
-            ids = {id(param) for param in _params(optimizer)}
-            part = {name: param for name, param in params.items() if id(param) in ids}
-            if part:
-                parts[optimizer] = part
+        params, is_first, self._made_for = self._select(), self._made_for is None, key
+        owned = {each: {*_params(each)} for each in self._optimizers}
+        parts = {
+            each: {name: param for name, param in params.items() if param in own}
+            for each, own in owned.items()
+            if not own.isdisjoint(params.values())
+        }
         owners = Counter(name for part in parts.values() for name in part)
         if several := [name for name, number in owners.items() if number > 1]:
             raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        missing = [name for name in params if name not in owners]
-        if missing and is_first:
+        if is_first and (missing := [name for name in params if name not in owners]):
             raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
         self.handles.close()
-        self._joint = ()
-        if self._scope == "group" and len(parts) > 1:
-            group = {name: param for name, param in params.items() if name in owners}
-            self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
-            self._joint = tuple(parts)
-            for optimizer, part in parts.items():
-                hook = partial(self._get_gradient, optimizer)
-                for param in part.values():
-                    handle = param.register_post_accumulate_grad_hook(hook)
-                    self.handles.callback(handle.remove)
-        else:
+        self._joint = {*parts} if self._scope == "group" and len(parts) > 1 else set()
+        self._waiting &= self._joint
+        if not self._joint:
             self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
+            return
+        group = {name: param for name, param in params.items() if name in owners}
+        self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
+        for each, part in parts.items():
+            for param in part.values():
+                hook = param.register_post_accumulate_grad_hook(partial(self._new_gradient, each))
+                self.handles.callback(hook.remove)
 
     def end_warning(self) -> str:
         """A warning of selected parameters that no optimizer holds, else empty."""
-        held = {id(param) for each in self._optimizers for param in _params(each)}
-        missing = [name for name, param in self._select().items() if id(param) not in held]
+        held = {param for each in self._optimizers for param in _params(each)}
+        missing = [name for name, param in self._select().items() if param not in held]
         if not missing:
             return ""
         return (
@@ -223,31 +236,24 @@ class _Member:
             f"optimizer of the surgery holds {', '.join(missing)}"
         )
 
-    def before(self, optimizer: Optimizer) -> None:
+    def before(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Act on the gradients, unless that was done in this round."""
         act = self.actions.get(optimizer, NO_ACTIONS).before
         if act is None or optimizer in self._waiting:
             self._waiting.discard(optimizer)
             return
-        others = [other for other in self._joint if other is not optimizer]
-        _check_unscaled(autograd.stepping_scaler() if others else None, others)
+        others = self._joint - {optimizer}
+        if others:
+            _check_unscaled(scaler or autograd.stepping_scaler(), others)
         act()
-        self._waiting = {*others}
+        self._waiting = others
 
-    def _get_gradient(self, optimizer: Optimizer, _: Tensor) -> None:
+    def _new_gradient(self, optimizer: Optimizer, _: Tensor) -> None:
         self._waiting.discard(optimizer)
 
 
-def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Optimizer]) -> None:
-    if scaler and any(autograd.has_scaled_gradients(scaler, each) for each in optimizers):
-        raise RuntimeError(
-            "stage 'step': the gradients are still times the loss scale; call "
-            "scaler.unscale_(optimizer) first, for each optimizer before the first one steps"
-        )
-
-
-class _WatchedOptimizer:
-    """The hooks around the steps of one optimizer."""
+class _Watched:
+    """One optimizer: the hooks at the beginning and the end of its steps."""
 
     def __init__(
         self,
@@ -255,35 +261,35 @@ class _WatchedOptimizer:
         members: Sequence[_Member],
         tick: WeakMethod[Callable[[], object]] | None,
     ) -> None:
-        self.optimizer, self.members, self.tick = optimizer, members, tick
+        self._optimizer, self._members, self._tick = optimizer, members, tick
+        self._depth = 0  # a step that calls the one of the class it extends runs its hooks too
         self.has_run_before = False
-        self.skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
-        self.depth = 0  # a step that calls the one of the class it extends runs its hooks too
-        self.handles = [
-            optimizer.register_step_pre_hook(self.begin),
-            optimizer.register_step_post_hook(self.end),
+        self._skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
+        self._handles = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
+        """Remove the hooks, and give back the gradients of a step that was to be skipped."""
+        for handle in self._handles:
             handle.remove()
+        self._give_back()
 
-    def actions(self) -> list[StepActions]:
-        """Return what the interventions do around a step."""
-        return [member.actions.get(self.optimizer, NO_ACTIONS) for member in self.members]
+    def _actions(self) -> list[StepActions]:
+        return [each.actions.get(self._optimizer, NO_ACTIONS) for each in self._members]
 
-    def begin(
+    def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run what comes before a step, or put it into the closure."""
         # Either a step inside a step, or an earlier step has raised and never ended.
-        self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
-        if self.depth > 1 or not self.members:
+        self._depth = autograd.depth_of_steps(optimizer) if self._depth else 1
+        if self._depth > 1 or not self._members:
             return None
-        for member in self.members:
+        for member in self._members:
             member.renew()
-        actions = self.actions()
+        actions = self._actions()
         for each in actions:
             if each.begin is not None:
                 each.begin()
@@ -297,56 +303,38 @@ class _WatchedOptimizer:
             self.run_before()
         return None
 
-    def end(self, *_: object) -> None:
+    def _end(self, *_: object) -> None:
         """Run what comes after a step, and count it."""
-        self.depth = max(self.depth - 1, 0)
-        if self.depth:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
             return
         self.has_run_before = False
-        for each in self.actions() if self.members else ():
+        for each in self._actions():
             if each.after is not None:
                 each.after()
-        if self.skipped:
-            self._end_skip()
-        tick = None if self.tick is None else self.tick()
-        if tick is not None:
-            tick()
-
-    def run_before(self) -> None:
-        """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""
-        if any(param.grad is not None for param, _, _ in self.skipped):
-            self.skipped = []  # the step that was to be skipped was never made
-        for member in self.members:
-            member.renew()
-        # A fused optimizer unscales the gradients itself, after this.
-        is_scaled = getattr(self.optimizer, "grad_scale", None) is not None
-        if is_scaled and any(each.before is not None for each in self.actions()):
-            raise RuntimeError(
-                "stage 'step': this optimizer gets gradients that are still times the loss scale; "
-                "call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-            )
-        for member in self.members:
-            member.before(self.optimizer)
-
-    def skip(self) -> None:
-        """Take the gradients of all parameters away until the end of the step."""
-        params = _params(self.optimizer)
-        self.skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
-        for param in params:
-            param.grad = None
-
-    def _end_skip(self) -> None:
-        """Give the gradients back. Raises RuntimeError if the step has changed a parameter."""
-        skipped, self.skipped = self.skipped, []
-        for param, grad, _ in skipped:
-            if param.grad is None:
-                param.grad = grad
+        skipped = self._give_back()
         if any(autograd.version_of(param) != version for param, _, version in skipped):
             raise RuntimeError(
-                f"a step was to be skipped, and {type(self.optimizer).__name__} has changed "
+                f"a step was to be skipped, and {type(self._optimizer).__name__} has changed "
                 "parameters that had no gradient: it does not skip them, so choose another "
                 "optimizer"
             )
+        tick = None if self._tick is None else self._tick()
+        if tick is not None:
+            tick()
+
+    def run_before(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""
+        if any(param.grad is not None for param, _, _ in self._skipped):
+            self._skipped = []  # the step that was to be skipped was never made
+        for member in self._members:
+            member.renew()
+        # A fused optimizer unscales the gradients itself, after this.
+        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
+        if is_scaled and any(each.before is not None for each in self._actions()):
+            raise RuntimeError(SCALED)
+        for member in self._members:
+            member.before(self._optimizer, scaler)
 
     def _call_and_run(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and run what comes before a step at its end, unless it did so itself."""
@@ -355,3 +343,18 @@ class _WatchedOptimizer:
         if not self.has_run_before:
             self.run_before()
         return result
+
+    def skip(self) -> None:
+        """Take the gradients of all parameters away until the end of the step."""
+        params = _params(self._optimizer)
+        self._skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
+        for param in params:
+            param.grad = None
+
+    def _give_back(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """Give the gradients of a skipped step back; return what was skipped."""
+        skipped, self._skipped = self._skipped, []
+        for param, grad, _ in skipped:
+            if param.grad is None:
+                param.grad = grad
+        return skipped

@@ -2,19 +2,19 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
+from gradsurg.sites._grads import forget_casts, hook_steps, write_value
 from gradsurg.sites.base import Attached, Stage
-from gradsurg.sites.contexts import refusal
-from gradsurg.sites.selection import ParamSelector, expect_params
+from gradsurg.sites.selection import ParamSelector
 from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
@@ -47,7 +47,7 @@ class Updates(ParamSelector):
         return frozenset({"value", "gradient"})
 
     def hook(self, attached: Attached) -> None:
-        _hook_steps(self, attached, _updates_actions)
+        hook_steps(self, attached, partial(_updates_actions, attached))
 
 
 @validated
@@ -75,61 +75,37 @@ class MatchedUpdates(ParamSelector):
         return frozenset({"value", "examples"})
 
     def hook(self, attached: Attached) -> None:
-        _hook_steps(self, attached, _matched_actions)
+        hook_steps(self, attached, partial(_matched_actions, attached))
 
 
-Make = Callable[[Attached, Params, Optimizer], StepActions]
+def _copies(params: Params) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in params.items()}
 
 
-def _hook_steps(selector: ParamSelector, attached: Attached, make: Make) -> None:
-    def make_actions(params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
-        if len(optimizers) > 1:
-            raise refusal(selector, "several optimizers")
-        if isinstance(optimizers[0], LBFGS):
-            raise refusal(selector, "LBFGS")
-        return make(attached, params, optimizers[0])
-
-    select = partial(expect_params, selector, attached.model, attached)
-    steps, scope, stack = attached.steps, attached.scope, attached.stack
-    attached.check_at_end(steps.hook(select, make_actions, scope, stack))
-
-
-def _updates_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
-    held = [*params.values()]
-    before: list[Tensor] = []  # the values; empty except during a step
-    values = [partial(_value, before, index) for index in range(len(held))]
-    gradients = [partial(_gradient, param) for param in held]
+def _updates_actions(
+    attached: Attached, params: Params, optimizers: Sequence[Optimizer]
+) -> StepActions:
+    before: dict[str, Tensor] = {}  # the values; empty except during a step
+    values = [partial(before.get, name) for name in params]
+    gradients = [partial(_gradient, param) for param in params.values()]
     group_hook = attached.group_hook([*params], values, gradients)
-
-    def copy_values() -> None:
-        before[:] = _copies(held)
 
     @torch.no_grad()
     def write_updates() -> None:
         if not before:  # attached during the step
             return
         updates = [
-            None if param.grad is None else param - value
-            for param, value in zip(held, before, strict=True)
+            None if param.grad is None else param - before[name] for name, param in params.items()
         ]
-        # A fused optimizer has skipped the step on the device if it is 1.
-        found_inf = getattr(optimizer, "found_inf", None)
-        rows = zip(held, before, updates, group_hook([*updates]), strict=True)
-        for param, value, update, result in rows:
-            if update is None or result is None or result is update:
-                continue
-            keeps = result == update  # before + (after - before) is rounded, and is not `after`
-            if found_inf is not None:
-                keeps |= found_inf.to(keeps.device) > 0
-            param.copy_(torch.where(keeps, param, value + result))
+        rows = zip(params.items(), updates, group_hook([*updates]), strict=True)
+        for (name, param), update, result in rows:
+            if update is not None and result is not None and result is not update:
+                keeps = result == update  # before + (after - before) is rounded, and is not `after`
+                write_value(optimizers[0], param, before[name] + result, keeps)
         forget_casts()
         before.clear()
 
-    return StepActions(begin=copy_values, after=write_updates)
-
-
-def _value(values: Sequence[Tensor], index: int) -> Tensor | None:
-    return values[index] if values else None
+    return StepActions(begin=lambda: before.update(_copies(params)), after=write_updates)
 
 
 def _gradient(param: nn.Parameter) -> Tensor | None:
@@ -137,23 +113,17 @@ def _gradient(param: nn.Parameter) -> Tensor | None:
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
 
 
-def _copies(params: Iterable[Tensor]) -> list[Tensor]:
-    return [param.detach().clone() for param in params]
-
-
-def _matched_actions(attached: Attached, params: Params, optimizer: Optimizer) -> StepActions:
+def _matched_actions(
+    attached: Attached, params: Params, optimizers: Sequence[Optimizer]
+) -> StepActions:
     before: dict[str, Tensor] = {}  # the values; empty except during a step
     treated: dict[str, Tensor] = {}  # the gradients
-    values = [ref(param) for param in params.values()]
-    group_hook = attached.group_hook([*params], values)
+    (optimizer,) = optimizers
+    group_hook = attached.group_hook([*params], [ref(param) for param in params.values()])
     key = f"optimizer{attached.steps.optimizers.index(optimizer)}"
 
-    def copy_values() -> None:
-        before.update(zip(params, _copies(params.values()), strict=True))
-
     def treat() -> None:
-        grads = [param.grad for param in params.values()]
-        results = zip(params, group_hook(grads), strict=True)
+        results = zip(params, group_hook([param.grad for param in params.values()]), strict=True)
         treated.clear()
         treated.update({name: grad.detach() for name, grad in results if grad is not None})
 
@@ -165,15 +135,14 @@ def _matched_actions(attached: Attached, params: Params, optimizer: Optimizer) -
                 copied.grad = treated[name]
             _step_second(optimizer, params, copies, attached.state(key))
             for name, copied in copies.items():
-                param, update = params[name], params[name] - before[name]
-                wanted = copied - before[name]
+                update, wanted = params[name] - before[name], copied - before[name]
                 keeps = (wanted == update).all()  # before + (after - before) is rounded
                 new = before[name] + norm_matched(update, wanted)
-                param.copy_(torch.where(keeps, param, new))
+                write_value(optimizer, params[name], new, keeps)
             forget_casts()
         before.clear()
 
-    return StepActions(copy_values, treat, match)
+    return StepActions(lambda: before.update(_copies(params)), treat, match)
 
 
 def _step_second(
@@ -205,9 +174,3 @@ def _step_second(
                     f"update_norm_matched needs an optimizer whose state is tensors, and "
                     f"{type(optimizer).__name__} has {name}.{part} = {entry!r}"
                 )
-
-
-def forget_casts() -> None:
-    """Clear the cache of autocast, which holds casts of the weights before they were changed."""
-    if torch.is_autocast_cache_enabled():
-        torch.clear_autocast_cache()

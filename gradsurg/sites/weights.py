@@ -1,7 +1,6 @@
 """Weights: the values of the parameters."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,11 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
+from gradsurg.sites._grads import forget_casts, hook_steps, no_value, write_value
 from gradsurg.sites.base import Attached, Stage
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Params, StepActions
-from gradsurg.sites.updates import forget_casts
 from gradsurg.torch_internals import autograd, compiling
 
 
@@ -37,40 +35,29 @@ class Weights(ParamSelector):
     group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
 
     def hook(self, attached: Attached) -> None:
-        model, stack = attached.model, attached.stack
-        select = partial(expect_params, self, model, attached)
-        match attached.stage:
-            case "step":
-                make = partial(self._step_hooks, attached)
-                attached.check_at_end(attached.steps.hook(select, make, attached.scope, stack))
-            case "forward":
-                edit = _editor(select(), attached)
-                stack.callback(model.register_forward_pre_hook(_before_forward(edit)).remove)
-            case _:
-                raise AssertionError(attached.stage)
+        def make(params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+            return StepActions(after=_editor(params, attached, optimizers[0]))
 
-    def _step_hooks(
-        self, attached: Attached, params: Params, optimizers: Sequence[Optimizer]
-    ) -> StepActions:
-        if len(optimizers) > 1:
-            raise refusal(self, "several optimizers")
-        return StepActions(after=_editor(params, attached))
+        if attached.stage == "step":
+            hook_steps(self, attached, make)
+            return
+        edit = _editor(expect_params(self, attached.model, attached), attached)
+
+        @compiling.untraced
+        def hook(module: nn.Module, args: tuple[object, ...]) -> None:
+            # The recomputation of a checkpoint needs the weights of its forward.
+            if module.training and not autograd.in_backward():
+                edit()
+
+        attached.stack.callback(attached.model.register_forward_pre_hook(hook).remove)
 
 
-def _before_forward(edit: Callable[[], None]) -> Callable[..., None]:
-    @compiling.untraced
-    def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-        # The recomputation of a checkpoint needs the weights of its forward.
-        if module.training and not autograd.in_backward():
-            edit()
-
-    return hook
-
-
-def _editor(params: Params, attached: Attached) -> Callable[[], None]:
+def _editor(
+    params: Params, attached: Attached, optimizer: Optimizer | None = None
+) -> Callable[[], None]:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
     held = list(params.values())
-    group_hook = attached.group_hook(list(params), [_no_value] * len(held))
+    group_hook = attached.group_hook(list(params), [no_value] * len(held))
 
     @torch.no_grad()
     def edit() -> None:
@@ -78,16 +65,13 @@ def _editor(params: Params, attached: Attached) -> Callable[[], None]:
         changed = False
         for param, value, result in zip(held, [*values], group_hook([*values]), strict=True):
             if result is not None and result is not value:
-                param.copy_(result.clone() if _overlaps(result, value) else result)
+                is_view = _overlaps(result, value)
+                write_value(optimizer, param, result.clone() if is_view else result)
                 changed = True
         if changed:
             forget_casts()
 
     return edit
-
-
-def _no_value() -> None:
-    """Return nothing: the hook receives the value in place of a gradient."""
 
 
 def _overlaps(result: Tensor, value: Tensor) -> bool:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsurg.sites.contexts import find, sentences
 from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling
 
@@ -27,15 +28,8 @@ def of_first_process(value: object) -> object:
 
 
 def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]) -> None:
-    """Call `act` with the number of processes if gradients of the model are averaged over them.
-
-    As `when_wrapped`.
-    """
-
-    def act_on_size(wrapper: DistributedDataParallel) -> None:
-        act(distributed.get_world_size(wrapper.process_group))
-
-    when_wrapped(model, stack, act_on_size)
+    """Call `act` with the number of processes over which gradients of the model are averaged."""
+    when_wrapped(model, stack, lambda ddp: act(distributed.get_world_size(ddp.process_group)))
 
 
 def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
@@ -43,21 +37,19 @@ def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
 
     With an aggregator the weights of its ranks drift apart. TypeError for sharded parameters.
     """
-    if any(map(autograd.is_sharded, model.parameters())):
-        raise TypeError(
-            f"{label}: the parameters are sharded, as by fully_shard, and the passes of an "
-            "aggregator for single tasks reach none of them. Use DistributedDataParallel."
-        )
 
-    def refuse(wrapper: DistributedDataParallel) -> None:
+    def refuse(context: str) -> None:
+        one = find("SharedParameters", context)
+        assert one is not None
+        raise one.error(f"{label}: {sentences(one)}")
+
+    def check(wrapper: DistributedDataParallel) -> None:
         if wrapper.static_graph:
-            raise RuntimeError(
-                f"{label}: an aggregator runs backward passes for single tasks, which "
-                "DistributedDataParallel(static_graph=True) does not average correctly. Use "
-                "static_graph=False."
-            )
+            refuse("static_graph")
 
-    when_wrapped(model, stack, refuse)
+    if any(map(autograd.is_sharded, model.parameters())):
+        refuse("FSDP2")
+    when_wrapped(model, stack, check)
 
 
 def when_wrapped(

@@ -235,7 +235,10 @@ def test_a_message_has_every_entry(
 
 
 def _resumed(ranks: Ranks, folder: Path) -> bool:
-    def train(model: nn.Module, surgery: gs.Surgery, steps: range) -> None:
+    def train(surgery: gs.Surgery, steps: range, state: dict | None = None) -> nn.Module:
+        model = Net()
+        if state is not None:
+            model.load_state_dict(state)
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with surgery.attach(wrapped, optimizer):
@@ -243,19 +246,13 @@ def _resumed(ranks: Ranks, folder: Path) -> bool:
                 optimizer.zero_grad()
                 wrapped(_batch(ranks.rank, step)).square().mean().backward()
                 optimizer.step()
+        return model
 
-    transform = gs.ErrorFeedback(gs.Mask(0.05))
-    whole, first, second = Net(), Net(), Net()
-    train(whole, _surgery(transform), range(6))
-    surgery = _surgery(transform)
-    train(first, surgery, range(3))
-    torch.save((first.state_dict(), surgery.state_dict()), folder / "saved")
-    weights, state = torch.load(folder / "saved", weights_only=True)
-    second.load_state_dict(weights)
-    surgery = _surgery(transform)
-    surgery.load_state_dict(state)
-    train(second, surgery, range(3, 6))
-    return torch.equal(_weights(whole), _weights(second))
+    saved, again, whole = (_surgery(gs.ErrorFeedback(gs.Mask(0.05))) for _ in range(3))
+    first = train(saved, range(3))
+    again.load_state_dict(saved.state_dict())
+    second = train(again, range(3, 6), first.state_dict())
+    return torch.equal(_weights(train(whole, range(6))), _weights(second))
 
 
 def test_the_error_of_error_feedback_survives_a_checkpoint() -> None:
@@ -327,8 +324,6 @@ def test_refusals_name_the_reason() -> None:
     assert "inside a backward pass" in found["inside"]
     assert "ArithmeticError: of the transform" in found["failing"]
     assert "can only be called once" in found["late"]
-    with pytest.raises(ValueError, match="reduce: bf16 needs NCCL"):
-        gs.Buckets(reduce="bf16")
     with pytest.raises(ValueError, match="all gradients of a group"):
         gs.Intervention(gs.ClipGlobalNorm(1.0), gs.Buckets())
 

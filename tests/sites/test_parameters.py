@@ -24,28 +24,14 @@ def _grad(param: nn.Parameter) -> list[float]:
     return param.grad.tolist()
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("*", ["first.weight", "first.bias", "last.weight", "last.bias"]),
-        ("*.weight", ["first.weight", "last.weight"]),
-        ("first.*", ["first.weight", "first.bias"]),
-        ("last.bias", ["last.bias"]),
-        ("re:(first|last)[.]b.*", ["first.bias", "last.bias"]),
-    ],
-)
-def test_a_pattern_selects_and_other_parameters_are_unchanged(
-    pattern: str, names: list[str]
-) -> None:
-    assert gs.Parameters(pattern).find(small()) == names
+def test_other_parameters_are_unchanged() -> None:
     plain, model = small(), small()
     backward(plain)
-    with attached(model, gs.Zero(), gs.Parameters(pattern)):
+    with attached(model, gs.Zero(), gs.Parameters("*.weight")):
         backward(model)
-    zeroed = [name for name, grad in gradients(model).items() if not grad.any()]
-    assert zeroed == names
-    others = gradients(model).keys() - set(names)
-    assert all(torch.equal(gradients(model)[name], gradients(plain)[name]) for name in others)
+    for name, grad in gradients(model).items():
+        expected = gradients(plain)[name]
+        assert torch.equal(grad, expected * 0 if name.endswith("weight") else expected)
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated"])

@@ -200,5 +200,5 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     assert "those of sharded parameters were gathered" in found["gathered"]
     assert "has the state of 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]
-    assert "pcgrad: the parameters are sharded" in found["aggregator"]
+    assert "for single tasks reach no sharded parameters" in found["aggregator"]
     assert "are not hooked, as after fully_shard: 0.weight" in found["late"]

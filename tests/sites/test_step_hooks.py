@@ -1,8 +1,10 @@
 """Stage `step`: which optimizers, which parameters, and when."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import gradsurg as gs
-from gradsurg.core.attached import Attached
 from gradsurg.sites.updates import MatchedUpdates
+from gradsurg.transforms.base import GroupTransform, TransformState
 from tests.nets import attached, backward, num_hooks, sgd, small, train, weights
 from tests.sites.points import calls_of
 
@@ -97,47 +99,33 @@ def test_an_optimizer_whose_step_runs_no_hooks_is_refused() -> None:
 # Layers that are thawed or added
 
 
-def _thaw(model: nn.Sequential, optimizer: Optimizer) -> None:
-    model.first.requires_grad_(True)
-    if len([*optimizer.param_groups[0]["params"]]) < 4:
-        optimizer.add_param_group({"params": [*model.first.parameters()]})
-
-
-@pytest.mark.parametrize("at_once", [True, False], ids=["all held", "added to the optimizer"])
+@pytest.mark.parametrize("added", [False, True], ids=["held", "added to the optimizer"])
 @pytest.mark.parametrize("pattern", ["*", "first.*"])
 @pytest.mark.parametrize("kind", ["ClipGlobalNorm", "ClipNorm", "Updates", "Weights"])
-def test_layers_thawed_after_attach_join(at_once: bool, pattern: str, kind: str) -> None:
+def test_layers_thawed_after_attach_join(added: bool, pattern: str, kind: str) -> None:
+    """As if the surgery were attached anew then."""
     transform = gs.ClipNorm(0.01) if kind == "ClipNorm" else CLIP
-    at = getattr(gs, kind, gs.Parameters)(pattern, stage="step") if kind[0] in "UW" else None
-    at = at or gs.Parameters(pattern, stage="step")
+    at = getattr(gs, kind if kind[0] in "UW" else "Parameters")(pattern, stage="step")
     results = []
     for late in (True, False):
         model = small()
         model.first.requires_grad_(False)
-        params = model.parameters() if at_once else model.last.parameters()
-        optimizer = SGD(params, lr=0.1)
-        before = [param.clone() for param in model.parameters()]
-        if late:
+        optimizer = sgd(model.last if added else model)
+        with attached(model, transform, at, optimizer) if late or pattern == "*" else nullcontext():
+            train(model, optimizer, 1)
+            model.first.requires_grad_(True)
+            if added:
+                optimizer.add_param_group({"params": [*model.first.parameters()]})
+            if late:
+                train(model, optimizer, 2, start=1)
+        if not late:
             with attached(model, transform, at, optimizer) as live:
-                train(model, optimizer, 1)
-                _thaw(model, optimizer)
                 train(model, optimizer, 2, start=1)
             assert calls_of(live)["first.weight"] == 2
-        else:
-            surgery = gs.Surgery(gs.Intervention(transform, at))
-            if pattern == "*":
-                with surgery.attach(model, optimizer):
-                    train(model, optimizer, 1)
-            else:
-                train(model, optimizer, 1)
-            _thaw(model, optimizer)
-            surgery = gs.Surgery(gs.Intervention(transform, at))
-            with surgery.attach(model, optimizer):
-                train(model, optimizer, 2, start=1)
-        assert not any(map(torch.equal, before, model.parameters()))
         assert num_hooks(model, optimizer) == 0
         results.append(weights(model))
     assert all(map(torch.equal, *results))
+    assert not torch.equal(results[0][0], small().first.weight)
 
 
 def test_a_layer_that_is_added_joins_and_one_that_leaves_is_left_out() -> None:
@@ -162,14 +150,12 @@ def test_a_layer_that_is_added_joins_and_one_that_leaves_is_left_out() -> None:
     }
 
 
-def test_frozen_parameters_alone_are_refused_at_other_stages() -> None:
+@pytest.mark.parametrize("stage", ["backward", "accumulated", "backward_end", None])
+def test_frozen_parameters_alone_are_refused_at_other_stages(stage: Any) -> None:
     model = small()
     model.first.requires_grad_(False)
-    for stage in ("backward", "accumulated", "backward_end"):
-        with pytest.raises(LookupError, match="'first.*' matches is frozen: first.weight, "):
-            attached(model, gs.Clip(1.0), gs.Parameters("first.*", stage=stage))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(LookupError, match="is frozen"):
-        attached(model, gs.Clip(1.0), gs.Parameters("first.*"))
+    with pytest.raises(LookupError, match="'first.*' matches is frozen: first.weight, "):
+        attached(model, gs.Clip(1.0), gs.Parameters("first.*", stage=stage))
 
 
 # Several optimizers
@@ -273,23 +259,43 @@ def test_a_skip_ends_with_the_next_gradients_of_an_optimizer_that_did_not_step()
     assert not any(map(torch.equal, before, weights(model)))
 
 
-def test_gradients_of_the_second_optimizer_must_be_unscaled_before_the_first_step() -> None:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["in the step", "before_step"])
+def test_gradients_of_all_optimizers_must_be_unscaled_before_the_first_steps(by_hand: bool) -> None:
     model = small()
     optimizers, scaler = [sgd(model.first), sgd(model.last)], torch.amp.GradScaler("cpu")
     surgery = gs.Surgery(gs.Intervention(CLIP))
     with surgery.attach(model, optimizers, scaler=scaler) as live:  # pyright: ignore[reportArgumentType]
-        for unscale in (True, False):
-            scaler.scale(model(torch.ones(2, 6)).sum()).backward()
-            for optimizer in optimizers if unscale else ():
-                scaler.unscale_(optimizer)
-            if not unscale:
-                with pytest.raises(RuntimeError, match="before the first one steps"):
-                    scaler.step(optimizers[0])
-                break
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
+        step = live.before_step if by_hand else scaler.step
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        scaler.unscale_(optimizers[0])
+        with pytest.raises(RuntimeError, match="before the first one steps"):
+            step(optimizers[0])
+        scaler.unscale_(optimizers[1])
+        step(optimizers[0])
     assert set(calls_of(live).values()) == {1}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gan_whose_optimizers_take_turns(scaled: bool) -> None:
+    """The first steps twice as often as the second, which has no gradients then."""
+    plain, model = small(), small()
+    for net in (plain, model):
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled and net is model)
+        optimizers = [sgd(net.first), sgd(net.last)]
+        surgery = gs.Surgery(gs.Intervention(CLIP if net is model else gs.Identity()))
+        with surgery.attach(net, optimizers, scaler=scaler) as live:  # pyright: ignore[reportArgumentType]
+            for optimizer in (optimizers[0], *optimizers) * 2:
+                net.zero_grad()
+                params = optimizer.param_groups[0]["params"]
+                scaler.scale(torch.stack([(param**2).sum() for param in params]).sum()).backward()
+                scaler.unscale_(optimizer)
+                if net is plain:
+                    clip_grad_norm_(net.parameters(), 0.01)
+                scaler.step(optimizer)
+                scaler.update()
+        assert live.step == 4
+    for weight, expected in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(weight, expected)
 
 
 @pytest.mark.parametrize("at", [gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
@@ -299,33 +305,117 @@ def test_other_kinds_refuse_a_group_in_two_optimizers(at: Any) -> None:
         gs.Surgery(gs.Intervention(CLIP, at)).start(model, _two(model))
 
 
+# Exceptions, and a block that ends inside a step
+
+
+class Failing(SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("at", [STEP, gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
+def test_a_step_that_raises_is_not_counted_and_the_next_is(at: Any) -> None:
+    plain, model = small(), small()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with attached(model, gs.Identity(), at, optimizer) as live:
+        for step in range(3):
+            optimizer.fails = step == 1
+            optimizer.zero_grad()
+            backward(model, step)
+            if optimizer.fails:
+                with pytest.raises(ArithmeticError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert live.step == 2
+    train(plain, sgd(plain), 1)
+    train(plain, sgd(plain), 1, start=2)
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+@pytest.mark.parametrize("where", ["closure", "before", "after"])
+def test_the_block_may_end_inside_a_step(where: str) -> None:
+    model, lives = small(), []
+    optimizer = sgd(model)
+
+    def act(grad: Tensor) -> Tensor:
+        if where != "closure":
+            lives[0].abort()
+        return grad
+
+    def closure() -> None:
+        backward(model)
+        if where == "closure":
+            lives[0].abort()
+
+    item = gs.Intervention(act, gs.Weights() if where == "after" else STEP)
+    lives.append(gs.Surgery(item).start(model, optimizer))
+    for _ in range(2):
+        optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    assert num_hooks(model, optimizer) == 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_gradients_of_a_skipped_step_that_is_never_made_are_back_after_the_block(
+    raises: bool,
+) -> None:
+    model = small()
+    optimizer = Failing(model.parameters(), lr=0.1)
+    optimizer.fails = True
+    with attached(model, gs.SkipUpdate(1e-6), None, optimizer) as live:
+        backward(model)
+        if raises:
+            with pytest.raises(ArithmeticError):
+                optimizer.step()
+        else:
+            live.before_step()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 # Memory
 
 
+class Streams(GroupTransform):
+    """Yields zeros one at a time, and notes how many gradients are alive before each."""
+
+    def __init__(self) -> None:
+        self.held: list[ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    @property
+    def properties(self) -> frozenset[Any]:
+        return frozenset()
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: object
+    ) -> tuple[Iterator[Tensor], TransformState]:
+        self.held = [ref(grad) for grad in grads]
+
+        def results() -> Iterator[Tensor]:
+            for index in range(len(grads)):
+                self.alive.append(sum(held() is not None for held in self.held))
+                yield torch.zeros_like(grads[index])
+
+        return results(), state
+
+
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=repr)
-def test_each_result_is_written_before_the_next_is_made(
-    at: gs.Parameters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, held = small(), []
-
-    def group_hook(self: Attached, sites: list[str], *_: Any, **__: Any) -> Any:
-        def act(grads: list[Tensor | None]) -> Iterator[Tensor | None]:
-            for index, grad in enumerate(grads):
-                assert grad is not None
-                grads[index] = None
-                yield torch.zeros_like(grad)
-                held.append([param.grad.any().item() for param in model.parameters()])  # pyright: ignore
-
-        return act
-
-    monkeypatch.setattr(Attached, "group_hook", group_hook)
+def test_each_gradient_is_written_and_freed_before_the_next_is_made(at: gs.Parameters) -> None:
+    model, transform = small(), Streams()
     optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(CLIP, at))
-    live = surgery.start(model, optimizer)
-    backward(model)
-    optimizer.step()
-    live.abort()
-    assert [sum(row) for row in held] == [3, 2, 1, 0]
+    with attached(model, transform, at, optimizer, effects_every=0):
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    assert transform.alive == [4, 3, 2, 1] * 2
 
 
 def test_a_transform_of_single_tensors_holds_no_list_of_gradients() -> None:

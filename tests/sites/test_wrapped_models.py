@@ -130,24 +130,19 @@ def test_code_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_called()
         model[1](model[0](batch()[0])).sum().backward()
 
 
-def test_nodes_made_by_the_compiler_are_warned_about() -> None:
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (gs.Nodes("*"), r"nodes that torch\.compile has made"),
+        (gs.SavedTensors("act"), r"torch\.compile has compiled chooses by itself"),
+        (gs.SavedTensors("block"), r"torch\.compile has compiled chooses by itself"),
+    ],
+    ids=repr,
+)
+def test_what_the_compiler_makes_is_warned_about(at: Selector, message: str) -> None:
     model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"nodes that torch\.compile has made"),
-        attached(model, gs.Scale(10.0), gs.Nodes("*")),
-    ):
+    with pytest.warns(gs.SurgeryWarning, match=message), attached(model, gs.Scale(10.0), at):
         backward(_whole(model, "aot_eager"))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("at", [gs.SavedTensors("act"), gs.SavedTensors("block")])
-def test_tensors_saved_by_compiled_code_are_warned_about(backend: str, at: Selector) -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"torch\.compile has compiled chooses by itself"),
-        attached(model, gs.Scale(10.0), at),
-    ):
-        backward(_whole(model, backend))
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
