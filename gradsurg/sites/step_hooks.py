@@ -262,7 +262,7 @@ class _Watched:
         tick: WeakMethod[Callable[[], object]] | None,
     ) -> None:
         self._optimizer, self._members, self._tick = optimizer, members, tick
-        self._depth = 0  # a step that calls the one of the class it extends runs its hooks too
+        self.depth = 0  # of steps that run: `super().step()` runs the same hooks once more
         self.has_run_before = False
         self._skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
         self._handles = [
@@ -283,9 +283,9 @@ class _Watched:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run what comes before a step, or put it into the closure."""
-        # Either a step inside a step, or an earlier step has raised and never ended.
-        self._depth = autograd.depth_of_steps(optimizer) if self._depth else 1
-        if self._depth > 1 or not self._members:
+        # If one runs already, this is inside of it, or that one has raised and never ended.
+        self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
+        if self.depth > 1 or not self._members:
             return None
         for member in self._members:
             member.renew()
@@ -305,8 +305,8 @@ class _Watched:
 
     def _end(self, *_: object) -> None:
         """Run what comes after a step, and count it."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth:
+        self.depth = max(self.depth - 1, 0)
+        if self.depth:
             return
         self.has_run_before = False
         for each in self._actions():
