@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from gradsurg.sites.base import Attached, GroupFn, SiteHook
+from gradsurg.sites.base import Attached, GroupFn, Selector, SiteHook
 from gradsurg.sites.contexts import refusal
 from gradsurg.torch_internals import autograd
 
@@ -137,7 +137,7 @@ def _no_value() -> None:
 # Parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
 
 
-def access_to(selector: object, params: Mapping[str, nn.Parameter], attached: Attached) -> Access:
+def access_to(selector: Selector, params: Mapping[str, nn.Parameter], attached: Attached) -> Access:
     """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
 
     Processes communicate at `step`, where all decide alike; not at `accumulated`.

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsurg.sites.base import Selector
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling
 
@@ -38,24 +40,17 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
     when_wrapped(model, stack, act_on_size)
 
 
-def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
+def refuse_static_graph(at: Selector, model: nn.Module, stack: ExitStack) -> None:
     """Raise RuntimeError if the model is in a DistributedDataParallel with static_graph=True.
 
-    With an aggregator the weights of its ranks drift apart. TypeError for sharded parameters.
+    With an aggregator the weights of its ranks drift apart. TypeError for a sharded parameter.
     """
     if any(map(autograd.is_sharded, model.parameters())):
-        raise TypeError(
-            f"{label}: the parameters are sharded, as by fully_shard, and the passes of an "
-            "aggregator for single tasks reach none of them. Use DistributedDataParallel."
-        )
+        raise refusal(at, "FSDP2")
 
     def refuse(wrapper: DistributedDataParallel) -> None:
         if wrapper.static_graph:
-            raise RuntimeError(
-                f"{label}: an aggregator runs backward passes for single tasks, which "
-                "DistributedDataParallel(static_graph=True) does not average correctly. Use "
-                "static_graph=False."
-            )
+            raise refusal(at, "static_graph")
 
     when_wrapped(model, stack, refuse)
 
