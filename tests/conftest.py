@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; subprocesse
 
 import pytest
 import torch
+from torch import distributed
 
 from gradsurg.torch_internals import compiling
 
@@ -136,6 +137,14 @@ def _nothing_compiled() -> Iterator[None]:
     yield
     if compiling.has_compiled():
         torch.compiler.reset()
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

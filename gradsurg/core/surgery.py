@@ -19,6 +19,7 @@ from gradsurg.core.session import Session
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import AVERAGED
+from gradsurg.sites.contexts import refuse_at_once, visible_rows
 from gradsurg.sites.model_tree import tree
 from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
@@ -180,6 +181,8 @@ class Surgery:
         is_distributed = distributed.is_available() and distributed.is_initialized()
         processes = distributed.get_world_size() if is_distributed else 1
         is_compiled = hasattr(model, "_orig_mod")
+        for item in self._interventions:
+            refuse_at_once(item.at, model, "" if item.aggregator else item.stage)
         model = inner_model(model)
         self._clock.epoch_length = steps_per_epoch
         session = Session(
@@ -238,16 +241,18 @@ class Surgery:
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
 
         With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as
-        they run; without it, the sites known before a forward.
+        they run; without it, the sites known before a forward. Below are the cells of the table of
+        contexts that apply to the model as it is now: compiled, wrapped, sharded or scripted.
         """
-        model = inner_model(model)
+        outer, model = model, inner_model(model)
         params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
         parts = []
         for item, labels in zip(self.interventions, self.labels, strict=True):
             if item.aggregator is not None:
                 from gradsurg.multitask.aggregation import plan_of
 
-                parts.append(plan_of(labels[0], item.aggregator, item.at, item.when, model))
+                planned = plan_of(labels[0], item.aggregator, item.at, item.when, model)
+                parts.append("\n".join([planned, *_contexts(item, outer)]))
                 continue
             text = f"stage {item.stage}, when {item.when!r}"
             if item.at.changed_tensors != "gradients":
@@ -263,6 +268,7 @@ class Surgery:
                 text += f", {plural(len(hits), 'site')}{_state_size(item, hits, params)}"
                 text += _copies_size(item, [params[site] for site in hits if site in params])
                 below = [str(modules), text]
+            below += _contexts(item, outer)
             parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
         if example_input is None:
             return "\n".join(parts) or "no intervention"
@@ -328,6 +334,15 @@ def _about_model(model: object) -> str:
     if isinstance(model, Optimizer):
         text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
     return f"model: must be a torch.nn.Module, found {text}{hint}"
+
+
+def _contexts(item: Intervention, model: nn.Module) -> list[str]:
+    """Return a line for each cell of the table of contexts that applies to a model as it is."""
+    rows = visible_rows(item.at, model, "" if item.aggregator else item.stage)
+    return [
+        f"  {f'{row.kind} {row.stage}'.rstrip()} {row.outcome} in {row.context}: {row.sentences}"
+        for row in dict.fromkeys(rows)
+    ]
 
 
 def _state_size(

@@ -78,7 +78,7 @@ class MultiTaskBackward:
                     f"{label}: reduce must be that of '{other.label}', {other.at.reduce!r}, found "
                     f"{at.reduce!r}"
                 )
-        refuse_static_graph(label, self.session.model, self._stack)
+        refuse_static_graph(at, self.session.model, self._stack)
         if at.reduce == "mean":
             when_wrapped(self.session.model, self._stack, partial(self._average_over, label, at))
         if at.features:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.base import Attached
+from gradsurg.sites.base import Attached, Selector
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Make, Params, StepActions
@@ -144,7 +144,7 @@ def _act_on(act: Act, param: Tensor) -> None:
 # Parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
 
 
-def access_to(at: ParamSelector, params: Mapping[str, nn.Parameter], attached: Attached) -> Access:
+def access_to(selector: Selector, params: Mapping[str, nn.Parameter], attached: Attached) -> Access:
     """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
 
     Processes communicate at `step`, where all decide alike; not at `accumulated`.
@@ -155,13 +155,13 @@ def access_to(at: ParamSelector, params: Mapping[str, nn.Parameter], attached: A
     meshes = {param.device_mesh for param in sharded}
     for mesh in meshes:
         if mesh.ndim != 1:
-            raise refusal(at, "FSDP2, meshes", ndim=mesh.ndim)
+            raise refusal(selector, "FSDP2, meshes", ndim=mesh.ndim)
     mesh = sharded[0].device_mesh
     if attached.stateful:
         processes = mesh.size()
         made = int(attached.state("#parts").setdefault("processes", torch.tensor(processes)))
         if made != processes:
-            raise refusal(at, "FSDP2, resumed", made=made, found=processes)
+            raise refusal(selector, "FSDP2, resumed", made=made, found=processes)
     are_alike = len(meshes) == 1 and len(sharded) == len(params)
     by_parts = attached.acts_on_shards and are_alike
     if by_parts and not (attached.varies and attached.stage == "accumulated"):
@@ -170,7 +170,7 @@ def access_to(at: ParamSelector, params: Mapping[str, nn.Parameter], attached: A
         return Access(_part, _write_part, _no_reader, around)
     if attached.stage == "accumulated":
         reason = attached.varies or "the transform or its trigger needs whole gradients"
-        raise refusal(at, "FSDP2, accumulated", reason=reason)
+        raise refusal(selector, "FSDP2, accumulated", reason=reason)
     attached.note("it needs whole gradients: those of sharded parameters were gathered")
     return Access(_whole_grad, _write_share, _late_value if attached.needs_value else _no_reader)
 

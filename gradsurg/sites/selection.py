@@ -23,6 +23,7 @@ from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.combined import Selection
+from gradsurg.sites.contexts import refusal
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 
@@ -247,12 +248,7 @@ def expect_params(
         if skipped:
             continue
         if not takes_shards and type(param) is not nn.Parameter and autograd.is_sharded(param):
-            raise TypeError(
-                f"{type(fields).__name__}: parameter '{name}' is a DTensor, as fully_shard "
-                "makes it: autograd computes with another tensor in its place, and hooks of this "
-                "one do not run. Use Parameters with stage='step' or stage='accumulated' for the "
-                "averaged gradient, or Outputs, Inputs or Nodes."
-            )
+            raise refusal(fields, "FSDP2", name, attached.stage)
         params[name] = param
     for name, owner, behind in _parametrized(model):
         places = [Place(fields.mechanism, name, param, owner=owner) for param in behind.values()]

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.contexts import find, sentences
+from gradsurg.sites.base import Selector
+from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling
 
@@ -32,23 +33,18 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
     when_wrapped(model, stack, lambda ddp: act(distributed.get_world_size(ddp.process_group)))
 
 
-def refuse_static_graph(label: str, model: nn.Module, stack: ExitStack) -> None:
+def refuse_static_graph(at: Selector, model: nn.Module, stack: ExitStack) -> None:
     """Raise RuntimeError if the model is in a DistributedDataParallel with static_graph=True.
 
-    With an aggregator the weights of its ranks drift apart. TypeError for sharded parameters.
+    With an aggregator the weights of its ranks drift apart. TypeError for a sharded parameter.
     """
-
-    def refuse(context: str) -> None:
-        one = find("SharedParameters", context)
-        assert one is not None
-        raise one.error(f"{label}: {sentences(one)}")
+    if any(map(autograd.is_sharded, model.parameters())):
+        raise refusal(at, "FSDP2")
 
     def check(wrapper: DistributedDataParallel) -> None:
         if wrapper.static_graph:
-            refuse("static_graph")
+            raise refusal(at, "static_graph")
 
-    if any(map(autograd.is_sharded, model.parameters())):
-        refuse("FSDP2")
     when_wrapped(model, stack, check)
 
 

@@ -1,10 +1,10 @@
 """Contexts in which users attach: training steps that return the gradient of a probe."""
 
 import copy
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
@@ -53,15 +53,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _probe(model: nn.Module, kind: Kind) -> Tensor:
     param = _params(model)[kind.probe]
-    match kind.of:
-        case "update":
-            return _whole(param) - _params(_ready()[0])[kind.probe].detach()
-        case "gradient" if param.grad is None:
-            return torch.zeros_like(_whole(param))
-        case "gradient":
-            return _whole(param.grad)
-        case _:
-            return _whole(param)
+    if kind.of == "gradient":
+        return torch.zeros_like(_whole(param)) if param.grad is None else _whole(param.grad)
+    before = _params(_ready()[0])[kind.probe].detach()
+    return _whole(param) - before if kind.of == "update" else _whole(param)
 
 
 def _run(model: nn.Module, loss: Tensor, kind: Kind, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -95,20 +90,16 @@ def _trains(
 
 
 class _Checkpointed(Net):
-    reentrant = False
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return recomputed(super().forward, x, self.reentrant)
 
 
-class _Reentrant(_Checkpointed):
-    reentrant = True
-
-
-def _compile(model: nn.Module) -> nn.Module:
-    compiled = torch.compile(model, backend="aot_eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
+def _compile(model: nn.Module) -> Any:  # Any: PyTorch types it as a function
+    return torch.compile(model, backend="aot_eager")
 
 
 def _compile_and_call(model: nn.Module) -> nn.Module:
@@ -225,22 +216,8 @@ def autograd_grad(kind: Kind, attach: Attach) -> Tensor:
 def threads(kind: Kind, attach: Attach) -> Tensor:
     """Forward and backward in another thread than that of attach."""
     model, optimizer = _ready()
-    results: list[Tensor | BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(_run(model, model(_x()).sum(), kind, optimizer))
-        except RuntimeError as error:
-            results.append(error)
-
-    with attach(model, optimizer):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    with attach(model, optimizer), ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: _run(model, model(_x()).sum(), kind, optimizer)).result()
 
 
 def ddp(kind: Kind, attach: Attach) -> Tensor:
@@ -258,7 +235,7 @@ STEPS: dict[str, Step] = {
     "no_grad": no_grad,
     "in-place consumer": _trains(lambda: Net(inplace=True)),
     "checkpoint, non-reentrant": _trains(_Checkpointed),
-    "checkpoint, reentrant": _trains(_Reentrant),
+    "checkpoint, reentrant": _trains(lambda: _Checkpointed(True)),
     "autocast + GradScaler": autocast_and_scaler,
     "accumulation": accumulation,
     "torch.compile inside the block": _trains(inside=_compile),

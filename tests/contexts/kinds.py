@@ -37,16 +37,13 @@ FIELDS = {
 }
 """The pattern of a kind, and the field of its mode; other kinds select a parameter at a stage."""
 
+MORE = {"Nodes": {"module": "act"}, "EveryModule": {"types": "ReLU"}}  # a copy has other names
 PROBES = {"Weights": "value", "Updates": "update", "Captured": "captured"}
 
 
 def _kind(name: str, mode: str) -> Kind:
     pattern, field = FIELDS.get(name, ("first.weight", "stage"))
-    fields = {field: mode} if mode else {}
-    if name == "Nodes":
-        fields["module"] = "act"
-    if name == "EveryModule":  # a copy of the model has other names
-        fields["types"] = "ReLU"
+    fields = MORE.get(name, {}) | ({field: mode} if mode else {})
     probe = "last.weight" if name == "SavedTensors" else "first.weight"
     return Kind(lambda: getattr(gs, name)(pattern, **fields), probe, PROBES.get(name, "gradient"))
 

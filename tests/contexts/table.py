@@ -18,14 +18,19 @@ import torch
 from torch import distributed, nn
 
 import gradsurg as gs
-from gradsurg.sites.contexts import CONTEXTS, ROWS, Row, find, sentences
-from gradsurg.sites.contexts import KINDS as PAIRS
+from gradsurg.sites.contexts import CONTEXTS, ROWS, Row, rows_of
 from gradsurg.training.ranks import Ranks, in_ranks
 from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import FACTOR, KINDS, Kind
 
 README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"
 BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"
+
+
+def stated(name: str, context: str) -> str:
+    """Return the outcome in the table."""
+    rows = {of.context: of.outcome for of in rows_of(KINDS[name].make())}
+    return rows.get(context, "acts")
 
 
 def outcome(kind: Kind, context: str) -> tuple[str, str, Exception | None]:
@@ -94,10 +99,8 @@ def _print_column() -> None:
 def table() -> str:
     """Return the stated table in Markdown, with a row for each kind, and the reasons below it."""
     lines = [f"| site | {' | '.join(CONTEXTS)} |", f"|{'---|' * (1 + len(CONTEXTS))}"]
-    for kind, mode in PAIRS:
-        found = [find(kind, context, [mode]) for context in CONTEXTS]
-        cells = [of.outcome if of else "acts" for of in found]
-        lines.append(f"| {' | '.join([f'{kind} {mode}'.rstrip(), *cells])} |")
+    for name in KINDS:
+        lines.append(f"| {' | '.join([name, *(stated(name, context) for context in CONTEXTS)])} |")
     lines.append("")
     for context, meaning in CONTEXTS.items():
         lines.append(f"- **{context}**: {meaning}")
@@ -113,7 +116,7 @@ def table() -> str:
 def _reasons(rows: Iterable[Row]) -> list[str]:
     """Return a line for each reason, with the kinds that have it."""
     lines = []
-    for (outcome, text), same in groupby(rows, lambda of: (of.outcome, sentences(of))):
+    for (outcome, text), same in groupby(rows, lambda of: (of.outcome, of.sentences)):
         names = [f"{of.kind} {of.stage}".rstrip().replace("*", "every kind") for of in same]
         shown = re.sub(r"'?\{(\w+)\}'?", r"*\1*", text)
         lines.append(f"  - *{outcome}*: {', '.join(names)}: {shown}")

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -24,17 +23,12 @@ import gradsurg as gs
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
-from gradsurg.sites.contexts import CONTEXTS, ROWS, Row
+from gradsurg.sites.contexts import CONTEXTS, ROWS
 from tests.contexts.contexts import PROCESSES, STEPS, Order, trained
 from tests.contexts.kinds import KINDS, Kind
-from tests.contexts.table import BEGIN, END, README, column, outcome, table
-from tests.nets import attached, small
+from tests.contexts.table import BEGIN, END, README, column, outcome, stated, table
+from tests.nets import attached, num_hooks, small
 from tests.sites.points import recomputed
-
-
-def _stated(name: str, context: str) -> Row | None:
-    kind, _, mode = name.partition(" ")
-    return contexts.find(kind, context, [mode])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -47,14 +41,14 @@ def _stated(name: str, context: str) -> Row | None:
     ],
 )
 def test_a_kind_of_site_has_the_stated_outcome_in_a_context(name: str, context: str) -> None:
-    stated = _stated(name, context)
     measured, text, error = outcome(KINDS[name], context)
-    assert measured == (stated.outcome if stated else "acts"), text
-    if stated is not None and error is not None:
-        assert isinstance(error, stated.error)
-        if text.startswith(f"{stated.kind}: "):
-            ways_out = [of.instead.lower() for of in ROWS if of.kind == stated.kind and of.instead]
-            assert any(way_out in text.lower() for way_out in ways_out)
+    assert measured == stated(name, context), text
+    if error is not None and measured == "refused":
+        at = KINDS[name].make()
+        assert isinstance(error, contexts.row(at, context).error)
+        if text.startswith(f"{type(at).__name__}: "):
+            rows = contexts.rows_of(at)
+            assert any(of.instead and of.instead.lower() in text.lower() for of in rows)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +59,7 @@ def test_a_kind_of_site_has_the_stated_outcome_in_a_context(name: str, context: 
     ],
 )
 def test_kinds_of_sites_have_the_stated_outcomes_in_several_processes(context: str) -> None:
-    rows = {name: _stated(name, context) for name in KINDS}
-    assert column(context) == {name: of.outcome if of else "acts" for name, of in rows.items()}
+    assert column(context) == {name: stated(name, context) for name in KINDS}
 
 
 def test_the_readme_has_the_table_and_its_reasons() -> None:
@@ -79,8 +72,9 @@ def test_every_kind_and_context_is_in_the_table_once() -> None:
     assert {kind for kind, _ in contexts.KINDS} == kinds
     assert [*STEPS] == [*CONTEXTS]
     assert {of.kind for of in ROWS} <= kinds | {"*", "SharedParameters", "MatchedUpdates"}
-    for kind, mode in contexts.KINDS:
-        cells = Counter(of.context for of in ROWS if of.kind == kind and of.stage in ("", mode))
+    assert {of.outcome for of in ROWS} == {"acts", "warned", "reported", "refused", "n/a"}
+    for kind in KINDS.values():
+        cells = Counter(of.context for of in contexts.rows_of(kind.make()))
         assert [context for context, number in cells.items() if number > 1] == []
 
 
@@ -89,7 +83,7 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     assert "Parameters (step) acts in: eager; in-place consumer" in text
     assert "Nodes (backward, enter) acts in: eager" in text
     assert "  refused in torch.compile inside the block: what is compiled runs as one node." in text
-    assert "FSDP2: a sharded" not in text
+    assert "FSDP2: sharded" not in text
 
 
 def test_a_refusal_names_kind_site_reason_and_way_out() -> None:
@@ -100,8 +94,6 @@ def test_a_refusal_names_kind_site_reason_and_way_out() -> None:
     assert str(error).endswith("; found 3 processes.")
     error = contexts.refusal(gs.Outputs(), "TorchScript", site="a#0")
     assert str(error).endswith(f"hooks. {contexts.row(gs.Outputs(), 'TorchScript').instead}.")
-    sharded = contexts.row(gs.Parameters(), "FSDP2", stage="backward")
-    assert contexts.row(gs.Parameters(), "FSDP2") is sharded
     with pytest.raises(KeyError, match="Parameters in FSDP2"):
         contexts.row(gs.Parameters(), "FSDP2", stage="step")
 
@@ -111,64 +103,72 @@ def _wrapped(reentrant: bool) -> nn.Module:
     return nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1), checkpoint_impl=how))
 
 
-def _enabled(reentrant: bool) -> nn.Module:
+def _with(change: Callable[[nn.Module], object]) -> nn.Module:
+    change(model := small())
+    return nn.Sequential(model)
+
+
+def _enable(model: nn.Module) -> None:
     """As transformers' gradient_checkpointing_enable does it."""
-    model = small()
-    model.gradient_checkpointing = True
-    model._gradient_checkpointing_func = partial(recomputed, use_reentrant=reentrant)
-    return model
+    function = partial(recomputed, use_reentrant=True)
+    vars(model).update(gradient_checkpointing=True, _gradient_checkpointing_func=function)
 
 
-def _in_place() -> nn.Module:
-    model = small()
-    model.compile(backend="eager")
-    return model
+def _sharded() -> nn.Module:
+    return fully_shard(small(), mesh=init_device_mesh("cpu", (1,)))
 
 
+COMPILED = "torch.compile inside the block"
 VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wrappers
     "plain": (small, []),
-    "compiled": (lambda: torch.compile(small()), ["torch.compile inside the block"]),
-    "compiled in place": (lambda: nn.Sequential(_in_place()), ["torch.compile inside the block"]),
+    "compiled": (lambda: torch.compile(small(), backend="eager"), [COMPILED]),
+    "compiled in place": (lambda: _with(lambda model: model.compile(backend="eager")), [COMPILED]),
     "scripted": (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), ["TorchScript"]),
     "wrapped": (lambda: _wrapped(False), ["checkpoint, non-reentrant"]),
     "wrapped, reentrant": (lambda: _wrapped(True), ["checkpoint, reentrant"]),
-    "enabled": (lambda: _enabled(True), ["checkpoint, reentrant"]),
+    "enabled": (lambda: _with(_enable), ["checkpoint, reentrant"]),
     "DDP": (lambda: DistributedDataParallel(small()), ["DDP"]),
     "static": (
         lambda: DistributedDataParallel(small(), static_graph=True),
         ["DDP", "static_graph"],
     ),
-    "sharded": (lambda: fully_shard(small(), mesh=init_device_mesh("cpu", (1,))), ["FSDP2"]),
+    "sharded": (_sharded, ["FSDP2"]),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", VISIBLE)
-def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str, tmp_path: Path) -> None:
-    torch.compiler.reset()
+def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
     make, expected = VISIBLE[name]
-    if name in ("DDP", "static", "sharded"):
-        distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert contexts.visible_contexts(make()) == expected
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+    assert contexts.visible_contexts(make()) == expected
 
 
-def test_contexts_of_optimizers_and_scalers_are_seen() -> None:
-    model = small()
-    optimizers = [torch.optim.LBFGS(model.parameters())]
-    scaler = torch.amp.GradScaler("cpu")
-    found = contexts.visible_contexts(model, optimizers, scaler)
-    assert found == ["autocast + GradScaler", "LBFGS"]
-    assert contexts.visible_contexts(model, (), torch.amp.GradScaler("cpu", enabled=False)) == []
+@pytest.mark.parametrize("at", [gs.Outputs("act"), gs.Inputs("act"), gs.Nodes("Relu")], ids=repr)
+def test_a_plan_has_the_cells_of_the_contexts_that_are_seen(at: Selector) -> None:
+    surgery, row = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), contexts.row(at, COMPILED)
+    expected = f"  {row.kind} {row.outcome} in {COMPILED}: {row.why}. {row.instead}".rstrip()
+    assert expected in surgery.plan(torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
+    assert COMPILED not in surgery.plan(small())
 
 
-def test_rows_of_a_selector_are_those_of_the_visible_contexts() -> None:
-    model, at = torch.compile(small()), gs.Parameters() | gs.Nodes("Relu")
-    (found,) = contexts.visible_rows(at, model)
-    assert (found.kind, found.outcome) == ("Nodes", "refused")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("make", "transform", "at"),
+    [
+        *((_sharded, gs.Scale(2.0), at) for at in (gs.Parameters(), gs.Updates(), gs.Weights())),
+        (VISIBLE["static"][0], gs.Sum(), gs.SharedParameters()),
+    ],
+)
+def test_what_the_table_refuses_is_refused_before_the_optimizer_is_known(
+    make: Callable[[], nn.Module], transform: Any, at: Selector
+) -> None:
+    model = make()
+    context = contexts.visible_contexts(model)[-1]
+    with pytest.raises(contexts.row(at, context).error) as caught:
+        gs.Surgery(gs.Intervention(transform, at)).start(model)
+    assert str(caught.value) == str(contexts.refusal(at, context))
+    assert num_hooks(model) == num_hooks(make())
 
 
 class _Twice(nn.Module):
@@ -227,8 +227,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
-    _, texts = _clipped(at, reentrant=True)
-    assert any("reentrant" in text for text in texts)
+    assert any("reentrant" in text for text in _clipped(at, reentrant=True)[1])
 
 
 def test_a_site_that_silently_does_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +240,32 @@ def test_a_site_that_silently_does_nothing_is_detected(monkeypatch: pytest.Monke
     assert outcome(KINDS["Outputs"], "eager")[0] == "IGNORED"
 
 
-def _compiled_as_eager(name: str, backend: str) -> None:
+NOISE = (
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:Dynamo detected a call to a `functools.lru_cache`",
+    "ignore:Using `torch.compile.module.` when there are global hooks",
+    "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
+    "ignore:.*not linear:gradsurg.SurgeryWarning",
+)
+FAST = ("Outputs", "Parameters backward")
+BACKENDS = {"eager": pytest.mark.full, "aot_eager": pytest.mark.slow}
+
+
+@pytest.mark.filterwarnings(*NOISE)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[] if name in FAST and backend == "eager" else mark)
+        for backend, mark in BACKENDS.items()
+        for name in KINDS
+    ],
+)
+def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
+    name: str, backend: str
+) -> None:
     kind = KINDS[name].make()
     # Nodes are those of one compiled graph: the table has them as refused.
     at = kind if isinstance(kind, gs.Nodes) else replace(kind, pattern="*")
-    torch.compiler.reset()
     weights, counts = trained(at, "never", backend)
     for order in get_args(Order)[1:]:
         torch.compiler.reset()
@@ -255,36 +275,4 @@ def _compiled_as_eager(name: str, backend: str) -> None:
             continue
         weights_here, counted = trained(at, order, backend)
         assert counted == counts, order
-        for weight, other in zip(weights_here, weights, strict=True):
-            torch.testing.assert_close(weight, other, msg=order)
-    torch.compiler.reset()
-
-
-NOISE = (
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo detected a call to a `functools.lru_cache`",
-    "ignore:Using `torch.compile.module.` when there are global hooks",
-    "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
-    "ignore:.*not linear:gradsurg.SurgeryWarning",
-)
-
-
-@pytest.mark.filterwarnings(*NOISE)
-@pytest.mark.parametrize("name", ["Outputs", "Parameters backward"])
-def test_compiled_training_has_the_weights_and_counts_of_eager_training(name: str) -> None:
-    _compiled_as_eager(name, "eager")
-
-
-@pytest.mark.filterwarnings(*NOISE)
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("eager", marks=pytest.mark.full),
-        pytest.param("aot_eager", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
-    name: str, backend: str
-) -> None:
-    _compiled_as_eager(name, backend)
+        torch.testing.assert_close(weights_here, weights)

@@ -18,7 +18,7 @@ from gradsurg.transforms.base import (
     TransformProperty,
     TransformState,
 )
-from tests.nets import attached, backward, batch, sgd, small, weights
+from tests.nets import attached, backward, batch, sgd, small, train, weights
 
 TENSOR = [gs.Parameters(stage=stage) for stage in gs.Parameters.stages]
 GROUP = [gs.Parameters(stage=stage) for stage in gs.Parameters.group_stages]
@@ -74,7 +74,7 @@ class Means(GroupTransform):
         return means, after
 
 
-def train(transform: Transform, at: Selector, to_none: bool = True) -> list[Tensor]:
+def trained(transform: Transform, at: Selector, to_none: bool = True) -> list[Tensor]:
     """Return the weights after three steps, with gradients set to None or zeroed in between."""
     model = small()
     optimizer = sgd(model)
@@ -112,10 +112,7 @@ def test_p06_p08_a_fault_of_a_function_is_refused_at_every_gradient(
         pytest.raises(RuntimeError, match=f"{FAULTS[fault]}.*site 'first.weight'"),
         surgery.attach(model, optimizer := sgd(model)),
     ):
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
+        train(model, optimizer, 3)
     assert len(calls) == 2
 
 
@@ -125,7 +122,7 @@ def test_p08_a_fault_of_a_group_transform_is_refused_at_every_backward(
     at: Selector, fault: str
 ) -> None:
     with pytest.raises(RuntimeError, match=f"{FAULTS[fault]}.*'first.weight'"):
-        train(Means(fault), at)
+        trained(Means(fault), at)
 
 
 @pytest.mark.parametrize(
@@ -137,24 +134,22 @@ def test_p08_a_fault_of_a_group_transform_is_refused_at_every_backward(
 def test_p08_a_returned_state_is_not_modified_through_the_gradient(
     at: Selector, transform: Transform
 ) -> None:
-    zeroed, fresh = (train(transform, at, to_none) for to_none in (False, True))
+    zeroed, fresh = (trained(transform, at, to_none) for to_none in (False, True))
     torch.testing.assert_close(zeroed, fresh, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
 @pytest.mark.parametrize("at", TENSOR, ids=repr)
 def test_p09_a_tensor_kept_by_a_function_is_not_modified_through_the_gradient(at: Selector) -> None:
-    results: list[Tensor] = []
+    (model, results) = small(), list[Tensor]()
 
     def keeping(grad: Tensor) -> Tensor:
         results.append(grad * 2.0)
         return results[-1]
 
-    model = small()
     optimizer = sgd(model)
     with gs.Surgery(gs.Intervention(keeping, at=at)).attach(model, optimizer):
-        backward(model)
-        optimizer.step()
+        train(model, optimizer, 1)
         before = [grad.clone() for grad in results]
         optimizer.zero_grad(set_to_none=False)
     assert len(results) == 4

@@ -101,8 +101,8 @@ def test_the_global_random_generator_is_not_used() -> None:
 def test_attaching_the_same_surgery_twice_is_refused() -> None:
     surgery, model = gs.Surgery(gs.Intervention(gs.Scale(2.0))), Reused()
     with surgery.attach(model):
-        with pytest.raises(RuntimeError, match="attached already"), surgery.attach(model):
-            pass
+        with pytest.raises(RuntimeError, match="attached already"):
+            surgery.attach(model)
         model(torch.ones(1)).sum().backward()
     assert model.part.weight.grad is not None
     assert model.part.weight.grad.item() == 20.0

@@ -191,7 +191,7 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
 def test_what_does_not_act_on_parts_is_told() -> None:
     found = in_ranks(2, _messages)
     for stage in ("backward", "backward_end"):
-        assert "hooks of this one do not run. Use Parameters with stage='step'" in found[stage]
+        assert "their hooks do not run. Use Parameters with stage='step'" in found[stage]
     assert found["accumulated"] == ""
     assert found["one by one"] == "[0, 1, 2, 3]"
     assert "may draw random numbers. Use stage='step'" in found["noise"]
@@ -200,5 +200,5 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     assert "those of sharded parameters were gathered" in found["gathered"]
     assert "has the state of 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]
-    assert "for single tasks reach no sharded parameters" in found["aggregator"]
+    assert "SharedParameters: the passes of an aggregator" in found["aggregator"]
     assert "are not hooked, as after fully_shard: 0.weight" in found["late"]
