@@ -238,8 +238,9 @@ ROWS: tuple[Row, ...] = tuple(_rows(TABLE))
 
 def rows_of(kind: Selector, stage: str = "") -> list[Row]:
     """Return the rows of a kind, as its fields say it, at a stage (its own, if empty)."""
-    name, modes = type(kind).__name__, _modes(kind, stage)
-    return [one for one in ROWS if one.kind in ("*", name) and one.stage in ("", *modes)]
+    names = {"*", *(base.__name__ for base in type(kind).__mro__)}
+    modes = _modes(kind, stage)
+    return [one for one in ROWS if one.kind in names and one.stage in ("", *modes)]
 
 
 def _modes(kind: Selector, stage: str = "") -> list[str]:
@@ -249,8 +250,12 @@ def _modes(kind: Selector, stage: str = "") -> list[str]:
 
 
 def row(kind: Selector, context: str, stage: str = "") -> Row:
-    """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none."""
-    for one in rows_of(kind, stage):
+    """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none.
+
+    A user's kind that has none gets that of another kind.
+    """
+    is_users = not type(kind).__module__.startswith("gradsurg.")
+    for one in [*rows_of(kind, stage), *(ROWS if is_users else ())]:
         if one.context == context:
             return one
     raise KeyError(f"{type(kind).__name__} in {context}")
