@@ -181,8 +181,8 @@ class Surgery:
         is_distributed = distributed.is_available() and distributed.is_initialized()
         processes = distributed.get_world_size() if is_distributed else 1
         is_compiled = hasattr(model, "_orig_mod")
-        for item in self._interventions:
-            refuse_at_once(item.at, model, "" if item.aggregator else item.stage)
+        items = self._interventions
+        refuse_at_once(model, ((item.at, "" if item.aggregator else item.stage) for item in items))
         model = inner_model(model)
         self._clock.epoch_length = steps_per_epoch
         session = Session(

@@ -2,7 +2,7 @@
 
 import builtins
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -325,11 +325,16 @@ def visible_rows(at: Selector, model: nn.Module, stage: str = "") -> list[Row]:
     return [one for kind in at.kinds for one in rows_of(kind, stage) if one.context in contexts]
 
 
-def refuse_at_once(at: Selector, model: nn.Module, stage: str = "") -> None:
-    """Raise the refusal that holds at all sites: by a static graph, or if all is sharded."""
+def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selector, str]]) -> None:
+    """Raise a refusal that holds at all sites: by a static graph, or if all is sharded.
+
+    `selected` are the selectors with their stages.
+    """
+    is_static = any(vars(module).get("static_graph") for module in model.modules())
     are_sharded = all(map(autograd.is_sharded, model.parameters()))
-    certain = {"static_graph", "FSDP2" if are_sharded else ""}
-    for kind in at.kinds:
-        for one in visible_rows(kind, model, stage):
-            if one.outcome == "refused" and one.context in certain:
-                raise refusal(kind, one.context, stage=stage)
+    certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
+    for at, stage in selected if certain else ():
+        for kind in at.kinds:
+            for one in rows_of(kind, stage):
+                if one.outcome == "refused" and one.context in certain:
+                    raise refusal(kind, one.context, stage=stage)

@@ -407,9 +407,13 @@ class Streams(GroupTransform):
 
 
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=repr)
-def test_each_gradient_is_written_and_freed_before_the_next_is_made(at: gs.Parameters) -> None:
+def test_each_gradient_is_written_and_freed_before_the_next_is_made(
+    at: gs.Parameters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, transform = small(), Streams()
     optimizer = sgd(model)
+    # That of a user is computed whole, and checked, before a gradient is written.
+    monkeypatch.setattr(Streams, "__module__", "gradsurg.transforms.streams")
     with attached(model, transform, at, optimizer, effects_every=0):
         for _ in range(2):
             optimizer.zero_grad()
