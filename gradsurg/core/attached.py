@@ -17,8 +17,7 @@ from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import GroupFn, ReadTensor, Stage
-from gradsurg.sites.base import SiteHook as SiteFn
+from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.torch_internals import autograd, compiling
@@ -108,14 +107,14 @@ class Attached:
                     self._warn_of_parts(hook, most, "optimizer step")
             self._most_calls = 1
 
-    def repeat(self, hook: SiteHook, call: int) -> None:
+    def note_repeat(self, hook: SiteHook, call: int) -> None:
         """Note a further gradient of the same step at one site; `call` counts from 0."""
         if call >= self._most_calls:
             self._most_calls = call + 1
         if call < EXAMINED and self.session.clock.step == self.first_step:
-            self.examine(hook)
+            self.note_nested(hook)
 
-    def examine(self, hook: SiteHook) -> None:
+    def note_nested(self, hook: SiteHook) -> None:
         """Notice several gradients of one backward pass at one site, in the first step."""
         in_time = self.stage in ("use", "backward", "accumulated")
         root = autograd.root_of_nested_backward() if in_time else None

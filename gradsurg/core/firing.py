@@ -26,11 +26,12 @@ STEADY = (Always(), Steps())
 class Firing:
     """Whether one intervention acts and is measured, for all its sites.
 
-    `answer` is the trigger's for this step, None if it has to see the site or its gradient.
-    `sampling` says that effects are measured. `token` opens the short way of a `SiteHook`: it is
-    another object for each configuration, and None while a gradient needs the long way.
-    `is_idle` says that nothing acts or counts in this step, `skips_transform` that the trigger is
-    evaluated and the transform is not called, as in steps of `shadow` that are not measured.
+    `answer` is True or False if that is known for the whole step; None if the trigger has to see
+    each gradient: then `decide` is asked. `sampling` says that effects are measured. `fast_path` is
+    the `configuration`, another object after each change, while a `SiteHook` may take its fast
+    path; else None. `is_idle` says that nothing acts or counts in this step, `skips_transform` that the
+    trigger is evaluated and the transform is not called, as in steps of `shadow` that are not
+    measured.
     `is_on` is False while paused and after the surgery was detached; `named_tasks` are the parts of
     the trigger that name a task of `live.backward`.
     """
@@ -39,7 +40,7 @@ class Firing:
         *("configuration", "_decided_for", "is_on", "named_tasks", "_needs_context", "_passed"),
         *("_shares_answer", "_shared_flags", "_shared_observations", "_watches", "answer"),
         *("is_idle", "label", "reads_gradient", "sampling", "session", "skipped_nodes"),
-        *("skips_transform", "stage", "token", "trigger", "_is_stateless"),
+        *("skips_transform", "stage", "fast_path", "trigger", "_is_stateless"),
     )
 
     def __init__(self, session: Session, label: str, intervention: Intervention) -> None:
@@ -56,7 +57,7 @@ class Firing:
         parts = self.trigger.parts
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
         sources = [part.source for part in parts if isinstance(part, TensorTrigger)]
-        # A user's trigger, until it has answered without a draw from a global generator.
+        # A user's trigger is watched until it has answered without a draw from a global generator.
         is_users = any(type(part).__module__.partition(".")[0] != "gradsurg" for part in parts)
         self._watches = is_users
         self.reads_gradient = "grad" in sources
@@ -92,16 +93,16 @@ class Firing:
             answer = cast(Decision, of_first_process(answer))
         self.answer = answer if isinstance(answer, bool) else None
         self.sampling = sampling
-        # In shadow, a transform without state has no effect in a step that is not measured,
+        # In shadow, a step that is not measured needs no transform without state; if the trigger is
+        # `Always` there is nothing to ask either, and the whole intervention idles.
         self.skips_transform = session.shadow and not sampling and self._is_stateless
-        # nor has a trigger that always fires.
         self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
         is_open = (
             self.answer is True
             and not self.is_idle
             and not (self.skips_transform or self._needs_context or self.skipped_nodes)
         )
-        self.token = self.configuration if is_open else None
+        self.fast_path = self.configuration if is_open else None
         self._decided_for = sampling if is_steady else None
 
     def reevaluate(self) -> None:
@@ -117,7 +118,7 @@ class Firing:
 
     def disable(self) -> None:
         """Pass all gradients unchanged: hooks on existing graphs stay registered."""
-        self.is_on, self.is_idle, self.token = False, True, None
+        self.is_on, self.is_idle, self.fast_path = False, True, None
 
     def skip_nodes(self, nodes: Collection[Node]) -> None:
         """Neither act on nor count gradients that arrive at these autograd nodes."""

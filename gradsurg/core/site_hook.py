@@ -1,4 +1,4 @@
-"""The hook of one intervention at one site, the only callable that autograd sees."""
+"""One intervention at one site: its `call` is the only callable that autograd sees."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +27,9 @@ from gradsurg.transforms.base import (
 NO_STATE: TransformState = {}
 """The state of a site before its first gradient; compared by identity."""
 
+UNCHECKED = object()
+"""Instead of the configuration for which a hook was checked; not None, as a closed fast path is."""
+
 NO_STEP = -1
 """The step of a site before its first gradient."""
 
@@ -48,11 +51,11 @@ class Owner(Protocol):
         """Makes the gradients of single examples, for a transform that needs them."""
         ...
 
-    def repeat(self, hook: "SiteHook", call: int) -> None:
+    def note_repeat(self, hook: "SiteHook", call: int) -> None:
         """Note a further gradient of the same step at one site."""
 
-    def examine(self, hook: "SiteHook") -> None:
-        """Note the first gradient at a site."""
+    def note_nested(self, hook: "SiteHook") -> None:
+        """Notice several gradients of one backward pass at one site, in the first step."""
 
 
 class Examples(Protocol):
@@ -136,20 +139,21 @@ class SiteHook:
     """One intervention at one site.
 
     `call` maps a gradient to the new one, or to None if it is unchanged. `value` returns the tensor
-    whose gradient it is, `gradient` the gradient of an update; None if there is none. The first
-    gradient of each configuration is checked in full; later ones go the short way while
-    `checked` is the `token` of the intervention's `Firing`: then its trigger is known to fire, and
-    the transform needs only the gradient.
+    whose gradient passes; at `Updates`, where an update passes, `gradient` returns the gradient
+    that it was made from. The first gradient of each configuration takes the slow path, which
+    checks the result in full; later ones take the fast path while `checked_for` is the `fast_path`
+    of the intervention's `Firing`: then its trigger is known to fire, and the transform needs only
+    the gradient. `entering` are the gradients that entered the node which a gradient leaves.
     """
 
-    __slots__ = ("call", "checked", "entry", "gradient", "links", "owner", "single", "value")
+    __slots__ = ("call", "checked_for", "entry", "gradient", "links", "owner", "single", "value")
 
     def __init__(self, owner: Owner, entry: Entry) -> None:
         self.owner = owner
         self.entry = entry
         self.value: ReadTensor = _no_value
         self.gradient: ReadTensor = _no_value
-        self.checked: object = False
+        self.checked_for: object = UNCHECKED
         pairs = zip(owner.labels, owner.intervention.links, strict=True)
         self.links = [Link(label, link, owner, entry) for label, link in pairs]
         self._find_single()
@@ -180,21 +184,22 @@ class SiteHook:
         ) -> Tensor | None:
             if grad is None:
                 return None
-            if self.checked is not firing.token or grad.layout is not strided or any_autocast():
+            is_open = self.checked_for is firing.fast_path
+            if not is_open or grad.layout is not strided or any_autocast():
                 return self._run_checked(grad, value, entering)
             entry.fired += 1
             link = self.single
             if link is None:
                 result = self._run_links(grad, None, None, full_check=False)
                 return None if result is grad or shadow else result
-            # As `apply`, without the steps that a trusted transform without state does not need.
+            # A copy of `apply`, without what a trusted transform without state does not need.
             context, apply = link.context, link.apply
             assert apply is not None
             if context.step != clock.step:
                 context.step, context.call = clock.step, 0
             else:
                 context.call += 1
-                owner.repeat(self, context.call)
+                owner.note_repeat(self, context.call)
             try:
                 result = apply(grad, context)
             except Exception as error:
@@ -227,8 +232,8 @@ class SiteHook:
         fires = firing.answer or firing.decide(self.entry.site, grad, value)
         if not self.count(fires) or firing.skips_transform:
             return None
-        if self.checked is False:
-            self.owner.examine(self)
+        if self.checked_for is UNCHECKED:
+            self.owner.note_nested(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(self.owner.intervention.operator):
@@ -239,7 +244,7 @@ class SiteHook:
             given = entering if "entering" in self.owner.intervention.needs else ()
             result = self._run_links(grad, value, on_device, full_check=True, entering=given)
         if sparse is None:
-            self.checked = firing.configuration
+            self.checked_for = firing.configuration
         if result is grad or firing.session.shadow:
             return None
         if sparse is None:
@@ -320,7 +325,7 @@ class SiteHook:
             context.step, context.call = step, 0
         else:
             context.call += 1
-            self.owner.repeat(self, context.call)
+            self.owner.note_repeat(self, context.call)
 
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.

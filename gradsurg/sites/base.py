@@ -56,7 +56,7 @@ ReadTensor = Callable[[], Tensor | None]
 """Returns the tensor at a site: the value whose gradient passes, or a gradient."""
 
 
-class SiteHook(Protocol):
+class SiteFn(Protocol):
     """A `GradFn` that accepts two more arguments at each call.
 
     `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call;
@@ -195,7 +195,7 @@ class Attached(Protocol):
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Call `check` on detach and note the text that it returns, if any."""
 
-    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
         """Return the hook of a site, always the same; `value` returns the tensor whose gradient
         passes.
         """

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites._grads import Access, hook_accumulated
-from gradsurg.sites.base import Attached, SiteHook, Stage
+from gradsurg.sites.base import Attached, SiteFn, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.wrapped_models import when_wrapped
@@ -76,7 +76,7 @@ class Buckets(ParamSelector):
             if begun:
                 attached.note("reduce='powerSGD' began anew: its state is not that of a surgery")
             begun["begun"] = torch.ones(())
-        sites: dict[Tensor, tuple[str, SiteHook]] = {
+        sites: dict[Tensor, tuple[str, SiteFn]] = {
             param: (name, attached.hook_at(name, ref(param))) for name, param in params.items()
         }
         when_wrapped(model, stack, partial(_join, _Part(self, attached, sites)))
@@ -88,7 +88,7 @@ class _Part:
 
     at: Buckets
     attached: Attached
-    sites: dict[Tensor, tuple[str, SiteHook]]
+    sites: dict[Tensor, tuple[str, SiteFn]]
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()

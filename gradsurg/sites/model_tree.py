@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import GroupFn, Place, ReadTensor, Selector, SiteHook, Stage
+from gradsurg.sites.base import GroupFn, Place, ReadTensor, Selector, SiteFn, Stage
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
@@ -264,7 +264,7 @@ class _Recorder:
     def check_at_end(self, check: Callable[[], str]) -> None:
         """Ignore a check for the end of a block."""
 
-    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteHook:
+    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
         self.forget(site)
         self.lines.setdefault(site, SiteLine(site))
 

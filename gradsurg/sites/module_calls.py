@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Selector, SiteHook
+from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Selector, SiteFn
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import OUTSIDE, ModuleSelector, foreign_hooks, names_of
 from gradsurg.torch_internals import autograd, compiling, module_hooks
@@ -337,7 +337,7 @@ def original(tensor: Tensor) -> Tensor:
     return original(source)
 
 
-def with_value(hook: SiteHook, tensor: Tensor) -> GradFn:
+def with_value(hook: SiteFn, tensor: Tensor) -> GradFn:
     """Return the hook with the value of its tensor, without holding the tensor itself.
 
     An activation is copied, since a later operation may change it in place. The value of a leaf,

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, SiteHook, Stage
+from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, SiteFn, Stage
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, check_called, plain
 from gradsurg.sites.selection import (
     Pattern,
@@ -254,7 +254,7 @@ class NodeHooker:
         return SelectionError(self.selector, self.field, text)
 
 
-def posthook(hooks: Sequence[tuple[int, SiteHook]]) -> Callable[..., object]:
+def posthook(hooks: Sequence[tuple[int, SiteFn]]) -> Callable[..., object]:
     """Return a node posthook that applies one hook at each of some edges."""
     return lambda grads, entering: _changed(grads, hooks, entering)
 
@@ -289,7 +289,7 @@ def _prehook(site: str, attached: Attached, single: bool) -> Callable[..., objec
 
 def _changed(
     grads: Sequence[Tensor | None],
-    hooks: Sequence[tuple[int, SiteHook]],
+    hooks: Sequence[tuple[int, SiteFn]],
     entering: tuple[Tensor | None, ...] = (),
 ) -> tuple[Tensor | None, ...] | None:
     """Apply hooks to the gradients with these indices; return None if all are unchanged."""

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.sites.base import Attached, Place, PlaceTest, SiteHook, Stage
+from gradsurg.sites.base import Attached, Place, PlaceTest, SiteFn, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import check_called, plain
 from gradsurg.sites.module_calls import Calls
@@ -23,7 +23,7 @@ VIEWS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split",
 VIEWS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
 """The nodes that return their input in another shape or dtype."""
 
-Site = tuple[SiteHook, str]
+Site = tuple[SiteFn, str]
 
 PARAMETRIZED = "the weights that a parametrization computes are taken for activations"
 COMPILED_SAVES = (

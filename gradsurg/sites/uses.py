@@ -16,7 +16,7 @@ from gradsurg.sites.base import (
     Place,
     PlaceTest,
     Selector,
-    SiteHook,
+    SiteFn,
     Stage,
 )
 from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around, check_called
@@ -133,7 +133,7 @@ class _UseHooker:
         self.selector, self.modules, self.params = selector, modules, params
         self.attached = attached
         # By the names of the tensor and the number of the use; None if not selected.
-        self.hooks: dict[tuple[object, ...], SiteHook | None] = {}
+        self.hooks: dict[tuple[object, ...], SiteFn | None] = {}
         self.resolved: set[str] = set()  # tensors whose placeholder has left the ledger
 
     def take(self, graph: CallGraph) -> None:
@@ -141,7 +141,7 @@ class _UseHooker:
             return
         tensors = self._tensors(graph)
         counts: Counter[Edge] = Counter()
-        hooks: defaultdict[Node, list[tuple[int, SiteHook]]] = defaultdict(list)
+        hooks: defaultdict[Node, list[tuple[int, SiteFn]]] = defaultdict(list)
         for edge, node, index in graph.uses(tensors):
             hook = self._hook_for(tensors[edge], counts[edge])
             counts[edge] += 1
@@ -179,7 +179,7 @@ class _UseHooker:
                 tensors[get_gradient_edge(current)[:2]].append(used)
         return tensors
 
-    def _hook_for(self, owners: Sequence[_UsedTensor], number: int) -> SiteHook | None:
+    def _hook_for(self, owners: Sequence[_UsedTensor], number: int) -> SiteFn | None:
         """Return the hook of a use, whose site is the first selected owner; others are aliases."""
         key = *(used.site for used in owners), number
         if key not in self.hooks:
