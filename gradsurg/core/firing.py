@@ -29,8 +29,8 @@ class Firing:
     `answer` is True or False if that is known for the whole step; None if the trigger has to see
     each gradient: then `decide` is asked. `sampling` says that effects are measured. `fast_path` is
     the `configuration`, another object after each change, while a `SiteHook` may take its fast
-    path; else None. `is_idle` says that nothing acts or counts in this step, `skips_transform` that the
-    trigger is evaluated and the transform is not called, as in steps of `shadow` that are not
+    path; else None. `is_idle` says that nothing acts or counts in this step, `skips_transform` that
+    the trigger is evaluated and the transform is not called, as in steps of `shadow` that are not
     measured.
     `is_on` is False while paused and after the surgery was detached; `named_tasks` are the parts of
     the trigger that name a task of `live.backward`.

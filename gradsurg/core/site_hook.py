@@ -11,8 +11,7 @@ from gradsurg.core.firing import Firing, many_at_once
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.session import Session
 from gradsurg.effects.ledger import Entry
-from gradsurg.sites.base import AVERAGED, ReadTensor, Stage
-from gradsurg.sites.base import SiteHook as SiteFn
+from gradsurg.sites.base import AVERAGED, ReadTensor, SiteFn, Stage
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
