@@ -1,12 +1,12 @@
 """Notice in the first steps that nothing acts, or that steps are not counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -27,15 +27,15 @@ class FirstSteps:
     """
 
     def __init__(
-        self, model: nn.Module, steps: OptimizerSteps, tell: Callable[[int], None]
+        self, params: Iterable[Tensor], steps: OptimizerSteps, tell: Callable[[int], None]
     ) -> None:
         self._steps = steps
         self._tell: WeakMethod[Callable[[int], None]] | None = WeakMethod(tell)
         self._seen: dict[int, _Seen] = {}  # the watched parameters that had a gradient
         self._counted = 0
         self._stack = ExitStack()
-        params = [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
-        watched = params[:: -(-len(params) // WATCHED) or 1]
+        trained = [p for p in params if p.requires_grad and not is_lazy(p)]
+        watched = trained[:: -(-len(trained) // WATCHED) or 1]
         self._watched = {id(param) for param in watched}
         for param in watched:
             handle = param.register_post_accumulate_grad_hook(self._see)

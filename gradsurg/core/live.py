@@ -332,7 +332,13 @@ class Live:
     def watch(self) -> None:
         """Notice in the first steps what does not act; called when all is hooked."""
         session = self.session
-        self._first_steps = FirstSteps(session.model, session.steps, self._tell)
+        # A surgery that changes weights in each forward hides whether a step has changed them.
+        hides = any(
+            each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
+            for each in self._attached
+        )
+        params = () if hides else session.model.parameters()
+        self._first_steps = FirstSteps(params, session.steps, self._tell)
         self.stack.callback(self._first_steps.close)
 
     def admit(self, intervention: Intervention) -> Attached:

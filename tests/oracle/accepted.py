@@ -27,18 +27,21 @@ ACCEPTED: dict[str, str] = {
         "a new key of the command line: which sites' effects the loggers get"
     ),
     "*: *differs by up to *e-*": _ROUNDING,  # below 1e-4
-    "*: rows: *norm* at *": _ROUNDING,
-    "* function: warnings: was at , now None": (
+    "*: rows: *": _ROUNDING,  # numbers of effects; Captured counts gradients of zeros too
+    "* Orthogonalize: weights: *": "the same, of a gradient whose rank is not full",
+    "*: warnings: was at , now None": (
         "a plain callable is told of where it matters, and not where it is made"
+    ),
+    "*: warnings: was *, now at *": (
+        "issue 35: what does not act, and what acts twice in a backward pass, is told in the first "
+        "steps, and not at the end or never"
     ),
     "* | changes | late parts: *": (
         "issue 35: parameters that are thawed or added to an optimizer later join at stage `step`"
     ),
-    "Group backward_end | *: refused: *, now acts": (
-        "issue 35: the stage takes the place of `Group`, and acts under DDP and with PerSample"
-    ),
-    "Parameters reduced | * | SkipUpdate: refused: acts, now FieldError": (
-        "issue 35: it skipped no step there, and is refused as at `Group`"
+    "*: refused: *": (
+        "issue 35: `Group` and `reduced` are `backward_end`, which acts under DDP and with "
+        "PerSample, and skips no step; nothing is changed from inside a backward pass"
     ),
     "* | changes | *: hooks left: *": (
         "fewer hooks of the process, and none that a copy or a second block leaves behind"
