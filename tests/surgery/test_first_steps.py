@@ -100,7 +100,7 @@ def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int
 def _accumulated(at: gs.Parameters | gs.Weights) -> None:
     model = small()
     optimizer = sgd(model)
-    with attached(model, gs.Scale(0.9), at, optimizer):
+    with attached(model, gs.Scale(0.9 if isinstance(at, gs.Weights) else 1.0), at, optimizer):
         _accumulate(model, optimizer)
 
 
