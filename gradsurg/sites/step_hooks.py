@@ -309,10 +309,10 @@ class _Watched:
         if self.depth:
             return
         self.has_run_before = False
-        for each in self._actions():
+        for each in self._actions() if self._members else ():
             if each.after is not None:
                 each.after()
-        skipped = self._give_back()
+        skipped = self._give_back() if self._skipped else []
         if any(autograd.version_of(param) != version for param, _, version in skipped):
             raise RuntimeError(
                 f"a step was to be skipped, and {type(self._optimizer).__name__} has changed "
