@@ -195,10 +195,12 @@ class Live:
         clock.backwards = 0
         clock.error = clock.labels = None
         self.effects.begin(clock.step)
-        if self._first_steps is not None and clock.step - self._start[0] <= ENOUGH:
-            self._first_steps.count()
-        else:  # past them, also by a state that was loaded or by a stack, which counts by itself
-            self._first_steps.close()
+        if (first := self._first_steps) is not None:
+            if clock.step - self._start[0] <= ENOUGH:
+                first.count()
+            else:  # past them, also by a state that was loaded or a stack, which counts by itself
+                first.close()
+                self._first_steps = None
         for each in self._attached:
             each.begin_step()
 

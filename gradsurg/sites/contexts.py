@@ -331,7 +331,8 @@ def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selector, str]]) -
     `selected` are the selectors with their stages.
     """
     is_static = any(vars(module).get("static_graph") for module in model.modules())
-    are_sharded = all(map(autograd.is_sharded, model.parameters()))
+    sharded = [autograd.is_sharded(param) for param in model.parameters()]
+    are_sharded = bool(sharded) and all(sharded)
     certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
     for at, stage in selected if certain else ():
         for kind in at.kinds:

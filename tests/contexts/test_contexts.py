@@ -115,7 +115,9 @@ def _enable(model: nn.Module) -> None:
 
 
 def _sharded() -> nn.Module:
-    return fully_shard(small(), mesh=init_device_mesh("cpu", (1,)))
+    model = small()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
 
 
 COMPILED = "torch.compile inside the block"
@@ -276,3 +278,9 @@ def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
         weights_here, counted = trained(at, order, backend)
         assert counted == counts, order
         torch.testing.assert_close(weights_here, weights)
+
+
+def test_a_model_without_parameters_is_not_taken_for_a_sharded_one() -> None:
+    with gs.Surgery(gs.Intervention(gs.Scale(2.0), at=gs.Outputs("*"))).attach(nn.ReLU()) as live:
+        assert live.step == 0
+        live.abort()

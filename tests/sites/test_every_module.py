@@ -56,6 +56,7 @@ def test_each_kind_of_global_hook_changes_its_tensor(kind: Any, value: float, gr
 @pytest.mark.parametrize("kind", [*FORWARD, *BACKWARD])
 def test_a_module_outside_the_model_has_the_name_of_its_class(kind: Any) -> None:
     model, loss, x = nn.Sequential(Double()), nn.L1Loss(), point(3.0)
+    y = torch.zeros(())
     with attached(model, TEN, gs.EveryModule("L1Loss", kind=kind)) as live:
         for _ in range(2):
             x.grad = None

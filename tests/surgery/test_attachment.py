@@ -157,4 +157,6 @@ def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> Non
         with paused(live._attached):
             live.close()
     loss.backward()
-    assert model.first.weight.grad.any()
+    grad = model.first.weight.grad
+    assert grad is not None
+    assert grad.any()

@@ -86,7 +86,8 @@ def test_a_chain_has_group_scope_if_a_link_has() -> None:
     assert gs.Chain(gs.Clip(1.0), gs.Zero()).scope == "tensor"
     chain = gs.Chain(gs.Scale(2.0), gs.ClipGlobalNorm(1.0, eps=0.0), gs.GrokfastEMA())
     assert chain.scope == "group"
-    results, state = update_all(chain, GRADS, init_all(chain, GRADS), CONTEXTS)
+    made, state = update_all(chain, GRADS, init_all(chain, GRADS), CONTEXTS)
+    results = list(made)
     # |(6, 8)| = 10, so [0.6, 0] and [0.8]; three times that at the first step of GrokfastEMA.
     torch.testing.assert_close(results[0], torch.tensor([1.8, 0.0]))
     torch.testing.assert_close(results[1], torch.tensor([[2.4]]))
