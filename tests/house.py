@@ -14,15 +14,15 @@ PLUGINS = ("transforms", "triggers", "aggregators", "models", "tasks", "sites", 
 Calls = set[tuple[str, str]]
 
 ROOMS = {
-    "core": (("core", "surgery", "hooks", "effects", "torch_internals"), 5149),
-    "sites": (("sites",), 7115),
-    "transforms": (("transforms",), 4097),
+    "core": (("core", "effects", "torch_internals"), 5542),
+    "sites": (("sites",), 6320),
+    "transforms": (("transforms",), 4066),
     "aggregators": (("aggregators",), 3875),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5177),
-    "multitask per_example": (("multitask", "per_example"), 3854),
-    "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 7927),
-    "stacked": (("stacked",), 1591),
-    "report": (("report",), 5286),
+    "multitask per_example": (("multitask", "per_example"), 3845),
+    "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 7943),
+    "stacked": (("stacked",), 1593),
+    "report": (("report",), 5280),
     "stats": (("stats.py",), 495),
     "reproduce": (("reproduce",), 1591),
 }
@@ -31,7 +31,7 @@ ROOMS = {
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2335, 48_387
+REST, TESTS = 2389, 48_862
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
