@@ -13,7 +13,19 @@ from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.effects.sums import BLOCK, CHUNK
-from tests.nets import attached, backward, batch, gradients, noisy, sgd, small, train, weights
+from tests.nets import (
+    attached,
+    backward,
+    batch,
+    grad_of,
+    gradients,
+    noisy,
+    sgd,
+    small,
+    train,
+    trainee,
+    weights,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -215,8 +227,7 @@ def test_fetch_gives_what_is_new_and_rows_all() -> None:
 
 
 def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Clip(0.1), gs.Parameters("last.*"), optimizer, effects_every=4) as live:
         train(model, optimizer, 2)
         assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(2, 1)] * 2
@@ -229,8 +240,7 @@ def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None
 
 @pytest.mark.parametrize(("every", "sampled"), [(0, 0), (1, 10), (3, 4), (100, 1)])
 def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Identity(), None, optimizer, effects_every=every) as live:
         train(model, optimizer, 10)
         rows = live.effects.rows()
@@ -240,8 +250,7 @@ def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -
 def spoil(model: nn.Module) -> None:
     """What a user may do to gradients once they are there."""
     for param in model.parameters():
-        assert param.grad is not None
-        param.grad.zero_()
+        grad_of(param).zero_()
 
 
 def plain_gradients(step: int = 0) -> dict[str, Tensor]:
@@ -252,8 +261,7 @@ def plain_gradients(step: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_each_link_of_a_chain_is_measured_by_itself(stage) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     chain = gs.Chain(gs.Clip(0.02), gs.Scale(-3.0), gs.Zero())
     with attached(model, chain, gs.Parameters(stage=stage), optimizer) as live:
         train(model, optimizer, 1)
@@ -280,8 +288,7 @@ def test_a_shadowed_transform_is_measured_and_not_applied() -> None:
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 @pytest.mark.parametrize("transform", [gs.Identity(), gs.Clip(0.02)], ids=repr)
 def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transform, stage) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, transform, gs.Parameters(stage=stage), optimizer) as live:
         backward(model)
         expected = {name: grad.clone() for name, grad in gradients(model).items()}

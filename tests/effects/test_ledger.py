@@ -2,7 +2,7 @@
 
 import gradsurg as gs
 from gradsurg.effects.ledger import Ledger
-from tests.nets import attached, sgd, small, train
+from tests.nets import attached, train, trainee
 
 
 def test_an_entry_is_made_once_and_keeps_its_count() -> None:
@@ -68,8 +68,7 @@ def test_the_table_has_a_line_for_each_site() -> None:
 
 
 def test_calls_and_acts_of_an_attached_surgery_are_counted() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     at = gs.Parameters("last.*")
     with attached(model, gs.Zero(), at, optimizer, gs.Steps(start=1, every=2)) as live:
         train(model, optimizer, 6)

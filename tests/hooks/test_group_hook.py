@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.base import GroupTransform, Need, TransformContext, TransformState
-from tests.nets import attached, backward, gradients, sgd, small, train
+from tests.nets import attached, backward, gradients, sgd, small, train, trainee
 
 STEP = gs.Parameters(stage="step")
 
@@ -50,8 +50,7 @@ def test_no_link_of_a_group_runs_in_autocast() -> None:
 
 
 def test_a_users_generator_reads_the_gradients_and_not_the_results_of_others() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     by_sum = UserGroup(lambda grads, _: (grad / sum(x.norm() for x in grads) for grad in grads))
     with attached(model, by_sum, STEP, optimizer):
         backward(model)
@@ -72,8 +71,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_result_of_a_users_group_leaves_all_gradients_as_they_were(wrong: str) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, UserGroup(WRONG[wrong]), STEP, optimizer):
         backward(model)
         before = gradients(model)

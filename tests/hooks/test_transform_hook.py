@@ -23,7 +23,7 @@ from gradsurg.transforms.base import (
     TransformState,
     value_of,
 )
-from tests.nets import attached, backward, gradients, sgd, small, train
+from tests.nets import attached, backward, grad_of, gradients, sgd, small, train, trainee
 
 Wrong = Callable[[Tensor], Any]  # Any: what no transform may return
 
@@ -54,10 +54,6 @@ class LaterGroup(GroupTransform):
 
     def __repr__(self) -> str:
         return "LaterGroup()"
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
@@ -99,8 +95,7 @@ at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     at: Selector, site: str, wrong: Wrong, described: str, first: int
 ) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.raises(TypeError, match=re.escape(described)) as caught,
         attached(model, Later(wrong, first, site), at, optimizer),
@@ -115,8 +110,7 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
 )
 def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.raises(TypeError, match="LaterGroup.. must return a tensor like the gradient"),
         attached(model, LaterGroup(wrong, first), None, optimizer),
@@ -142,8 +136,7 @@ def _assert(grad: Tensor) -> None:
 def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int
 ) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.raises(kind) as caught,
         attached(model, Later(wrong, first, site), at, optimizer),
@@ -154,8 +147,7 @@ def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
 
 
 def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.raises(Mishap) as caught,
         attached(model, LaterGroup(_raise, 1), None, optimizer),
@@ -196,9 +188,8 @@ def test_missing_gradients_of_a_node_pass() -> None:
         model(x).sum().backward()
     calls = {entry.site: entry.calls for entry in live.ledger}
     assert calls == {"root#0/UnbindBackward[0].0": 1}
-    assert model.used.weight.grad is not None
     assert plain.used.weight.grad is not None
-    torch.testing.assert_close(model.used.weight.grad, plain.used.weight.grad * 2)
+    torch.testing.assert_close(grad_of(model.used.weight), plain.used.weight.grad * 2)
 
 
 @pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.ClipGlobalNorm(1e-3)], ids=repr)
@@ -218,8 +209,7 @@ def test_a_parameter_without_a_gradient_stays_without_at_stage_step(transform) -
 
 
 def test_a_step_without_any_gradient_passes() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.ClipGlobalNorm(), None, optimizer),
@@ -246,18 +236,13 @@ def test_a_gradient_keeps_its_dtype(dtype: torch.dtype) -> None:
     with attached(model, gs.NormRescale(2.0)):
         model(torch.ones(4, 6, dtype=dtype)).sum().backward()
     weight = model.last.weight
-    assert weight.grad is not None
-    assert weight.grad.dtype is dtype
-    assert weight.grad.double().norm().item() == pytest.approx(2.0, rel=1e-2)
+    assert grad_of(weight).dtype is dtype
+    assert grad_of(weight).double().norm().item() == pytest.approx(2.0, rel=1e-2)
 
 
 @validated
 class Product(Stateless):
     """Multiplies matrices, which autocast would do in half precision."""
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         AUTOCAST.append(torch.is_autocast_enabled("cpu"))
@@ -270,8 +255,7 @@ AUTOCAST: list[bool] = []
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_autocast_is_off_inside_a_transform(stage) -> None:
     AUTOCAST.clear()
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         attached(model, Product(), gs.Parameters("*.weight", stage=stage), optimizer),
         torch.autocast("cpu", torch.bfloat16),
@@ -284,8 +268,7 @@ def test_autocast_is_off_inside_a_transform(stage) -> None:
 
 def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_outside_it() -> None:
     AUTOCAST.clear()
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     surgery = gs.Surgery(gs.Intervention(Product(), gs.Activations("first")))
     with surgery.attach(model, optimizer, effects_every=0):
         for _ in range(2):
@@ -308,8 +291,7 @@ def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_shor
                 optimizer.zero_grad()
                 (factor * model(torch.ones(1, 2))).sum().backward()
                 optimizer.step()
-                assert model.weight.grad is not None
-                grads.append(model.weight.grad.tolist())
+                grads.append(grad_of(model.weight).tolist())
             surgery.load_state_dict(fresh)
     assert grads[:3] == grads[3:]
     assert grads[0] != grads[1]
@@ -327,16 +309,11 @@ def test_the_value_is_there_at_every_stage(stage) -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            assert model.weight.grad is not None
-            assert model.weight.grad.tolist() == [[10.0, 0.0]]
+            assert grad_of(model.weight).tolist() == [[10.0, 0.0]]
 
 
 class TimesValue(GroupTransform):
     """Multiplies each gradient of a group by its value."""
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -353,8 +330,7 @@ class TimesValue(GroupTransform):
 
 
 def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() -> None:
-    model = small()
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = trainee(0.0)
     with attached(model, TimesValue(), None, optimizer) as live:
         backward(model)
         expected = {

@@ -13,7 +13,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, sgd, small, train
+from tests.nets import attached, backward, small, train, trainee
 
 X = torch.ones(2, 6)
 Change = Callable[[nn.Sequential], object]
@@ -21,8 +21,7 @@ Change = Callable[[nn.Sequential], object]
 
 def told(at: Selector, change: Change, frozen: bool = False) -> str:
     """The warnings of a block with a step before and one after a change."""
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     model.last.requires_grad_(not frozen)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -142,8 +141,7 @@ def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
 
 def test_a_clock_that_stands_says_where_the_block_began() -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Identity(), when=gs.Steps(stop=2)))
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with surgery.attach(model, optimizer):
         train(model, optimizer, 3)
     text = "never fired in 8 gradients; this block began at step 3"
@@ -172,8 +170,7 @@ def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPa
 def test_hooks_that_cpp_code_has_discarded_are_told_in_the_first_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
     with attached(model, gs.Identity(), gs.Parameters("first.*"), optimizer):
         train(model, optimizer, 1)

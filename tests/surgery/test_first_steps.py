@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.nets import attached, backward, batch, num_watching, sgd, small, train
+from tests.nets import attached, backward, batch, num_watching, sgd, small, train, trainee
 
 
 class Idle(nn.Module):
@@ -98,8 +98,7 @@ def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int
 
 
 def _accumulated(at: gs.Parameters | gs.Weights) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), at, optimizer):
         _accumulate(model, optimizer)
 
@@ -140,8 +139,7 @@ def _lbfgs() -> None:
 
 def _perturbed() -> None:
     """Each batch also has a backward pass at other weights, as in SAM."""
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), None, optimizer), torch.no_grad():
         for _ in range(6):
             for change in (0.01, -0.01):
@@ -153,8 +151,7 @@ def _perturbed() -> None:
 
 
 def _ticks() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), when=gs.Steps(stop=9)) as live:
         for _ in range(2):
             _accumulate(model, optimizer)
@@ -162,8 +159,7 @@ def _ticks() -> None:
 
 
 def _epochs() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), when=gs.Epochs(stop=9)) as live:
         train(model, optimizer, 4)
         live.next_epoch()

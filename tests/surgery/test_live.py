@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+from tests.nets import attached, backward, grad_of, gradients, num_hooks, small, train, trainee
 
 
 class Sums(nn.Module):
@@ -31,8 +31,7 @@ def _passed(model: nn.Module, x: float = 1.0) -> float:
     model.zero_grad()
     model(x).backward()
     (param,) = model.parameters()
-    assert param.grad is not None
-    return param.grad.item()
+    return grad_of(param).item()
 
 
 def _scale(factor: float, name: str = "", at: gs.Trigger | None = None) -> gs.Intervention:
@@ -76,8 +75,7 @@ def test_between_forward_and_backward_a_change_acts_on_that_backward() -> None:
             loss = model(1.0)
             change()
             loss.backward()
-            assert model.w.grad is not None
-            assert model.w.grad.item() == expected
+            assert grad_of(model.w).item() == expected
 
 
 def test_what_hooks_the_forward_and_is_added_after_it_acts_from_the_next_one_on() -> None:
@@ -135,8 +133,7 @@ def test_what_is_set_is_that_from_the_next_backward_on_at_every_site_met_before_
 
 
 def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
-    model = small()
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = trainee(0.0)
     norms = []
     with attached(model, gs.Scale(1.0), gs.Parameters("last.bias"), optimizer) as live:
         for step in range(8):
@@ -178,8 +175,7 @@ def test_what_is_removed_takes_its_state_with_it() -> None:
 
 
 def test_a_group_can_be_set_too() -> None:
-    model = small()
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = trainee(0.0)
     norms = []
     with attached(model, gs.ClipGlobalNorm(1.0, eps=0.0), None, optimizer) as live:
         for bound in (0.01, 0.02):
@@ -307,8 +303,7 @@ def test_a_trigger_set_after_the_forward_it_would_have_looked_at_says_so() -> No
 
 @pytest.mark.parametrize("when", [gs.Always(), gs.Shape(above=1, source="output:act")], ids=repr)
 def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     other = torch.optim.SGD(model.first.parameters(), lr=0.1)
     with attached(model, gs.Scale(1.0), None, optimizer) as live:
         before = num_hooks(model), live.interventions, live.labels, list(live.ledger)
@@ -324,8 +319,7 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
 
 
 def test_all_hooks_are_gone_after_the_block() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(1.0), None, optimizer, gs.Shape(above=0)) as live:
         for at in (gs.Parameters(stage="accumulated"), gs.Outputs(), gs.Parameters(stage="step")):
             live.add(gs.Intervention(gs.Scale(1.0), at, gs.Threshold(0.0, source="output:act")))
@@ -484,8 +478,7 @@ def test_a_name_with_a_slash_or_none_is_refused(name: str) -> None:
 
 
 def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     surgery = gs.Surgery(
         _scale(1.0, at=gs.Threshold(0.0) & gs.Shape(above=0)),
         gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="backward_end")),

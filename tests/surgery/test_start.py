@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
-from tests.nets import num_hooks, sgd, small
+from tests.nets import num_hooks, sgd, small, trainee
 
 
 class Weight(nn.Module):
@@ -283,8 +283,7 @@ def test_scale_multiplies_the_update_and_losses_keep_their_values() -> None:
 
 
 def test_what_nobody_holds_is_detached() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     live = gs.Surgery(gs.Intervention(gs.Scale(1.0))).start(model, optimizer)
     model(torch.ones(1, 6)).sum().backward()
     del live

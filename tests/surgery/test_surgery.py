@@ -3,6 +3,7 @@
 import gc
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
@@ -15,17 +16,19 @@ from torch.optim import Optimizer
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector, Stage
-from gradsurg.transforms.base import Stateless, Transform, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, Transform, TransformContext
 from tests.nets import (
     attached,
     backward,
     batch,
+    grad_of,
     gradients,
     noisy,
     num_hooks,
     sgd,
     small,
     train,
+    trainee,
     weights,
 )
 
@@ -88,8 +91,7 @@ def test_a_shadow_counts_in_the_steps_that_are_measured_alone(at: Selector) -> N
 
 
 def test_a_shadow_that_is_set_between_measured_steps_acts_as_it_is_set() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Identity(), None, optimizer, effects_every=9, shadow=True) as live:
         train(model, optimizer, 2)
         live.set("identity", when=gs.Steps(start=0))  # which is asked at every step
@@ -98,8 +100,7 @@ def test_a_shadow_that_is_set_between_measured_steps_acts_as_it_is_set() -> None
 
 
 def test_a_shadow_that_measures_nothing_says_nothing() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Identity(), None, optimizer, effects_every=0, shadow=True):
         train(model, optimizer, 3)
 
@@ -202,8 +203,7 @@ def test_a_pattern_that_does_not_fit_a_parameter_is_refused_when_attached() -> N
     model = small()
     with attached(model, transform, gs.Parameters("*.weight")):
         backward(model)
-    assert model.last.weight.grad is not None
-    torch.testing.assert_close(model.last.weight.grad.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(grad_of(model.last.weight).norm(dim=1), torch.ones(3))
 
 
 def test_labels_are_class_names_in_snake_case_and_never_the_same_twice() -> None:
@@ -289,32 +289,26 @@ def _surgery() -> gs.Surgery:
     )
 
 
-def test_a_surgery_resumed_from_its_state_continues_as_if_never_stopped() -> None:
-    whole, halves = small(), small()
-    _grokked(10, whole, _surgery())
-    first = _surgery()
+def _group() -> gs.Surgery:
+    return gs.Surgery(
+        gs.Intervention(gs.Chain(gs.GrokfastEMA(), gs.Scheduled(gs.ClipGlobalNorm(0.1), steps=4)))
+    )
+
+
+@pytest.mark.parametrize("make", [_surgery, _group])
+def test_a_surgery_resumed_from_its_state_continues_as_if_never_stopped(
+    make: Callable[[], gs.Surgery],
+) -> None:
+    whole, halves, without = small(), small(), small()
+    first, second = make(), make()
+    _grokked(10, whole, make())
     _grokked(5, halves, first)
-    second = _surgery()
     second.load_state_dict(first.state_dict())
     _grokked(5, halves, second, start=5)
     assert all(map(torch.equal, weights(whole), weights(halves)))
-    without = small()
     for start in (0, 5):
-        _grokked(5, without, _surgery(), start=start)
+        _grokked(5, without, make(), start=start)
     assert not torch.equal(whole.first.weight, without.first.weight)
-
-
-def test_a_group_transform_keeps_its_state_too() -> None:
-    whole, halves = small(), small()
-    group = gs.Scheduled(gs.ClipGlobalNorm(0.1), steps=4)
-    lowered = gs.Chain(gs.GrokfastEMA(), group)
-    _grokked(6, whole, gs.Surgery(gs.Intervention(lowered)))
-    first = gs.Surgery(gs.Intervention(lowered))
-    _grokked(3, halves, first)
-    second = gs.Surgery(gs.Intervention(lowered))
-    second.load_state_dict(first.state_dict())
-    _grokked(3, halves, second, start=3)
-    assert all(map(torch.equal, weights(whole), weights(halves)))
 
 
 NAMES = gs.Surgery(gs.Intervention(gs.Scale(2.0))).state_dict()["transforms"]
@@ -380,8 +374,7 @@ def test_noise_differs_from_call_to_call_within_a_step() -> None:
         for _ in range(2):
             weight.grad = None
             weight.sum().backward()
-            assert weight.grad is not None
-            drawn.append(weight.grad - 1)
+            drawn.append(grad_of(weight) - 1)
     assert abs(torch.corrcoef(torch.stack(drawn))[0, 1]) < 0.2
 
 
@@ -390,46 +383,32 @@ def test_two_links_of_one_chain_draw_different_noise() -> None:
     model = nn.ParameterDict({"w": weight})
     with attached(model, gs.Chain(gs.AddNoise(sigma=1.0), gs.AddNoise(sigma=1.0))):
         (weight * 0).sum().backward()
-    assert weight.grad is not None
     # Two equal draws add up to a variance of 4.
-    assert weight.grad.var().item() == pytest.approx(2.0, rel=0.1)
+    assert grad_of(weight).var().item() == pytest.approx(2.0, rel=0.1)
 
 
 # Raw tensors and nodes
 
 
-def test_hook_acts_on_one_tensor_and_its_handle_takes_it_off() -> None:
+@pytest.mark.parametrize("of_node", [False, True], ids=["tensor", "node"])
+def test_hook_acts_on_one_place_until_its_handle_or_block_takes_it_off(of_node: bool) -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     y = x * 3
-    handle = gs.hook(y, gs.Clip(0.5))
-    (y * 10).sum().backward(retain_graph=True)
-    assert x.grad is not None
-    assert x.grad.tolist() == [1.5, 1.5]
-    handle.remove()
-    x.grad = None
-    (y * 10).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [30.0, 30.0]
-
-
-def test_hook_acts_on_what_enters_a_node() -> None:
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    y = x * 3
-    assert y.grad_fn is not None
-    with gs.hook(y.grad_fn, gs.Clip(0.5)):
+    handle = gs.hook(y.grad_fn if of_node else y, gs.Clip(0.5))
+    with handle if of_node else nullcontext():
         (y * 10).sum().backward(retain_graph=True)
-    assert x.grad is not None
-    assert x.grad.tolist() == [1.5, 1.5]
+    assert grad_of(x).tolist() == [1.5, 1.5]
+    if not of_node:
+        handle.remove()
     (y * 10).sum().backward()
-    assert x.grad.tolist() == [31.5, 31.5]
+    assert grad_of(x).tolist() == [31.5, 31.5]
 
 
 def test_hook_gives_the_transform_the_tensor() -> None:
     x = torch.tensor([1.0, -2.0], requires_grad=True)
     gs.hook(x, gs.ScaleBySign(positive=5.0, negative=0.0, of="value"))
     (x * 10).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [50.0, 0.0]
+    assert grad_of(x).tolist() == [50.0, 0.0]
 
 
 @pytest.mark.parametrize("of_node", [False, True], ids=["tensor", "node"])
@@ -443,8 +422,7 @@ def test_a_hook_whose_block_ends_before_a_gradient_has_passed_says_so(of_node: b
     ):
         pass
     y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [2, 2, 2]  # as it was said
+    assert grad_of(x).tolist() == [2, 2, 2]  # as it was said
 
 
 def test_it_does_not_say_so_of_a_block_that_failed_nor_of_a_handle_that_was_removed() -> None:
@@ -607,18 +585,13 @@ def test_a_scaler_that_was_not_told_is_noticed_at_its_first_step(
 
 
 def test_where_a_scaler_changes_nothing_it_is_not_told_of() -> None:
-    plain = small()
-    optimizer = sgd(plain)
-    with attached(plain, gs.Clip(0.1), None, optimizer):
-        train(plain, optimizer, 1)
     off, on = (torch.amp.GradScaler("cpu", init_scale=8.0, enabled=e) for e in (False, True))
     for transform, at, scaler in (
         (gs.Clip(0.1), gs.Parameters(), off),
         (gs.GradientReversal(), gs.Parameters(), on),
         (gs.Clip(0.1), gs.Parameters(stage="step"), on),
     ):
-        model = small()
-        optimizer = sgd(model)
+        model, optimizer = trainee()
         with attached(model, transform, at, optimizer) as live:
             _scaled_step(model, optimizer, scaler)
         assert min(entry.calls for entry in live.ledger) > 0
@@ -676,10 +649,6 @@ def test_sites_that_are_never_met_are_warned_about() -> None:
 class Recorder(Stateless):
     """Remembers what it was told; for these tests alone."""
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
-
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         SEEN.append((context.site, context.step, context.call))
         return grad
@@ -690,8 +659,7 @@ SEEN: list[tuple[str, int, int]] = []
 
 def test_a_transform_is_told_its_site_the_step_and_the_call() -> None:
     SEEN.clear()
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     at = gs.Parameters("last.bias", stage="backward")
     with attached(model, Recorder(), at, optimizer) as live:
         backward(model)
