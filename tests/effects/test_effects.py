@@ -31,47 +31,23 @@ NAN, INF = float("nan"), float("inf")
 
 
 def by_hand(before: Tensor, after: Tensor) -> dict[str, Any]:  # Any: None where undefined
-    """The numbers of one pair, entry by entry, in float64."""
-    pairs = list(
-        zip(
-            before.detach().double().flatten().tolist(),
-            after.detach().double().flatten().tolist(),
-            strict=True,
-        )
-    )
-    first, second = np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
+    """The numbers of one pair in float64, without the kernels."""
+    a, b = (np.array(each.detach().double().flatten().tolist()) for each in (before, after))
+    nonzero, lost = (a != 0).sum(), ~(np.isfinite(a) & np.isfinite(b))
     with np.errstate(all="ignore"):
-        norm_before, norm_after = np.sqrt((first**2).sum()), np.sqrt((second**2).sum())
-        apart = np.sqrt(((second - first) ** 2).sum())
+        norm_before, norm_after, apart = (np.sqrt((each**2).sum()) for each in (a, b, b - a))
         if np.isnan(norm_before * norm_after):
             cosine = distance = NAN
+        elif norm_before == 0:
+            cosine, distance = None, float(norm_after > 0)
         else:
-            both = norm_before > 0 and norm_after > 0
-            cosine = (first * second).sum() / (norm_before * norm_after) if both else 0.0
-            cosine = None if norm_before == 0 else cosine
-            distance = apart / norm_before if norm_before > 0 else float(norm_after > 0)
-    changed = sum(a != b and not (a != a and b != b) for a, b in pairs)
-    flipped = sum((a > 0 > b) or (a < 0 < b) for a, b in pairs)
-    nonzero = sum(a != 0 for a, _ in pairs)
-    zeroed = sum(a != 0 and b == 0 for a, b in pairs)
-    lost = sum(not (np.isfinite(a) and np.isfinite(b)) for a, b in pairs)
-    size = max(1, len(pairs))
-    return dict(
-        zip(
-            EFFECT_NAMES,
-            (
-                norm_before,
-                norm_after,
-                cosine,
-                changed / size,
-                flipped / size,
-                zeroed / nonzero if nonzero else None,
-                distance,
-                lost,
-            ),
-            strict=True,
-        )
-    )
+            cosine = (a * b).sum() / (norm_before * norm_after) if norm_after > 0 else 0.0
+            distance = apart / norm_before
+    changed = ((a != b) & ~(np.isnan(a) & np.isnan(b))).sum() / max(1, len(a))
+    flipped = (((a > 0) & (b < 0)) | ((a < 0) & (b > 0))).sum() / max(1, len(a))
+    zeroed = ((a != 0) & (b == 0)).sum() / nonzero if nonzero else None
+    numbers = norm_before, norm_after, cosine, changed, flipped, zeroed, distance, lost.sum()
+    return dict(zip(EFFECT_NAMES, numbers, strict=True))
 
 
 def assert_row(row: dict[str, object], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -161,10 +137,12 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_each_number_is_that_of_the_slow_version(pair: tuple[Tensor, Tensor]) -> None:
-    effects, (slot,) = slots("w")
+    effects, (slot, as_it_is) = slots("w", "left as it is")
     effects.add(slot, *pair)
-    (row,) = effects.fetch()
+    effects.add(as_it_is, pair[1], pair[1])
+    row, same = effects.fetch()
     assert_row(row, [pair])
+    assert_row(same, [(pair[1], pair[1].clone())])
 
 
 def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbers() -> None:
@@ -177,17 +155,9 @@ def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbe
         assert_row(row, [pair])
 
 
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_what_was_left_as_it_is_has_the_numbers_of_an_equal_one(
-    pair: tuple[Tensor, Tensor],
-) -> None:
-    effects, (slot,) = slots("w")
-    effects.add(slot, pair[1], pair[1])
-    (row,) = effects.fetch()
-    assert_row(row, [(pair[1], pair[1].clone())])
-
-
-def test_what_is_written_to_a_measured_gradient_does_not_change_its_numbers() -> None:
+@pytest.mark.parametrize("most", [effects_module.MAX_PAIRS, 3])
+def test_all_gradients_are_measured_as_they_were_when_they_were_added(most, monkeypatch) -> None:
+    monkeypatch.setattr(effects_module, "MAX_PAIRS", most)
     effects, (slot,) = slots("w")
     pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
     for before, after in pairs:
@@ -195,16 +165,6 @@ def test_what_is_written_to_a_measured_gradient_does_not_change_its_numbers() ->
         effects.add(slot, *spoilt)
         for tensor in spoilt:
             tensor.zero_()
-    (row,) = effects.fetch()
-    assert_row(row, pairs)
-
-
-def test_more_gradients_than_sums_are_kept_are_measured_all(monkeypatch) -> None:
-    monkeypatch.setattr(effects_module, "MAX_PAIRS", 3)
-    effects, (slot,) = slots("w")
-    pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(50)]
-    for pair in pairs:
-        effects.add(slot, *pair)
     (row,) = effects.fetch()
     assert_row(row, pairs)
 
@@ -247,6 +207,10 @@ def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -
     assert [row["sampled"] for row in rows] == [sampled] * (4 if sampled else 0)
 
 
+def rows_of(live: gs.Live) -> dict[str, dict[str, object]]:
+    return {str(row["site"]): row for row in live.effects.rows()}
+
+
 def spoil(model: nn.Module) -> None:
     """What a user may do to gradients once they are there."""
     for param in model.parameters():
@@ -278,7 +242,7 @@ def test_a_shadowed_transform_is_measured_and_not_applied() -> None:
     model = small()
     with attached(model, gs.Scale(-2.0), shadow=True) as live:
         backward(model)
-        rows = {str(row["site"]): row for row in live.effects.rows()}
+        rows = rows_of(live)
     plain = plain_gradients()
     for name, grad in gradients(model).items():
         assert torch.equal(grad, plain[name])
@@ -295,7 +259,7 @@ def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transfo
         if stage == "step":
             optimizer.step()
         spoil(model)
-        rows = {str(row["site"]): row for row in live.effects.rows()}
+        rows = rows_of(live)
     for name, grad in plain_gradients().items():
         after = expected[name] if stage != "step" else transform.apply(grad, None)
         assert_row(rows[name], [(grad, after)])
@@ -310,7 +274,7 @@ def test_a_second_backward_into_the_same_gradients_does_not_change_the_numbers_o
         first = gradients(model)
         backward(model, 1)
         assert not torch.equal(gradients(model)["first.weight"], first["first.weight"])
-        rows = {str(row["site"]): row for row in live.effects.rows()}
+        rows = rows_of(live)
     second = plain_gradients(1)
     for name, grad in plain_gradients().items():
         assert_row(rows[name], [(grad, grad), (second[name], second[name])])
@@ -360,7 +324,7 @@ def test_what_a_failed_backward_left_is_measured_before_the_next_one_adds_to_it(
         failing_backward(model)
         backward(model)
         spoil(model)
-        rows = {str(row["site"]): row for row in live.effects.rows()}
+        rows = rows_of(live)
     weight, _ = last_gradients()
     plain = plain_gradients()["last.weight"]
     assert_row(rows["last.weight"], [(weight, weight), (plain, plain)])
@@ -374,7 +338,7 @@ def test_a_backward_inside_a_backward_is_measured_too() -> None:
         )
         model.last(hidden).square().sum().backward()
         spoil(model)
-        rows = {str(row["site"]): row for row in live.effects.rows()}
+        rows = rows_of(live)
     weight, _ = last_gradients()
     assert_row(rows["last.weight"], [(weight, weight)])
     assert rows["first.weight"]["sampled"] == 1
@@ -399,25 +363,21 @@ def test_quantiles_are_those_of_all_entries_each_gradient_counted_by_its_size() 
     assert effects.quantiles("another", levels) == []
 
 
-def test_quantiles_of_few_entries_are_exact() -> None:
+@pytest.mark.parametrize(
+    ("grads", "levels", "quantiles"),
+    [
+        ([[-4.0, 3, 1, -2]], [0.0, 0.25, 0.5, 0.51, 0.75, 0.9, 1.0], [1, 1, 2, 3, 3, 4, 4]),
+        ([[NAN]], [0.5], []),
+        ([[1.0] * 3, [2.0] * 3], [0.5], [2]),
+    ],
+    ids=["few are exact", "nothing finite", "of the newest"],
+)
+def test_quantiles(grads: list[list[float]], levels: list[float], quantiles: list[float]) -> None:
     effects, (slot,) = slots("w")
-    grad = torch.tensor([-4.0, 3.0, 1.0, -2.0])
-    effects.add(slot, grad, grad)
-    assert effects.quantiles("t", [0.0, 0.25, 0.5, 0.51, 0.75, 0.9, 1.0]) == [1, 1, 2, 3, 3, 4, 4]
-
-
-def test_quantiles_of_nothing_finite_are_none() -> None:
-    effects, (slot,) = slots("w")
-    effects.add(slot, torch.tensor([NAN]), torch.tensor([NAN]))
-    assert effects.quantiles("t", [0.5]) == []
-
-
-def test_the_quantiles_are_of_the_newest_gradients() -> None:
-    effects, (slot,) = slots("w")
-    for grad in (torch.ones(3), 2 * torch.ones(3)):
+    for grad in map(torch.tensor, grads):
         effects.add(slot, grad, grad)
         effects.fetch()
-    assert effects.quantiles("t", [0.5]) == [2]
+    assert effects.quantiles("t", levels) == quantiles
 
 
 def test_effects_go_on_where_a_checkpoint_ended() -> None:

@@ -48,7 +48,7 @@ def fresh_kernels() -> Iterator[None]:
     cpu_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 33, 2049, 3 * CHUNK + 5])
 def test_the_kernel_gives_the_eager_sums_to_a_millionth(size: int, dtype: torch.dtype) -> None:
     pytest.importorskip("numba", reason="without numba there is no kernel")
