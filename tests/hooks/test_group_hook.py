@@ -16,14 +16,10 @@ STEP = gs.Parameters(stage="step")
 class UserGroup(GroupTransform):
     """A user's transform of a group by a function of its gradients and contexts."""
 
-    def __init__(
-        self, function: Callable[..., Iterable[Tensor]], needs: frozenset[Need] = frozenset()
-    ) -> None:
-        self.function, self._needs = function, needs
+    needs: frozenset[Need] = frozenset({"value"})  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return self._needs
+    def __init__(self, function: Callable[..., Iterable[Tensor]]) -> None:
+        self.function = function
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
@@ -90,7 +86,7 @@ def test_a_group_reads_the_parameters_that_the_optimizer_holds_now(at: gs.Parame
         seen.append([float(value.sum()) for value in values])
         return [grad.clone() for grad in grads]
 
-    with attached(model, UserGroup(note, frozenset({"value"})), at, optimizer):
+    with attached(model, UserGroup(note), at, optimizer):
         train(model, optimizer, 1)
         model.last.weight = nn.Parameter(torch.full((3, 5), 7.0))
         optimizer.param_groups[0]["params"] = [*model.last.parameters()]

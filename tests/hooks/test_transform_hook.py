@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
     GroupTransform,
     Need,
     Stateless,
+    Transform,
     TransformContext,
     TransformProperty,
     TransformState,
@@ -46,7 +46,14 @@ class Later(Stateless):
         return self.wrong(grad) if wrong else grad
 
 
-class LaterGroup(GroupTransform):
+class OfGroup(GroupTransform):
+    """A group transform without state."""
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+
+class LaterGroup(OfGroup):
     """As `Later`, for all gradients of a group."""
 
     def __init__(self, wrong: Wrong, first: int) -> None:
@@ -55,9 +62,6 @@ class LaterGroup(GroupTransform):
     def __repr__(self) -> str:
         return "LaterGroup()"
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
@@ -65,7 +69,13 @@ class LaterGroup(GroupTransform):
         return [wrong(grad) for grad in grads], state
 
 
-ONE = gs.Parameters("first.weight")
+def _acted(transform: Transform, at: Selector | None) -> None:
+    """Train three steps with it."""
+    model, optimizer = trainee()
+    with attached(model, transform, at, optimizer):
+        train(model, optimizer, 3)
+
+
 PLACES = {
     "backward": (gs.Parameters(), "first.weight"),
     "accumulated": (gs.Parameters(stage="accumulated"), "first.weight"),
@@ -95,12 +105,8 @@ at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     at: Selector, site: str, wrong: Wrong, described: str, first: int
 ) -> None:
-    model, optimizer = trainee()
-    with (
-        pytest.raises(TypeError, match=re.escape(described)) as caught,
-        attached(model, Later(wrong, first, site), at, optimizer),
-    ):
-        train(model, optimizer, 3)
+    with pytest.raises(TypeError, match=re.escape(described)) as caught:
+        _acted(Later(wrong, first, site), at)
     assert f"'{site}', step {first}" in str(caught.value)
     assert "later: Later() must return a tensor like the gradient" in str(caught.value)
 
@@ -110,12 +116,9 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
 )
 def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
-    model, optimizer = trainee()
-    with (
-        pytest.raises(TypeError, match="LaterGroup.. must return a tensor like the gradient"),
-        attached(model, LaterGroup(wrong, first), None, optimizer),
-    ):
-        train(model, optimizer, 3)
+    text = "LaterGroup.. must return a tensor like the gradient"
+    with pytest.raises(TypeError, match=text):
+        _acted(LaterGroup(wrong, first), None)
 
 
 class Mishap(Exception):
@@ -136,31 +139,21 @@ def _assert(grad: Tensor) -> None:
 def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int
 ) -> None:
-    model, optimizer = trainee()
-    with (
-        pytest.raises(kind) as caught,
-        attached(model, Later(wrong, first, site), at, optimizer),
-    ):
-        train(model, optimizer, 3)
-    note = f"while later acted at site '{site}', step {first}"
-    assert caught.value.__notes__ == [note]
+    with pytest.raises(kind) as caught:
+        _acted(Later(wrong, first, site), at)
+    assert caught.value.__notes__ == [f"while later acted at site '{site}', step {first}"]
 
 
 def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
-    model, optimizer = trainee()
-    with (
-        pytest.raises(Mishap) as caught,
-        attached(model, LaterGroup(_raise, 1), None, optimizer),
-    ):
-        train(model, optimizer, 3)
+    with pytest.raises(Mishap) as caught:
+        _acted(LaterGroup(_raise, 1), None)
     assert caught.value.__notes__ == ["while later_group acted on 4 sites, step 1"]
 
 
 def test_a_link_of_a_chain_is_the_one_named() -> None:
-    model = small()
     chain = gs.Chain(gs.Identity(), Later(lambda grad: grad[0], 0))
-    with pytest.raises(TypeError, match=r"^later: Later"), attached(model, chain, ONE):
-        backward(model)
+    with pytest.raises(TypeError, match=r"^later: Later"):
+        _acted(chain, gs.Parameters("first.weight"))
 
 
 # None
@@ -240,43 +233,39 @@ def test_a_gradient_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert grad_of(weight).double().norm().item() == pytest.approx(2.0, rel=1e-2)
 
 
-@validated
 class Product(Stateless):
-    """Multiplies matrices, which autocast would do in half precision."""
+    """Multiplies matrices, which autocast would do in half precision, and notes where."""
+
+    def __init__(self) -> None:
+        self.autocast: list[bool] = []
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        AUTOCAST.append(torch.is_autocast_enabled("cpu"))
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
         return grad @ torch.eye(grad.shape[1], dtype=grad.dtype)
-
-
-AUTOCAST: list[bool] = []
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_autocast_is_off_inside_a_transform(stage) -> None:
-    AUTOCAST.clear()
-    model, optimizer = trainee()
+    (model, optimizer), product = trainee(), Product()
     with (
-        attached(model, Product(), gs.Parameters("*.weight", stage=stage), optimizer),
+        attached(model, product, gs.Parameters("*.weight", stage=stage), optimizer),
         torch.autocast("cpu", torch.bfloat16),
     ):
         for _ in range(3):
             train(model, optimizer, 1)
             assert torch.is_autocast_enabled("cpu")
-    assert AUTOCAST == [False] * 6
+    assert product.autocast == [False] * 6
 
 
 def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_outside_it() -> None:
-    AUTOCAST.clear()
-    model, optimizer = trainee()
-    surgery = gs.Surgery(gs.Intervention(Product(), gs.Activations("first")))
-    with surgery.attach(model, optimizer, effects_every=0):
+    (model, optimizer), product = trainee(), Product()
+    with attached(model, product, gs.Activations("first"), optimizer, effects_every=0):
         for _ in range(2):
             backward(model)
             with torch.autocast("cpu", torch.bfloat16):
                 backward(model)
             optimizer.step()
-    assert AUTOCAST == [False] * 4
+    assert product.autocast == [False] * 4
 
 
 def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_short_way() -> None:
@@ -312,15 +301,12 @@ def test_the_value_is_there_at_every_stage(stage) -> None:
             assert grad_of(model.weight).tolist() == [[10.0, 0.0]]
 
 
-class TimesValue(GroupTransform):
+class TimesValue(OfGroup):
     """Multiplies each gradient of a group by its value."""
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"})
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
@@ -358,23 +344,21 @@ def _numpy_noise(grad: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("intervention", "message"),
+    ("transform", "when", "message"),
     [
-        (lambda: gs.Intervention(lambda grad: grad + torch.randn_like(grad)), "context.generator"),
-        (lambda: gs.Intervention(_numpy_noise), "context.generator"),
-        (
-            lambda: gs.Intervention(gs.Chain(gs.Clip(1.0), torch.nn.Dropout(0.5))),
-            "context.generator",
-        ),
-        (lambda: gs.Intervention(gs.Clip(1.0), when=GlobalDraws()), "seeded by context.seed"),
+        (lambda grad: grad + torch.randn_like(grad), gs.Always(), "context.generator"),
+        (_numpy_noise, gs.Always(), "context.generator"),
+        (gs.Chain(gs.Clip(1.0), nn.Dropout(0.5)), gs.Always(), "context.generator"),
+        (gs.Clip(1.0), GlobalDraws(), "seeded by context.seed"),
     ],
+    ids=["torch", "numpy", "a link", "a trigger"],
 )
 def test_user_code_that_draws_from_a_global_generator_is_refused_with_the_way_out(
-    intervention: Callable[[], gs.Intervention], message: str
+    transform: Transform, when: gs.Trigger, message: str
 ) -> None:
-    model = small()
+    model, optimizer = trainee()
     with (
         pytest.raises(RuntimeError, match=f"drew from a global random generator.*{message}"),
-        gs.Surgery(intervention()).attach(model, sgd(model)),
+        attached(model, transform, None, optimizer, when),
     ):
         backward(model)
