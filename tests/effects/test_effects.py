@@ -70,11 +70,12 @@ def test_a_gradient_of_zeros_has_no_cosine_and_its_zeros_are_not_zeroed() -> Non
     effects.add(half, torch.tensor([0.0, 0.0, 3.0, 4.0]), torch.tensor([0.0, 0.0, 3.0, 0.0]))
     effects.add(often, torch.zeros(2), torch.zeros(2))
     effects.add(often, torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]))
-    rows = effects.fetch()
-    assert [row["cosine"] for row in rows] == [None, pytest.approx(0.6), pytest.approx(0.6)]
-    assert [row["zeroed"] for row in rows] == [None, 0.5, 0.5]
-    assert [row["sampled"] for row in rows] == [1, 1, 2]
-    assert [row["changed"] for row in rows] == [0.0, 0.25, 0.25]
+    found = [
+        tuple(row[name] for name in ("cosine", "zeroed", "sampled", "changed"))
+        for row in effects.fetch()
+    ]
+    cosine = pytest.approx(0.6)
+    assert found == [(None, None, 1, 0.0), (cosine, 0.5, 1, 0.25), (cosine, 0.5, 2, 0.25)]
 
 
 def slots(*names: str, transform: str = "t") -> tuple[Effects, list[int]]:
@@ -88,6 +89,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 BASE = random(3, 7)
 SEVENTH = torch.tensor([7])
+BLOCKS, OTHERS = random(3 * BLOCK), random(3 * BLOCK, seed=1)
 PAIRS = {
     "unchanged": (BASE, BASE),
     "equal but another tensor": (BASE, BASE.clone()),
@@ -121,14 +123,8 @@ PAIRS = {
     "negated by a bit": (random(5, dtype=torch.complex64).conj().imag, random(5)),
     "no memory": (vars(torch)["_efficientzerotensor"](3), torch.ones(3)),
     "tiny": (torch.tensor([1.0, 1e-30]), torch.tensor([1.0, -1e-30])),
-    "one NaN in a block": (
-        random(3 * BLOCK),
-        random(3 * BLOCK, seed=1).index_fill(0, SEVENTH, NAN),
-    ),
-    "one NaN stays": (
-        random(3 * BLOCK).index_fill(0, SEVENTH, NAN),
-        random(3 * BLOCK, seed=1).index_fill(0, SEVENTH, NAN),
-    ),
+    "one NaN in a block": (BLOCKS, OTHERS.index_fill(0, SEVENTH, NAN)),
+    "one NaN stays": (BLOCKS.index_fill(0, SEVENTH, NAN), OTHERS.index_fill(0, SEVENTH, NAN)),
     "not contiguous": (random(4, 6).t(), random(4, 6, seed=1).t()),
     "larger than a chunk": (random(CHUNK + 17), random(CHUNK + 17, seed=1)),
     "several chunks": (random(3, CHUNK), random(3, CHUNK).clamp(-1, 1)),
@@ -205,6 +201,10 @@ def test_effects_every_says_which_steps_are_measured(every: int, sampled: int) -
         train(model, optimizer, 10)
         rows = live.effects.rows()
     assert [row["sampled"] for row in rows] == [sampled] * (4 if sampled else 0)
+    assert (live.effects.table() == "no gradient was measured") is (every == 0)
+    assert repr(live.effects) == (
+        "Effects at 4 sites: table() is a text, rows() are the numbers"  # no internals
+    )
 
 
 def rows_of(live: gs.Live) -> dict[str, dict[str, object]]:
@@ -342,9 +342,7 @@ def test_a_backward_inside_a_backward_is_measured_too() -> None:
     weight, _ = last_gradients()
     assert_row(rows["last.weight"], [(weight, weight)])
     assert rows["first.weight"]["sampled"] == 1
-    norm = rows["first.weight"]["norm_before"]
-    assert isinstance(norm, float)
-    assert norm > 0
+    assert rows["first.weight"]["norm_before"] not in (0.0, None)
 
 
 def test_quantiles_are_those_of_all_entries_each_gradient_counted_by_its_size() -> None:
@@ -401,13 +399,3 @@ def test_effects_go_on_where_a_checkpoint_ended() -> None:
         again.add(resumed, *pair)
     assert again.fetch() == whole.fetch()
     assert again.rows() == whole.rows()
-
-
-def test_the_table_says_so_if_nothing_was_measured() -> None:
-    model = small()
-    with attached(model, gs.Identity(), effects_every=0) as live:
-        backward(model)
-    assert live.effects.table() == "no gradient was measured"
-    assert repr(live.effects) == (
-        "Effects at 4 sites: table() is a text, rows() are the numbers"  # no internals
-    )

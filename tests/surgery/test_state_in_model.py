@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.core.surgery import STATE_KEY, packed, unpacked
-from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
+from tests.nets import backward, gradients, num_hooks, sgd, small, train, trainee, weights
 
 # What these surgeries have is asked for, not whether it acts.
 pytestmark = [
@@ -42,8 +42,7 @@ def _same(left: Any, right: Any) -> bool:
 
 def _saved(steps: int = 3) -> tuple[dict[str, Tensor], dict[str, object]]:
     """What a model has saved after some steps, and the state of its surgery then."""
-    model, surgery = small(), _surgery()
-    optimizer = sgd(model)
+    (model, optimizer), surgery = trainee(), _surgery()
     with surgery.attach(model, optimizer, in_state_dict=True) as live:
         live.switch("half", on=True)
         train(model, optimizer, steps)
@@ -76,12 +75,7 @@ def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> N
 
 
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
-    whole, surgery = small(), _surgery()
-    optimizer = sgd(whole)
-    with surgery.attach(whole, optimizer) as live:
-        live.switch("half", on=True)
-        train(whole, optimizer, 6)
-
+    whole, _ = _saved(6)
     saved, state = _saved(3)
     buffer = io.BytesIO()
     torch.save(saved, buffer)
@@ -94,17 +88,15 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         assert live.step == 3
         assert _same(surgery.state_dict(), state)
         train(model, optimizer, 3, start=3)
-    assert all(map(torch.equal, weights(whole), weights(model)))
+    assert _same(model.state_dict(), {key: whole[key] for key in model.state_dict()})
     assert STATE_KEY in read  # what was given is left as it is
 
 
 def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
     """In the middle of a run, not only before its first step."""
     saved, _ = _saved(steps=5)  # the noise has stopped at 4
-    plain, model = small(), small()
-    optimizer = sgd(model)
-    surgery = _surgery()
-    with surgery.attach(model, optimizer, in_state_dict=True) as live:
+    plain, (model, optimizer) = small(), trainee()
+    with _surgery().attach(model, optimizer, in_state_dict=True) as live:
         train(model, optimizer, 1)
         model.load_state_dict(saved)
         plain.load_state_dict({key: tensor for key, tensor in saved.items() if key != STATE_KEY})
@@ -225,19 +217,17 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
     assert STATE_KEY not in twin.state_dict()
 
 
-def test_the_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
-    model, surgery = small(), _surgery()
-    for error in (None, OSError("gone")):
-        with (
-            pytest.raises(OSError, match="gone") if error else nullcontext(),
-            surgery.attach(model, in_state_dict=True),
-        ):
-            assert _state_hooks(model) == 2
-            backward(model)
-            if error:
-                raise error
-        assert (num_hooks(model), _state_hooks(model)) == (0, 0)
-        assert STATE_KEY not in model.state_dict()
+@pytest.mark.parametrize("error", [None, OSError("gone")], ids=["a block", "an exception"])
+def test_the_hooks_are_gone_after(error: Exception | None) -> None:
+    model = small()
+    raises = pytest.raises(OSError, match="gone") if error else nullcontext()
+    with raises, _surgery().attach(model, in_state_dict=True):
+        assert _state_hooks(model) == 2
+        backward(model)
+        if error:
+            raise error
+    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
+    assert STATE_KEY not in model.state_dict()
 
 
 def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
