@@ -181,7 +181,6 @@ def test_missing_gradients_of_a_node_pass() -> None:
         model(x).sum().backward()
     calls = {entry.site: entry.calls for entry in live.ledger}
     assert calls == {"root#0/UnbindBackward[0].0": 1}
-    assert plain.used.weight.grad is not None
     torch.testing.assert_close(grad_of(model.used.weight), plain.used.weight.grad * 2)
 
 
@@ -216,10 +215,8 @@ def test_a_step_without_any_gradient_passes() -> None:
 
 def test_complex_gradients_are_refused_by_name() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
-    with (
-        pytest.raises(TypeError, match=r"site 'w'.*torch\.complex64"),
-        attached(model, gs.Clip()),
-    ):
+    text = r"site 'w'.*torch\.complex64"
+    with pytest.raises(TypeError, match=text), attached(model, gs.Clip()):
         model["w"].abs().sum().backward()
 
 

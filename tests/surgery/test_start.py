@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
@@ -30,16 +31,6 @@ class Weight(nn.Module):
 
     def forward(self, x: float) -> Tensor:
         return (self.w * x).sum()
-
-
-class Wrapped:
-    """A wrapper as of Accelerate or Lightning."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
 
 
 def at_step(transform: Transform, pattern: str = "*") -> gs.Surgery:
@@ -87,8 +78,9 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live = surgery.start(model)
     optimizer = sgd(model, lr=1.0)
     assert step(model, optimizer) == -1.0  # not bound yet
-    live.bind(Wrapped(optimizer))
-    assert [step(model, Wrapped(optimizer)) for _ in range(2)] == [-1.0, -1.5]
+    wrapper = SimpleNamespace(optimizer=optimizer, step=optimizer.step)  # as of Accelerate
+    live.bind(wrapper)
+    assert [step(model, wrapper) for _ in range(2)] == [-1.0, -1.5]
     later = sgd(model, lr=1.0)
     live.bind(later)
     assert num_hooks(nn.Module(), optimizer) == 0

@@ -224,9 +224,7 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
 def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     leaf, calls = torch.ones(3, requires_grad=True), list[int]()
     assert autograd.without_hooks([leaf]) == []
-    handles = [
-        leaf.register_hook(lambda grad, number=number: calls.append(number)) for number in (1, 2)
-    ]
+    handles = [leaf.register_hook(lambda grad, n=n: calls.append(n)) for n in (1, 2)]
     assert autograd.without_hooks([leaf]) == []
     assert (calls, leaf.grad) == ([], None)
     leaf.sum().backward()
