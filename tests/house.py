@@ -22,7 +22,7 @@ ROOMS = {
     "multitask per_example": (("multitask", "per_example"), 3845),
     "experiment": (("config", "training", "run.py", "__main__.py", "packaging.py"), 7943),
     "stacked": (("stacked",), 1593),
-    "report": (("report",), 5280),
+    "report": (("report",), 5286),
     "stats": (("stats.py",), 495),
     "reproduce": (("reproduce",), 1591),
 }

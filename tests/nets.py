@@ -57,6 +57,18 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
+def trainee(lr: float = 0.1) -> tuple[nn.Sequential, torch.optim.SGD]:
+    """Return `small()` and its optimizer."""
+    model = small()
+    return model, sgd(model, lr)
+
+
+def grad_of(tensor: Tensor) -> Tensor:
+    """Return the gradient, which must be there."""
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def backward(model: nn.Module, step: int = 0) -> None:
     """Run one forward and one backward pass."""
     x, y = batch(step)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def fresh_kernels() -> Iterator[None]:
     cpu_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 33, 2049, 3 * CHUNK + 5])
 def test_the_kernel_gives_the_eager_sums_to_a_millionth(size: int, dtype: torch.dtype) -> None:
     pytest.importorskip("numba", reason="without numba there is no kernel")
@@ -108,18 +108,14 @@ def test_the_kernel_is_compiled_to_vector_instructions(tmp_path: Path) -> None:
 
 
 def test_triton_is_used_on_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_device = SimpleNamespace(is_cuda=True, detach=lambda: "detached")
+    on_device: Any = SimpleNamespace(is_cuda=True, detach=lambda: "detached")
     monkeypatch.setattr(sums, "is_in_memory", lambda tensor: True)
     monkeypatch.setattr(sums, "eager_sums", lambda before, after: f"eager {before}")
     monkeypatch.setattr(sums, "cuda_kernel", lambda: lambda before, after: f"kernel {before}")
-    pair = cast(Tensor, on_device), cast(Tensor, on_device)
-    assert sums.sums_of(*pair) == "eager detached"
-    sums.use_triton()
-    try:
-        assert sums.sums_of(*pair) == "kernel detached"
-    finally:
-        sums.use_triton(False)
-    assert sums.sums_of(*pair) == "eager detached"
+    monkeypatch.setattr(sums, "_triton", [])
+    for asked, name in ((False, "eager"), (True, "kernel"), (False, "eager")):
+        sums.use_triton(asked)
+        assert sums.sums_of(on_device, on_device) == f"{name} detached"
 
 
 def test_without_triton_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

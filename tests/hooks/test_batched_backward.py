@@ -19,9 +19,8 @@ from tests.transforms.cases import build, config, names
 Mode = Literal["is_grads_batched", "vmap"]
 MODES = ("is_grads_batched", "vmap")
 DRAWS = ("add_noise", "noise", "placebo", "qsgd", "quantize", "random_mask", "terngrad")
-GROUPS = tuple(
-    n for n in names() if build(n).scope == "group"
-)  # no gradient of a batched backward is part of a group
+# No gradient of a batched backward is part of a group.
+GROUPS = tuple(n for n in names() if build(n).scope == "group")
 UPDATES = [name for name in names() if "gradient" in build(name).needs]  # act in no backward pass
 WITH_STATE = [n for n in names() if n not in GROUPS and build(n).init(torch.zeros(2, 3))]
 STATEFUL = [name for name in WITH_STATE if name not in UPDATES]
@@ -60,10 +59,8 @@ def _batched(mode: str, outputs: Tensor, weight: Tensor, vectors: Tensor, **fiel
         one: Callable[[Tensor], Tensor]
         one = lambda row: torch.autograd.grad(outputs, weight, row, retain_graph=True)[0]  # noqa: E731
         return vmap(one, **fields)(vectors)
-    batched = torch.autograd.grad(
-        outputs, weight, vectors, is_grads_batched=True, retain_graph=True
-    )
-    return batched[0]
+    how = {"is_grads_batched": True, "retain_graph": True}
+    return torch.autograd.grad(outputs, weight, vectors, **how)[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -115,9 +112,8 @@ def test_a_transform_with_a_state_is_refused_by_name_and_keeps_nothing(
         with attached(model, transform, gs.Parameters("0.weight")) as live:
             for before in (False, True):  # without a state and with one
                 if with_batch:
-                    text = (
-                        rf"{type(links_of(transform)[0]).__name__}\(.*one state .* site '0.weight'"
-                    )
+                    name = type(links_of(transform)[0]).__name__
+                    text = rf"{name}\(.*one state .* site '0.weight'"
                     with pytest.raises(RuntimeError, match=text):
                         _batched(mode, outputs, model[0].weight, vectors)
                 results.append(_each(outputs, model[0].weight, vectors[:2]))
@@ -162,9 +158,7 @@ def test_a_state_made_inside_functional_grad_can_be_saved(name: str, when: gs.Tr
     stored = BytesIO()
     torch.save(final_states(functional=True), stored)
     stored.seek(0)
-    states, plain = (
-        _tensors(node) for node in (torch.load(stored), final_states(functional=False))
-    )
+    states, plain = map(_tensors, (torch.load(stored), final_states(functional=False)))
     assert states
     for tensor, expected in zip(states, plain, strict=True):
         torch.testing.assert_close(tensor, expected)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.base import GroupTransform, Need, TransformContext, TransformState
-from tests.nets import attached, backward, gradients, sgd, small, train
+from tests.nets import attached, backward, gradients, sgd, small, train, trainee
 
 STEP = gs.Parameters(stage="step")
 
@@ -16,14 +16,10 @@ STEP = gs.Parameters(stage="step")
 class UserGroup(GroupTransform):
     """A user's transform of a group by a function of its gradients and contexts."""
 
-    def __init__(
-        self, function: Callable[..., Iterable[Tensor]], needs: frozenset[Need] = frozenset()
-    ) -> None:
-        self.function, self._needs = function, needs
+    needs: frozenset[Need] = frozenset({"value"})  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return self._needs
+    def __init__(self, function: Callable[..., Iterable[Tensor]]) -> None:
+        self.function = function
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}
@@ -50,8 +46,7 @@ def test_no_link_of_a_group_runs_in_autocast() -> None:
 
 
 def test_a_users_generator_reads_the_gradients_and_not_the_results_of_others() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     by_sum = UserGroup(lambda grads, _: (grad / sum(x.norm() for x in grads) for grad in grads))
     with attached(model, by_sum, STEP, optimizer):
         backward(model)
@@ -72,8 +67,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_result_of_a_users_group_leaves_all_gradients_as_they_were(wrong: str) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, UserGroup(WRONG[wrong]), STEP, optimizer):
         backward(model)
         before = gradients(model)
@@ -92,7 +86,7 @@ def test_a_group_reads_the_parameters_that_the_optimizer_holds_now(at: gs.Parame
         seen.append([float(value.sum()) for value in values])
         return [grad.clone() for grad in grads]
 
-    with attached(model, UserGroup(note, frozenset({"value"})), at, optimizer):
+    with attached(model, UserGroup(note), at, optimizer):
         train(model, optimizer, 1)
         model.last.weight = nn.Parameter(torch.full((3, 5), 7.0))
         optimizer.param_groups[0]["params"] = [*model.last.parameters()]

@@ -9,7 +9,7 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Transform
-from tests.nets import attached, sgd
+from tests.nets import attached, grad_of, sgd
 from tests.transforms.cases import build, names
 
 WORDS = torch.tensor([[1, 4, 1], [0, 4, 4]])
@@ -21,17 +21,8 @@ RULE = "elementwise .* keep zero"
 
 def _model(sparse: bool = True, *, bag: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    words = (
-        nn.EmbeddingBag(6, 3, sparse=sparse, mode="sum")
-        if bag
-        else nn.Embedding(6, 3, sparse=sparse)
-    )
-    return nn.Sequential(words, nn.Linear(3, 2))
-
-
-def grad_of(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
+    kind, more = (nn.EmbeddingBag, {"mode": "sum"}) if bag else (nn.Embedding, {})
+    return nn.Sequential(kind(6, 3, sparse=sparse, **more), nn.Linear(3, 2))
 
 
 def _gradient(
@@ -100,6 +91,12 @@ def test_a_parameter_with_a_dense_gradient_beside_a_sparse_one_is_not_refused() 
     assert grad_of(model[1].weight).norm() == pytest.approx(0.1)
 
 
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(WORDS).sum().backward()
+    optimizer.step()
+
+
 class Table(nn.Module):
     """A plain parameter that a function looks up: nothing but its gradient shows that."""
 
@@ -120,12 +117,9 @@ def test_a_sparse_gradient_is_refused_at_the_first_backward_if_nothing_shows_it(
         pytest.raises(TypeError, match=rf"site 'table'.*ClipNorm.*sparse.*{RULE}"),
         attached(model, gs.ClipNorm(1.0), gs.Parameters(stage=stage), optimizer),
     ):
-        model(WORDS).sum().backward()
-        optimizer.step()
+        _step(model, optimizer)
     with attached(model, gs.Scale(2.0), gs.Parameters(stage=stage), optimizer):
-        optimizer.zero_grad()
-        model(WORDS).sum().backward()
-        optimizer.step()
+        _step(model, optimizer)
     assert grad_of(model.table).to_dense()[:, 0].tolist() == [2.0, 4.0, 0.0, 0.0, 6.0, 0.0]
 
 
@@ -137,9 +131,7 @@ def test_a_gradient_may_become_sparse_after_a_dense_one(stage: str, effects_ever
     surgery = gs.Surgery(gs.Intervention(gs.Clip(1.5), gs.Parameters(stage=stage)))
     with surgery.attach(model, optimizer, effects_every=effects_every):
         for model.sparse in (False, True, False, True):
-            optimizer.zero_grad()
-            model(WORDS).sum().backward()
-            optimizer.step()
+            _step(model, optimizer)
             assert grad_of(model.table).is_sparse is model.sparse
             clipped = [1.0, 1.5, 0.0, 0.0, 1.5, 0.0]
             assert grad_of(model.table).to_dense()[:, 0].tolist() == clipped
@@ -163,9 +155,7 @@ def test_a_sparse_gradient_is_refused_after_a_dense_one(transform: Transform, at
         attached(model, transform, at, optimizer),
     ):
         for model.sparse in (False, True):
-            optimizer.zero_grad()
-            model(WORDS).sum().backward()
-            optimizer.step()
+            _step(model, optimizer)
     assert not model.table._backward_hooks
 
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
     GroupTransform,
     Need,
     Stateless,
+    Transform,
     TransformContext,
     TransformProperty,
     TransformState,
     value_of,
 )
-from tests.nets import attached, backward, gradients, sgd, small, train
+from tests.nets import attached, backward, grad_of, gradients, sgd, small, train, trainee
 
 Wrong = Callable[[Tensor], Any]  # Any: what no transform may return
 
@@ -46,7 +46,14 @@ class Later(Stateless):
         return self.wrong(grad) if wrong else grad
 
 
-class LaterGroup(GroupTransform):
+class OfGroup(GroupTransform):
+    """A group transform without state."""
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return {}
+
+
+class LaterGroup(OfGroup):
     """As `Later`, for all gradients of a group."""
 
     def __init__(self, wrong: Wrong, first: int) -> None:
@@ -55,13 +62,6 @@ class LaterGroup(GroupTransform):
     def __repr__(self) -> str:
         return "LaterGroup()"
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[list[Tensor], TransformState]:
@@ -69,7 +69,13 @@ class LaterGroup(GroupTransform):
         return [wrong(grad) for grad in grads], state
 
 
-ONE = gs.Parameters("first.weight")
+def _acted(transform: Transform, at: Selector | None) -> None:
+    """Train three steps with it."""
+    model, optimizer = trainee()
+    with attached(model, transform, at, optimizer):
+        train(model, optimizer, 3)
+
+
 PLACES = {
     "backward": (gs.Parameters(), "first.weight"),
     "accumulated": (gs.Parameters(stage="accumulated"), "first.weight"),
@@ -99,13 +105,8 @@ at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     at: Selector, site: str, wrong: Wrong, described: str, first: int
 ) -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(TypeError, match=re.escape(described)) as caught,
-        attached(model, Later(wrong, first, site), at, optimizer),
-    ):
-        train(model, optimizer, 3)
+    with pytest.raises(TypeError, match=re.escape(described)) as caught:
+        _acted(Later(wrong, first, site), at)
     assert f"'{site}', step {first}" in str(caught.value)
     assert "later: Later() must return a tensor like the gradient" in str(caught.value)
 
@@ -115,13 +116,9 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
 )
 def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(TypeError, match="LaterGroup.. must return a tensor like the gradient"),
-        attached(model, LaterGroup(wrong, first), None, optimizer),
-    ):
-        train(model, optimizer, 3)
+    text = "LaterGroup.. must return a tensor like the gradient"
+    with pytest.raises(TypeError, match=text):
+        _acted(LaterGroup(wrong, first), None)
 
 
 class Mishap(Exception):
@@ -142,33 +139,21 @@ def _assert(grad: Tensor) -> None:
 def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int
 ) -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(kind) as caught,
-        attached(model, Later(wrong, first, site), at, optimizer),
-    ):
-        train(model, optimizer, 3)
-    note = f"while later acted at site '{site}', step {first}"
-    assert caught.value.__notes__ == [note]
+    with pytest.raises(kind) as caught:
+        _acted(Later(wrong, first, site), at)
+    assert caught.value.__notes__ == [f"while later acted at site '{site}', step {first}"]
 
 
 def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with (
-        pytest.raises(Mishap) as caught,
-        attached(model, LaterGroup(_raise, 1), None, optimizer),
-    ):
-        train(model, optimizer, 3)
+    with pytest.raises(Mishap) as caught:
+        _acted(LaterGroup(_raise, 1), None)
     assert caught.value.__notes__ == ["while later_group acted on 4 sites, step 1"]
 
 
 def test_a_link_of_a_chain_is_the_one_named() -> None:
-    model = small()
     chain = gs.Chain(gs.Identity(), Later(lambda grad: grad[0], 0))
-    with pytest.raises(TypeError, match=r"^later: Later"), attached(model, chain, ONE):
-        backward(model)
+    with pytest.raises(TypeError, match=r"^later: Later"):
+        _acted(chain, gs.Parameters("first.weight"))
 
 
 # None
@@ -196,9 +181,7 @@ def test_missing_gradients_of_a_node_pass() -> None:
         model(x).sum().backward()
     calls = {entry.site: entry.calls for entry in live.ledger}
     assert calls == {"root#0/UnbindBackward[0].0": 1}
-    assert model.used.weight.grad is not None
-    assert plain.used.weight.grad is not None
-    torch.testing.assert_close(model.used.weight.grad, plain.used.weight.grad * 2)
+    torch.testing.assert_close(grad_of(model.used.weight), grad_of(plain.used.weight) * 2)
 
 
 @pytest.mark.parametrize("transform", [gs.Scale(2.0), gs.ClipGlobalNorm(1e-3)], ids=repr)
@@ -218,8 +201,7 @@ def test_a_parameter_without_a_gradient_stays_without_at_stage_step(transform) -
 
 
 def test_a_step_without_any_gradient_passes() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with (
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         attached(model, gs.ClipGlobalNorm(), None, optimizer),
@@ -233,10 +215,8 @@ def test_a_step_without_any_gradient_passes() -> None:
 
 def test_complex_gradients_are_refused_by_name() -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
-    with (
-        pytest.raises(TypeError, match=r"site 'w'.*torch\.complex64"),
-        attached(model, gs.Clip()),
-    ):
+    text = r"site 'w'.*torch\.complex64"
+    with pytest.raises(TypeError, match=text), attached(model, gs.Clip()):
         model["w"].abs().sum().backward()
 
 
@@ -246,54 +226,43 @@ def test_a_gradient_keeps_its_dtype(dtype: torch.dtype) -> None:
     with attached(model, gs.NormRescale(2.0)):
         model(torch.ones(4, 6, dtype=dtype)).sum().backward()
     weight = model.last.weight
-    assert weight.grad is not None
-    assert weight.grad.dtype is dtype
-    assert weight.grad.double().norm().item() == pytest.approx(2.0, rel=1e-2)
+    assert grad_of(weight).dtype is dtype
+    assert grad_of(weight).double().norm().item() == pytest.approx(2.0, rel=1e-2)
 
 
-@validated
 class Product(Stateless):
-    """Multiplies matrices, which autocast would do in half precision."""
+    """Multiplies matrices, which autocast would do in half precision, and notes where."""
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
+    def __init__(self) -> None:
+        self.autocast: list[bool] = []
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        AUTOCAST.append(torch.is_autocast_enabled("cpu"))
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
         return grad @ torch.eye(grad.shape[1], dtype=grad.dtype)
-
-
-AUTOCAST: list[bool] = []
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
 def test_autocast_is_off_inside_a_transform(stage) -> None:
-    AUTOCAST.clear()
-    model = small()
-    optimizer = sgd(model)
+    (model, optimizer), product = trainee(), Product()
     with (
-        attached(model, Product(), gs.Parameters("*.weight", stage=stage), optimizer),
+        attached(model, product, gs.Parameters("*.weight", stage=stage), optimizer),
         torch.autocast("cpu", torch.bfloat16),
     ):
         for _ in range(3):
             train(model, optimizer, 1)
             assert torch.is_autocast_enabled("cpu")
-    assert AUTOCAST == [False] * 6
+    assert product.autocast == [False] * 6
 
 
 def test_autocast_is_off_inside_a_transform_though_a_call_of_the_same_step_was_outside_it() -> None:
-    AUTOCAST.clear()
-    model = small()
-    optimizer = sgd(model)
-    surgery = gs.Surgery(gs.Intervention(Product(), gs.Activations("first")))
-    with surgery.attach(model, optimizer, effects_every=0):
+    (model, optimizer), product = trainee(), Product()
+    with attached(model, product, gs.Activations("first"), optimizer, effects_every=0):
         for _ in range(2):
             backward(model)
             with torch.autocast("cpu", torch.bfloat16):
                 backward(model)
             optimizer.step()
-    assert AUTOCAST == [False] * 4
+    assert product.autocast == [False] * 4
 
 
 def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_short_way() -> None:
@@ -308,8 +277,7 @@ def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_shor
                 optimizer.zero_grad()
                 (factor * model(torch.ones(1, 2))).sum().backward()
                 optimizer.step()
-                assert model.weight.grad is not None
-                grads.append(model.weight.grad.tolist())
+                grads.append(grad_of(model.weight).tolist())
             surgery.load_state_dict(fresh)
     assert grads[:3] == grads[3:]
     assert grads[0] != grads[1]
@@ -327,23 +295,15 @@ def test_the_value_is_there_at_every_stage(stage) -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            assert model.weight.grad is not None
-            assert model.weight.grad.tolist() == [[10.0, 0.0]]
+            assert grad_of(model.weight).tolist() == [[10.0, 0.0]]
 
 
-class TimesValue(GroupTransform):
+class TimesValue(OfGroup):
     """Multiplies each gradient of a group by its value."""
-
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset()
 
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"})
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
@@ -353,8 +313,7 @@ class TimesValue(GroupTransform):
 
 
 def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() -> None:
-    model = small()
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = trainee(0.0)
     with attached(model, TimesValue(), None, optimizer) as live:
         backward(model)
         expected = {
@@ -382,23 +341,21 @@ def _numpy_noise(grad: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("intervention", "message"),
+    ("transform", "when", "message"),
     [
-        (lambda: gs.Intervention(lambda grad: grad + torch.randn_like(grad)), "context.generator"),
-        (lambda: gs.Intervention(_numpy_noise), "context.generator"),
-        (
-            lambda: gs.Intervention(gs.Chain(gs.Clip(1.0), torch.nn.Dropout(0.5))),
-            "context.generator",
-        ),
-        (lambda: gs.Intervention(gs.Clip(1.0), when=GlobalDraws()), "seeded by context.seed"),
+        (lambda grad: grad + torch.randn_like(grad), gs.Always(), "context.generator"),
+        (_numpy_noise, gs.Always(), "context.generator"),
+        (gs.Chain(gs.Clip(1.0), nn.Dropout(0.5)), gs.Always(), "context.generator"),
+        (gs.Clip(1.0), GlobalDraws(), "seeded by context.seed"),
     ],
+    ids=["torch", "numpy", "a link", "a trigger"],
 )
 def test_user_code_that_draws_from_a_global_generator_is_refused_with_the_way_out(
-    intervention: Callable[[], gs.Intervention], message: str
+    transform: Transform, when: gs.Trigger, message: str
 ) -> None:
-    model = small()
+    model, optimizer = trainee()
     with (
         pytest.raises(RuntimeError, match=f"drew from a global random generator.*{message}"),
-        gs.Surgery(intervention()).attach(model, sgd(model)),
+        attached(model, transform, None, optimizer, when),
     ):
         backward(model)

@@ -1,13 +1,15 @@
 """Module calls: the tensors in nested values, and modules that run no hooks."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
@@ -39,12 +41,40 @@ def test_tensors_are_found_in_containers_and_among_the_attributes_of_objects() -
     assert list(tensors_in(nothing)) == []
 
 
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As a model output of transformers: keys are attributes, and are set one by one."""
+
+    last_hidden_state: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last_hidden_state", "hidden_states"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError("You cannot use update")
+
+
+def _output(**values: Any) -> Any:
+    """Return that of transformers, if it is there."""
+    if not find_spec("transformers"):
+        return Output(**values)
+    return import_module("transformers.modeling_outputs").BaseModelOutput(**values)
+
+
 HOLDERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "a model output": (lambda h: BaseModelOutput(last_hidden_state=h), "last_hidden_state"),
+    "a model output": (lambda h: Output(last_hidden_state=h), "last_hidden_state"),
+    "a model output of transformers": (lambda h: _output(last_hidden_state=h), "last_hidden_state"),
     "a frozen dataclass": (Frozen, "h"),
     "an object": (Plain, "h"),
     "a distribution": (lambda h: torch.distributions.Exponential(h), "rate"),
-    "a nested one": (lambda h: BaseModelOutput(hidden_states=(h, h * 0)), "hidden_states"),
+    "a nested one": (lambda h: Output(hidden_states=(h, h * 0)), "hidden_states"),
 }
 
 

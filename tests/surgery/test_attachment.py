@@ -10,41 +10,24 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.multitask.losses import paused
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, batch, num_hooks, small
+from tests.nets import attached, backward, batch, grad_of, num_hooks, small
 
-KINDS: list[Callable[..., Selector]] = [
-    gs.Outputs,
-    gs.Inputs,
-    gs.Activations,
-    gs.ModuleGradients,
-    gs.SavedTensors,
-    gs.Captured,
-]
+CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
+KINDS = [*CHECKPOINTED, gs.ModuleGradients, gs.Captured]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_that_is_not_made_is_an_error_that_lists_those_that_are(
+def test_what_is_not_met_is_an_error_that_lists_the_calls_that_are(
     kind: Callable[..., Selector],
 ) -> None:
     model = small()
-    with (
-        pytest.raises(
-            LookupError, match=r"identity: nothing .* There were: .*first#0, act#0, last#0$"
-        ),
-        attached(model, gs.Identity(), kind(call=1)),
+    for at, text in (
+        (kind(call=1), r"identity: nothing .* There were: .*first#0, act#0, last#0$"),
+        (kind("last").where(lambda place: False), r"test=.*There were: .*last#0$"),
     ):
-        backward(model)
-    assert num_hooks(model) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_test_that_keeps_nothing_is_an_error(kind: Callable[..., Selector]) -> None:
-    model = small()
-    with (
-        pytest.raises(LookupError, match=r"test=.*There were: .*last#0$"),
-        attached(model, gs.Identity(), kind("last").where(lambda place: False)),
-    ):
-        backward(model)
+        with pytest.raises(LookupError, match=text), attached(model, gs.Identity(), at):
+            backward(model)
+        assert num_hooks(model) == 0
 
 
 class Turns(nn.Module):
@@ -65,21 +48,20 @@ def _run(model: nn.Module, *args: object) -> None:
     model(torch.ones(1, 3), *args).sum().backward()
 
 
-def test_what_the_first_forward_has_kept_may_be_missing_in_a_later_one() -> None:
+@pytest.mark.parametrize(
+    ("at", "runs", "met"),
+    [
+        (gs.Outputs("left", call=1), [("left", 2), ("left", 1), ("left", 3)], ("left#1", 2)),
+        (gs.Outputs("right"), [("left", 1), ("right", 1)], ("right#0", 1)),
+    ],
+    ids=["not in a later forward", "not in the first forward"],
+)
+def test_what_is_met_in_some_forward_may_be_missing_in_another(at, runs, met) -> None:
     model = Turns()
-    with attached(model, gs.Identity(), gs.Outputs("left", call=1)) as live:
-        _run(model, "left", 2)
-        _run(model, "left", 1)
-        _run(model, "left", 3)
-    assert [(entry.site, entry.calls) for entry in live.ledger] == [("left#1", 2)]
-
-
-def test_a_module_that_the_first_forward_does_not_call_is_waited_for() -> None:
-    model = Turns()
-    with attached(model, gs.Identity(), gs.Outputs("right")) as live:
-        _run(model, "left")
-        _run(model, "right")
-    assert [(entry.site, entry.calls) for entry in live.ledger] == [("right#0", 1)]
+    with attached(model, gs.Identity(), at) as live:
+        for run in runs:
+            _run(model, *run)
+    assert [(entry.site, entry.calls) for entry in live.ledger] == [met]
 
 
 def test_a_forward_without_gradients_decides_nothing() -> None:
@@ -123,7 +105,7 @@ class Within(nn.Module):
         return checkpoint(self.inside, self.out(x), use_reentrant=True)
 
 
-@pytest.mark.parametrize("kind", [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors])
+@pytest.mark.parametrize("kind", CHECKPOINTED)
 def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
     kind: Callable[..., Selector],
 ) -> None:
@@ -133,20 +115,15 @@ def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
     assert sum(entry.calls for entry in live.ledger if entry.site.startswith("inside"))
 
 
-def test_the_hook_that_looks_at_the_first_forward_goes_after_it() -> None:
+@pytest.mark.parametrize(
+    ("at", "looking"), [(gs.Outputs("last", call=0), 1), (gs.Outputs("last"), 0)], ids=repr
+)
+def test_a_hook_looks_at_the_first_forward_where_it_is_needed(at: Selector, looking: int) -> None:
     model = small()
-    with attached(model, gs.Identity(), gs.Outputs("last", call=0)):
+    with attached(model, gs.Identity(), at):
         before = num_hooks(model)
         backward(model)
-        assert num_hooks(model) == before - 1
-
-
-def test_what_is_known_when_it_is_attached_needs_no_such_hook() -> None:
-    model = small()
-    with attached(model, gs.Identity(), gs.Outputs("last")):
-        before = num_hooks(model)
-        backward(model)
-        assert num_hooks(model) == before
+        assert num_hooks(model) == before - looking
 
 
 def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> None:
@@ -157,6 +134,4 @@ def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> Non
         with paused(live._attached):
             live.close()
     loss.backward()
-    grad = model.first.weight.grad
-    assert grad is not None
-    assert grad.any()
+    assert grad_of(model.first.weight).any()

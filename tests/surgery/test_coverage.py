@@ -13,7 +13,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, sgd, small, train
+from tests.nets import attached, backward, small, train, trainee
 
 X = torch.ones(2, 6)
 Change = Callable[[nn.Sequential], object]
@@ -21,8 +21,7 @@ Change = Callable[[nn.Sequential], object]
 
 def told(at: Selector, change: Change, frozen: bool = False) -> str:
     """The warnings of a block with a step before and one after a change."""
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     model.last.requires_grad_(not frozen)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -120,13 +119,10 @@ def test_where_nothing_came_nothing_is_told(change: Change) -> None:
 
 def test_an_intervention_added_after_the_change_knows_what_came() -> None:
     model = small()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with attached(model, gs.Identity(), gs.Outputs("first")) as live:
-            grow(model)
-            live.add(gs.Intervention(gs.Scale(2.0), gs.Outputs()))
-            backward(model)
-    assert [str(warning.message) for warning in caught] == []
+    with attached(model, gs.Identity(), gs.Outputs("first")) as live:  # a warning is an error
+        grow(model)
+        live.add(gs.Intervention(gs.Scale(2.0), gs.Outputs()))
+        backward(model)
 
 
 def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
@@ -142,8 +138,7 @@ def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
 
 def test_a_clock_that_stands_says_where_the_block_began() -> None:
     surgery = gs.Surgery(gs.Intervention(gs.Identity(), when=gs.Steps(stop=2)))
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with surgery.attach(model, optimizer):
         train(model, optimizer, 3)
     text = "never fired in 8 gradients; this block began at step 3"
@@ -158,23 +153,13 @@ def test_a_clock_that_stands_says_where_the_block_began() -> None:
 def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     # experiments/hooks_tour/native_hooks.py does so; here the probe stands in for a compiler.
     monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
-    model = small()
+    model, optimizer = trainee()
     text = r"C\+\+ code registered on first\.weight has discarded .* use stage='accumulated'"
-    with (
-        pytest.warns(gs.SurgeryWarning, match=text),
-        attached(model, gs.Identity(), gs.Parameters("first.weight")),
-    ):
+    at = gs.Parameters("first.weight")
+    with pytest.warns(gs.SurgeryWarning, match=text), attached(model, gs.Identity(), at):
         backward(model, 0)
     with attached(model, gs.Identity(), gs.Parameters(stage="accumulated")):
         backward(model, 0)
-
-
-def test_hooks_that_cpp_code_has_discarded_are_told_in_the_first_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = small()
-    optimizer = sgd(model)
-    monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
     with attached(model, gs.Identity(), gs.Parameters("first.*"), optimizer):
         train(model, optimizer, 1)
         with pytest.warns(gs.SurgeryWarning, match=r"code .* first\.weight, first\.bias"):

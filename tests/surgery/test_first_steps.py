@@ -1,7 +1,7 @@
 """What does not act, and a clock that stands still, are told in the first steps."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from tests.nets import attached, backward, batch, num_watching, sgd, small, train
+from tests.nets import attached, backward, batch, num_watching, sgd, small, train, trainee
 
 
 class Idle(nn.Module):
@@ -23,13 +23,13 @@ class Idle(nn.Module):
         return self.used(x)
 
 
-def _told(steps: Iterator[Callable[[], None]]) -> list[list[str]]:
-    """The warnings of each of some calls."""
+def _told(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[list[str]]:
+    """The warnings of each of some steps."""
     texts = []
-    for step in steps:
+    for _ in range(steps):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step()
+            train(model, optimizer, 1)
         texts.append([str(warning.message) for warning in caught])
     return texts
 
@@ -43,7 +43,7 @@ def test_sites_that_are_never_met_are_told_after_the_second_step(at, has_optimiz
     given = (optimizer,) if has_optimizer else ()
     with attached(model, gs.Scale(1.0), at, *given):
         assert num_watching(model) > 0
-        told = _told(lambda: train(model, optimizer, 1) for _ in range(4))
+        told = _told(model, optimizer)
         assert num_watching(model) == 0
     assert [len(texts) for texts in told] == [0, 1, 0, 0]
     assert "scale: attached, and in the first steps no gradient has passed at: idle" in told[1][0]
@@ -58,7 +58,7 @@ def test_one_site_that_acts_is_enough_and_a_trigger_that_waits_says_nothing() ->
         pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
         surgery.attach(model, optimizer),
     ):
-        assert _told(lambda: train(model, optimizer, 1) for _ in range(3)) == [[], [], []]
+        assert _told(model, optimizer) == [[]] * 4
 
 
 class Silent(torch.optim.SGD):
@@ -72,18 +72,13 @@ class Silent(torch.optim.SGD):
                         param -= 0.1 * param.grad
 
 
-def _silent(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = Silent(model.parameters(), lr=0.1)
-    optimizer.step = Silent.step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined]
-    return optimizer
-
-
 @pytest.mark.filterwarnings("ignore:.*no gradient ever")
 def test_an_optimizer_whose_steps_are_not_seen_is_told_by_the_weights() -> None:
     model = small()
-    optimizer = _silent(model)
+    optimizer = Silent(model.parameters(), lr=0.1)
+    optimizer.step = Silent.step.__wrapped__.__get__(optimizer)  # type: ignore[attr-defined]
     with attached(model, gs.Scale(1.0), gs.Parameters(stage="step"), optimizer) as live:
-        told = _told(lambda: train(model, optimizer, 1) for _ in range(4))
+        told = _told(model, optimizer)
         assert live.step == 0
     assert [len(texts) for texts in told] == [0, 0, 2, 0]
     assert "no step of Silent was counted, though the weights have changed" in told[2][0]
@@ -98,8 +93,7 @@ def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int
 
 
 def _accumulated(at: gs.Parameters | gs.Weights) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     with attached(model, gs.Scale(0.9 if isinstance(at, gs.Weights) else 1.0), at, optimizer):
         _accumulate(model, optimizer)
 
@@ -109,9 +103,7 @@ def _gan(parts: str) -> None:
     model = nn.ModuleDict({"g": small(), "d": small(1)})
     optimizers = {name: sgd(model[name]) for name in "gd"}
     at = gs.Parameters("g.*" if parts == "g" else "*", stage="step")
-    with gs.Surgery(gs.Intervention(gs.Scale(1.0), at)).attach(
-        model, [optimizers[name] for name in parts]
-    ):
+    with attached(model, gs.Scale(1.0), at, [optimizers[name] for name in parts]):
         for name in "dddddgdddddg":
             train(model[name], optimizers[name], 1)
 
@@ -140,38 +132,27 @@ def _lbfgs() -> None:
 
 def _perturbed() -> None:
     """Each batch also has a backward pass at other weights, as in SAM."""
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Scale(1.0), None, optimizer), torch.no_grad():
-        for _ in range(6):
-            for change in (0.01, -0.01):
-                with torch.enable_grad():
-                    backward(model)
+    model, optimizer = trainee()
+    with attached(model, gs.Scale(1.0), None, optimizer):
+        for change in (0.01, -0.01) * 6:
+            backward(model)
+            with torch.no_grad():
                 for param in model.parameters():
                     param.add_(change)
         optimizer.step()
 
 
-def _ticks() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Scale(1.0), when=gs.Steps(stop=9)) as live:
+def _by_hand(when: gs.Trigger, work: Callable[..., None], move: Callable[[gs.Live], None]) -> None:
+    model, optimizer = trainee()
+    with attached(model, gs.Scale(1.0), when=when) as live:
         for _ in range(2):
-            _accumulate(model, optimizer)
-            live.tick()
-
-
-def _epochs() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Scale(1.0), when=gs.Epochs(stop=9)) as live:
-        train(model, optimizer, 4)
-        live.next_epoch()
+            work(model, optimizer)
+            move(live)
 
 
 def _loaded() -> None:
-    model = small()
-    optimizer, surgery = sgd(model), gs.Surgery(gs.Intervention(gs.Scale(1.0)))
+    model, optimizer = trainee()
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))
     at_first = surgery.state_dict()
     with surgery.attach(model, optimizer):
         train(model, optimizer, 2)
@@ -188,8 +169,12 @@ FINE = {
     "a table is normalized in each forward": _renormed,
     "a closure is called several times in a step": _lbfgs,
     "weights are perturbed for a second gradient": _perturbed,
-    "ticks by hand, of accumulated batches": _ticks,
-    "epochs by hand": _epochs,
+    "ticks by hand, of accumulated batches": lambda: _by_hand(
+        gs.Steps(stop=9), _accumulate, gs.Live.tick
+    ),
+    "epochs by hand": lambda: _by_hand(
+        gs.Epochs(stop=9), lambda *of: train(*of, steps=4), gs.Live.next_epoch
+    ),
     "a state of before is loaded": _loaded,
 }
 

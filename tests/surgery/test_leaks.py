@@ -17,15 +17,14 @@ ROUNDS = 32
 def _round(kind: Kind, model: nn.Module, refs: list[ref]) -> None:
     """Attach, train a step, detach."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    surgery = gs.Surgery(
-        gs.Intervention(gs.GrokfastEMA(), at=kind.make(), when=gs.Threshold(above=0.0))
-    )
-    if kind.make().resolve("tensor") == "forward":  # what remembers is refused by some of them
-        surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0), at=kind.make()))
+    at = kind.make()
+    item = gs.Intervention(gs.GrokfastEMA(), at, gs.Threshold(above=0.0))
+    if at.resolve("tensor") == "forward":  # what remembers is refused by some of them
+        item = gs.Intervention(gs.Scale(1.0), at)
     x = torch.ones(3, 4, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
-        with surgery.attach(model, optimizer) as live:
+        with (surgery := gs.Surgery(item)).attach(model, optimizer) as live:
             y = model(x)
             loss = y.sum()
             if kind.of == "captured":

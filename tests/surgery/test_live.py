@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
+from tests.nets import attached, backward, grad_of, gradients, num_hooks, sgd, small, train, trainee
 
 
 class Sums(nn.Module):
@@ -31,8 +31,7 @@ def _passed(model: nn.Module, x: float = 1.0) -> float:
     model.zero_grad()
     model(x).backward()
     (param,) = model.parameters()
-    assert param.grad is not None
-    return param.grad.item()
+    return grad_of(param).item()
 
 
 def _scale(factor: float, name: str = "", at: gs.Trigger | None = None) -> gs.Intervention:
@@ -76,8 +75,7 @@ def test_between_forward_and_backward_a_change_acts_on_that_backward() -> None:
             loss = model(1.0)
             change()
             loss.backward()
-            assert model.w.grad is not None
-            assert model.w.grad.item() == expected
+            assert grad_of(model.w).item() == expected
 
 
 def test_what_hooks_the_forward_and_is_added_after_it_acts_from_the_next_one_on() -> None:
@@ -94,22 +92,14 @@ def test_what_hooks_the_forward_and_is_added_after_it_acts_from_the_next_one_on(
 
 def test_what_hooks_the_forward_is_set_and_removed_on_a_graph_that_is_there() -> None:
     model = small()
-    plain = torch.autograd.grad(model(torch.ones(2, 6)).sum(), model.first.bias)[0]
     with attached(model, gs.Scale(2.0), gs.Outputs("first")) as live:
         loss = model(torch.ones(2, 6)).sum()
         live.set("scale", factor=3.0)
-        (grad,) = torch.autograd.grad(loss, model.first.bias, retain_graph=True)
-        torch.testing.assert_close(grad, plain * 3)
+        grads = torch.autograd.grad(loss, model.first.bias, retain_graph=True)
         live.remove("scale")
-        (grad,) = torch.autograd.grad(loss, model.first.bias)
-        torch.testing.assert_close(grad, plain)
-
-
-def _zeroed(model: nn.Module) -> list[str]:
-    return [name for name, grad in gradients(model).items() if not grad.any()]
-
-
-ALL = ["first.weight", "first.bias", "last.weight", "last.bias"]
+        grads += torch.autograd.grad(loss, model.first.bias)
+    plain = torch.autograd.grad(model(torch.ones(2, 6)).sum(), model.first.bias)[0]
+    torch.testing.assert_close(grads, (plain * 3, plain))
 
 
 # What is kept
@@ -125,28 +115,25 @@ def test_set_keeps_the_state_of_the_transform() -> None:
         assert _passed(model, 2.0) == 10.0  # m = 4
 
 
-def test_what_is_set_is_that_from_the_next_backward_on_at_every_site_met_before_and_after() -> None:
+def test_what_is_set_acts_at_every_site_met_before_and_after() -> None:
     model = nn.ModuleDict({"a": Sums(), "b": Sums()})
     with attached(model, gs.Scale(2.0)) as live:
-        for factor in (2.0, 5.0):
-            live.set("scale", factor=factor)
-            for module in (model["a"], model["b"]) if factor == 5.0 else (model["a"],):
-                assert _passed(module) == factor
+        assert _passed(model["a"]) == 2.0
+        live.set("scale", factor=5.0)
+        assert [_passed(model[name]) for name in "ab"] == [5.0, 5.0]
 
 
 def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
-    model = small()
+    model = Sums()
     optimizer = sgd(model, lr=0.0)
-    norms = []
-    with attached(model, gs.Scale(1.0), gs.Parameters("last.bias"), optimizer) as live:
+    passed = []
+    with attached(model, gs.Scale(1.0), None, optimizer) as live:
         for step in range(8):
             if step == 4:
                 live.set("scale", factor=2.0)
-            optimizer.zero_grad()
-            backward(model)
-            norms.append(gradients(model)["last.bias"].norm().item())
+            passed.append(_passed(model))
             optimizer.step()
-    assert norms == [norms[0]] * 4 + [norms[0] * 2] * 4
+    assert passed == [1.0] * 4 + [2.0] * 4
 
 
 def test_the_memory_of_a_trigger_that_is_replaced_is_dropped() -> None:
@@ -178,8 +165,7 @@ def test_what_is_removed_takes_its_state_with_it() -> None:
 
 
 def test_a_group_can_be_set_too() -> None:
-    model = small()
-    optimizer = sgd(model, lr=0.0)
+    model, optimizer = trainee(0.0)
     norms = []
     with attached(model, gs.ClipGlobalNorm(1.0, eps=0.0), None, optimizer) as live:
         for bound in (0.01, 0.02):
@@ -223,12 +209,10 @@ def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
     surgery = gs.Surgery(_scale(2.0), _scale(3.0, "gone"))
     with surgery.attach(model) as live:
         live.set("scale", factor=4.0)
-        live.add(gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0), names=("new",)))
+        new = gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0), names=("new",))
+        live.add(new)
         live.remove("gone")
-        expected = (
-            _scale(4.0),
-            gs.Intervention(gs.GrokfastEMA(decay=0.5, strength=1.0), names=("new",)),
-        )
+        expected = _scale(4.0), new
         _passed(model)
         assert (surgery.interventions, live.interventions) == (expected, expected)
         assert surgery.labels == live.labels == (("scale",), ("new",))
@@ -253,12 +237,9 @@ def test_effects_and_ledger_know_what_was_added_and_what_was_removed() -> None:
         _passed(model)
         live.remove("scale")
         _passed(model)
-    counts = {entry.intervention: entry.all_fired for entry in live.ledger}
-    assert counts == {"scale": 2, "clip": 2}
-    assert [(row["transform"], row["calls"]) for row in live.effects.rows()] == [
-        ("scale", 2),
-        ("clip", 2),
-    ]
+    assert {entry.intervention: entry.all_fired for entry in live.ledger} == {"scale": 2, "clip": 2}
+    rows = [(row["transform"], row["calls"]) for row in live.effects.rows()]
+    assert rows == [("scale", 2), ("clip", 2)]
 
 
 # Hooks
@@ -277,7 +258,6 @@ def test_a_trigger_that_is_set_brings_its_eyes_and_takes_them_along() -> None:
             assert num_hooks(model) == bare + 3
         live.set("scale", when=gs.Shape(above=7))
         assert num_hooks(model) == bare + 2
-        assert live.clock.observations == {}
         backward(model)
         live.set("scale", when=gs.Always())
         assert num_hooks(model) == bare
@@ -307,8 +287,7 @@ def test_a_trigger_set_after_the_forward_it_would_have_looked_at_says_so() -> No
 
 @pytest.mark.parametrize("when", [gs.Always(), gs.Shape(above=1, source="output:act")], ids=repr)
 def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     other = torch.optim.SGD(model.first.parameters(), lr=0.1)
     with attached(model, gs.Scale(1.0), None, optimizer) as live:
         before = num_hooks(model), live.interventions, live.labels, list(live.ledger)
@@ -323,36 +302,17 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
     assert num_hooks(model, optimizer, other) == 0
 
 
-def test_all_hooks_are_gone_after_the_block() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, gs.Scale(1.0), None, optimizer, gs.Shape(above=0)) as live:
-        for at in (gs.Parameters(stage="accumulated"), gs.Outputs(), gs.Parameters(stage="step")):
-            live.add(gs.Intervention(gs.Scale(1.0), at, gs.Threshold(0.0, source="output:act")))
-        train(model, optimizer, 2)
-        live.set("scale_2", when=gs.Shape(above=0, source="input:last"))
-        live.remove("scale_3")
-        train(model, optimizer, 2)
-    assert num_hooks(model, optimizer) == 0
-
-
 # What is refused
 
 
 def test_a_label_that_is_not_there_is_named_with_those_there_are() -> None:
-    model = Sums()
-    with attached(model, gs.Scale(2.0)) as live:
+    with attached(Sums(), gs.Scale(2.0)) as live:
         live.add(gs.Intervention(gs.Clip(1.0)))
-        for call in (
-            lambda: live.remove("scal"),
-            lambda: live.set("scal", factor=1.0),
-        ):
-            with pytest.raises(LookupError) as caught:
+        there = "there is no intervention 'scal'. There are: scale, clip. Did you mean 'scale'?"
+        for call in (lambda: live.remove("scal"), lambda: live.set("scal", factor=1.0)):
+            with pytest.raises(LookupError, match=re.escape(there)):
                 call()
-            assert str(caught.value) == (
-                "there is no intervention 'scal'. There are: scale, clip. Did you mean 'scale'?"
-            )
-        _passed(model)
+        _passed(live.session.model)
 
 
 def test_a_link_alone_is_not_removed_and_a_whole_has_no_fields() -> None:
@@ -366,46 +326,35 @@ def test_a_link_alone_is_not_removed_and_a_whole_has_no_fields() -> None:
 
 
 WRONG: Any = 3
+NO_MODULE = "there is no module 'x'. There are: first, act, last, root."
+NO_STAGE = "'scheduled' is hooked at stage 'backward' for a tensor, and would act at stage 'step'"
+NO_FIELD = "clip.vale: is not a field here. There are: value. Did you mean 'value'?"
+NO_NAME = "Parameters.pattern: nothing matches 'frist.*'. There are:"
+
+
+def _set(label: str, **fields: Any) -> Callable[[gs.Live], object]:
+    return lambda live: live.set(label, **fields)
+
+
+def _add(*args: Any, **fields: Any) -> Callable[[gs.Live], object]:
+    return lambda live: live.add(gs.Intervention(gs.Zero(), *args, **fields))
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (
-            lambda live: live.set("clip", vale=1.0),
-            FieldError,
-            "clip.vale: is not a field here. There are: value. Did you mean 'value'?",
-        ),
-        (lambda live: live.set("clip", value=-1.0), FieldError, "Clip.value: must be > 0"),
-        (lambda live: live.set("clip"), ValueError, "'clip': nothing to change was given"),
-        (lambda live: live.set("clip", when=WRONG), TypeError, "when: must be a trigger, as Steps"),
+        (_set("clip", vale=1.0), FieldError, NO_FIELD),
+        (_set("clip", value=-1.0), FieldError, "Clip.value: must be > 0"),
+        (_set("clip"), ValueError, "'clip': nothing to change was given"),
+        (_set("clip", when=WRONG), TypeError, "when: must be a trigger, as Steps"),
         (lambda live: live.add(WRONG), TypeError, "a surgery takes Interventions, found 3"),
-        (
-            lambda live: live.add(gs.Intervention(gs.Zero(), gs.Parameters("frist.*"))),
-            LookupError,
-            "Parameters.pattern: nothing matches 'frist.*'. There are:",
-        ),
-        (
-            lambda live: live.add(gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x"))),
-            LookupError,
-            "there is no module 'x'. There are: first, act, last, root.",
-        ),
-        (
-            lambda live: live.set("clip", when=gs.Threshold(1.0, source="output:x")),
-            LookupError,
-            "there is no module 'x'. There are: first, act, last, root.",
-        ),
-        (
-            lambda live: live.set("double", value=1.0),
-            FieldError,
-            "double.value: is not a field here. There are: none.",
-        ),
-        (
-            lambda live: live.set("scheduled", of=gs.ClipGlobalNorm(1.0)),
-            ValueError,
-            "'scheduled' is hooked at stage 'backward' for a tensor, and would act at stage 'step'",
-        ),
+        (_add(gs.Parameters("frist.*")), LookupError, NO_NAME),
+        (_add(when=gs.Shape(1, source="input:x")), LookupError, NO_MODULE),
+        (_set("clip", when=gs.Threshold(1.0, source="output:x")), LookupError, NO_MODULE),
+        (_set("double", value=1.0), FieldError, "double.value: is not a field here. There are: no"),
+        (_set("scheduled", of=gs.ClipGlobalNorm(1.0)), ValueError, NO_STAGE),
     ],
+    ids=range(10),
 )
 def test_what_cannot_be_is_refused_now_and_nothing_is_changed(
     call: Callable[[gs.Live], object], kind: type[Exception], message: str
@@ -423,46 +372,36 @@ def test_what_cannot_be_is_refused_now_and_nothing_is_changed(
         assert (live.interventions, live.labels, num_hooks(model), list(live.ledger)) == before
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda live: live.add(gs.Intervention(gs.Zero())),
-        lambda live: live.remove("scale"),
-        lambda live: live.set("scale", factor=0.0),
-    ],
-)
+CHANGES: list[Callable[[gs.Live], object]] = [
+    _add(),
+    _set("scale", factor=0.0),
+    lambda live: live.remove("scale"),
+    lambda live: live.remove("nothing"),
+    lambda live: live.switch("a", on=True),
+]
+
+
+@pytest.mark.parametrize("call", CHANGES[:3], ids=range(3))
 def test_nothing_is_changed_inside_a_backward(call: Callable[[gs.Live], object]) -> None:
-    model = small()
+    model, texts = small(), list[str]()
+
+    def change() -> None:
+        with pytest.raises(RuntimeError) as caught:
+            call(live)
+        texts.append(str(caught.value))
+
     with attached(model, gs.Scale(1.0)) as live:
-        errors: list[Exception] = []
-        in_backward(model, "act", lambda: errors.append(_raised(lambda: call(live))))
+        in_backward(model, "act", change)
         backward(model)
         assert live.interventions == (gs.Intervention(gs.Scale(1.0)),)
-    assert "inside a backward pass" in str(errors[0])
+    assert "inside a backward pass" in texts[0]
 
 
 def _double(grad: Tensor) -> Tensor:
     return grad * 2
 
 
-def _raised(call: Callable[[], object]) -> Exception:
-    try:
-        call()
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        return error
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda live: live.add(_scale(1.0)),
-        lambda live: live.remove("scale"),
-        lambda live: live.set("scale", factor=1.0),
-        lambda live: live.remove("nothing"),
-        lambda live: live.switch("a", on=True),
-    ],
-)
+@pytest.mark.parametrize("call", CHANGES, ids=range(5))
 def test_after_the_block_nothing_can_be_changed(call: Callable[[gs.Live], object]) -> None:
     model = Sums()
     with attached(model, gs.Scale(2.0)) as live:
@@ -474,9 +413,8 @@ def test_after_the_block_nothing_can_be_changed(call: Callable[[gs.Live], object
 
 @pytest.mark.parametrize("name", ["", "a/b", "/"])
 def test_a_name_with_a_slash_or_none_is_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"names: must not be empty nor hold a '/', found '{name}'"
-    ):
+    text = f"names: must not be empty nor hold a '/', found '{name}'"
+    with pytest.raises(ValueError, match=text):
         gs.Intervention(gs.Zero(), names=(name,))
 
 
@@ -484,11 +422,11 @@ def test_a_name_with_a_slash_or_none_is_refused(name: str) -> None:
 
 
 def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -> None:
-    model = small()
-    optimizer = sgd(model)
+    model, optimizer = trainee()
     surgery = gs.Surgery(
         _scale(1.0, at=gs.Threshold(0.0) & gs.Shape(above=0)),
         gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="backward_end")),
+        gs.Intervention(gs.Scale(1.0), gs.Parameters(stage="step"), gs.Shape(above=0)),
         gs.Intervention(gs.Scale(1.0), gs.Outputs(), gs.Threshold(0.0, source="output:act")),
         gs.Intervention(gs.Scale(1.0), gs.Parameters() | gs.Outputs("act")),
     )
@@ -498,12 +436,13 @@ def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -
         train(model, optimizer, 2)
         live.remove("scale_2")
         train(model, optimizer, 2)
+    assert num_hooks(model, optimizer) == 0
     held = [ref(thing) for thing in (*model.modules(), *model.parameters(), optimizer)]
     held += [ref(param.grad) for param in model.parameters() if param.grad is not None]
     del model, optimizer
     gc.collect()
     assert [thing() for thing in held if thing() is not None] == []
-    assert live.ledger.table()
+    assert {type(entry.fired_on_device) for entry in live.ledger} == {int}  # no tensor
     assert live.effects.rows()
     assert surgery.state_dict()
 
@@ -521,10 +460,3 @@ def test_after_a_block_that_failed_in_a_backward_nothing_is_held_either() -> Non
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     assert [tensor for tensor in tensors if tensor.shape == (13, 11)] == []
     assert live.ledger.table()
-
-
-def test_no_tensor_is_left_in_the_ledger() -> None:
-    model = small()
-    with attached(model, gs.Scale(1.0), when=gs.Threshold(0.0)) as live:
-        backward(model)
-    assert {type(entry.fired_on_device) for entry in live.ledger} == {int}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
@@ -17,6 +17,7 @@ from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 from tests.nets import gradients
 
 STEP = gs.Parameters(stage="step")
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def network() -> nn.Sequential:
@@ -24,43 +25,24 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def trained(ranks: Ranks, surgery: gs.Surgery) -> Tensor:
-    """The weights after ten steps, in which the second process has other examples."""
+def trained(ranks: Ranks, surgery: gs.Surgery, steps: int = 10) -> list[float]:
+    """The weights after some steps, in which the second process has other examples.
+
+    Each process sets the switch `f`, where there is one, by its own rule.
+    """
     model = DistributedDataParallel(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1 + ranks.rank)
-    with surgery.attach(model, optimizer):
-        for step in range(10):
+    with surgery.attach(model, optimizer) as live:
+        for step in range(steps):
+            if any(isinstance(item.when, gs.Flag) for item in surgery.interventions):
+                live.switch("f", on=(step + ranks.rank) % 2 == 0)
             size = 8 if (step + ranks.rank) % 2 else 5
             inputs = torch.randn(size, 6, generator=generator) * (1 + ranks.rank)
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=["step", "end"])
-@pytest.mark.parametrize(
-    ("transform", "when"),
-    [
-        (gs.Scale(0.1), gs.Threshold(source="batch", measure="norm", above=6.0)),
-        (gs.Scale(0.1), ~gs.Shape(source="batch", dim=0, above=7)),
-        (gs.AddNoise(eta=0.1, gamma=0.0), gs.Always()),
-        (gs.Scale(0.1), gs.Probability(0.5)),
-    ],
-    ids=["threshold", "shape", "noise", "probability"],
-)
-def test_the_weights_stay_equal(transform: Transform, when: Trigger, at: Selector) -> None:
-    def work(ranks: Ranks, folder: Path) -> list[list[list[float]]]:
-        item = gs.Intervention(transform, at=at, when=when)
-        weights = trained(ranks, gs.Surgery(item, seed=ranks.rank))
-        untouched = trained(ranks, gs.Surgery())
-        return ranks.gathered([weights.tolist(), untouched.tolist()])
-
-    (first, untouched), (second, _) = in_ranks(2, work)
-    assert first == second
-    assert first != untouched
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
 
 
 @validated
@@ -76,36 +58,39 @@ class OfRank(Trigger):
         return (self.rank + context.step) % 2 == 0
 
 
-def switched(ranks: Ranks, item: gs.Intervention) -> list[float]:
-    """The weights after steps in which each process sets the switch `f` by its own rule."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gs.Surgery(item).attach(model, optimizer) as live:
-        for step in range(4):
-            if isinstance(item.when, gs.Flag):
-                live.switch("f", on=(step + ranks.rank) % 2 == 0)
-            optimizer.zero_grad()
-            model(torch.ones(2, 6)).square().mean().backward()
-            optimizer.step()
-    return torch.cat([param.detach().flatten() for param in model.parameters()]).tolist()
+SCALE, ALWAYS = gs.Scale(0.1), gs.Always()
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=["step", "end"])
-@pytest.mark.parametrize("when", [gs.Flag("f"), OfRank(), OfRank(at_sites=True)], ids=str)
-def test_switches_and_own_triggers_decide_as_in_process_0(when: Trigger, at: Selector) -> None:
+@pytest.mark.parametrize(
+    ("transform", "when", "other"),
+    [
+        (SCALE, gs.Threshold(source="batch", measure="norm", above=6.0), None),
+        (SCALE, ~gs.Shape(source="batch", dim=0, above=7), None),
+        (gs.AddNoise(eta=0.1, gamma=0.0), ALWAYS, None),
+        (SCALE, gs.Probability(0.5), None),
+        (SCALE, gs.Flag("f"), ALWAYS),
+        (SCALE, OfRank(), ALWAYS),
+        (SCALE, OfRank(at_sites=True), ALWAYS),
+    ],
+    ids=["threshold", "shape", "noise", "probability", "switch", "own", "own at sites"],
+)
+def test_the_weights_stay_equal_and_are_not_those_of_another_surgery(
+    transform: Transform, when: Trigger, other: Trigger | None, at: Selector
+) -> None:
     def work(ranks: Ranks, folder: Path) -> list[list[list[float]]]:
         own = replace(when, rank=ranks.rank) if isinstance(when, OfRank) else when
-        triggers = (own, gs.Always())
-        items = [gs.Intervention(gs.Scale(0.1), at, trigger) for trigger in triggers]
-        return ranks.gathered([switched(ranks, item) for item in items])
+        surgery = gs.Surgery(gs.Intervention(transform, at, own), seed=ranks.rank)
+        items = [gs.Intervention(transform, at, other)] if other else []
+        steps = 4 if other else 10
+        weights = [trained(ranks, each, steps) for each in (surgery, gs.Surgery(*items))]
+        return ranks.gathered(weights)
 
-    (first, always), (second, _) = in_ranks(2, work)
+    (first, plain), (second, _) = in_ranks(2, work)
     assert first == second
-    assert first != always
+    assert first != plain
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_noise_before_the_average_is_another_in_each_process() -> None:
     def work(ranks: Ranks, folder: Path) -> list[list[float]]:
         model = network()
@@ -118,16 +103,11 @@ def test_noise_before_the_average_is_another_in_each_process() -> None:
     assert first != second
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_fixed_random_matrix_is_the_same_in_each_process() -> None:
     def work(ranks: Ranks, folder: Path) -> list[list[float]]:
         context = gs.transforms.base.TransformContext("site", rank=ranks.rank)
-        return ranks.gathered(
-            [
-                context.generator(torch.device("cpu"), per_call=same).initial_seed()
-                for same in (False, True)
-            ]
-        )
+        generators = (context.generator(torch.device("cpu"), per_call=b) for b in (False, True))
+        return ranks.gathered([generator.initial_seed() for generator in generators])
 
     first, second = in_ranks(2, work)
     assert first[0] == second[0]

@@ -6,17 +6,20 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
-from tests.nets import num_hooks, sgd, small
+from tests.nets import backward, num_hooks, sgd, small, trainee
 
 
 class Weight(nn.Module):
@@ -28,16 +31,6 @@ class Weight(nn.Module):
 
     def forward(self, x: float) -> Tensor:
         return (self.w * x).sum()
-
-
-class Wrapped:
-    """A wrapper as of Accelerate or Lightning."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        self.optimizer.step()
 
 
 def at_step(transform: Transform, pattern: str = "*") -> gs.Surgery:
@@ -85,8 +78,9 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live = surgery.start(model)
     optimizer = sgd(model, lr=1.0)
     assert step(model, optimizer) == -1.0  # not bound yet
-    live.bind(Wrapped(optimizer))
-    assert [step(model, Wrapped(optimizer)) for _ in range(2)] == [-1.0, -1.5]
+    wrapper = SimpleNamespace(optimizer=optimizer, step=optimizer.step)  # as of Accelerate
+    live.bind(wrapper)
+    assert [step(model, wrapper) for _ in range(2)] == [-1.0, -1.5]
     later = sgd(model, lr=1.0)
     live.bind(later)
     assert num_hooks(nn.Module(), optimizer) == 0
@@ -95,57 +89,48 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live.close()
 
 
-def test_a_bound_optimizer_that_lacks_a_parameter_is_refused_and_none_is_bound() -> None:
+def starting(model: Any, *args: Any, **fields: Any) -> Callable[[], object]:
+    return lambda: at_step(gs.Zero()).start(model, *args, **fields)
+
+
+NO_OPTIMIZER = r"must be a torch\.optim\.Optimizer, found "
+WHOLE = "_every: must be a whole number >= "
+LIST = r"found a list: did you mean Surgery\(\*interventions\)"
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (starting(small(), 3), NO_OPTIMIZER + "3"),
+    (starting(SGD(small().parameters()), small()), "found SGD; the model comes first, as in"),
+    (starting(nn.Linear), r"model: must be a torch.nn.Module, found <class .*Linear.*did you mean"),
+    (starting("mlp"), "model: must be a torch.nn.Module, found 'mlp'"),
+    (starting(small(), effects_every=-1), f"effects{WHOLE}0, found -1"),
+    (starting(small(), effects_every="x"), f"effects{WHOLE}0, found 'x'"),
+    (starting(small(), conflict_every=0), f"conflict{WHOLE}1, found 0"),
+    (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), LIST),
+    (lambda: gs.Surgery(gs.Zero()), "found Zero"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_argument_is_named(call: Callable[[], object], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        call()
+
+
+def test_what_is_no_optimizer_of_the_model_is_refused_and_none_is_bound() -> None:
     model = small()
     live = at_step(gs.Zero()).start(model)
-    optimizer = SGD(model.first.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer does not have last.weight"):
-        live.bind(optimizer)
-    assert num_hooks(model, optimizer) == 0
+    part = SGD(model.first.parameters(), lr=0.1)
+    for wrong, text in (
+        (None, f"{NO_OPTIMIZER}None"),
+        (nn.Linear(1, 1), f"{NO_OPTIMIZER}the module Linear"),
+        ("adam", f"{NO_OPTIMIZER}'adam'"),
+        (part, "the optimizer does not have last.weight"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            live.bind(wrong)
+    with pytest.raises(ValueError, match="no such optimizer; bind it first"):
+        live.before_step(part)
+    assert num_hooks(model, part) == 0
     live.abort()
-
-
-@pytest.mark.parametrize("wrong", [None, nn.Linear(1, 1), "adam"])
-def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
-    live = at_step(gs.Zero()).start(small())
-    text = r"must be a torch\.optim\.Optimizer, found (None|the module Linear|'adam')"
-    with pytest.raises(TypeError, match=text):
-        live.bind(wrong)
-    live.abort()
-
-
-def test_an_optimizer_before_the_model_is_told_the_order() -> None:
-    model = small()
-    swapped: list[Any] = [SGD(model.parameters(), lr=0.1), model]
-    with pytest.raises(TypeError, match=r"found SGD; the model comes first, as in"):
-        at_step(gs.Zero()).attach(*swapped)
-
-
-@pytest.mark.parametrize(
-    ("model", "fields", "text"),
-    [
-        (nn.Linear, {}, r"model: must be a torch.nn.Module, found <class .*Linear.*did you mean"),
-        ("mlp", {}, "model: must be a torch.nn.Module, found 'mlp'"),
-        (small(), {"effects_every": -1}, "effects_every: must be a whole number >= 0, found -1"),
-        (small(), {"effects_every": "x"}, "effects_every: must be a whole number >= 0, found 'x'"),
-        (small(), {"conflict_every": 0}, "conflict_every: must be a whole number >= 1, found 0"),
-    ],
-)
-def test_a_wrong_argument_is_named(model: Any, fields: dict[str, Any], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        gs.Surgery(gs.Intervention(gs.Zero())).start(model, **fields)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ([gs.Intervention(gs.Zero())], r"found a list: did you mean Surgery\(\*interventions\)"),
-        (gs.Zero(), "found Zero"),
-    ],
-)
-def test_a_surgery_takes_nothing_but_interventions(wrong: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        gs.Surgery(wrong)
 
 
 def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
@@ -189,33 +174,19 @@ def test_before_step_acts_before_the_clipping_of_a_framework_and_only_once() -> 
         optimizer.step()
         assert model.w.item() == -3.0
         assert step(model, optimizer) == -10.0  # not called: the optimizer's own hook acts
-    other = sgd(model)
-    with at_step(gs.Zero()).start(model) as live:
-        with pytest.raises(ValueError, match="no such optimizer; bind it first"):
-            live.before_step(other)
-        live.abort()
 
 
-def test_before_step_acts_with_a_disabled_scaler() -> None:
+@pytest.mark.parametrize("enabled", [False, True])
+def test_before_step_acts_on_gradients_that_are_not_scaled_anymore(enabled: bool) -> None:
     model = Weight()
     optimizer = sgd(model, lr=1.0)
-    disabled = torch.amp.GradScaler("cpu", enabled=False)
-    with at_step(gs.Clip(0.5)).attach(model, optimizer, scaler=disabled) as live:
-        model(1.0).backward()
-        live.before_step()
-        optimizer.step()
-    assert model.w.item() == -0.5
-
-
-def test_before_step_refuses_gradients_that_are_still_scaled() -> None:
-    model = Weight()
-    optimizer = sgd(model, lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
     with at_step(gs.Clip(0.5)).attach(model, optimizer, scaler=scaler) as live:
         scaler.scale(model(1.0)).backward()
-        with pytest.raises(RuntimeError, match=r"call scaler\.unscale_\(optimizer\)"):
-            live.before_step()
-        scaler.unscale_(optimizer)
+        if enabled:
+            with pytest.raises(RuntimeError, match=r"call scaler\.unscale_\(optimizer\)"):
+                live.before_step()
+            scaler.unscale_(optimizer)
         live.before_step()
         scaler.step(optimizer)
     assert model.w.item() == -0.5
@@ -282,16 +253,6 @@ def test_scale_multiplies_the_update_and_losses_keep_their_values() -> None:
         torch.testing.assert_close(one, four)
 
 
-def test_what_nobody_holds_is_detached() -> None:
-    model = small()
-    optimizer = sgd(model)
-    live = gs.Surgery(gs.Intervention(gs.Scale(1.0))).start(model, optimizer)
-    model(torch.ones(1, 6)).sum().backward()
-    del live
-    gc.collect()
-    assert num_hooks(model, optimizer) == 0
-
-
 def test_a_fresh_process_imports_what_it_needs_and_open_surgeries_warn_at_its_end() -> None:
     """In one process, as its imports take seconds."""
     code = """
@@ -316,23 +277,25 @@ never_entered = other.attach(model)
     assert "live = surgery.start(...)" in ended.stderr
 
 
-def test_an_attach_that_was_never_entered_nor_closed_warns_when_it_is_dropped() -> None:
-    model = small()
-    live = gs.Surgery(gs.Intervention(gs.Scale(1.0))).attach(model)
-    model(torch.ones(1, 6)).sum().backward()
-    with pytest.warns(gs.SurgeryWarning, match=r"test_start.py, line \d+, was used without"):
+@pytest.mark.parametrize("begin", ["start", "attach"])
+def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin: str) -> None:
+    model, optimizer = trainee()
+    live = getattr(gs.Surgery(gs.Intervention(gs.Scale(1.0))), begin)(model, optimizer)
+    backward(model)
+    text = r"test_start.py, line \d+, was used without"
+    with pytest.warns(gs.SurgeryWarning, match=text) if begin == "attach" else nullcontext():
         del live
         gc.collect()
-    assert num_hooks(model) == 0
+    assert num_hooks(model, optimizer) == 0
 
 
 def test_an_attach_that_was_entered_or_closed_does_not_warn_of_itself() -> None:
     model = small()
     surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))
     with surgery.attach(model):
-        model(torch.ones(1, 6)).sum().backward()
+        backward(model)
     live = surgery.attach(model)
-    model(torch.ones(1, 6)).sum().backward()
+    backward(model)
     live.close()
     del live, surgery
     gc.collect()  # a warning in it is an error
@@ -375,16 +338,8 @@ def test_calls_of_a_module_without_its_model_are_not_numbered(kind: Any) -> None
 
 @pytest.mark.parametrize(
     "site",
-    [
-        gs.Outputs("0"),
-        gs.Inputs("0"),
-        gs.Nodes("Relu"),
-        gs.ModuleGradients("1"),
-        gs.Activations("0"),
-        gs.SavedTensors("0"),
-        gs.Weights(stage="forward"),
-        gs.Parameters(),
-    ],
+    [kind("0") for kind in (gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors)]
+    + [gs.Nodes("Relu"), gs.ModuleGradients("1"), gs.Weights(stage="forward"), gs.Parameters()],
     ids=lambda site: type(site).__name__,
 )
 def test_a_copy_and_a_pickle_made_inside_the_block_are_plain_models(site: Any) -> None:

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import warnings
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.core.surgery import STATE_KEY, packed, unpacked
-from tests.nets import backward, gradients, num_hooks, sgd, small, train, weights
+from tests.nets import backward, gradients, num_hooks, sgd, small, train, trainee, weights
 
 # What these surgeries have is asked for, not whether it acts.
 pytestmark = [
@@ -43,8 +42,7 @@ def _same(left: Any, right: Any) -> bool:
 
 def _saved(steps: int = 3) -> tuple[dict[str, Tensor], dict[str, object]]:
     """What a model has saved after some steps, and the state of its surgery then."""
-    model, surgery = small(), _surgery()
-    optimizer = sgd(model)
+    (model, optimizer), surgery = trainee(), _surgery()
     with surgery.attach(model, optimizer, in_state_dict=True) as live:
         live.switch("half", on=True)
         train(model, optimizer, steps)
@@ -53,13 +51,16 @@ def _saved(steps: int = 3) -> tuple[dict[str, Tensor], dict[str, object]]:
     return saved, surgery.state_dict()
 
 
+def _state_hooks(model: nn.Module) -> int:
+    return len(model._state_dict_hooks) + len(model._load_state_dict_pre_hooks)
+
+
 def test_off_by_default_there_is_no_key_and_no_hook() -> None:
     model = small()
     keys = set(model.state_dict())
     with _surgery().attach(model):
         assert set(model.state_dict()) == keys
-        assert not model._state_dict_hooks
-        assert not model._load_state_dict_pre_hooks
+        assert _state_hooks(model) == 0
         backward(model)
 
 
@@ -74,12 +75,7 @@ def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> N
 
 
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
-    whole, surgery = small(), _surgery()
-    optimizer = sgd(whole)
-    with surgery.attach(whole, optimizer) as live:
-        live.switch("half", on=True)
-        train(whole, optimizer, 6)
-
+    whole, _ = _saved(6)
     saved, state = _saved(3)
     buffer = io.BytesIO()
     torch.save(saved, buffer)
@@ -92,17 +88,15 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         assert live.step == 3
         assert _same(surgery.state_dict(), state)
         train(model, optimizer, 3, start=3)
-    assert all(map(torch.equal, weights(whole), weights(model)))
+    assert _same(model.state_dict(), {key: whole[key] for key in model.state_dict()})
     assert STATE_KEY in read  # what was given is left as it is
 
 
 def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
     """In the middle of a run, not only before its first step."""
     saved, _ = _saved(steps=5)  # the noise has stopped at 4
-    plain, model = small(), small()
-    optimizer = sgd(model)
-    surgery = _surgery()
-    with surgery.attach(model, optimizer, in_state_dict=True) as live:
+    plain, (model, optimizer) = small(), trainee()
+    with _surgery().attach(model, optimizer, in_state_dict=True) as live:
         train(model, optimizer, 1)
         model.load_state_dict(saved)
         plain.load_state_dict({key: tensor for key, tensor in saved.items() if key != STATE_KEY})
@@ -118,11 +112,7 @@ def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
 def test_a_state_dict_without_the_key_is_told_once(strict: bool) -> None:
     model, surgery = small(), _surgery()
     plain = small(seed=1).state_dict()
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        surgery.attach(model, in_state_dict=True),
-    ):
-        warnings.simplefilter("always")
+    with pytest.warns() as caught, surgery.attach(model, in_state_dict=True):
         for _ in range(2):
             result = model.load_state_dict(plain, strict=strict)
             assert (result.missing_keys, result.unexpected_keys) == ([], [])
@@ -171,10 +161,6 @@ def test_the_state_of_another_surgery_is_refused_with_both_and_nothing_is_loaded
     assert (num_hooks(model), _state_hooks(model)) == (0, 0)
 
 
-def _state_hooks(model: nn.Module) -> int:
-    return len(model._state_dict_hooks) + len(model._load_state_dict_pre_hooks)
-
-
 def test_inside_another_module_the_key_has_its_prefix() -> None:
     saved, state = _saved()
     outer = nn.ModuleDict({"model": small(seed=1), "other": nn.Linear(1, 1)})
@@ -187,9 +173,8 @@ def test_inside_another_module_the_key_has_its_prefix() -> None:
         outer.load_state_dict({**outer_state, **inner})
         assert _same(surgery.state_dict(), state)
         with pytest.warns(gs.SurgeryWarning, match=r"has no 'model\._gradsurg'"):
-            outer.load_state_dict(
-                {key: outer_state[key] for key in outer_state if STATE_KEY not in key}
-            )
+            del outer_state[f"model.{STATE_KEY}"]
+            outer.load_state_dict(outer_state)
         backward(outer["model"])
 
 
@@ -222,9 +207,7 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
         with pytest.raises(RuntimeError, match="Unexpected key"):
             twin.load_state_dict(saved)
         assert live.step == 0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            twin.load_state_dict(small().state_dict())
+        twin.load_state_dict(small().state_dict())  # a warning is an error
         another = _surgery()
         with another.attach(twin, in_state_dict=True):
             twin.load_state_dict(saved)
@@ -234,19 +217,17 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
     assert STATE_KEY not in twin.state_dict()
 
 
-def test_the_hooks_are_gone_after_the_block_and_after_an_exception() -> None:
-    model, surgery = small(), _surgery()
-    for error in (None, OSError("gone")):
-        with (
-            pytest.raises(OSError, match="gone") if error else nullcontext(),
-            surgery.attach(model, in_state_dict=True),
-        ):
-            assert _state_hooks(model) == 2
-            backward(model)
-            if error:
-                raise error
-        assert (num_hooks(model), _state_hooks(model)) == (0, 0)
-        assert STATE_KEY not in model.state_dict()
+@pytest.mark.parametrize("error", [None, OSError("gone")], ids=["a block", "an exception"])
+def test_the_hooks_are_gone_after(error: Exception | None) -> None:
+    model = small()
+    raises = pytest.raises(OSError, match="gone") if error else nullcontext()
+    with raises, _surgery().attach(model, in_state_dict=True):
+        assert _state_hooks(model) == 2
+        backward(model)
+        if error:
+            raise error
+    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
+    assert STATE_KEY not in model.state_dict()
 
 
 def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
@@ -263,12 +244,9 @@ def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
 
 
 def test_the_tensors_of_a_state_come_to_where_the_model_is() -> None:
-    saved, _ = _saved()
-    states = unpacked(saved[STATE_KEY], torch.device("meta"))["states"]
-    assert isinstance(states, dict)
+    states: Any = unpacked(_saved()[0][STATE_KEY], torch.device("meta"))["states"]
     tensors = [tensor for state in states.values() for tensor in state.values()]
-    assert tensors
-    assert all(tensor.is_meta for tensor in tensors)
+    assert {tensor.is_meta for tensor in tensors} == {True}
 
 
 def test_bytes_that_are_no_state_are_refused_and_code_among_them_is_not_run() -> None:

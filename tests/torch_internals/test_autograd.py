@@ -1,6 +1,7 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
 import gc
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -29,16 +30,15 @@ def test_the_running_node_is_the_one_whose_backward_is_at_work() -> None:
 
     class Twice(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx: object, x: Tensor) -> Tensor:
             return x * 2
 
         @staticmethod
-        def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        def backward(ctx: object, *grads: Tensor) -> Tensor:
             seen.append(autograd.running_node())
             return grads[0] * 2
 
-    result = Twice.apply(torch.ones(2, requires_grad=True))
-    assert isinstance(result, torch.Tensor)
+    result: Any = Twice.apply(torch.ones(2, requires_grad=True))
     result.sum().backward()
     assert seen == [result.grad_fn]
     assert autograd.running_node() is None
@@ -113,10 +113,8 @@ def test_an_unwrapped_tensor_has_a_storage_and_no_graph() -> None:
     torch.func.grad(look)(torch.ones(3))
     torch.func.grad(lambda row: torch.func.grad(look)(row).sum())(torch.ones(3))
     assert len(unwrapped) == 3
-    for tensor in unwrapped:
-        assert not autograd.is_wrapped(tensor)
-        assert not tensor.requires_grad
-        assert tensor.untyped_storage().size()
+    assert not any(autograd.is_wrapped(each) or each.requires_grad for each in unwrapped)
+    assert all(tensor.untyped_storage().size() for tensor in unwrapped)
 
 
 def test_vmap_is_known_to_be_active_and_a_batch_is_detached_in_it() -> None:
@@ -156,11 +154,7 @@ def test_a_first_hook_comes_before_those_of_others_and_is_seen_by_them() -> None
 
 
 def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
-    class Witness:
-        def __call__(self, grad: torch.Tensor) -> None:
-            """Leave the gradient as it is."""
-
-    witness = Witness()
+    witness = lambda grad: None  # noqa: E731
     held = ref(witness)
     y = torch.ones(2, requires_grad=True) * 2.0
     autograd.hook_first(y, witness)
@@ -175,9 +169,7 @@ def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
 class _Counting(autograd.Mode):
     """Counts the torch functions that it sees."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
+    seen = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.seen += 1
@@ -202,10 +194,8 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
     later = [
         register(lambda *_: seen.append("later"))
         for register in (
-            process.register_module_forward_pre_hook,
-            process.register_module_forward_hook,
-            process.register_module_full_backward_pre_hook,
-            process.register_module_full_backward_hook,
+            getattr(process, f"register_module_{kind}_hook")
+            for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward")
         )
     ]
     autograd.push_function_mode(later_mode)
@@ -234,9 +224,7 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
 def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
     leaf, calls = torch.ones(3, requires_grad=True), list[int]()
     assert autograd.without_hooks([leaf]) == []
-    handles = [
-        leaf.register_hook(lambda grad, number=number: calls.append(number)) for number in (1, 2)
-    ]
+    handles = [leaf.register_hook(lambda grad, n=n: calls.append(n)) for n in (1, 2)]
     assert autograd.without_hooks([leaf]) == []
     assert (calls, leaf.grad) == ([], None)
     leaf.sum().backward()

@@ -1,6 +1,7 @@
 """The private functions of `torch.func` do as `vmap` and `functional_call` do."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def test_a_random_number_in_a_batched_call_is_refused_and_vmap_ends() -> None:
 def test_a_batched_linear_layer_is_that_of_each_model(shape, bias, shared) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
+    plain = deepcopy(model)
     batch_linear_layers(model)
     inputs = torch.randn(shape) if shared else torch.randn(6, *shape)
     params = {name: torch.randn(6, *param.shape) for name, param in model.named_parameters()}
@@ -63,7 +65,6 @@ def test_a_batched_linear_layer_is_that_of_each_model(shape, bias, shared) -> No
     (found,) = batched(call, leaves if shared else [*leaves, inputs], 6)
     slots.restore()
     grads = torch.autograd.grad(found.square().sum(), leaves)
-    plain = nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 2, bias=bias))
     for row in range(6):
         own = {name: param[row].detach().requires_grad_() for name, param in params.items()}
         expected = functional_call(plain, own, (inputs if shared else inputs[row],))

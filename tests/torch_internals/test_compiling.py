@@ -71,32 +71,23 @@ def test_blocks_that_keep_buffers_may_overlap() -> None:
     assert _settings() == before
 
 
-@pytest.mark.parametrize("order", ["here first", "there first"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["here first", "there first"])
 def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings(
-    order: str,
+    order: tuple[int, int],
 ) -> None:
-    before = _settings()
-    here, there = compiling.keeping_buffers(), compiling.keeping_buffers()
+    before, blocks = _settings(), [compiling.keeping_buffers() for _ in range(2)]
     with ThreadPoolExecutor(max_workers=1) as pool:
-
-        def there_now() -> tuple[bool, str]:
-            return pool.submit(_settings).result()
-
-        assert there_now() == before
-        here.__enter__()
+        in_thread = [lambda call, *args: call(*args), lambda *call: pool.submit(*call).result()]
+        blocks[0].__enter__()
         inside = _settings()
-        assert there_now() == before != inside
-        pool.submit(there.__enter__).result()
-        assert there_now() == inside
-        if order == "here first":
-            here.__exit__(None, None, None)
-            assert (_settings(), there_now()) == (before, inside)
-            pool.submit(there.__exit__, None, None, None).result()
-        else:
-            pool.submit(there.__exit__, None, None, None).result()
-            assert (_settings(), there_now()) == (inside, before)
-            here.__exit__(None, None, None)
-        assert (_settings(), there_now()) == (before, before)
+        assert in_thread[1](_settings) == before != inside
+        in_thread[1](blocks[1].__enter__)
+        expected = [inside, inside]
+        for number in order:
+            assert [run(_settings) for run in in_thread] == expected
+            in_thread[number](blocks[number].__exit__, None, None, None)
+            expected[number] = before
+        assert [run(_settings) for run in in_thread] == [before, before]
 
 
 def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
@@ -180,7 +171,5 @@ def test_recorded_code_is_recognized(record) -> None:
 
 def test_an_exported_model_is_told_from_a_traced_one() -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2)
-    exported = torch.export.export(model, (x,)).module()
-    assert compiling.is_exported(exported)
-    assert not compiling.is_exported(torch.fx.symbolic_trace(model))
-    assert not compiling.is_exported(model)
+    models = torch.export.export(model, (x,)).module(), torch.fx.symbolic_trace(model), model
+    assert [*map(compiling.is_exported, models)] == [True, False, False]

@@ -4,14 +4,8 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.torch_internals.hook_tables import (
-    call_tables,
-    foreign_hooks,
-    module_tables,
-    process_tables,
-    remove_own,
-    tensor_tables,
-)
+from gradsurg.torch_internals import hook_tables
+from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
 
 def test_the_tables_of_modules_tensors_and_the_process_hold_their_hooks() -> None:
@@ -19,15 +13,13 @@ def test_the_tables_of_modules_tensors_and_the_process_hold_their_hooks() -> Non
 
     def hook(*args: object) -> None: ...
 
+    calls = ("forward_pre", "forward", "full_backward", "full_backward_pre")
     registered = (
-        (model.register_forward_pre_hook, lambda: call_tables(model)),
-        (model.register_forward_hook, lambda: call_tables(model)),
-        (model.register_full_backward_hook, lambda: call_tables(model)),
-        (model.register_full_backward_pre_hook, lambda: call_tables(model)),
-        (model.register_state_dict_post_hook, lambda: module_tables(model)),
-        (nn.modules.module.register_module_forward_hook, process_tables),
-        (weight.register_hook, lambda: tensor_tables(weight)),
-        (weight.register_post_accumulate_grad_hook, lambda: tensor_tables(weight)),
+        *((getattr(model, f"register_{call}_hook"), lambda: call_tables(model)) for call in calls),
+        (model.register_state_dict_post_hook, lambda: hook_tables.module_tables(model)),
+        (nn.modules.module.register_module_forward_hook, hook_tables.process_tables),
+        (weight.register_hook, lambda: hook_tables.tensor_tables(weight)),
+        (weight.register_post_accumulate_grad_hook, lambda: hook_tables.tensor_tables(weight)),
     )
     for register, tables in registered:
         before = len(foreign_hooks(*tables()))
@@ -45,7 +37,7 @@ def test_hooks_of_gradsurg_are_its_own_and_can_be_removed() -> None:
         assert sum(map(len, tables)) > 1
         assert len(foreign_hooks(*tables)) == 1
         for table in tables:
-            remove_own(table)
+            hook_tables.remove_own(table)
         assert [*map(len, tables)] == [1, 0, 0, 0]
         live.abort()
     handle.remove()

@@ -66,11 +66,8 @@ def test_a_full_backward_hook_leaves_no_flag_behind(
         assert module._is_full_backward_hook is None
         assert process._global_is_full_backward_hook is None
     assert seen == [kind] * 2
-    legacy = (
-        process.register_module_backward_hook(replaced)
-        if on_all
-        else module.register_backward_hook(replaced)
-    )
+    register = process.register_module_backward_hook if on_all else module.register_backward_hook
+    legacy = register(replaced)
     assert not module_hooks.register_full_backward(target, kind, replaced, ExitStack())
     legacy.remove()
 
