@@ -97,7 +97,8 @@ def _updates_actions(
         updates = [
             None if param.grad is None else param - before[name] for name, param in params.items()
         ]
-        rows = zip(params.items(), updates, group_hook([*updates]), strict=True)
+        results = list(group_hook([*updates]))  # all of them, before a weight is written
+        rows = zip(params.items(), updates, results, strict=True)
         for (name, param), update, result in rows:
             if update is not None and result is not None and result is not update:
                 keeps = result == update  # before + (after - before) is rounded, and is not `after`

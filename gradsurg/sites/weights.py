@@ -63,7 +63,8 @@ def _editor(
     def edit() -> None:
         values = [param.detach() for param in held]
         changed = False
-        for param, value, result in zip(held, [*values], group_hook([*values]), strict=True):
+        results = list(group_hook([*values]))  # all of them, before a weight is written
+        for param, value, result in zip(held, values, results, strict=True):
             if result is not None and result is not value:
                 is_view = _overlaps(result, value)
                 write_value(optimizer, param, result.clone() if is_view else result)
