@@ -44,11 +44,13 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
     """Add the sums of a pair in the memory of the CPU to a row of `sums`."""
-    address, wide = sums[row].data_ptr(), torch.promote_types(before.dtype, torch.float32)
-    kernel = cpu_kernels().get(wide)
-    if kernel and before.dtype == wide and before.is_contiguous() and after.is_contiguous():
+    address = sums.data_ptr() + row * ROW_BYTES
+    kernel = cpu_kernels().get(before.dtype)
+    if kernel and before.is_contiguous() and after.is_contiguous():
         kernel(before.data_ptr(), after.data_ptr(), 1, before.numel(), address)
         return
+    wide = torch.promote_types(before.dtype, torch.float32)
+    kernel = cpu_kernels().get(wide)
     with torch.no_grad():
         parts = (
             _in_memory_order(tensor.detach(), before).split(CHUNK) for tensor in (before, after)

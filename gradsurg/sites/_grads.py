@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.base import Attached, Selector
+from gradsurg.sites.base import Attached, Selector, SiteFn
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Make, Params, StepActions
@@ -114,13 +114,21 @@ def actor(
 
         return act
     hooks = [attached.hook_at(name, value) for name, value in zip(params, values, strict=True)]
+    if access == Access():
+
+        def act_on_plain(params: Sequence[Tensor | None]) -> None:
+            for param, hook in zip(params, hooks, strict=True):
+                # The hook may be older than the parameter, if one of its name was replaced.
+                if param is not None and (result := hook(param.grad, param)) is not None:
+                    param.grad = result
+
+        return act_on_plain
 
     def act_on_each(params: Sequence[Tensor | None]) -> None:
         with access.around():
             for param, hook, value in zip(params, hooks, values, strict=True):
                 if param is None:
                     continue
-                # The hook may be older than the parameter, if one of its name was replaced.
                 result = hook(access.read(param), value() if access.value is ref else None)
                 if result is not None:
                     access.write(param, result)
@@ -133,8 +141,20 @@ def hook_accumulated(
 ) -> None:
     """Hook the `.grad` of each parameter, after each backward pass has added to it."""
     for name, param in params.items():
-        hook = partial(_act_on, actor({name: param}, attached, access))
+        if access == Access() and attached.scope == "tensor":
+            hook = _replacing_grad(attached.hook_at(name, ref(param)))
+        else:
+            hook = partial(_act_on, actor({name: param}, attached, access))
         attached.stack.callback(param.register_post_accumulate_grad_hook(hook).remove)
+
+
+def _replacing_grad(hook: SiteFn) -> Callable[[Tensor], None]:
+    def replace_grad(param: Tensor) -> None:
+        result = hook(param.grad)
+        if result is not None:
+            param.grad = result
+
+    return replace_grad
 
 
 def _act_on(act: Act, param: Tensor) -> None:

@@ -150,9 +150,7 @@ class Nodes(Selector):
     def hook(self, attached: Attached) -> None:
         self.find(attached.model, attached.selects)
 
-        @cache
-        def prehook_at(site: str, single: bool) -> Callable[..., object]:
-            return _prehook(site, attached, single)
+        prehooks: dict[str, Callable[..., object]] = {}
 
         @cache
         def posthook_at(site: str, takes_gradient: tuple[bool, ...]) -> Callable[..., object]:
@@ -166,7 +164,11 @@ class Nodes(Selector):
 
         def hook_node(node: Node, site: str) -> None:
             if self.side == "enter":
-                node.register_prehook(prehook_at(site, len(autograd.outputs_of(node)) == 1))
+                prehook = prehooks.get(site)
+                if prehook is None:
+                    is_single = len(autograd.outputs_of(node)) == 1
+                    prehook = prehooks[site] = _prehook(site, attached, is_single)
+                node.register_prehook(prehook)
             else:
                 sources = tuple([source is not None for source, _ in node.next_functions])
                 node.register_hook(posthook_at(site, sources))
@@ -202,9 +204,10 @@ class NodeHooker:
 
     def _take(self, graph: CallGraph) -> None:
         for node, place in graph.nodes(self.wanted):
-            if place not in self.sites:
-                self.sites[place] = place.id if self._selects(place, graph.outside) else ""
-            site = self.sites[place]
+            site = self.sites.get(place)
+            if site is None:
+                site = place.id if self._selects(place, graph.outside) else ""
+                self.sites[place] = site
             if site:
                 self.hook(node, site)
         # A later forward may take another path, such as one in evaluation mode.
@@ -293,8 +296,10 @@ def _changed(
     entering: tuple[Tensor | None, ...] = (),
 ) -> tuple[Tensor | None, ...] | None:
     """Apply hooks to the gradients with these indices; return None if all are unchanged."""
-    results = {index: hook(grads[index], None, entering) for index, hook in hooks}
-    changed = {index: result for index, result in results.items() if result is not None}
-    if not changed:
-        return None
-    return tuple(changed.get(index, grad) for index, grad in enumerate(grads))
+    changed: list[Tensor | None] | None = None
+    for index, hook in hooks:
+        result = hook(grads[index], None, entering)
+        if result is not None:
+            changed = changed or list(grads)
+            changed[index] = result
+    return None if changed is None else tuple(changed)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -92,15 +93,11 @@ def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
-def number_of(node: Any) -> int:  # Any: a Node, or the function that is one
-    """The sequence number of a node: those of one thread grow in the order of their making."""
-    return node._sequence_nr()
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The sequence number of a node: those of one thread grow in the order of their making."""
 
-
-def outputs_of(node: Node) -> Sequence[Any]:
-    """The shape and dtype of each output of the operation of a node. Any: no public type."""
-    return node._input_metadata
-
+outputs_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
+"""The shape and dtype of each output of the operation of a node. Any: no public type."""
 
 running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
 """The autograd node that runs in this thread; None if none does."""
