@@ -15,7 +15,7 @@ Calls = set[tuple[str, str]]
 
 ROOMS = {
     "core": (("core", "effects", "torch_internals"), 5542),
-    "sites": (("sites",), 6320),
+    "sites": (("sites",), 6347),
     "transforms": (("transforms",), 4066),
     "aggregators": (("aggregators",), 3875),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5177),
