@@ -407,7 +407,7 @@ def test_a_compiled_block_in_the_model_is_named_as_left_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     model[2].compile(backend="aot_eager")
     with (
-        pytest.warns(gs.SurgeryWarning, match="did not act inside 2: torch.compile has compiled"),
+        pytest.warns(gs.SurgeryWarning, match="did not act inside 2.*: torch.compile has compiled"),
         attached(model, gs.Scale(2.0), gs.Nodes("Relu")) as live,
     ):
         model(torch.ones(2, 4)).sum().backward()
