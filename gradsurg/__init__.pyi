@@ -40,13 +40,14 @@ from gradsurg.aggregators.uncertainty_weighting import UncertaintyWeighting as U
 from gradsurg.aggregators.upgrad import UPGrad as UPGrad
 from gradsurg.comparison import Comparison as Comparison
 from gradsurg.comparison import compare as compare
-from gradsurg.config.catalogue import list as list
-from gradsurg.config.recipes import load as load
 from gradsurg.core.hook import hook as hook
 from gradsurg.core.intervention import Intervention as Intervention
 from gradsurg.core.live import Live as Live
 from gradsurg.core.surgery import Surgery as Surgery
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
+from gradsurg.experiment.catalogue import list as list
+from gradsurg.experiment.ranks import check_ranks as check_ranks
+from gradsurg.experiment.recipes import load as load
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
 from gradsurg.per_example.subspaces import gpm_basis as gpm_basis
 from gradsurg.per_example.subspaces import ogd_basis as ogd_basis
@@ -65,7 +66,6 @@ from gradsurg.sites.saved_tensors import SavedTensors as SavedTensors
 from gradsurg.sites.updates import Updates as Updates
 from gradsurg.sites.uses import Uses as Uses
 from gradsurg.sites.weights import Weights as Weights
-from gradsurg.training.ranks import check_ranks as check_ranks
 from gradsurg.transforms.adaptive_clip import AdaptiveClip as AdaptiveClip
 from gradsurg.transforms.add_decayed import AddDecayed as AddDecayed
 from gradsurg.transforms.add_noise import AddNoise as AddNoise

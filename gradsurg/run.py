@@ -25,18 +25,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import gradsurg
-from gradsurg.config import overrides
+from gradsurg.experiment import overrides
 from gradsurg.plugins.messages import full_message, printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 if TYPE_CHECKING:
-    from gradsurg.config.build import Experiment
-    from gradsurg.config.cli import Command
-    from gradsurg.config.runs import Pair
+    from gradsurg.experiment.build import Experiment
+    from gradsurg.experiment.cli import Command
+    from gradsurg.experiment.execution import Record
+    from gradsurg.experiment.run import Run
+    from gradsurg.experiment.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
     from gradsurg.report.study import Study
-    from gradsurg.training.execution import Record
-    from gradsurg.training.run import Run
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 TUNE = re.compile(r"tune=(?!null$)([^'\"].*)", re.DOTALL)
@@ -65,7 +65,7 @@ def main() -> None:
             return
         _join_torchrun(arguments)
         _check_names(arguments)
-        from gradsurg.config.cli import read_command
+        from gradsurg.experiment.cli import read_command
 
         command = read_command(arguments)
         for experiment in command.plans:
@@ -95,8 +95,8 @@ def main() -> None:
 
 def _check_names(arguments: Namespace) -> None:
     """Exit if an option or a key does not exist, before torch is imported, which takes seconds."""
-    from gradsurg.config.compose import check_names
-    from gradsurg.config.errors import ConfigError
+    from gradsurg.experiment.compose import check_names
+    from gradsurg.experiment.errors import ConfigError
 
     folders = [arguments.config_dir] if arguments.config_dir else []
     name = arguments.config_name or "config"
@@ -135,7 +135,7 @@ def _join_torchrun(arguments: Namespace) -> None:
 @hydra.main(config_path=str(overrides.CONFIG_DIR), config_name="config", version_base="1.3")
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
-    from gradsurg.config.cli import checked_experiment
+    from gradsurg.experiment.cli import checked_experiment
     from gradsurg.report.terminal import Runs, failures, report
     from gradsurg.report.tuning import read_tunings, tuning_text
 
@@ -288,7 +288,7 @@ def _print_plan(experiment: "Experiment") -> None:
 
 def _stack_jobs() -> None:
     """Train the runs of all jobs of a sweep in stacks, where `runner` asks for it."""
-    from gradsurg.config.cli import experiments_to_stack
+    from gradsurg.experiment.cli import experiments_to_stack
 
     for experiments in experiments_to_stack():
         runs = [run for experiment in experiments for pair in experiment.pairs for run in pair.runs]
@@ -317,9 +317,9 @@ def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") 
     """Execute one run unless a stack has trained it, and print what happened to it; return None if
     it failed.
     """
-    from gradsurg.training.execution import execute
-    from gradsurg.training.run_directory import ERROR
-    from gradsurg.training.run_reader import BrokenFile
+    from gradsurg.experiment.execution import execute
+    from gradsurg.experiment.run_directory import ERROR
+    from gradsurg.experiment.run_reader import BrokenFile
 
     settings = experiment.settings
     out = Path(settings.out)
@@ -363,7 +363,7 @@ def _unmeasured(records: "Sequence[Record]") -> list[str]:
 
 def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
-    from gradsurg.config.cli import outcome_table
+    from gradsurg.experiment.cli import outcome_table
     from gradsurg.report.study import read_study
     from gradsurg.report.terminal import overview
 

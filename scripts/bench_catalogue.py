@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.config import catalogue
 from gradsurg.effects.tables import aligned
+from gradsurg.experiment import catalogue
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Transform
 from tests.transforms.cases import build

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from gradsurg.effects.tables import aligned
-from gradsurg.training.run_identity import directory_name
+from gradsurg.experiment.run_identity import directory_name
 
 REPORT = "gradsurg.report"
 SEEDS, ROWS_OF_EFFECTS = 10, 100

@@ -16,15 +16,15 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor
 
-from gradsurg.config import compose
-from gradsurg.config.build import Experiment, build
-from gradsurg.config.cli import Job, outcome_table, plan_runs, planned_job
 from gradsurg.effects.tables import aligned
+from gradsurg.experiment import compose
+from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.cli import Job, outcome_table, plan_runs, planned_job
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.loop import Batches
+from gradsurg.experiment.run import Run
+from gradsurg.experiment.run_directory import SUMMARY, RunDirectory
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
-from gradsurg.training.execution import execute
-from gradsurg.training.loop import Batches
-from gradsurg.training.run import Run
-from gradsurg.training.run_directory import SUMMARY, RunDirectory
 
 WARM, STEPS, CLIP = 50, 2000, 0.01
 MAX_OVERHEAD, MAX_START, MAX_RESUME_S = 1.10, 1.3, 2.0

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 
-from gradsurg.config import compose
-from gradsurg.config.build import build
 from gradsurg.effects.tables import aligned
+from gradsurg.experiment import compose
+from gradsurg.experiment.build import build
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.run import Run
 from gradsurg.stacked.study import execute_stacked
-from gradsurg.training.execution import execute
-from gradsurg.training.run import Run
 
 SEQUENTIAL = 8  # runs of the sequential study: they take as long as the others
 REPLICAS = (32, 128)

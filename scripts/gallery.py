@@ -20,10 +20,10 @@ from torch import Tensor
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
-from gradsurg.config import catalogue
-from gradsurg.config.catalogue import Entry
-from gradsurg.config.instantiate import instantiate
-from gradsurg.config.overrides import CONFIG_DIR
+from gradsurg.experiment import catalogue
+from gradsurg.experiment.catalogue import Entry
+from gradsurg.experiment.instantiate import instantiate
+from gradsurg.experiment.overrides import CONFIG_DIR
 from gradsurg.transforms.base import Transform, TransformContext
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import gradsurg
-from gradsurg.config import catalogue
+from gradsurg.experiment import catalogue
 
 STUB = Path(gradsurg.__file__).with_suffix(".pyi")
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gradsurg.config import compose
-from gradsurg.config.build import Experiment, build
+from gradsurg.experiment import compose
+from gradsurg.experiment.build import Experiment, build
 
 
 def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
+from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.loop import Batches
+from gradsurg.experiment.run import Run, Schedule
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.execution import Record, execute
-from gradsurg.training.loop import Batches
-from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import RunDirectory
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.config.errors import ConfigError
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.run_identity import run_hash
 from gradsurg.report.arms import Arm
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.measures import left_out
 from gradsurg.report.study import Study
-from gradsurg.training.run_identity import run_hash
 from tests.builds import built
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.training.ranks import Ranks, in_ranks
+from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.transforms import GroupTransform
 from tests.conftest import Here
 from tests.test_readme import ROOT, blocks

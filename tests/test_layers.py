@@ -15,8 +15,8 @@ FLOORS = (
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "core", "testing"),
     ("multitask", "per_example", "integrations"),
-    ("__init__", "packaging", "training", "stacked"),
-    ("report", "config"),
+    ("__init__", "packaging", "experiment", "stacked"),
+    ("report",),
     ("reproduce", "run", "__main__", "comparison"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
@@ -28,16 +28,22 @@ INDEPENDENT = ("transforms", "triggers", "aggregators", "models", "tasks", "logg
 LATE = {"core": ("multitask", "per_example")}
 """Units above that a unit imports inside functions, when a surgery needs them."""
 
-STANDALONE = ("training.loop",)
+STANDALONE = ("experiment.loop",)
 """Modules that import nothing of gradsurg: the training loop knows nothing of surgery."""
 
 DOORS = {
-    "hydra": ("run", "config"),
-    "omegaconf": ("run", "config"),
+    "hydra": ("run", "experiment.compose", "experiment.overrides"),
+    "omegaconf": (
+        "run",
+        "experiment.cli",
+        "experiment.compose",
+        "experiment.grid",
+        "experiment.overrides",
+    ),
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
-    "rich": ("effects.tables", "loggers.console", "report", "training"),
-    "polars": ("training", "report", "comparison"),
+    "rich": ("effects.tables", "loggers.console", "report", "experiment"),
+    "polars": ("experiment.frames", "report", "comparison"),
     "altair": ("report", "reproduce"),
     "vl_convert": ("report",),
     "matplotlib": ("report", "reproduce"),
@@ -46,7 +52,7 @@ DOORS = {
     "scipy": ("stats", "tasks"),
     "numba": ("effects.sums",),
     "triton": ("effects.sums",),
-    "filelock": ("training", "tasks"),
+    "filelock": ("experiment.files", "tasks"),
 }
 """Library: the units or modules that may import it."""
 
@@ -57,7 +63,7 @@ WITHOUT_TORCH = (
     "effects.tables",
     "effects.ledger",
     "plugins.registry",
-    "config.catalogue",
+    "experiment.catalogue",
 )
 """Units and modules that may not import torch: reading and printing numbers works without it."""
 
@@ -163,18 +169,22 @@ def test_a_cycle_is_found() -> None:
         ("transforms.clip", "from gradsurg.stats import verdict", ""),
         ("sites.nodes", "def f():\n    from gradsurg.core.live import Live", "not below it"),
         ("effects.effects", "from gradsurg.core.live import Live", "not below it"),
-        ("training.loop", "from gradsurg.plugins.fields import validated", "not below it"),
-        ("training.run_directory", "from gradsurg.config.build import build", "not below it"),
-        ("training.execution", "from gradsurg import Clip", ""),
+        ("experiment.loop", "from gradsurg.plugins.fields import validated", "not below it"),
+        ("experiment.run_directory", "from gradsurg.report import load_study", "not below it"),
+        ("experiment.execution", "from gradsurg import Clip", ""),
         ("core.live", "from gradsurg import Clip", "not below it"),
         ("sites.nodes", "from .base import Selector", "relative import"),
-        ("training.execution", "from gradsurg.models._transformer import A", "private to models"),
+        ("experiment.execution", "from gradsurg.models._transformer import A", "private to models"),
         ("models.mlp", "from gradsurg.models._transformer import A", ""),
-        ("training.loop", "from omegaconf import DictConfig", "whose door is run or config"),
-        ("config.build", "import wandb", "whose door is loggers.wandb"),
+        ("experiment.loop", "from omegaconf import DictConfig", "whose door is run or"),
+        ("experiment.build", "import wandb", "whose door is loggers.wandb"),
         ("loggers.console", "import wandb.sdk", "whose door is loggers.wandb"),
         ("loggers.wandb", "import wandb", ""),
-        ("config.build", "if True:\n    import polars as pl", "whose door is training or report"),
+        (
+            "experiment.build",
+            "if True:\n    import polars as pl",
+            "whose door is experiment.frames",
+        ),
         ("report.figures", "import matplotlib.pyplot as plt", ""),
         ("report.figures", "from torch import Tensor", "imports torch"),
         ("models.mlp", "import sklearn", "whose door is tasks"),

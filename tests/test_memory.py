@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gradsurg as gs
-from gradsurg.training.logged_numbers import RunLog
-from gradsurg.training.loop import Step
-from gradsurg.training.run_directory import RunDirectory
+from gradsurg.experiment.logged_numbers import RunLog
+from gradsurg.experiment.loop import Step
+from gradsurg.experiment.run_directory import RunDirectory
 from tests.nets import batch, sgd, small
 from tests.runs import a_run
 
@@ -42,7 +42,7 @@ def _low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("effects.effects.MAX_PAIRS", "multitask.conflict.MAX_UNFETCHED"):
         monkeypatch.setattr(f"gradsurg.{name}", 40)
     for name in ("MAX_TIMES", "MAX_PENDING_LOSSES"):
-        monkeypatch.setattr(f"gradsurg.training.logged_numbers.{name}", 40)
+        monkeypatch.setattr(f"gradsurg.experiment.logged_numbers.{name}", 40)
     monkeypatch.setattr("gradsurg.multitask.conflict.BATCH", 10)
     # One tensor of 41 stays, and 40 more fill the list again: a period as long as the others.
     monkeypatch.setattr("gradsurg.per_example.gradients.MAX_UNFETCHED", 41)

@@ -15,7 +15,7 @@ WORDS = ["transform=clip", "steps=20", "seeds=1", "logger=none"]
 
 WHENCE = """
 import gradsurg
-from gradsurg.config import compose, overrides
+from gradsurg.experiment import compose, overrides
 print(gradsurg.__file__, overrides.CONFIG_DIR, gradsurg.__version__, sep="\\n")
 """
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gradsurg.config import compose
-from gradsurg.config.overrides import CONFIG_DIR
+from gradsurg.experiment import compose
+from gradsurg.experiment.overrides import CONFIG_DIR
 from tests.loggers.offline import alone, inspect, of_type
 
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.experiment import run_directory
 from gradsurg.plugins.messages import full_message
-from gradsurg.training import run_directory
 from tests.conftest import Here
 from tests.runs import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from gradsurg.training.run_directory import LOCK, SUMMARY
+from gradsurg.experiment.run_directory import LOCK, SUMMARY
 from scripts.same_runs import differences
 
 ROOT = Path(__file__).parents[1]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.loggers.base import GuardedLogger, StudyInfo
 from gradsurg.report import summary
-from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
@@ -50,7 +50,7 @@ def test_every_run_is_written_down_before_the_first_is_trained(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradsurg.training.execution.execute", interrupted)
+    monkeypatch.setattr("gradsurg.experiment.execution.execute", interrupted)
     ended = here("-m", "transform=clip,sign", "seeds=2", "steps=20", "logger=none")
     assert ended.code == 130
     assert set(states(folder).values()) == {"planned"}

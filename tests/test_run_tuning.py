@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from gradsurg.experiment import execution
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.report.tuning import read_tunings
-from gradsurg.training import execution
-from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 
 SHORT = ("steps=8", "seeds=1", "logger=none", "tune_seeds=2", "report=false")

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.config import catalogue
+from gradsurg.experiment import catalogue
 from gradsurg.testing import Verdict
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"

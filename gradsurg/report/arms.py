@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from gradsurg.experiment.run_directory import CONFIG
 from gradsurg.report.load import LoadedRun, canonical
-from gradsurg.training.run_directory import CONFIG
 
 ABOUT_SURGERY = ("transform", "site", "when", "order", "control", "aggregator", "sources")
 UNSAID = ("seed", "gradsurg", "order", "sources")

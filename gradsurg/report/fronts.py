@@ -11,6 +11,8 @@ import altair as alt
 import polars as pl
 
 from gradsurg.effects.numbers import TASK_METRICS
+from gradsurg.experiment.run_directory import LANDSCAPE
+from gradsurg.experiment.run_reader import BrokenFile, read_json
 from gradsurg.report.arms import SPLIT, group
 from gradsurg.report.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choice, finished, inline
 from gradsurg.report.load import LoadedRun, canonical
@@ -18,8 +20,6 @@ from gradsurg.report.page import Section, frame_table
 from gradsurg.report.study import Study
 from gradsurg.report.wording import is_share, listed
 from gradsurg.stats import t_critical
-from gradsurg.training.run_directory import LANDSCAPE
-from gradsurg.training.run_reader import BrokenFile, read_json
 
 MAX_PAIRS, MAX_ARMS, MAX_DRAWN = 6, 12, 60  # arms with trajectories, of a trade-off
 WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms

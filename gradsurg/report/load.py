@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from gradsurg.plugins.messages import printable
-from gradsurg.training.run_directory import (
+from gradsurg.experiment.run_directory import (
     CONFIG,
     CONFLICTS,
     EFFECTS,
@@ -23,13 +22,14 @@ from gradsurg.training.run_directory import (
     RunDirectory,
     RunState,
 )
-from gradsurg.training.run_reader import (
+from gradsurg.experiment.run_reader import (
     BrokenFile,
     check_directory,
     last_row,
     read_config,
     read_summary,
 )
+from gradsurg.plugins.messages import printable
 
 State = RunState | Literal["missing", "unreadable"]
 STATES = (

@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
+from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 from gradsurg.report.compare import (
     ENDED,
     PLAIN,
@@ -21,7 +22,6 @@ from gradsurg.report.compare import (
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
 from gradsurg.stats import benjamini_hochberg, paired_difference, sign_test_p_value
-from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 
 
 def costs(study: Study) -> pl.DataFrame:

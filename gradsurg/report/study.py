@@ -7,18 +7,18 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.report.arms import Arm, block_factors, block_names, flat, group
-from gradsurg.report.load import STATES, LoadedRun, read_runs
-from gradsurg.report.wording import HEADLINE, title, titles
-from gradsurg.stats import Margin, parse_margin
-from gradsurg.training.frames import (
+from gradsurg.experiment.frames import (
     METRICS_KEYS,
     read_conflicts,
     read_effects,
     read_metrics,
 )
-from gradsurg.training.run_directory import NOT_FINITE
-from gradsurg.training.run_reader import BrokenFile
+from gradsurg.experiment.run_directory import NOT_FINITE
+from gradsurg.experiment.run_reader import BrokenFile
+from gradsurg.report.arms import Arm, block_factors, block_names, flat, group
+from gradsurg.report.load import STATES, LoadedRun, read_runs
+from gradsurg.report.wording import HEADLINE, title, titles
+from gradsurg.stats import Margin, parse_margin
 
 AREA = "area/"
 """Prefix of the area under a learning curve: its mean height over the logged steps."""

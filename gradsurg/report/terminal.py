@@ -12,6 +12,8 @@ import polars as pl
 from gradsurg.effects.numbers import UPDATE_NAMES
 from gradsurg.effects.tables import effect_table as effect_text
 from gradsurg.effects.tables import number
+from gradsurg.experiment.frames import effect_table
+from gradsurg.experiment.run_directory import ERROR, RunDirectory
 from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
@@ -35,8 +37,6 @@ from gradsurg.report.verdict import (
 )
 from gradsurg.report.wording import count, duration, filled, table_width, title
 from gradsurg.stats import Margin
-from gradsurg.training.frames import effect_table
-from gradsurg.training.run_directory import ERROR, RunDirectory
 
 MAX_LISTED = 20
 MAX_WHOLE = 8  # with more arms only the headline is printed, the page has the rest

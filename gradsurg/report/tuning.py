@@ -8,10 +8,10 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.run_reader import BrokenFile, read_json
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.load import TUNING
 from gradsurg.report.wording import count, listed, title, value
-from gradsurg.training.run_reader import BrokenFile, read_json
 
 MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
 HEADS = ["arm", "chosen", "validation", "values", "seeds", "diverged", "remarks"]

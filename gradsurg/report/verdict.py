@@ -5,6 +5,7 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED
 from gradsurg.report.measures import times_to_target
 from gradsurg.report.study import Study
 from gradsurg.report.sweeps import best_arms, trends
@@ -29,7 +30,6 @@ from gradsurg.stats import (
     Margin,
     sign_flip_is_exact,
 )
-from gradsurg.training.run_directory import UNTIL, UNTIL_REACHED
 
 Row = Mapping[str, Any]  # Any: one row of the frame of `compare`
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import altair as alt
 
+from gradsurg.experiment.run_directory import EFFECTS, METRICS, RunDirectory
 from gradsurg.report.arms import Arm, group
 from gradsurg.report.charts import CONFIG, INK, UNCLEAR
 from gradsurg.report.charts import TASKS as COLOURS
@@ -17,7 +18,6 @@ from gradsurg.report.paper import save
 from gradsurg.report.wording import is_share, title
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome, terms
-from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

@@ -7,6 +7,7 @@ from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
+from gradsurg.experiment.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 from gradsurg.report.arms import Arm, flat, group
 from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce.expected import Band, Expected
@@ -16,7 +17,6 @@ from gradsurg.stats import (
     chances_of_mean,
     paired_difference,
 )
-from gradsurg.training.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
 
 Studies = Mapping[str, Sequence[LoadedRun]]
 

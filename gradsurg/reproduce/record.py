@@ -10,6 +10,7 @@ from platform import python_version
 from typing import Any
 
 import gradsurg
+from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
 from gradsurg.report.arms import Arm, group
 from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce.expected import Expected, Form
@@ -26,7 +27,6 @@ from gradsurg.reproduce.judge import (
     outcome,
     verdict,
 )
-from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 
 Record = Mapping[str, Any]  # Any: what JSON can hold
 

@@ -10,11 +10,13 @@ from statistics import median
 import torch
 from torch import nn
 
-from gradsurg.config import compose
-from gradsurg.config.build import Experiment
-from gradsurg.config.errors import ConfigError
-from gradsurg.config.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
+from gradsurg.experiment import compose
+from gradsurg.experiment.build import Experiment
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.run import Run
+from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
+from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.plugins.messages import nearest
 from gradsurg.report.load import TUNING, LoadedRun, read_runs
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
@@ -23,8 +25,6 @@ from gradsurg.reproduce.record import read_record
 from gradsurg.sites.model_tree import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
-from gradsurg.training.run import Run
-from gradsurg.training.run_directory import UNTIL_REACHED, UNTIL_STEP
 
 WRONG_INPUT = 2
 ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms", DIVERGED)

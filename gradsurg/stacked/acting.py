@@ -21,9 +21,9 @@ from gradsurg.core.site_hook import is_trusted
 from gradsurg.effects.effects import made_nonfinite, sketches
 from gradsurg.effects.ledger import Entry
 from gradsurg.effects.sums import NUM_SUMS, Array, effect_numbers, stacked_sums
+from gradsurg.experiment.execution import OpenRun
+from gradsurg.experiment.run import Run
 from gradsurg.stacked.tasks import Aggregated, Grads, TaskRows
-from gradsurg.training.execution import OpenRun
-from gradsurg.training.run import Run
 from gradsurg.transforms.base import (
     GroupTransform,
     Stateless,

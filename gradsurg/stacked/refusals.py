@@ -7,12 +7,12 @@ from shutil import which
 from torch import nn, optim
 
 from gradsurg.core.intervention import Intervention
+from gradsurg.experiment.run import Run
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.parameters import Parameters
 from gradsurg.stacked.acting import STEP_TRIGGERS
 from gradsurg.stacked.stack import OPTIMIZERS
 from gradsurg.torch_internals.hook_tables import has_backward_hooks, has_step_hooks, tensor_tables
-from gradsurg.training.run import Run
 from gradsurg.triggers.for_task import ForTask
 
 TREATMENT = (

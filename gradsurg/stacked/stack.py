@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.core.live import Live
+from gradsurg.experiment.checkpoint import Checkpoint, TrainingState
+from gradsurg.experiment.execution import OpenRun
+from gradsurg.experiment.loop import concatenated
 from gradsurg.stacked.acting import difference
 from gradsurg.stacked.tasks import TaskRows
 from gradsurg.tasks.base import MultiTask, Part
 from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.batching import Slots, batch_linear_layers, batched
 from gradsurg.torch_internals.random_state import GeneratorStates
-from gradsurg.training.checkpoint import Checkpoint, TrainingState
-from gradsurg.training.execution import OpenRun
-from gradsurg.training.loop import concatenated
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose update of an entry depends on that entry alone."""

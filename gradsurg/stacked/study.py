@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from gradsurg.core.live import Live
+from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer
+from gradsurg.experiment.execution import Action, OpenRun, Record, restored_process, run_info
+from gradsurg.experiment.run import Run, Schedule
+from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_identity import RESUMED
+from gradsurg.experiment.run_reader import BrokenFile
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
 from gradsurg.plugins.messages import full_message
 from gradsurg.stacked.acting import Slices, groups_of, treatment
 from gradsurg.stacked.refusals import model_refusal, run_refusal, stack_key
 from gradsurg.stacked.stack import Stack, Unstackable, quiet
 from gradsurg.torch_internals import random_state
-from gradsurg.training.checkpoint import Checkpoint, CheckpointTimer
-from gradsurg.training.execution import Action, OpenRun, Record, restored_process, run_info
-from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.run_identity import RESUMED
-from gradsurg.training.run_reader import BrokenFile
 
 MAX_REPLICAS = 256
 """The most replicas of one stack: each holds the lock of its directory, an open file."""

@@ -17,8 +17,8 @@ from gradsurg.aggregators.mean import Mean
 from gradsurg.aggregators.mgda import MGDA
 from gradsurg.aggregators.pcgrad import PCGrad
 from gradsurg.aggregators.sum import Sum
+from gradsurg.experiment.execution import OpenRun
 from gradsurg.multitask.shared_parameters import SHARED
-from gradsurg.training.execution import OpenRun
 from gradsurg.triggers.base import Clock, TriggerContext
 
 Grads = dict[str, Tensor]

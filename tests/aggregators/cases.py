@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.config.instantiate import instantiate
+from gradsurg.experiment.instantiate import instantiate
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "aggregator"
 

@@ -18,8 +18,8 @@ import torch
 from torch import distributed, nn
 
 import gradsurg as gs
+from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.sites.contexts import CONTEXTS, ROWS, Row, rows_of
-from gradsurg.training.ranks import Ranks, in_ranks
 from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import FACTOR, KINDS, Kind
 

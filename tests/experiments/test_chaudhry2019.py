@@ -14,13 +14,13 @@ from torch.nn import functional
 import gradsurg as gs
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.loop import Batches
+from gradsurg.experiment.run import Run, Schedule
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
-from gradsurg.training.execution import execute
-from gradsurg.training.loop import Batches
-from gradsurg.training.run import Run, Schedule
-from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Here
 from tests.image_files import idx
 from tests.runs import Torn, a_run, assert_same

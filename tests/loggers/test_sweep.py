@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gradsurg.config.compose import check
+from gradsurg.experiment.compose import check
 from tests.loggers.offline import alone, inspect, of_type
 from tests.runs import ROOT
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import gradsurg as gs
-from gradsurg.config.build import build
-from gradsurg.config.compose import compose_config
-from gradsurg.config.errors import ConfigError
+from gradsurg.experiment.build import build
+from gradsurg.experiment.compose import compose_config
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.execution import execute
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.loggers.tensorboard import TensorBoard
-from gradsurg.training.execution import execute
 from tests.loggers.offline import info
 from tests.runs import Listening, Wrapped, a_run
 

@@ -11,6 +11,7 @@ import torch
 from einops import reduce
 from torch import Tensor, distributed
 
+from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.plugins import reductions
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.reductions import (
@@ -22,7 +23,6 @@ from gradsurg.plugins.reductions import (
     scaled,
     widened,
 )
-from gradsurg.training.ranks import Ranks, in_ranks
 from gradsurg.transforms.norm_rescale import NormRescale
 
 INF = float("inf")

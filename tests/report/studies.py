@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradsurg.training.run_directory import RunDirectory
-from gradsurg.training.run_identity import directory_name
+from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_identity import directory_name
 
 SITES = ("first.weight", "last.weight")
 STEPS = 40

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.experiment.run_directory import SUMMARY
 from gradsurg.report.__main__ import main
 from gradsurg.report.study import read_study
 from gradsurg.report.terminal import overview
-from gradsurg.training.run_directory import SUMMARY
 from tests.report import studies
 
 REFRESH = re.compile(r'"refresh": ?3')

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import polars as pl
 import pytest
 
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.report.compare import SCHEMA, compare, compare_pairs
 from gradsurg.report.measures import (
     costs,
@@ -19,7 +20,6 @@ from gradsurg.report.measures import (
 )
 from gradsurg.report.study import read_study
 from gradsurg.stats import parse_margin, sign_flip_interval
-from gradsurg.training.run_directory import RunDirectory
 from tests.report import studies
 
 T_975_2 = 4.302652729911275  # Student's t, two degrees of freedom

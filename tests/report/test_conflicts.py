@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gradsurg.experiment.run_directory import CONFLICTS
 from gradsurg.plugins.messages import TEXT_WIDTH
 from gradsurg.report.conflicts import (
     COSINE,
@@ -22,7 +23,6 @@ from gradsurg.report.conflicts import (
     sections,
 )
 from gradsurg.report.study import Study, read_study
-from gradsurg.training.run_directory import CONFLICTS
 from tests.report import studies
 from tests.report.studies import conflict
 

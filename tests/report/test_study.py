@@ -7,10 +7,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from gradsurg.experiment.run_directory import LOCK
 from gradsurg.report.arms import group
 from gradsurg.report.load import LoadedRun, NotAStudy, read_runs, stamp
 from gradsurg.report.study import Study, read_study
-from gradsurg.training.run_directory import LOCK
 from tests.report import studies
 
 

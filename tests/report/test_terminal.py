@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 import gradsurg.report.wording as wording
+from gradsurg.experiment.run_directory import SUMMARY, RunDirectory
 from gradsurg.report import load_study, summary
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.study import read_study
 from gradsurg.report.terminal import Runs, failures, job_study, overview, report
 from gradsurg.report.tuning import Tuning, read_tunings, tuning_frames, tuning_text
-from gradsurg.training.run_directory import SUMMARY, RunDirectory
 from tests.report import studies
 
 

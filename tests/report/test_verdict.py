@@ -9,12 +9,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from gradsurg.experiment.run_directory import FACTS, SUMMARY
 from gradsurg.report.cautions import by_rule
 from gradsurg.report.compare import SCHEMA, compare
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.verdict import best_sentence, reached, sentence, trend_sentence
 from gradsurg.stats import finding, margin_verdict, paired_difference, parse_margin
-from gradsurg.training.run_directory import FACTS, SUMMARY
 from tests.report import studies
 
 CLIP = [-0.78, -0.61, -0.11, -0.83, 0.11, -0.67, -0.44, -0.67]  # percentage points

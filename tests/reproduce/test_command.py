@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import gradsurg
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.report.arms import group
 from gradsurg.report.load import LoadedRun
 from gradsurg.reproduce import command, studies
@@ -25,7 +26,6 @@ from gradsurg.reproduce.record import (
     write_record,
 )
 from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
-from gradsurg.training.run_directory import RunDirectory
 from tests.conftest import Ended
 
 ROOT = Path(__file__).parents[2]

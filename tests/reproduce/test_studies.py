@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.run_directory import EFFECTS, METRICS, RunDirectory
 from gradsurg.reproduce.expected import Band, Drawing, Expected, papers, read_expected
 from gradsurg.reproduce.studies import (
     PlannedRun,
@@ -13,8 +15,6 @@ from gradsurg.reproduce.studies import (
     plan_runs,
     plan_study,
 )
-from gradsurg.training.execution import execute
-from gradsurg.training.run_directory import EFFECTS, METRICS, RunDirectory
 from tests.builds import built
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")

@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.experiment.ranks import Ranks, check_ranks, in_ranks
 from gradsurg.sites import buckets
-from gradsurg.training.ranks import Ranks, check_ranks, in_ranks
 from gradsurg.transforms.base import Transform
 
 SIZES = (16, 32, 4)

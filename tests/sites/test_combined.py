@@ -13,10 +13,10 @@ from hydra import initialize_config_dir
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.config.build import build
-from gradsurg.config.compose import check, plain
-from gradsurg.config.errors import ConfigError
-from gradsurg.config.overrides import CONFIG_DIR, register
+from gradsurg.experiment.build import build
+from gradsurg.experiment.compose import check, plain
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.overrides import CONFIG_DIR, register
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train

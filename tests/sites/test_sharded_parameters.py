@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradsurg as gs
-from gradsurg.training.ranks import Ranks, in_ranks
+from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
 
 STEPS = 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, Optimizer
 
 import gradsurg as gs
-from gradsurg.training.execution import execute
+from gradsurg.experiment.execution import execute
 from tests.nets import attached, backward, small, train, weights
 from tests.runs import a_run, lines, notes
 

@@ -14,6 +14,9 @@ from gradsurg.experiments.yu2020.task import PCGradToy
 from torch import Tensor
 
 import gradsurg as gs
+from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.run import ComputeOptions, Run, Schedule
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.models.linear import Linear
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
@@ -23,9 +26,6 @@ from gradsurg.tasks.base import Task
 from gradsurg.tasks.digit_attributes import DigitAttributes
 from gradsurg.tasks.digits import Digits
 from gradsurg.tasks.quadratics_toy import QuadraticsToy
-from gradsurg.training.execution import Record, execute
-from gradsurg.training.run import ComputeOptions, Run, Schedule
-from gradsurg.training.run_directory import RunDirectory
 from tests.runs import ROOT, Listening, Wrapped, a_run, ended, make_model, untimed
 from tests.transforms.cases import build, names
 

@@ -15,9 +15,10 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg.config import compose, overrides
-from gradsurg.config.build import Experiment, build
-from gradsurg.config.errors import ConfigError
+from gradsurg.experiment import compose, overrides
+from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.loop import outputs_of
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
@@ -28,7 +29,6 @@ from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.arrays import split
 from gradsurg.tasks.digits import Digits
-from gradsurg.training.loop import outputs_of
 from tests import papers
 
 FROM_FILES = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurg.config.errors import ConfigError
+from gradsurg.experiment.errors import ConfigError
 from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.char_lm import CharLM

@@ -6,7 +6,7 @@ python -m tests.transforms.table writes the table into gradsurg/transforms/READM
 from pathlib import Path
 from typing import get_args
 
-from gradsurg.config import catalogue
+from gradsurg.experiment import catalogue
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import SHAPES
 from gradsurg.transforms.base import TransformProperty

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import effect_table as effect_text
-from gradsurg.training.frames import effect_table
-from gradsurg.training.run_directory import RunDirectory
+from gradsurg.experiment.frames import effect_table
+from gradsurg.experiment.run_directory import RunDirectory
 from tests.nets import attached
 
 

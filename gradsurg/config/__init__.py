@@ -1,1 +1,0 @@
-"""Turn a command line into the objects of an experiment, checked together."""

@@ -1,0 +1,1 @@
+"""The path from a command line to finished runs: configs, plans, training, run folders."""

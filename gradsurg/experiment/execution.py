@@ -1,0 +1,519 @@
+"""Run the arms of a study, each once per seed, and record how each run ended."""
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
+from gradsurg.experiment.counterfactual import Counterfactual
+from gradsurg.experiment.logged_numbers import RunLog
+from gradsurg.experiment.loop import Batches, Step, StepOptions, TaskLosses, train
+from gradsurg.experiment.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
+from gradsurg.experiment.run import Run
+from gradsurg.experiment.run_directory import METRICS, RunDirectory
+from gradsurg.experiment.run_identity import RESUMED, environment_changes
+from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
+from gradsurg.tasks.base import Data, Examined, MultiTask, Task
+from gradsurg.torch_internals import random_state
+from gradsurg.transforms.identity import Identity
+
+Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
+
+Result = TypeVar("Result")
+
+EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
+RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
+OTHER_ORDER = (
+    RESUMED + "{} processes: they may sum gradients in another order than before, so that the run "
+    "can differ from an uninterrupted one in the last bits"
+)
+SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
+"""The parts of a checkpoint that are the same in all processes."""
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that changed nothing
+MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, its directory, the action of `execute`, and its summary (empty if it has failed)."""
+
+    run: Run
+    directory: Path
+    summary: dict[str, object]
+    action: Action
+    reason: str = ""  # of a failure, also of an earlier one that left a broken summary
+    note: str = ""  # other measurement intervals than asked for, or resumed in another environment
+
+
+def execute(
+    run: Run,
+    out: Path,
+    loggers: Sequence[Logger],
+    threads: int | None = None,
+    retry_failed: bool = True,
+) -> Record:
+    """Train a run, resume it, or skip it if it is finished; the process is left as it was.
+
+    A resumed run ends bit-identical to an uninterrupted one. A failed run is trained again, unless
+    `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
+    logger that raises is not used for the rest of the run.
+    """
+    directory = RunDirectory(run.directory(out).absolute())  # a user's code may call os.chdir
+    if directory.finished:
+        directory.add_facts(run.facts)
+        return _skipped(run, directory)
+    with directory.lock():
+        state = directory.recorded_state
+        if state in ("finished", "diverged"):  # by another process, which had the lock
+            directory.add_facts(run.facts, locked=True)
+            return _skipped(run, directory)
+        if state == "failed" and not retry_failed:
+            return Record(run, directory.path, {}, "not retried", directory.reason)
+        fault = directory.broken_summary
+        directory.clear_error()  # first: a full disk must not leave that of an earlier attempt
+        directory.plan(run.facts, run.identity)
+        try:
+            checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
+            summary = _execute(run, directory, loggers, threads, checkpoint)
+        except Exception:  # the task, model and transforms are a user's: they may raise anything
+            directory.write_error(traceback.format_exc())
+            raise
+        notes = cast("list[str]", summary["notes"])
+        resumed = [note for note in notes if note.startswith(RESUMED)]
+        action: Action = "trained" if checkpoint is None else "resumed"
+        action = "retried" if state == "failed" else action
+        return Record(run, directory.path, summary, action, fault, "; ".join(resumed))
+
+
+def _skipped(run: Run, directory: RunDirectory) -> Record:
+    note = run.measurement_note(directory.known_facts())
+    return Record(run, directory.path, directory.read_summary(), "skipped", note=note)
+
+
+def _execute(
+    run: Run,
+    directory: RunDirectory,
+    loggers: Sequence[Logger],
+    threads: int | None,
+    checkpoint: Checkpoint | None,
+) -> dict[str, object]:
+    info = run_info(run, directory, checkpoint)
+    loggers = [
+        logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
+    ]
+    for logger in loggers:
+        logger.start(info)
+    state: RunEnd = "failed"
+    summary: dict[str, object] = {}
+    try:
+        with restored_process(threads, run.device):
+            summary = _train(run, directory, loggers, checkpoint)
+        directory.write_summary(summary)
+        state = "diverged" if summary["state"] == "diverged" else "finished"
+    except KeyboardInterrupt:
+        state = "interrupted"
+        raise
+    finally:
+        numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
+        for logger in loggers:
+            logger.finish(state, numbers)
+    return summary
+
+
+def run_info(run: Run, directory: RunDirectory, checkpoint: Checkpoint | None) -> RunInfo:
+    """Return the facts about a run that its loggers get."""
+    return RunInfo(
+        run.study,
+        run.arm,
+        run.title,
+        run.seed,
+        directory.path,
+        run.identity,
+        run.tags,
+        run.schedule.steps,
+        resumed=checkpoint is not None,
+    )
+
+
+@contextmanager
+def restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
+    """Restore the random generators and the number of threads after the block."""
+    before = torch.get_num_threads()
+    with random_state.preserved(device):
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _train(
+    run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
+) -> dict[str, object]:
+    """Train in one process, or in several, of which the first alone logs and has a summary."""
+
+    def work(ranks: Ranks, folder: Path) -> dict[str, object]:
+        if ranks.rank:
+            return _train_rank(ranks, run, RunDirectory(folder), [], checkpoint)
+        return _train_rank(ranks, run, directory, loggers, checkpoint)
+
+    return in_ranks(run.compute.ranks, work)
+
+
+def _train_rank(
+    ranks: Ranks,
+    run: Run,
+    directory: RunDirectory,
+    loggers: Sequence[Logger],
+    checkpoint: Checkpoint | None,
+) -> dict[str, object]:
+    opened = OpenRun(run, directory, loggers, checkpoint, ranks)
+    model, training, log = opened.model, opened.training, opened.log
+    every = run.schedule.check_ranks if ranks.count > 1 else 0
+    with (
+        opened.recorded_warnings(),
+        opened.attach() as live,
+        run.compute.compiled(model) as compiled,
+    ):
+        inputs, targets = next(opened.batches.start(0))
+        wrapped = ranks.wrapped(compiled, lambda trial: run.task.loss(trial(inputs), targets))
+        for step in _steps(run, training, wrapped, opened.batches, log, live):
+            if every and step.done % every == 0:
+                check_ranks(model)
+            is_logged = opened.is_logged(step.done)
+            if is_logged and not opened.log_interval(step.done, log.fetch_loss(step)):
+                break
+        if ranks.rank:
+            live.abort()
+            return {}
+        if ranks.count > 1:
+            leave_group()  # process 0 examines alone
+        opened.examine()
+    return opened.summary()
+
+
+class OpenRun:
+    """A run in training: its data, model, surgery and log, from a checkpoint or from step 0.
+
+    Between `attach` and `summary` the caller makes the steps, adds each to `log`, and calls
+    `log_interval` after those that are logged. Data and landscape are those of `like`, a run of
+    the same task, if loading them drew no random numbers.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        directory: RunDirectory,
+        loggers: Sequence[Logger],
+        checkpoint: Checkpoint | None,
+        ranks: Ranks = ALONE,
+        like: "OpenRun | None" = None,
+    ) -> None:
+        random_state.seed(run.seed)
+        if checkpoint is not None and ranks.rank:
+            own = checkpoint.get("ranks", [])[ranks.rank - 1]
+            checkpoint = cast("Checkpoint", checkpoint | own)
+        self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
+        self._load_data(like)
+        self.model = run.make_model(self.data).to(run.device)
+        self.batches = _batches(run, self.data, ranks)
+        self.training = _training_state(run, self.model)
+        self._warned: list[str] = []
+        self._caught: list[list[warnings.WarningMessage]] = []
+        if checkpoint is not None:
+            self.training.restore(checkpoint)
+            changes = environment_changes(checkpoint["made_with"])
+            self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
+            if ranks.count > 2:
+                self._warned.append(OTHER_ORDER.format(ranks.count))
+        elif ranks.rank:  # dropout differs between the parts of a batch
+            random_state.seed((RANK_SEED * ranks.rank + run.seed) % 2**63)
+        self.log = _run_log(run, directory, loggers, self.training, checkpoint, ranks)
+        self.timer = CheckpointTimer(run.schedule)
+        self._examined: dict[str, float] = {}
+        self._notes: list[str] = []
+
+    def _load_data(self, like: "OpenRun | None") -> None:
+        if like is not None and like._drew_nothing:
+            self.data = like.data
+            self.directory.copy_landscape(like.directory)
+            return
+        before = torch.get_rng_state()
+        self.data, landscape = self.run.load_data(), self.run.task.landscape()
+        self._drew_nothing = torch.equal(before, torch.get_rng_state())
+        if landscape is not None:
+            self.directory.write_landscape(landscape)
+
+    @contextmanager
+    def recorded_warnings(self) -> Iterator[None]:
+        """Record the warnings of a block for the summary."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self._caught.append(caught)
+            yield
+
+    def attach(self) -> Live:
+        """Attach the surgery to the model, with the counts of the checkpoint."""
+        run, training = self.run, self.training
+        self.live = live = training.surgery.attach(
+            self.model,
+            training.optimizer,
+            effects_every=run.schedule.effects_every,
+            conflict_every=run.schedule.conflict_every,
+            shadow=run.shadow,
+            scaler=training.scaler,
+            steps_per_epoch=self.batches.steps_per_epoch,
+        )
+        if self.checkpoint is not None:
+            live.ledger.resume(self.checkpoint["ledger"])
+            live.effects.resume(self.checkpoint["effects"], live.ledger)
+        return live
+
+    def is_logged(self, done: int) -> bool:
+        """Whether a log is due after step `done`."""
+        return done % self.run.schedule.log_every == 0 or done == self.run.schedule.steps
+
+    def log_interval(self, done: int, loss: float) -> bool:
+        """Log the interval that ends with step `done`, and save a due checkpoint; False if it was
+        the last one.
+        """
+        log = self.log
+        tested = log.test(done, loss, self.data, self.model)
+        goes_on = log.interval(done, loss, self.live, tested)
+        goes_on, is_due = self.ranks.from_first((goes_on, goes_on and self.timer.due(done)))
+        # Right after a log no measurement is pending, so checkpoints are saved here only.
+        if is_due:
+            self._save_checkpoint(done)
+        return goes_on
+
+    def _save_checkpoint(self, done: int) -> None:
+        log = self.log
+        checkpoint = self.training.checkpoint(
+            done, self.live, self._surgery_warnings(), log.skipped, log.trained_s
+        )
+        if self.ranks.count > 1:
+            own = {key: value for key, value in checkpoint.items() if key not in SHARED_BY_RANKS}
+            checkpoint["ranks"] = self.ranks.gathered(own)[1:]
+        if not self.ranks.rank:
+            self.directory.save_checkpoint(checkpoint)
+
+    def examine(self) -> None:
+        """Examine the trained model with the surgery attached; note idle transforms."""
+        run, live = self.run, self.live
+        if not self.log.diverged:
+            self._examined = _examined(run, self.directory, self.data, self.model, live)
+        self._examined |= _trajectory_metrics(run, self.directory, self.batches)
+        every = run.schedule.effects_every
+        self._notes = [] if run.shadow else _idle_notes(self.training.surgery, live, every)
+
+    def summary(self) -> dict[str, object]:
+        """Emit the recorded warnings that are not the surgery's; return the outcome."""
+        _warn_again(chain.from_iterable(self._caught))
+        notes = self._notes + self._surgery_warnings()
+        return self.log.summary(self.data, self.model, self._examined, notes)
+
+    def _surgery_warnings(self) -> list[str]:
+        """Return the messages of all surgery warnings, each once."""
+        caught = chain.from_iterable(self._caught)
+        new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+        return list(dict.fromkeys([*self._warned, *new]))
+
+
+def _batches(run: Run, data: Data, ranks: Ranks) -> Batches:
+    return Batches(
+        data.train_inputs.to(run.device),
+        data.train_targets.to(run.device),
+        run.schedule.batch_size,
+        run.seed,
+        run.compute.accumulate,
+        order=data.order.batches if data.order is not None else None,
+        epoch_size=data.epoch_size,
+        rank=ranks.rank,
+        ranks=ranks.count,
+    )
+
+
+def _training_state(run: Run, model: nn.Module) -> TrainingState:
+    # A new surgery: that of the run has the state of an earlier execution.
+    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+    optimizer = run.make_optimizer(model)
+    schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
+    return TrainingState(model, optimizer, surgery, run.device, schedule, scaler)
+
+
+def _run_log(
+    run: Run,
+    directory: RunDirectory,
+    loggers: Sequence[Logger],
+    training: TrainingState,
+    checkpoint: Checkpoint | None,
+    ranks: Ranks,
+) -> RunLog:
+    """Return the log of a run that starts, or that resumes from a checkpoint."""
+    every = 0 if run.shadow else run.schedule.update_effect_every
+    counterfactual = None
+    if every:
+        counterfactual = Counterfactual(
+            training.model, training.optimizer, run.task.loss, every, run.compute.autocast
+        )
+    log = RunLog(run, directory, loggers, counterfactual=counterfactual, ranks=ranks)
+    if checkpoint is not None:
+        log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
+        log.trained_s = checkpoint["seconds"]
+    log.replay()
+    return log
+
+
+def _steps(
+    run: Run,
+    training: TrainingState,
+    compiled: nn.Module,
+    batches: Batches,
+    log: RunLog,
+    live: Live,
+) -> Iterator[Step]:
+    """Yield the remaining steps; record each and compare it with the one without the surgery."""
+    options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+    if run.backward_per_task and isinstance(run.task, MultiTask):
+        task_losses = TaskLosses(
+            _labelled(run.task.losses, run.task, live),
+            lambda losses, last: live.backward(losses, aggregate=last),
+        )
+        options = replace(options, task_losses=task_losses)
+    counterfactual = log.counterfactual
+    before = counterfactual.before if counterfactual else None
+    start, end = log.done, run.schedule.steps
+    optimizer, loss_fn = training.optimizer, _labelled(run.task.loss, run.task, live)
+    for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
+        if counterfactual:
+            counterfactual.after()
+        log.add_step(step)
+        yield step
+
+
+def _labelled(
+    function: Callable[[Tensor, Tensor], Result], task: Task, live: Live
+) -> Callable[[Tensor, Tensor], Result]:
+    """Make a loss give the labels of its batch to the transforms, if one reads them."""
+    if not live.reads_example_labels:
+        return function
+
+    def labelled(outputs: Tensor, targets: Tensor) -> Result:
+        live.set_example_labels(task.labels(targets))
+        return function(outputs, targets)
+
+    return labelled
+
+
+def _examined(
+    run: Run, directory: RunDirectory, data: Data, model: nn.Module, live: Live
+) -> dict[str, float]:
+    """Run the task's examination of the trained model, with the surgery attached."""
+    if not isinstance(run.task, Examined):
+        return {}
+    while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
+        live.tick()
+    live.effects.fetch(counted=True)  # effects of the training that are not logged yet
+    model.eval()
+    with random_state.preserved(run.device):
+        random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
+        examination = run.task.examine(model, data)
+    if rows := live.effects.fetch(counted=True):
+        directory.write_examined_effects([{"step": live.step, **row} for row in rows])
+    live.tick()  # the examination counts as a step
+    model.train()
+    if examination.saved:
+        directory.write_examined(examination.saved)
+    return {f"examined/{name}": value for name, value in examination.numbers.items()}
+
+
+def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> dict[str, float]:
+    """Return the numbers that the task derives from all tests of the run, also before a resume."""
+    if not run.task.trajectory_metric_names:
+        return {}
+    numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
+    return {f"test/{name}": value for name, value in numbers.items()}
+
+
+def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:
+    """Emit the caught warnings that are not the surgery's, once each."""
+    registry: dict[str | tuple[str, type[Warning], int], int] = {}
+    for item in caught:
+        if item.category is not SurgeryWarning:
+            warnings.warn_explicit(
+                item.message, item.category, item.filename, item.lineno, registry=registry
+            )
+
+
+def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
+    """Return a note for each transform that changed no entry at the steps that were measured, and
+    for each that may skip steps.
+
+    A note has quantiles of |g| and bounds that would have changed some gradients.
+    """
+    identities = _identity_labels(surgery)
+    rows = live.effects.rows()
+    where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
+    skipped = live.skipped_steps
+    notes = [
+        f"{label} skipped steps of the optimizer. {number} of {live.step} in the first of these"
+        if number
+        else f"{label} skipped no step of the optimizer"
+        for label, number in skipped.items()
+    ]
+    for transform in dict.fromkeys(str(row["transform"]) for row in rows):
+        effects = [row for row in rows if row["transform"] == transform]
+        if transform in (*identities, *skipped) or any(row["changed"] for row in effects):
+            continue
+        quantiles = live.effects.quantiles(transform, QUANTILES)
+        norms = [row["norm_before"] for row in effects]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
+        if not quantiles or not norms:
+            continue
+        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(QUANTILES, quantiles, strict=True))
+        reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
+        notes.append(
+            f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
+            + suggested_bounds(quantiles, norms)
+        )
+    return notes
+
+
+def _identity_labels(surgery: Surgery) -> set[str]:
+    """Return the labels of the identity transforms, which should change nothing."""
+    return {
+        label
+        for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
+        for label, link in zip(labels, item.links, strict=item.aggregator is None)
+        if isinstance(link, Identity)
+    }
+
+
+def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
+    """Return a sentence with bounds below some entry and some norm, also after rounding.
+
+    `quantiles` of |g| are those at `QUANTILES`.
+    """
+    largest, norm = quantiles[-1], max(norms)
+    if not largest or not norm:
+        return "The gradients were zero."
+    usual = next(value for value in quantiles[1:] if value)
+    entry_bound = min(usual, MAX_BOUND * largest)
+    norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
+    bounds = f"{entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms"
+    return f"A bound of {bounds}, would change some."

@@ -1,0 +1,284 @@
+"""A run: one arm of a study with one seed, with all that is needed to train it."""
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gradsurg.core.surgery import Surgery
+from gradsurg.effects.summary import AUTO
+from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP, first_control
+from gradsurg.experiment.run_identity import directory_name, environment
+from gradsurg.sites.base import Selector
+from gradsurg.tasks.base import Data, Task
+from gradsurg.triggers.for_task import ForTask
+
+ArmName = Literal["treated", "control"]
+Precision = Literal["float32", "bfloat16", "float16"]
+Backend = Literal["eager", "aot_eager", "inductor"]
+
+VALIDATION = "validation/"
+UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
+
+COMPILER_WARNINGS = (
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.jit.script_method` is deprecated",
+)
+"""Warnings of PyTorch's compiler about PyTorch's own code."""
+
+
+@dataclass(frozen=True)
+class Until:
+    """A condition that ends a run: a validation or test metric is at least `bound`, or at most
+    `bound` if `at_most`.
+    """
+
+    metric: str
+    bound: float
+    at_most: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> "Until":
+        """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
+
+        Raises ValueError if it has another form.
+        """
+        match = UNTIL_FORM.fullmatch(text)
+        rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
+        if match is None:
+            raise ValueError(rule)
+        part, metric, sign, bound = match.groups()
+        try:
+            number = float(bound)
+        except ValueError:
+            number = nan
+        if not isfinite(number):
+            raise ValueError(rule)
+        return cls(f"{part or VALIDATION}{metric}", number, sign == "<=")
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
+
+    def check(self, metrics: Collection[str]) -> None:
+        """Raise ValueError if a task with these metrics does not have this one."""
+        if self.metric not in metrics:
+            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
+
+    def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
+        """Whether a row of metrics reaches the bound; False for NaN or without the metric."""
+        value = values.get(self.metric)
+        if value is None:
+            return False
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def outcome(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, object]:
+        """Return the summary entries: the condition, 1 or 0, and the first step that reached it."""
+        steps = [row["step"] for row in rows if self.holds(row)]
+        outcome: dict[str, object] = {UNTIL: str(self), UNTIL_REACHED: int(bool(steps))}
+        return outcome | {UNTIL_STEP: steps[0]} if steps else outcome
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The length of a run and the intervals of its logs, in optimizer steps.
+
+    Checkpoints are at least `checkpoint_seconds` apart, except for that of the last step. The run
+    ends at the first evaluation that reaches `until`. With `validation`, the share of the training
+    examples that is set aside, these are evaluated during training, and the test data at the end.
+    The weights of several processes are compared every `check_ranks` steps, never if 0. `log` says
+    which sites' effects the loggers get.
+    """
+
+    steps: int
+    batch_size: int
+    log_every: int
+    checkpoint_every: int
+    effects_every: int
+    eval_every: int = 0
+    update_effect_every: int = 0
+    checkpoint_seconds: float = 0.0
+    until: Until | None = None
+    conflict_every: int = 1
+    validation: float = 0.0
+    check_ranks: int = 0
+    log: str = AUTO
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Gradient accumulation, precision of the forward pass, the backend to compile with, and the
+    number of processes that share each batch.
+    """
+
+    accumulate: int = 1
+    precision: Precision = "float32"
+    compile: Backend | None = None
+    ranks: int = 1
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The part of a run's identity; `ranks` if there are several."""
+        options = asdict(self)
+        if self.ranks == 1:
+            del options["ranks"]
+        return options
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype for `torch.autocast`, or None for the model's own precision."""
+        match self.precision:
+            case "float32":
+                return None
+            case "bfloat16":
+                return torch.bfloat16
+            case "float16":
+                return torch.float16
+
+    def scaler(self, device: torch.device) -> GradScaler | None:
+        """Return a gradient scaler for float16, whose small gradients would vanish; else None."""
+        return GradScaler(device.type) if self.precision == "float16" else None
+
+    @contextmanager
+    def compiled(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the compiled model, or the model itself; the compiler's caches are reset after.
+
+        Use it inside the block of the surgery: compiled code does not see hooks added later.
+        """
+        if self.compile is None:
+            yield model
+            return
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            for message in COMPILER_WARNINGS:
+                warnings.filterwarnings("ignore", message)
+            # PyTorch compiles the same code a few times only, then it runs uncompiled: a process
+            # has many runs.
+            torch.compiler.reset()
+            stack.callback(torch.compiler.reset)
+            compiled: Any = torch.compile(model, backend=self.compile)  # Any: typed as a function
+            yield compiled
+
+
+def check_compiled(selector: Selector) -> None:
+    """Raise ValueError if a site kind behaves differently in a compiled model."""
+    for kind in selector.kinds:
+        if kind.compile_limit:
+            raise ValueError(
+                f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. "
+                "Choose Parameters, Outputs, Inputs or Activations, or compile=false"
+            )
+
+
+DEFAULT_COMPUTE = ComputeOptions()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed. `identity` is the config that identifies it (see `run_identity`).
+
+    `metric` is the outcome that the verdict is about; None: the first of the task's. `margin` is
+    the difference up to which it calls two arms equivalent.
+    """
+
+    study: str
+    arm: ArmName
+    label: str
+    seed: int
+    identity: dict[str, object]
+    tags: tuple[str, ...]
+    task: Task
+    make_model: Callable[[Data], nn.Module]
+    make_optimizer: Callable[[nn.Module], Optimizer]
+    surgery: Surgery
+    shadow: bool
+    schedule: Schedule
+    device: torch.device
+    controls: Mapping[str, str] = field(default_factory=dict)  # directory names, by kind of control
+    compute: ComputeOptions = DEFAULT_COMPUTE
+    metric: str | None = None
+    margin: str | None = None
+    split_seed: int | None = None  # of the task, in a study of several splits
+    make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
+
+    def load_data(self) -> Data:
+        """Load the task's data, with the validation part of the schedule."""
+        return self.task.load_with_validation(self.schedule.validation)
+
+    @property
+    def backward_per_task(self) -> bool:
+        """Whether each task's loss has its own backward pass: an aggregator or trigger needs it."""
+        return any(
+            item.aggregator or any(isinstance(part, ForTask) for part in item.when.parts)
+            for item in self.surgery.interventions
+        )
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """The content of `run.json`: facts for readers of the directory before the run ends."""
+        return {
+            "study": self.study,
+            "arm": self.arm,
+            "label": self.label,
+            "seed": self.seed,
+            "tags": list(self.tags),
+            "steps": self.schedule.steps,
+            "control": first_control(self.controls),
+            "controls": dict(self.controls),
+            "measured": self.measured,
+            "made_with": environment(),
+        }
+
+    @property
+    def measured(self) -> dict[str, int | str | None]:
+        """The intervals of measurements, and metric and margin of the verdict: not in the identity.
+
+        Without a margin that key is left out.
+        """
+        schedule = self.schedule
+        return {
+            "effects_every": schedule.effects_every,
+            "conflict_every": schedule.conflict_every,
+            "eval_every": schedule.eval_every,
+            "update_effect_every": 0 if self.shadow else schedule.update_effect_every,
+            "metric": self.metric,
+            **({"margin": self.margin} if self.margin is not None else {}),
+        }
+
+    def measurement_note(self, facts: Mapping[str, object]) -> str:
+        """Return a note if a finished run with these facts was measured at other intervals."""
+        before = facts.get("measured")
+        if not isinstance(before, Mapping):
+            return ""
+        different = [
+            f"{key}={'null' if before[key] is None else before[key]}"
+            for key, asked in self.measured.items()
+            if asked and before.get(key, asked) != asked
+        ]
+        if not different:
+            return ""
+        return f"measured with {', '.join(different)}"
+
+    @property
+    def title(self) -> str:
+        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`."""
+        split = "" if self.split_seed is None else f"-split{self.split_seed}"
+        return f"{self.label}-seed{self.seed}{split}"
+
+    @property
+    def name(self) -> str:
+        """The name of its directory: `<label>-seed<seed>-<hash8>`."""
+        return directory_name(f"{self.label}-seed{self.seed}", self.identity)
+
+    def directory(self, out: Path) -> Path:
+        """Return the path of its directory: `<out>/<study>/<name>`."""
+        return out / self.study / self.name

@@ -1,1 +1,0 @@
-"""Training: the loop, runs with their files and checkpoints, studies, and comparisons."""

@@ -1,0 +1,419 @@
+"""Transforms, names, labels and identities of the runs that a config builds."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurg as gs
+from gradsurg.experiment import run_identity
+from gradsurg.experiment.build import build
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.run_identity import run_hash
+from gradsurg.transforms.base import Transform
+from tests import theirs
+from tests.builds import built, config
+
+pytestmark = pytest.mark.filterwarnings("ignore::gradsurg.SurgeryWarning")
+
+GRAD = torch.tensor([3.0, -4.0])
+
+
+def links(*words: str) -> list[Transform]:
+    return [link for part in built(*words).surgery.interventions for link in part.links]
+
+
+def labels(*words: str) -> tuple[str, ...]:
+    (own,) = built(*words).surgery.labels
+    return own
+
+
+def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
+    result, _ = transform.update(grad, transform.init(grad), gs.transforms.base.TransformContext())
+    return result.tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "faults"),
+    [
+        (["precision=float16"], ["precision: float16 needs CUDA, "]),
+        (
+            ["precision=float16", "transform=clip"],
+            [
+                "precision: float16 needs CUDA, ",
+                "site: Chain(Clip(value=0.01)): stage 'backward' sees ",
+            ],
+        ),
+        (["metric=test/acuracy"], ["metric: there is no test/acuracy. There are: test/loss, "]),
+        (["ranks=3"], ["batch_size: must be a multiple of ranks=3, whose processes share "]),
+        (
+            ["ranks=2", "threads=2", "compile=true", "update_effect_every=5"],
+            [
+                "threads: must be 1 with several processes, found 2",
+                "compile: needs ranks=1, found ranks=2",
+                "update_effect_every: needs ranks=1, found ranks=2",
+            ],
+        ),
+        (
+            [
+                "ranks=2",
+                "task=overlay",
+                "model=multi_head",
+                "aggregator=mgda",
+                "shared.engine=feature",
+            ],
+            ["shared.engine: feature has no mean over processes: needs ranks=1 or "],
+        ),
+        (["ranks=2", "transform=dp_sgd"], ["transform: "]),
+        (["ranks=2", "model=resnet"], ["model: 'norm' (BatchNorm2d) normalizes each process's "]),
+        (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
+        (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
+        (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),
+        (["eval_every=7"], ["eval_every: must be a multiple of log_every=50, "]),
+        (["schedule=cosine", "schedule.T_max=0"], ["schedule: fails at step 1: "]),
+        (["schedule=step", "+schedule.gama=1"], ["schedule.gama: is not a field here. "]),
+        (["schedule=warmup_cosine", "steps=40"], ["schedule.milestones: must be 1 rising "]),
+        (["optimizer=adam", "optimizer.eps=x"], ["optimizer"]),
+    ],
+)
+def test_steps_that_cannot_be_made_are_refused_in_a_line_each(
+    words: list[str], faults: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    found = caught.value.faults
+    assert [text[: len(start)] for text, start in zip(found, faults, strict=True)] == faults
+
+
+def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> None:
+    words = ("steps=1", "log_every=1", "eval_every=1", f"out={tmp_path}", "metric=test/acuracy")
+    finished = built(*words[:-1])
+    for run in finished.runs:
+        execute(run, tmp_path, [])
+    assert finished.is_finished
+    with pytest.raises(ConfigError, match="metric: there is no test/acuracy"):
+        built(*words)
+
+
+def test_transforms_act_in_the_order_of_the_command_line() -> None:
+    assert labels("transform=[clip,scale]") == ("clip", "scale")
+    assert labels("transform=[scale,clip]") == ("scale", "clip")
+    clip, scale = links("transform=[clip,scale]", "transform.clip.value=0.5")
+    assert (clip, scale) == (gs.Clip(0.5), gs.Scale(0.1))
+
+
+@pytest.mark.parametrize("word", ["transform=[]", "transform=none"])
+def test_without_a_transform_there_is_one_plain_run_a_seed(word: str) -> None:
+    experiment = built(word, "seeds=3")
+    assert experiment.surgery.interventions == ()
+    assert [(pair.seed, pair.treated) for pair in experiment.pairs] == [
+        (0, None),
+        (1, None),
+        (2, None),
+    ]
+    assert {pair.control.label for pair in experiment.pairs if pair.control} == {"none"}
+
+
+def test_each_link_of_a_chain_is_measured_under_a_name_of_its_own() -> None:
+    words = ("transform=[chain,sign]", "transform.chain.links.0.value=2")
+    assert links(*words)[:2] == [gs.Clip(2.0), gs.Scale(0.5)]
+    assert labels(*words) == ("chain.clip", "chain.scale", "sign")
+
+
+def test_a_chain_without_links_has_the_name_of_its_key() -> None:
+    assert labels("transform=chain", "transform.chain.links=[]") == ("chain",)
+
+
+def test_a_users_transform_gets_its_fields() -> None:
+    assert links("transform=tests.theirs.Twice") == [theirs.Twice(2.0)]
+    words = ("transform=[clip,tests.theirs.Twice]", "+transform.twice.factor=7")
+    assert links(*words) == [gs.Clip(0.01), theirs.Twice(7.0)]
+
+
+def test_a_users_field_may_be_called_name() -> None:
+    (named,) = links("transform=tests.theirs.Named", "+transform.named.name=me")
+    assert named.name == "me"
+
+
+def test_a_plain_callable_acts_on_gradients() -> None:
+    (halve,) = links("transform=tests.theirs.halve")
+    assert applied(halve) == [1.5, -2.0]
+    (sign,) = links("transform=torch.sign")
+    assert applied(sign) == [1.0, -1.0]
+
+
+def test_a_plain_callable_gets_its_other_arguments_from_the_config() -> None:
+    (scaled,) = links("transform=tests.theirs.scaled", "+transform.scaled.factor=3")
+    assert applied(scaled) == [9.0, -12.0]
+    # A resumed run is told from another one by this.
+    assert repr(scaled) == "scaled"
+
+
+def test_a_function_that_makes_a_transform_is_called() -> None:
+    words = ("transform=tests.theirs.maker", "+transform.maker.factor=0.75")
+    assert links("transform=tests.theirs.maker") == [gs.Scale(0.25)]
+    assert links(*words) == [gs.Scale(0.75)]
+
+
+def test_a_plain_callable_can_stand_inside_another_transform() -> None:
+    words = ("transform=norm_matched", "~transform.norm_matched.of")
+    of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
+    (matched,) = links(*words, of)
+    assert applied(matched.of) == [1.5, -2.0]
+
+
+def test_a_users_model_and_task_are_used() -> None:
+    experiment = built("model=tests.theirs.linear", "+model.bias=false", "transform=clip")
+    names = [name for name, _ in experiment.make_model().named_parameters()]
+    assert names == ["1.weight"]
+    experiment = built("task=tests.theirs.Lines", "transform=clip")
+    run = experiment.pairs[0].treated
+    assert run is not None
+    assert isinstance(run.task, theirs.Lines)
+
+
+def test_lr_wins_over_the_optimizers_own() -> None:
+    run = built("transform=clip", "optimizer.lr=3", "lr=0.5").pairs[0].treated
+    assert run is not None
+    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    run = built("transform=clip", "optimizer.lr=3").pairs[0].treated
+    assert run is not None
+    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
+    assert optimizer.param_groups[0]["lr"] == 3
+
+
+def test_seed_pins_one_seed_and_seeds_counts_from_zero() -> None:
+    assert [pair.seed for pair in built("transform=clip", "seed=7", "seeds=3").pairs] == [7]
+    assert [pair.seed for pair in built("transform=clip", "seeds=3").pairs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("control", "label"),
+    [
+        ("none", None),
+        ("plain", "none"),
+        ("norm_matched", "norm_matched-clip"),
+        ("update_norm_matched", "update_norm_matched-clip"),
+        ("placebo", "placebo-clip"),
+    ],
+)
+def test_control_names_the_arm_to_compare_with(control: str, label: str | None) -> None:
+    (pair,) = built("transform=clip", f"control={control}").pairs
+    assert pair.treated is not None
+    assert pair.treated.label == "clip"
+    assert (pair.control and pair.control.label) == label
+
+
+def test_building_leaves_no_trace_in_the_random_generator() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    built("transform=[clip,noise]", "site=outputs", "model.dropout=0.5")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_error_of_gradsurgs_own_code_is_not_taken_for_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gradsurg.transforms.zero.Zero.__init__", broken)
+    with pytest.raises(ZeroDivisionError):
+        build(config("transform=zero"))
+
+
+# The identity of runs.
+
+OUTSIDE = (
+    "out=elsewhere",
+    "study=other",
+    "log_every=7",
+    "log=sites",
+    "logger=console",
+    "force=true",
+    "dry_run=true",
+    "threads=2",
+    "effects_every=3",
+    "checkpoint_every=7",
+    "control=none",
+    "seeds=4",
+    "eval_every=50",
+)
+INSIDE = (
+    "transform=[clip,sign]",
+    "transform=[sign,clip]",
+    "transform.clip.value=0.5",
+    "accumulate=2",
+    "precision=bfloat16",
+    "compile=true",
+    "schedule=cosine",
+    "site=outputs",
+    "site.pattern=*.weight",
+    "when.start=5",
+    "seed=1",
+    "lr=0.2",
+    "steps=30",
+    "model.hidden=[8]",
+    "batch_size=32",
+    "optimizer=adamw",
+    "task.label_noise=0.1",
+    "model=tests.theirs.linear",
+)
+BASE = ("transform=clip", "seed=0", "steps=20")
+
+
+def identity(*words: str) -> str:
+    run = built(*BASE, *words).pairs[0].treated
+    assert run is not None
+    return run_hash(run.identity)
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield identity()
+
+
+@pytest.mark.parametrize("word", OUTSIDE)
+def test_a_key_without_effect_on_the_numbers_does_not_change_the_hash(base: str, word: str) -> None:
+    assert identity(word) == base
+
+
+@pytest.mark.parametrize("word", INSIDE)
+def test_a_key_that_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
+    assert identity(word) != base
+    if word.startswith("transform=["):
+        assert identity("transform=[clip,sign]") != identity("transform=[sign,clip]")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "version", "is_part"),
+    [
+        (run_identity, "__version__", "99", True),
+        (torch, "__version__", "9.99.0", True),
+        (torch, "__version__", f"{'.'.join(torch.__version__.split('.')[:2])}.99+mine", False),
+        (numpy, "__version__", "99", False),
+    ],
+)
+def test_gradsurgs_version_and_torchs_line_are_part_of_the_identity(
+    base: str, monkeypatch: pytest.MonkeyPatch, owner, name: str, version: str, is_part: bool
+) -> None:
+    monkeypatch.setattr(owner, name, version)
+    assert (identity() != base) == is_part
+
+
+SOURCE = (
+    "from torch import Tensor\n\n\ndef gentle(grad: Tensor) -> Tensor:\n    return grad * 0.5\n"
+)
+
+
+def test_editing_a_file_behind_a_re_export_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "their_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from their_package.ops import gentle\n", encoding="utf-8")
+    file = package / "ops.py"
+    file.write_text(SOURCE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("their_package", "their_package.ops"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    first = identity("transform=their_package.gentle")
+    file.write_text(SOURCE.replace("0.5", "0.25"), encoding="utf-8")
+    assert identity("transform=their_package.gentle") != first
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"their_ops": ""},
+        {"their_ops": "import helper", "helper": "from other import K", "other": "K = 1.0"},
+        {"their_ops": "def later():\n    from helper import K", "helper": "K = 1.0"},
+        {"their_ops": "import inner.part", "inner/__init__": "", "inner/part": "K = 1.0"},
+        {
+            "their_ops": "import inner",
+            "inner/__init__": "from . import part",
+            "inner/part": "K = 1",
+        },
+        {
+            "their_ops": "from inner import K",
+            "inner/__init__": "from .part.deep import K",
+            "inner/part/__init__": "",
+            "inner/part/deep": "from ..other import K",
+            "inner/other": "K = 1.0",
+        },
+    ],
+    ids=["itself", "through another", "inside a function", "dotted", "relative", "deep"],
+)
+def test_editing_what_a_users_file_imports_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
+) -> None:
+    path = tmp_path
+    for name, text in files.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"import os.path\n{text}\n", encoding="utf-8")
+        module = name.removesuffix("/__init__").replace("/", ".")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with (tmp_path / "their_ops.py").open("a", encoding="utf-8") as file:
+        file.write(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    word = "transform=their_ops.gentle"
+    first = identity(word)
+    assert identity(word) == first
+    with path.open("a", encoding="utf-8") as file:  # the last one, which has K
+        file.write("K = 2.0\n")
+    assert identity(word) != first
+
+
+def test_a_dotted_path_inside_another_transform_is_part_of_the_identity() -> None:
+    words = ("transform=norm_matched", "~transform.norm_matched.of")
+    of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
+    run = built(*words, of).pairs[0].treated
+    assert run is not None
+    assert list(run.identity["sources"]) == ["tests.theirs.halve"]
+
+
+def test_two_transforms_of_one_study_share_their_control() -> None:
+    first, second = (built(word).pairs[0].control for word in ("transform=clip", "transform=sign"))
+    third = built("transform=sign", "site=outputs").pairs[0].control
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    out = Path("runs")
+    assert first.directory(out) == second.directory(out)
+    # The control's gradients are measured at the treated sites, so these are two.
+    assert first.directory(out) != third.directory(out)
+
+
+@pytest.mark.parametrize("control", ["norm_matched", "update_norm_matched", "placebo"])
+def test_a_control_that_acts_is_a_transforms_own(control: str) -> None:
+    words = (f"control={control}", "transform=clip", "seed=0")
+    first, second = (
+        built(*words, f"transform.clip.value={value}").pairs[0].control for value in (0.01, 0.02)
+    )
+    assert first is not None
+    assert second is not None
+    assert run_hash(first.identity) != run_hash(second.identity)
+
+
+def test_a_config_with_a_missing_part_is_refused() -> None:
+    whole = config("transform=clip")
+    for key in ("site", "when", "model", "task", "optimizer"):
+        part = {name: value for name, value in whole.items() if name != key}
+        with pytest.raises(ConfigError, match=f"^{key}: is required"):
+            build(part)
+
+
+def test_each_fault_is_kept_once() -> None:
+    error = ConfigError(["lr: wrong", "lr: wrong", "steps: wrong"])
+    assert error.faults == ["lr: wrong", "steps: wrong"]
+    assert str(error) == "lr: wrong\nsteps: wrong"

@@ -1,0 +1,462 @@
+"""Errors of a command line: one line each, all at once, before any training."""
+
+import re
+import shlex
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment import compose
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.overrides import CONFIG_DIRS
+
+# The line of tests/theirs.py that raises.
+STUBBORN = 1 + next(
+    index
+    for index, line in enumerate(
+        (Path(__file__).parents[1] / "theirs.py").read_text(encoding="utf-8").splitlines()
+    )
+    if "not today" in line
+)
+MINE = "mine:\n  name: clip\n  value: 0.02\n"
+
+
+def faults(line: str, config_dirs: Sequence[str] = ()) -> list[str]:
+    """What is said of `python -m gradsurg.run <line>`; nothing if it is right."""
+    words = shlex.split(line)
+    overrides = [word for word in words if word != "-m"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SurgeryWarning)
+            compose.check(overrides, "-m" in words, list(config_dirs))
+    except ConfigError as error:
+        return error.faults
+    return []
+
+
+def composed(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
+    return compose.compose_config(*words)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A command line, and for each sentence it must get, how that begins and how it ends."""
+
+    line: str
+    begins: str
+    ends: str = ""
+
+
+WRONG = (
+    # options
+    Wrong("transform=clop", "transform: there is no 'clop'. There are: adagc,", "'clip'?"),
+    Wrong("transform=", "transform: there is no ''. There are: adagc,", "zero."),
+    Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
+    Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
+    Wrong("transform=[clip,clip]", "transform: 'clip' stands twice", "{name: clip, value: 0.01}'"),
+    Wrong(
+        "transform=[tests.theirs.Twice,tests.theirs.Twice]",
+        "transform: 'tests.theirs.Twice' stands twice",
+        "'+transform.twice_2={_target_: tests.theirs.Twice}'",
+    ),
+    Wrong(
+        "transform=[tests.theirs.Clip,clip]",
+        "transform: 'tests.theirs.Clip' and 'clip' have the same key 'clip'",
+        "'+transform.clip_2={name: clip, value: 0.01}'",
+    ),
+    # keys
+    Wrong("step=20", "step: 'step' is not a key here. There are: transform, site,", "'steps'?"),
+    Wrong("++step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
+    Wrong(
+        "transform=clip transform.clip.valu=1",
+        "transform.clip.valu: 'valu' is not a key here. There are: name, value.",
+        "'value'?",
+    ),
+    Wrong("seed.x=1", "seed.x: is not a key here. seed is None, with no keys below."),
+    Wrong(
+        "model=tests.theirs.linear model.bias=true", "model.bias: ", "'+model.bias=...' adds it."
+    ),
+    Wrong(
+        "transform=scheduled 'transform.scheduled.of={_target_: tests.theirs.halve}'",
+        "transform.scheduled.of: cannot get other keys than it has.",
+        "~transform.scheduled.of '+transform.scheduled.of={...}'",
+    ),
+    Wrong("~model", "model: is required, a mapping with a name"),
+    Wrong(
+        "site=combined site.of.0.types=[Linear]",
+        "site.of.0.types: 'types' is not a key here. There are: name, pattern.",
+        "'+site.of.0.types=...' adds it.",
+    ),
+    Wrong("~transform", "transform: cannot be taken out; 'transform=[]' leaves it empty"),
+    Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
+    Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
+    # values of fields
+    Wrong(
+        "transform=clip transform.clip.value=-1", "transform.clip.value: must be > 0", "found -1"
+    ),
+    Wrong(
+        "transform=scheduled transform.scheduled.of.name=scal",
+        "transform.scheduled.of: there is no 'scal' in transforms.",
+        "'scale'?",
+    ),
+    Wrong(
+        "transform=chain transform.chain.links.0.value=-1",
+        "transform.chain.links.0.value: must be > 0",
+    ),
+    Wrong(
+        "optimizer.lr=-1",
+        "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: Invalid learning rate",
+    ),
+    Wrong(
+        "optimizer.momentum=x",
+        "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "
+        "momentum: must be a number, found 'x'",
+    ),
+    Wrong(
+        "site=output.weight",
+        "site: there is no module 'output' on the path, nor in this folder; "
+        "for names in the model write site=parameters site.pattern=output.weight",
+    ),
+    Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
+    Wrong("out=\"'~/runs'\"", "out: must not begin with ~, ", "found '~/runs'"),
+    # the short keys
+    Wrong("lr=-1", "lr: must be > 0", "found -1"),
+    Wrong(
+        "seeds=[1,2]",
+        "seeds: must be the number of seeds, as seeds=2; for these seeds write -m seed=1,2, found",
+    ),
+    Wrong("batch_size=100000", "batch_size: must be <= 1347 examples, found 100000"),
+    Wrong(
+        "control=plane",
+        "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
+        "or 'placebo', found",
+    ),
+    Wrong("runner=auto", "runner: must be one of 'sequential' or 'stacked', found 'auto'"),
+    Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
+    Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
+    Wrong("out=''", "out: must not be empty"),
+    Wrong("out=file.txt/runs", "out: must be a folder, and ", "'file.txt/runs'"),
+    Wrong("steps='${nope}'", "steps: Interpolation key 'nope' not found"),
+    # places
+    Wrong(
+        "site.pattern=hiden.*", "site.pattern: nothing matches 'hiden.*'. There are", "'hidden.*'?"
+    ),
+    Wrong("site=nodes site.module=hiden", "site.module: nothing matches 'hiden'.", "'hidden'?"),
+    Wrong("site=nodes site.pattern=Rlu", "site.pattern: no node is selected by 'Rlu'. There are: "),
+    Wrong("site.stage=foo", "site.stage: must be one of 'use', 'backward', ", "found 'foo'"),
+    Wrong(
+        "transform=[clip,clip_global_norm] site=outputs",
+        "transform.clip_global_norm: needs all gradients of a group at once, Outputs meets",
+        "it can act at Parameters with stage=step or stage=backward_end",
+    ),
+    Wrong("transform=agc site=nodes", "transform.agc: needs the value"),
+    Wrong(
+        "site=nodes site.pattern=Addmm site.side=leave site.edge=7",
+        "site.edge: hidden.0.linear#0/AddmmBackward[0] has no edge 7 that takes a gradient.",
+        "There are: 0, 2.",
+    ),
+    # which a step alone tells
+    Wrong(
+        "transform=direct_feedback site=outputs site.pattern=positions model=gpt task=char_lm"
+        " batch_size=3",
+        "transform.direct_feedback: needs the same number of examples (axis 0) in the model's ",
+        "found 3 and 64",
+    ),
+    Wrong("site=outputs site.stage=step", "site.stage: Outputs cannot have stage 'step'; "),
+    Wrong(
+        "transform=clip site=combined site.of.0.pattern=hiden.* site.by=all",
+        "site.of.0.pattern: nothing matches 'hiden.*'",
+        "'hidden.*'?",
+    ),
+    Wrong(
+        "transform=sign transform.clip.value=1",
+        "transform.clip.value: 'clip' is not chosen; add 'transform=[sign,clip]'",
+    ),
+    # what would never act
+    Wrong(
+        "transform=clip site=outputs site.call=7",
+        "site.call: nothing in the first forward is selected by Outputs(",
+    ),
+    Wrong("transform=clip when=depth when.low=9", "when.low: Depth(low=9, high=None) never"),
+    Wrong(
+        "transform=clip site=captured",
+        "site: no gradient passes at hidden.0.linear.weight, ",
+        "(not asked of autograd.grad, needs no gradient)",
+    ),
+    Wrong(
+        "transform=clip_global_norm site=group when=depth when.low=9",
+        "when.low: Depth(low=9, high=None) never fires",
+    ),
+    Wrong(
+        "transform=clip when.start=500",
+        "when.start: Steps(start=500, stop=None, every=1) never ",
+        "epochs of 21 steps",
+    ),
+    Wrong(
+        "transform=clip when=every when.offset=500",
+        "when: Every(count=10, offset=500) never",
+    ),
+    Wrong("transform=clip when=shape when.above=64", "when.above: Shape(above=64, "),
+    Wrong("transform=clip when=probability when.p=0", "when.p: Probability(p=0.0, "),
+    Wrong(
+        "transform=clip when=unless when.of.stop=500",
+        "when.of: Unless(of=Steps(start=0, stop=500, every=1)) never",
+    ),
+    Wrong(
+        "transform=clip when=shape when.source=grad when.dim=5",
+        "when.dim: the source has shape",
+        "and no dimension 5",
+    ),
+    Wrong(
+        "transform=clip when=threshold when.source=output:hiden",
+        "when.source: there is no module 'hiden'. There are: ",
+        "Did you mean 'hidden'?",
+    ),
+    Wrong(
+        "transform=clip when=threshold when.source=value site=nodes",
+        "when.source: source 'value' is the tensor whose gradient passes, and Nodes has",
+    ),
+    # words
+    Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
+    Wrong(
+        "site.pattern=*.weight,",
+        "site.pattern=*.weight,: cannot be read: ",
+        """need quotes inside quotes: "site.pattern='...'\"""",
+    ),
+    Wrong(
+        "'site.pattern=re:('",
+        "site.pattern: is not a regular expression (missing ), unterminated subpattern at ",
+        "found 're:('",
+    ),
+    Wrong("out=~/runs", "out=~/runs: cannot be read: a shell leaves ~ alone", "write $HOME"),
+    Wrong("transform=./clip.py", "transform: there is no './clip.py'. There are: ", "?"),
+    Wrong("-m lr=interval(0,1)", "lr=interval(0,1): cannot be swept: "),
+    # a user's own
+    Wrong("transform=.halve", "transform.halve: '.halve' is not a dotted path"),
+    Wrong("transform=tests.their.halve", "transform.halve: there is no module 'tests.their' on"),
+    Wrong(
+        "transform=tests.theirs.Stubborn",
+        "transform.stubborn: tests.theirs.Stubborn raised ZeroDivisionError: not today (",
+        f"theirs.py, line {STUBBORN})",
+    ),
+    Wrong(
+        "transform=tests.theirs.scaled +transform.scaled.facto=2",
+        "transform.scaled.facto: is not a field here. There are: grad, factor.",
+        "'factor'?",
+    ),
+    Wrong(
+        "transform=tests.theirs.ready +transform.ready.factor=2",
+        "transform.ready: is made already and takes no fields, found factor",
+    ),
+    Wrong("model=tests.theirs.no_module", "model: must make a torch.nn.Module, found 10"),
+    Wrong("model=tests.theirs.misfit", "model: inputs [2, 1, 8, 8] do not pass through it and"),
+    Wrong("task=tests.theirs.ready", "task: must be a class or a function, found Scale"),
+    Wrong(
+        "task=tests.theirs.Lost",
+        "task: tests.theirs.Lost.load raised FileNotFoundError: points.csv (",
+    ),
+    Wrong(
+        "'+transform.b={value: 1}'", "transform.b: needs a name (one of gradsurg's) or a _target_"
+    ),
+)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrong", WRONG, ids=[wrong.line for wrong in WRONG])
+def test_each_error_is_one_line_under_its_config_key(
+    wrong: Wrong, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").touch()
+    (said,) = faults(wrong.line)
+    assert said.startswith(wrong.begins)
+    assert said.endswith(wrong.ends)
+    assert "\n" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"file.txt"}
+
+
+RIGHT = (
+    "transform=clip when=flag when.on=true",
+    "transform=clip when.start=499",
+    "transform=clip when=shape when.above=63",
+    "transform=clip when=probability when.p=1e-9 when.per=site",
+    "transform=clip when=threshold when.above=1e9",
+    "transform=clip when=depth when.low=3 when.high=3",
+    "transform=clip when=unless when.of.stop=499",
+    "when.start=9999",
+    "transform=[]",
+    "transform=[clip,noise] transform.clip.value=0.5",
+    "transform=clip '+transform.again={name: clip, value: 1}'",
+    "transform=scheduled ~transform.scheduled.of '+transform.scheduled.of={name: zero}'",
+    "transform=clip study=2024 out=7",
+    "transform=tests.theirs.Twice +transform.twice.factor=3",
+    "transform=tests.theirs.maker",
+    "transform=tests.theirs.ready",
+    "transform=tests.theirs.Named +transform.named.name=me",
+    "-m transform=none,clip,[clip,noise],tests.theirs.halve seed='range(0,2)'",
+    "-m transform='glob(sc*)'",
+    "-m ++lr=0.1,0.2",
+)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("line", RIGHT)
+def test_a_valid_command_line_has_no_error(line: str) -> None:
+    assert faults(line) == []
+
+
+def test_all_errors_of_a_command_line_are_reported_at_once() -> None:
+    line = (
+        "lr=-1 steps=-1 transform=[clip,clop,nose] transform.clip.value=-2 when=never "
+        "site.pattern=hiden.* foo=3 study=a/b"
+    )
+    keys = [said.partition(":")[0] for said in faults(line)]
+    assert keys[:3] == ["transform", "transform", "when"]
+    assert set(keys[3:]) == {"foo", "steps", "lr", "study", "transform.clip.value", "site.pattern"}
+
+
+def test_keys_of_an_unknown_option_are_not_reported_separately() -> None:
+    (said,) = faults("transform=clop transform.clop.value=3")
+    assert said.startswith("transform: there is no 'clop'")
+
+
+def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
+    said = faults("-m transform=clip,clop,nose transform.clip.value=0.1 lr=-1,-2")
+    assert [text.partition(". There")[0] for text in said if text.startswith("tr")] == [
+        "transform: there is no 'clop'",
+        "transform: there is no 'nose'",
+    ]
+    assert [text for text in said if text.startswith("lr")] == [
+        "lr: must be > 0.0, found -1",
+        "lr: must be > 0.0, found -2",
+    ]
+
+
+def test_all_unreadable_overrides_are_reported() -> None:
+    said = faults("transform=[clip clip lr=1,2")
+    assert [text.partition(": ")[0] for text in said] == ["transform=[clip", "clip", "lr=1,2"]
+
+
+def config_dir(path: Path, **files: str) -> str:
+    folder = path / "mother's own, (config)" / "transform"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return str(folder.parent)
+
+
+def test_a_users_yaml_is_found_in_a_folder_with_an_awkward_name(tmp_path: Path) -> None:
+    folder = config_dir(tmp_path, mine=MINE)
+    assert faults("transform=[mine,noise] transform.mine.value=0.5", [folder]) == []
+    assert faults("transform=mine transform.mine.value=-1", [folder]) == [
+        "transform.mine.value: must be > 0.0, found -1"
+    ]
+
+
+def test_a_users_yaml_stands_among_the_choices(tmp_path: Path) -> None:
+    (said,) = faults("transform=min", [config_dir(tmp_path, mine=MINE)])
+    assert ", mine, " in said
+    assert said.endswith("Did you mean 'mine'?")
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("mine:\n  value: 3\n", "transform.mine: needs a name (one of gradsurg's) or a _target_"),
+        ("mine:\n  name: clip\n  value: ???\n", "transform.mine.value: is required"),
+        ("mine:\n  name: clop\n", "transform.mine: there is no 'clop' in transforms. There are: "),
+        ("mine: [1\n", "transform: 'mine' cannot be read: while parsing a flow sequence in "),
+        ("3\n", "transform: 'mine' cannot be read: Invalid loaded object type: int"),
+        ("name: clip\nvalue: x\n", "transform.clip.value: must be a number, found 'x'"),
+        ("name: clip\nsign: {name: sign}\n", "transform.name: must be a mapping with a name, "),
+    ],
+)
+def test_a_users_broken_yaml_is_a_sentence(tmp_path: Path, text: str, begins: str) -> None:
+    said = faults("transform=mine", [config_dir(tmp_path, mine=text)])
+    assert said[0].startswith(begins)
+    assert not any("\n" in line for line in said)
+
+
+def test_a_config_dir_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert faults("transform=clip", [str(tmp_path / "no")]) == [
+        f"--config-dir: there is no folder {tmp_path / 'no'}"
+    ]
+
+
+def test_a_users_yaml_with_the_name_of_an_own_config_is_refused(tmp_path: Path) -> None:
+    (said,) = faults("transform=clip", [config_dir(tmp_path, clip=MINE)])
+    assert said.endswith(
+        "clip.yaml has the name of one of gradsurg's own and would not be read; give it another"
+    )
+
+
+def test_a_second_transform_of_a_class_can_be_added_as_the_error_suggests() -> None:
+    (said,) = faults("transform=[noise,noise]")
+    advice = shlex.split(said)[-1]
+    assert faults(f"transform=noise '{advice}'") == []
+    assert list(composed("transform=noise", advice)["transform"]) == ["noise", "noise_2"]
+
+
+def test_transforms_keep_the_order_of_the_command_line() -> None:
+    assert list(composed("transform=[clip,noise]")["transform"]) == ["clip", "noise"]
+    assert list(composed("transform=[noise,clip]")["transform"]) == ["noise", "clip"]
+
+
+def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
+    config = composed("transform=[clip,my_package.ops.SignMix]", "model=my_package.make_net")
+    assert list(config["transform"]) == ["clip", "sign_mix"]
+    assert config["transform"]["sign_mix"] == {"_target_": "my_package.ops.SignMix"}
+    assert config["model"] == {"_target_": "my_package.make_net"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for folder in CONFIG_DIRS for path in folder.glob("*/*.yaml")),
+    ids=lambda path: path.stem,
+)
+def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()[0]
+    command = first.removeprefix("# python -m gradsurg.run ")
+    assert command != first
+    if path.stem == "captured":  # a user's own task or model may call autograd.grad, ours do not
+        (told,) = faults(command)
+        assert told.endswith("(not asked of autograd.grad)")
+        return
+    # Data that the user has to get, a basis to compute, and the package of an extra may be missing.
+    missing = re.compile(
+        r"task\.root: (must be the folder with |(Fashion-)?MNIST is not in )"
+        r"|.* pip install 'gradsurg\[|transform\.\w+\.path: cannot be read, found \w+\.pt: No such"
+    )
+    told = faults(command)
+    assert [fault for fault in told if not missing.match(fault)] == []
+    assert told or "task.root=" not in command
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("transform=[clip lr=-1", ["transform=[clip", "lr"]),
+        ("-m seed=interval(0,1) lr=-1", ["seed=interval(0,1)", "lr"]),
+        ("model=tests.theirs.no_module optimizer.lr=-1", ["model", "optimizer"]),
+        (
+            "transform=clip steps=-1 site.depth=9 when.stop=-1",
+            ["steps", "when.stop", "site.depth"],
+        ),
+        (
+            "transform=clip steps=-1 when=threshold when.source=output:hiden",
+            ["steps", "when.source"],
+        ),
+        (
+            "transform=clip transform.clip.value=-1 when.start=500",
+            ["transform.clip.value", "when.start"],
+        ),
+    ],
+)
+def test_one_error_does_not_hide_another(line: str, keys: list[str]) -> None:
+    assert [said.partition(": ")[0] for said in faults(line)] == keys

@@ -1,0 +1,220 @@
+"""An examination after the training: its effects, its numbers, and an unchanged training."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurg as gs
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.run import Run, Until
+from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.report.terminal import Runs, report
+from gradsurg.tasks.base import Classification, Data, Examination, Examined
+from gradsurg.tasks.digits import Digits
+from gradsurg.torch_internals import random_state
+from gradsurg.transforms.base import Transform
+from gradsurg.triggers.base import Trigger
+from tests.builds import built
+from tests.runs import (
+    SHORT,
+    Torn,
+    a_run,
+    assert_same,
+    flat,
+    notes,
+    raising,
+    untimed,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AFTER = gs.Steps(start=SHORT.steps)
+RELUS = gs.Nodes("Relu", side="leave")
+
+
+@dataclass(frozen=True)
+class Looked(Classification, Examined):
+    """Digits, then the norm of the gradient of all scores with respect to the test images."""
+
+    nan: bool = False
+
+    def load(self) -> Data:
+        return Digits().load()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(outputs, targets) * (float("nan") if self.nan else 1)
+
+    def examine(self, model: nn.Module, data: Data) -> Examination:
+        assert not model.training
+        images = data.test_inputs.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(images).sum(), images)
+        numbers = {"norm": grad.norm().item(), "drawn": torch.rand(()).item()}
+        return Examination(numbers, {"first": grad[0, 0].tolist()})
+
+
+def examined(transform: Transform | None = None, task: Looked | None = None, seed: int = 0) -> Run:
+    return a_run(transform, RELUS, AFTER, seed=seed, task=task or Looked())
+
+
+def state(record: Record) -> object:
+    """All that training has changed; the surgery's own is beside it."""
+    checkpoint = RunDirectory(record.directory).load_checkpoint() or {}
+    return flat({name: checkpoint[name] for name in ("model", "optimizer", "generators")})
+
+
+def test_a_surgery_after_the_last_step_changes_the_examination_only(
+    tmp_path: Path,
+) -> None:
+    plain, treated = (execute(examined(t), tmp_path, []) for t in (None, gs.Clamp(0.0, None)))
+    assert state(plain) == state(treated)
+    rows = [RunDirectory(one.directory).read_rows("metrics.jsonl") for one in (plain, treated)]
+    assert rows[0] == rows[1]
+    same = {"examined/norm", "arm", "label"}
+    differ = {key for key in plain.summary if plain.summary[key] != treated.summary[key]}
+    assert {key for key in differ if not key.startswith("time/")} == same
+    firsts = [RunDirectory(one.directory).read_examined() for one in (plain, treated)]
+    assert firsts[0] != firsts[1]
+    assert notes(plain) == notes(treated) == []
+
+
+def test_an_examination_does_not_change_the_trained_weights(tmp_path: Path) -> None:
+    whole = execute(examined(), tmp_path, [])
+    plain = execute(replace(a_run(), study="plain"), tmp_path, [])
+    assert state(whole) == state(plain)
+    assert {key for key in whole.summary if key not in plain.summary} == {
+        "examined/norm",
+        "examined/drawn",
+    }
+    assert untimed(plain.summary) == {
+        key: value
+        for key, value in untimed(whole.summary).items()
+        if not key.startswith("examined/")
+    }
+    assert RunDirectory(plain.directory).read_examined() is None
+
+
+def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
+    tmp_path: Path,
+) -> None:
+    drawn = []
+    for transform, seed in ((None, 0), (gs.Clamp(0.0, None), 0), (None, 1)):
+        record = execute(examined(transform, seed=seed), tmp_path, [])
+        drawn.append(record.summary["examined/drawn"])
+    assert drawn[0] == drawn[1] != drawn[2]
+    shorter = replace(a_run(task=Looked(), schedule=replace(SHORT, steps=10)), study="shorter")
+    assert execute(shorter, tmp_path, []).summary["examined/drawn"] == drawn[0]
+    with random_state.preserved():
+        random_state.seed(0)
+        assert torch.rand(()).item() != drawn[0]
+
+
+@pytest.mark.parametrize("broken", ["write_examined", "write_summary"])
+def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    run = examined(gs.Clamp(0.0, None))
+    expected = execute(run, tmp_path / "whole", [])
+    with monkeypatch.context() as patch, pytest.raises(Torn):
+        patch.setattr(RunDirectory, broken, raising)
+        execute(run, tmp_path / "torn", [])
+    resumed = execute(run, tmp_path / "torn", [])
+    assert_same(resumed, expected)
+    firsts = [RunDirectory(one.directory).read_examined() for one in (resumed, expected)]
+    assert firsts[0] == firsts[1]
+
+
+def test_a_run_that_ends_early_is_examined_as_after_its_last_step(tmp_path: Path) -> None:
+    early = replace(SHORT, eval_every=5, until=Until.of("test/loss <= 100"))
+    runs = [replace(examined(t), schedule=early) for t in (None, gs.Clamp(0.0, None))]
+    plain, treated = (execute(run, tmp_path, []) for run in runs)
+    assert plain.summary["steps"] == treated.summary["steps"] == 5
+    assert plain.summary["train/loss"] == treated.summary["train/loss"]
+    assert plain.summary["examined/norm"] != treated.summary["examined/norm"]
+
+
+def test_a_run_whose_examination_is_not_finite_has_diverged(tmp_path: Path) -> None:
+    at = gs.Nodes("Relu", side="leave")
+    broken = a_run(gs.Scale(1e38), at, AFTER, task=Looked())
+    record = execute(broken, tmp_path, [])
+    assert math.isfinite(float(str(record.summary["test/loss"])))
+    assert (record.summary["examined/norm"], record.summary["state"]) == (math.inf, "diverged")
+
+
+def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:
+    record = execute(examined(task=Looked(nan=True)), tmp_path, [])
+    assert record.summary["state"] == "diverged"
+    assert not [key for key in record.summary if key.startswith("examined/")]
+
+
+def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
+    """Return the terminal report of a treated run and its control, from the effects on."""
+    schedule = replace(SHORT, effects_every=every)
+    runs = [a_run(t, RELUS, when, task=Looked(), schedule=schedule) for t in (gs.Scale(2.0), None)]
+    treated, control = (execute(run, tmp_path, []).directory for run in runs)
+    text = report([Runs(treated, control)])
+    return " ".join(text[text.index("Gradients at") : text.index("2 runs in")].split())
+
+
+def test_the_effects_of_an_examination_have_a_table_of_their_own(tmp_path: Path) -> None:
+    text = told_at_sites(tmp_path, AFTER, every=5)
+    assert text.startswith(
+        "Gradients at each site in the examination after the training, means over 1 run (the "
+        "surgery acted on no gradient in the training): "
+    )
+    assert text.endswith("% 1")  # calls: the one backward of the examination
+    assert "fired" not in text
+    both = told_at_sites(tmp_path / "always", gs.Steps(), every=5)
+    assert both.startswith("Gradients at each site, means over 1 run at one step in 5: ")
+    assert f"% {SHORT.steps} Gradients" in both
+    assert "in the examination after the training, means over 1 run: " in both
+    assert both.endswith("% 1")
+
+
+@pytest.mark.parametrize("when", [AFTER, gs.Steps()])
+def test_an_examination_that_is_not_measured_is_counted(tmp_path: Path, when: Trigger) -> None:
+    text = told_at_sites(tmp_path, when, every=0)
+    assert "(the surgery was not measured in the training)" in text
+    assert text.endswith(" - 1")
+
+
+def test_the_effects_of_an_examination_do_not_count_for_the_training(tmp_path: Path) -> None:
+    examined, plain = (
+        execute(replace(a_run(gs.Scale(2.0), RELUS, task=task), study=study), tmp_path, [])
+        for task, study in ((Looked(), "looked"), (Digits(), "plain"))
+    )
+    rows = [RunDirectory(one.directory).read_rows("effects.jsonl") for one in (examined, plain)]
+    assert rows[0] == rows[1]
+    (row,) = RunDirectory(examined.directory).read_rows("examined_effects.jsonl")
+    assert (row["step"], row["calls"], row["seen"]) == (SHORT.steps, 1, 1)
+    assert not (plain.directory / "examined_effects.jsonl").exists()
+    RunDirectory(examined.directory).clear()
+    assert not (examined.directory / "examined_effects.jsonl").exists()
+
+
+def refused(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        built(*words)
+    return caught.value.faults
+
+
+def test_a_trigger_after_the_last_step_is_refused_without_an_examination() -> None:
+    words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
+    built(*words, "task=saliency")
+    (fault,) = refused(*words)
+    assert fault.startswith("when.start: ")
+    assert "start=7" in fault
+    assert "never fires in 7 steps" in fault
+    assert "examination" not in fault
+    words[3] = "when.start=8"
+    (fault,) = refused(*words, "task=saliency")
+    assert fault.endswith(", nor in the examination after them")
+
+
+def test_a_model_that_cannot_be_examined_is_refused_before_it_is_trained() -> None:
+    rule = "every layer must have reset_parameters to be drawn anew"
+    assert refused("task=saliency", "model=vit") == [f"task: {rule}, found the model itself (ViT)"]

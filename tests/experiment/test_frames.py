@@ -1,0 +1,108 @@
+"""Data frames of the rows of several runs."""
+
+import subprocess
+import sys
+
+import polars as pl
+import pytest
+
+from gradsurg.experiment.frames import effect_table, read_effects, read_metrics
+from gradsurg.experiment.run_directory import RunDirectory
+from tests.runs import effect
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "study" / "clip-12345678")
+
+
+def test_metrics_of_several_runs_form_one_table(tmp_path):
+    first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+    for step in range(1, 151):
+        first.append_metrics({"step": step, "train/loss": 1})
+    first.append_metrics({"step": 151, "train/loss": 0.5, "test/accuracy": 0.9})
+    second.append_metrics({"step": 1, "train/loss": float("nan")})
+    table = read_metrics([first.path, second.path])
+    assert table["run"].unique(maintain_order=True).to_list() == [str(first.path), str(second.path)]
+    assert table["train/loss"].to_list() == [1.0] * 150 + [0.5, None]
+    assert table["test/accuracy"].drop_nulls().to_list() == [0.9]
+    assert table["not_finite"].drop_nulls().to_list() == ["train/loss=nan"]
+
+
+def test_a_half_written_last_line_is_not_read(run):
+    run.append_metrics({"step": 1, "train/loss": 0.5})
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step":2,"train/loss":0.4')
+    assert read_metrics([run.path])["step"].to_list() == [1]
+
+
+@pytest.mark.parametrize("content", [None, "", '{"st'])
+def test_a_file_without_a_whole_line_has_no_rows(run, content):
+    run.path.mkdir(parents=True)
+    if content is not None:
+        (run.path / "metrics.jsonl").write_text(content, encoding="utf-8")
+        (run.path / "effects.jsonl").write_text(content, encoding="utf-8")
+    assert read_metrics([run.path]).shape == (0, 2)
+    assert read_effects([run.path]).schema["site"] == pl.String
+    assert effect_table([run.path]) == []
+    assert effect_table([]) == []
+
+
+def test_a_broken_line_in_the_middle_is_an_error(run):
+    run.append_metrics({"step": 1})
+    with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step":\n{"step":3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has a line that is not JSON"):
+        read_metrics([run.path])
+
+
+def test_a_run_directory_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no run directory .*nowhere"):
+        read_metrics([tmp_path / "nowhere"])
+
+
+def test_effect_table_equals_one_computed_by_hand(tmp_path):
+    first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+    first.append_effects(
+        [
+            effect(10, 30, 3, cosine=0.5, changed=1, norm_before=2.0),
+            effect(20, 10, 1, cosine=0.9, changed=0, norm_before=4.0),
+            {**effect(20, 10, 1, cosine=0.1), "site": "b"},
+        ]
+    )
+    # a cosine that is not finite does not count, nor do the calls of its interval
+    second.append_effects(
+        [
+            effect(10, 10, 1, cosine=float("nan"), changed=0.5, norm_before=1.0),
+            effect(20, 10, 1, cosine=0.2, changed=0.5, norm_before=1.0),
+            {**effect(30, 10, 0), "nonfinite": 4},
+        ]
+    )
+    weight, bias = effect_table([first.path, second.path])
+    assert weight == {
+        "transform": "clip",
+        "site": "w",
+        "runs": 2,
+        "seen": 140,
+        "calls": 70,
+        "sampled": 6,
+        "nonfinite": 4,
+        "cosine": pytest.approx(((30 * 0.5 + 10 * 0.9) / 40 + 0.2) / 2),
+        "changed": pytest.approx((30 / 40 + 0.5) / 2),
+        "norm_before": pytest.approx(((30 * 2 + 10 * 4) / 40 + 1) / 2),
+    }
+    assert (bias["site"], bias["runs"], bias["cosine"]) == ("b", 1, pytest.approx(0.1))
+    assert bias["changed"] is None
+
+
+def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
+    run.append_effects([effect(step, 5, 5, cosine=float("nan"), zeroed=0.5) for step in (1, 2)])
+    (row,) = effect_table([run.path])
+    assert row["cosine"] is None
+    assert row["zeroed"] == 0.5
+
+
+def test_importing_frames_imports_no_polars():
+    code = "import sys, gradsurg.experiment.frames; print('polars' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,132 @@
+"""Several splits of the data in one study: `seeds=8 splits=5`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gradsurg.experiment.build import Experiment
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.run import Run
+from tests.builds import built
+from tests.conftest import Here
+
+CLIP = "transform=clip"
+SHORT = ("steps=4", "logger=none", "report=false")
+
+ONE_SPLIT = """
+from gradsurg.tasks.digits import Digits
+
+
+class Same(Digits):
+    def load(self):
+        return Digits(split_seed=0).load()
+"""
+
+
+def split_of(run: Run | None) -> object:
+    assert run is not None
+    task = run.identity["task"]
+    assert isinstance(task, dict)
+    return task["split_seed"]
+
+
+def names(experiment: Experiment) -> list[str]:
+    return [run.name for pair in experiment.pairs for run in pair.runs]
+
+
+def test_each_seed_is_trained_on_each_split_with_a_control_on_the_same() -> None:
+    experiment = built(CLIP, "seeds=2", "splits=3", "task.split_seed=7")
+    trained = [(split_of(pair.treated), pair.seed) for pair in experiment.pairs]
+    assert trained == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
+    tested = []
+    for pair in experiment.pairs:
+        assert pair.treated is not None
+        assert pair.control is not None
+        assert pair.treated.controls == {"plain": pair.control.name}
+        assert split_of(pair.control) == split_of(pair.treated)
+        parts = [run.load_data().test_inputs for run in pair.runs]
+        assert parts[0].equal(parts[1])
+        tested.append(parts[0].sum().item())
+    assert len(set(tested)) == 3
+    titles = [pair.treated.title for pair in experiment.pairs if pair.treated]
+    assert titles[1:3] == ["clip-seed1-split7", "clip-seed0-split8"]
+
+
+def test_the_runs_of_one_split_are_those_of_a_study_of_it() -> None:
+    several = names(built(CLIP, "seeds=2", "splits=2"))
+    assert several[:4] == names(built(CLIP, "seeds=2"))
+    assert several[4:] == names(built(CLIP, "seeds=2", "task.split_seed=1"))
+    assert built(CLIP).pairs[0].runs[0].title == "none-seed0"
+
+
+@pytest.mark.parametrize("control", ["norm_matched", "placebo"])
+def test_controls_that_act_have_the_split_of_their_treated_runs(control: str) -> None:
+    for pair in built(CLIP, "splits=2", f"control={control}").pairs:
+        assert split_of(pair.control) == split_of(pair.treated)
+
+
+def test_the_shorter_chains_have_the_split_of_the_chain() -> None:
+    pairs = built("transform=[clip,sign]", "attribute=true", "splits=2").pairs
+    assert [[split_of(run) for run in pair.without.values()] for pair in pairs] == [[0, 0], [1, 1]]
+
+
+def test_a_task_of_ones_own_begins_with_its_default(here: Here, folder: Path) -> None:
+    (folder / "own_digits.py").write_text(
+        "from gradsurg.tasks.digits import Digits\n\n\n"
+        "def make(split_seed=5):\n    return Digits(split_seed=split_seed)\n",
+        encoding="utf-8",
+    )
+    assert here(CLIP, "task=own_digits.make", "seeds=1", "splits=2", *SHORT).code == 0
+    configs = [yaml.safe_load(file.read_text("utf-8")) for file in folder.rglob("config.yaml")]
+    assert sorted(config["task"]["split_seed"] for config in configs) == [5, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (
+            ["task=friedman"],
+            "splits: must be 1 for a task without split_seed, found 2; tasks with ",
+        ),
+        (
+            ["tune='lr=[0.1,1]'"],
+            "splits: must be 1 with tune, which would choose on examples that ",
+        ),
+        (["task=once.Same"], "splits: must be 1 where task.split_seed changes no training data, "),
+    ],
+)
+def test_what_has_one_split_alone_is_refused(
+    words: list[str], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once.py").write_text(ONE_SPLIT, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        built(CLIP, "splits=2", *words)
+    (line,) = error.value.faults
+    assert line.startswith(fault)
+
+
+@pytest.mark.parametrize("runner", ["sequential", "stacked"])
+def test_the_command_trains_all_splits_and_says_so_before(
+    here: Here, folder: Path, runner: str
+) -> None:
+    words = (CLIP, "seeds=2", "splits=2", f"runner={runner}", *SHORT)
+    ended = here(*words)
+    assert ended.code == 0
+    told = ended.err.splitlines()
+    assert told[0].startswith("8 runs of 4 steps (2 seeds x 2 splits x 2 arms): about ")
+    assert told[1].startswith("2 splits: no difference can be significant (p <= 0.05); splits=6 ")
+    splits = {}
+    for file in folder.rglob("summary.json"):
+        config = yaml.safe_load((file.parent / "config.yaml").read_text("utf-8"))
+        splits[file.parent.name] = config["task"]["split_seed"]
+    assert sorted(splits.values()) == [0] * 4 + [1] * 4
+    for name, split in splits.items():
+        (file,) = folder.rglob(f"{name}/run.json")
+        control = json.loads(file.read_text("utf-8"))["control"]
+        assert control is None or splits[control] == split
+    again = here(*words)
+    assert "8 of them had been finished before" in again.out
+    assert "runs of" not in again.err

@@ -1,0 +1,106 @@
+"""A job is built once in its process, with one trial step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from gradsurg.core.surgery import Surgery
+from gradsurg.experiment import build as build_module
+from gradsurg.experiment import cli, trial_step
+from tests.builds import built
+from tests.conftest import Here
+
+SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> list[str]:
+    """Replace functions of `owner` by ones that append their name to the returned list."""
+    calls: list[str] = []
+
+    def count(name: str) -> Callable[..., object]:
+        function = getattr(owner, name)
+
+        def called(*args: object, **fields: object) -> object:
+            calls.append(name)
+            return function(*args, **fields)
+
+        return called
+
+    for name in names:
+        monkeypatch.setattr(owner, name, count(name))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (("transform=clip", "dry_run=true"), 1),
+        (("-m", "transform=clip,none"), 2),
+    ],
+)
+def test_a_command_builds_each_job_once_with_one_trial_step(
+    here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], jobs: int
+) -> None:
+    by_compose = counted(monkeypatch, build_module, "build")
+    by_job = counted(monkeypatch, cli, "build")
+    steps = counted(monkeypatch, build_module, "check_first_step")
+    assert here(*words, *SHORT).code == 0
+    assert (len(by_compose), len(by_job), len(steps)) == (jobs, 0, jobs)
+
+
+def test_a_command_computes_the_gradients_of_its_model_once_before_training(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("dry_run=true", "transform=clip", "site=relu_nodes", "when=depth", "when.high=3")
+
+    def create(*args: Any) -> nn.Module:
+        model = create_model(*args)
+        next(model.parameters()).register_hook(lambda _: gradients.append(1))
+        return model
+
+    gradients: list[int] = []
+    create_model = build_module.create_model
+    monkeypatch.setattr(build_module, "create_model", create)  # that of runs is another name
+    assert here(*words, *SHORT).code == 0
+    assert len(gradients) == 1
+
+
+def test_a_model_that_fails_in_the_trial_step_is_reported_once_and_not_as_a_fault_of_a_transform(
+    here: Here,
+) -> None:
+    ended = here("model=tests.theirs.misfit", "transform=clip", "control=norm_matched", *SHORT)
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert line.startswith("model: inputs [2, 1, 8, 8] do not pass through it")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("transform=clip", "when=depth", "when.high=3"),
+        ("transform=direct_feedback", "site=outputs", "site.pattern=hidden.1"),
+        ("aggregator=pcgrad", "transform=clip", "task=overlay", "model=multi_head"),
+        ("transform=none",),
+    ],
+)
+def test_a_trial_attaches_one_surgery(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    attached = counted(monkeypatch, Surgery, "attach")
+    built(*words, "steps=10")
+    assert attached == ["attach"]
+
+
+def test_a_key_that_was_renamed_gives_the_new_name(here: Here) -> None:
+    ended = here("transform=clip", "plan=true")
+    assert (ended.code, ended.err) == (2, "plan: is now called dry_run\n")
+
+
+def test_a_run_without_steps_makes_no_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = counted(monkeypatch, trial_step._Trial, "step")
+    built("transform=clip", "steps=0")
+    assert steps == []
+    built("transform=clip", "steps=10")
+    assert steps == ["step"]

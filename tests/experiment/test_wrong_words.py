@@ -1,0 +1,202 @@
+"""Command lines that are wrong in unusual ways: one line each, code 2, no traceback, no hang."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+
+from gradsurg.plugins.messages import full_message, printable
+from gradsurg.stats import detectable_effect
+from tests.conftest import Ended, Here
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SHORT = ("steps=1", "seeds=1", "logger=none", "report=false")
+CLIP = "transform=clip"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((CLIP, "optimizer.lr=nan"), "optimizer.lr: must be finite, found nan"),
+        ((CLIP, "+schedule.foo=1"), "schedule.foo: is not a field here: constant has none"),
+        ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
+        ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
+        ((CLIP, "task=friedman", "task.num_train=1e12"), "task: needs more memory than there is"),
+        (("transform=[1.5]",), "transform: there is no '1.5'. There are: adagc, "),
+        ((CLIP, "+=$HOME"), "+=$HOME: has no key before the ="),
+        ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
+        ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
+        (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
+        ((f"experiment={'9' * 5000}",), "experiment="),
+        (
+            ("--run", "--cfg=job", CLIP),
+            "hydra: ValueError: Only one of --run, --multirun, --cfg, --info",
+        ),
+        (("--hydra-help", CLIP, "zzz=1"), "hydra: "),
+        (("-m", "transform=glob(zzz*)"), "transform=glob(zzz*): sweeps over no value. There are: "),
+        (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
+        (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
+        (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
+        ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
+        ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true, as more than 10,"),
+        (("-m", CLIP, "seeds=4000", "model=mlp,linear"), "sweep: 16,000 runs need yes=true"),
+        ((CLIP, "logger=sys.exit"), "logger.exit: sys.exit raised SystemExit"),
+        (("transform=sys.exit",), "transform.exit: sys.exit raised SystemExit"),
+    ],
+)
+def test_a_wrong_command_line_gives_one_line(
+    here: Here, folder: Path, words: tuple[str, ...], line: str
+) -> None:
+    given = {word.partition("=")[0] for word in words}
+    ended = here(*words, *(word for word in SHORT if word.partition("=")[0] not in given))
+    lines = [text for text in ended.err.splitlines() if not text.startswith("warning: ")]
+    assert ended.code == 2
+    assert lines[0].startswith(line), lines
+    if "range(0,100000)" not in words[-1]:  # told of the values, and of the jobs
+        assert len(lines) == 1
+    assert not [*folder.rglob("summary.json")]
+
+
+def test_a_key_without_a_value_and_an_unknown_key_are_one_line_each(here: Here) -> None:
+    for words, key in (((CLIP, "effects_every=???", "foo=1"), "foo"), ((CLIP, "out=???"), "out")):
+        (line,) = here(*words).err.splitlines()  # names are checked first
+        assert line.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("name", ["builtins.abs", "operator.neg"])
+def test_a_function_written_in_c_is_a_transform(here: Here, folder: Path, name: str) -> None:
+    ended = here(f"transform={name}", *SHORT)
+    assert ended.code == 0
+    assert len([*folder.rglob("summary.json")]) == 2
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from gradsurg.run import main
+for word in sys.argv[1:]:
+    sys.argv[1:] = word.split("; ")
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
+    (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
+    told = {
+        "transform=clpi": "transform: there is no 'clpi'. ",
+        "transform=mine": "transform: mine.py is a module; choose something in it: transform=mine.",
+        "transfrom=clip": "transfrom: 'transfrom' is not a key here. ",
+        "transform=clip; transform.value=1": "transform.value: is not a key here. Is it transform.",
+        "transform=clip; --seeds; 3": "--seeds: is a key, written seeds=3",
+        "transform=clip,sign": "transform=clip,sign: several values need a sweep: add -m",
+        "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
+        "clip": "clip: is not key=value",
+        "when=steps & ~thrshold(above=1)": "when: there is no 'thrshold'. ",
+    }
+    command = [sys.executable, "-c", WITHOUT_TORCH, *told]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["2"] * len(told)
+    for line, start in zip(ended.stderr.splitlines(), told.values(), strict=True):
+        assert line.startswith(start)
+
+
+def test_many_runs_are_counted_and_timed_before_they_start(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurg.experiment.cli.ANNOUNCED_RUNS", 3)
+    ended = here("-m", CLIP, "model=mlp,linear", *SHORT)
+    first = ended.err.splitlines()[0]
+    assert first.startswith("2 jobs, 4 runs of 1 steps: about ")
+    assert first.endswith(" seconds on cpu, by a step without surgery")
+
+
+def told(ended: Ended, about: str = "significant") -> list[str]:
+    return [line for line in ended.err.splitlines() if about in line]
+
+
+def test_too_few_seeds_for_any_arm_or_one_alone_are_told_before_training(here: Here) -> None:
+    words = [word for word in SHORT if word != "seeds=1"]
+    rule = "no difference can be significant (p <= 0.05); seeds=6 are the fewest that allow it"
+    assert told(here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")) == [f"2 seeds: {rule}"]
+    assert told(here(CLIP, *words, "seeds=5")) == [f"5 seeds: {rule}"]
+    assert told(here("-m", CLIP, *words, "seed=7,8")) == [f"2 seeds: {rule}"]
+    assert told(here("-m", "transform=clip,sign", *words, "seeds=6")) == [
+        "2 arms with 6 seeds: an arm that differs alone needs seeds=7 to be significant (q <= 0.05)"
+    ]
+    for more in (
+        (CLIP, *SHORT),
+        (CLIP, "control=none", *words, "seeds=2"),
+        ("transform=none", *words, "seeds=2"),
+        (CLIP, *words, "seeds=5"),  # which are finished
+        ("-m", CLIP, "model=mlp,linear", *words, "seeds=6"),
+    ):
+        assert not told(here(*more))
+
+
+def test_the_difference_that_the_seeds_can_find_is_told_by_finished_controls(
+    here: Here, folder: Path
+) -> None:
+    words = [word for word in SHORT if word != "seeds=1"]
+    assert not told(here(CLIP, *words, "seeds=6"), "can find")
+    files = [*folder.rglob("none-seed*/summary.json")]
+    for place, file in enumerate(files):
+        summary = json.loads(file.read_text("utf-8"))
+        accuracy = {"test/accuracy": 0.9 + 0.01 * place, "test/loss": 1.0}
+        file.write_text(json.dumps(summary | accuracy), encoding="utf-8")
+    effect = 100 * (detectable_effect(8, 2**0.5 * stdev(0.01 * n for n in range(6))) or 0)
+    (line,) = told(here(CLIP, *words, "seeds=8"), "can find")
+    assert line == (
+        f"8 seeds can find a difference of {effect:.2g} pp in test accuracy (80 % power, from the "
+        "spread of 6 control runs)"
+    )
+    assert not told(here(CLIP, *words, "seeds=8"), "can find")
+    assert not told(here("transform=sign", "metric=test/loss", *words, "seeds=6"), "can find")
+
+
+def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsurg.experiment.build.MAX_RUNS", 1)
+    monkeypatch.setattr("gradsurg.experiment.cli.MAX_RUNS", 1)
+    assert here(CLIP, *SHORT).code == 2
+    assert here(CLIP, "yes=true", *SHORT).code == 0
+
+
+def test_out_is_the_folder_of_the_start_also_if_code_changes_the_current_one(
+    here: Here, folder: Path
+) -> None:
+    source = "import os\ndef moves(grad):\n    os.chdir('/')\n    return grad / 2\n"
+    (folder / "moving.py").write_text(source, encoding="utf-8")
+    words = ("transform=moving.moves,clip", "checkpoint_every=1", "checkpoint_seconds=0")
+    ended = here("-m", *words, *SHORT)
+    assert ended.code == 0
+    assert Path.cwd() == folder
+    assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == 3
+    assert len([*folder.glob("runs/digits-mlp/*/checkpoint.pt")]) == 3
+    assert not Path("/runs").exists()
+
+
+def test_control_characters_do_not_reach_the_terminal(here: Here) -> None:
+    assert printable("a\x1b[31mb\nc\u202eü") == "a\\x1b[31mb\\nc\\u202eü"
+    assert full_message(ValueError("\x1b]0;title\x07")) == "ValueError: \\x1b]0;title\\x07"
+    ended = here(CLIP, "study='\x1b[31m'", *SHORT)
+    assert ended.code == 2
+    assert "\x1b" not in ended.err
+    ended = here(CLIP, "zzz\x1b[31m\nfoo", *SHORT)
+    assert ended.code == 2
+    assert "\x1b" not in ended.err
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_random_command_lines_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    fuzz, watch = import_module("fuzz_overrides"), import_module("fuzz_watch")
+    for index in range(15):  # .ci/full goes on to 5000
+        for outcome in watch.in_fresh_folder(fuzz.case, f"0-{index}"):
+            assert outcome.faults == [], outcome.words
