@@ -134,7 +134,7 @@ def list(group: str = "") -> Catalogue:
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the classes and the yaml files; imports torch."""
-    from gradsurg.experiment.overrides import CONFIG_DIR
+    from gradsurg.experiment.compose import CONFIG_DIR
 
     return Catalogue(
         _entry(group, path)
