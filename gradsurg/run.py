@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,8 +79,6 @@ def main() -> None:
         try:
             # Hydra writes into the folder of a sweep, which may be read-only.
             if not sweeping or command.num_unfinished:
-                if sweeping and not any("hydra/launcher=" in word for word in arguments.overrides):
-                    _stack_jobs()
                 _run_hydra()
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
@@ -160,9 +158,8 @@ def job(config: DictConfig) -> None:
         sys.exit(FAILED)
     runs, skipped, wanted, failed = [], 0, 0, 0
     records: list[Record] = []
-    stacked = _stacked(experiment, [run for pair in pairs for run in pair.runs])
     for pair in pairs:
-        attempted = [_run(experiment, run, stacked) for run in pair.runs]
+        attempted = [_run(experiment, run) for run in pair.runs]
         done = [record for record in attempted if record and record.summary]
         directories = {record.run.name: record.directory for record in done}
         treated, control = (
@@ -235,8 +232,7 @@ def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
     if experiment.tuning is None:
         return experiment.pairs
     tuning = experiment.tuning.runs
-    stacked = _stacked(experiment, tuning)
-    failed = sum(_run(experiment, run, stacked) is None for run in tuning)
+    failed = sum(_run(experiment, run) is None for run in tuning)
     pairs = experiment.compared
     if failed or pairs is None:
         tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
@@ -286,37 +282,8 @@ def _print_plan(experiment: "Experiment") -> None:
     print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
 
 
-def _stack_jobs() -> None:
-    """Train the runs of all jobs of a sweep in stacks, where `runner` asks for it."""
-    from gradsurg.experiment.cli import experiments_to_stack
-
-    for experiments in experiments_to_stack():
-        runs = [run for experiment in experiments for pair in experiment.pairs for run in pair.runs]
-        _stacked(experiments[0], runs)
-
-
-def _stacked(experiment: "Experiment", runs: "Sequence[Run]") -> "Mapping[str, Record]":
-    """Train runs in stacks with `runner=stacked`; return the records by name."""
-    settings = experiment.settings
-    if settings.runner == "sequential":
-        return {}
-    from gradsurg.stacked.study import execute_stacked
-
-    with chdir(Path.cwd()):  # which a user's code may change
-        return execute_stacked(
-            runs,
-            Path(settings.out),
-            experiment.loggers,
-            settings.threads,
-            settings.retry_failed,
-            tell=lambda text: tell(printable(f"runner=stacked: {text}")),
-        )
-
-
-def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") -> "Record | None":
-    """Execute one run unless a stack has trained it, and print what happened to it; return None if
-    it failed.
-    """
+def _run(experiment: "Experiment", run: "Run") -> "Record | None":
+    """Execute one run and print what happened to it; return None if it failed."""
     from gradsurg.experiment.execution import execute
     from gradsurg.experiment.run_directory import ERROR
     from gradsurg.experiment.run_reader import BrokenFile
@@ -327,9 +294,7 @@ def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") 
     name = printable(f"{run.label}, seed {run.seed}{split}")
     try:
         with chdir(Path.cwd()):  # which a user's code may change
-            record = stacked.get(run.name) or execute(
-                run, out, experiment.loggers, settings.threads, settings.retry_failed
-            )
+            record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
         if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):
             raise

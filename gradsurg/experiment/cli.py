@@ -196,24 +196,6 @@ def checked_experiment(config: DictConfig) -> Experiment:
         return build(resolved)
 
 
-def experiments_to_stack() -> list[list[Experiment]]:
-    """Return the experiments of jobs whose runs may be replicas of common stacks, in groups.
-
-    Their jobs do not stack again: runs that no stack takes are trained one by one.
-    """
-    groups: dict[tuple[object, ...], list[Experiment]] = {}
-    for key, experiment in _experiments.items():
-        settings = experiment.settings
-        if settings.runner == "sequential" or experiment.tuning is not None:
-            continue
-        loggers = tuple(logger.key for logger in experiment.loggers)
-        shared = (settings.runner, settings.out, settings.study, settings.threads)
-        groups.setdefault((*shared, settings.retry_failed, *loggers), []).append(experiment)
-        single = replace(settings, runner="sequential")
-        _experiments[key] = replace(experiment, settings=single)
-    return list(groups.values())
-
-
 def planned_job(words: Sequence[str], runs: Iterable[Run], out: Path) -> Job:
     """Return a job with the directories of its runs, without models and data."""
     command = {"command": list(words)}

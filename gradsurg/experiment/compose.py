@@ -60,7 +60,13 @@ KINDS = {
     "aggregator": "aggregators",
 }
 KINDS |= {"model": "models", "task": "tasks", "logger": "loggers"}
-RENAMED = {"plan": "dry_run", "sink": "logger"}
+GONE = {
+    "plan": "is now called dry_run",
+    "sink": "is now called logger",
+    "runner": "is gone: runs train one after another; -m with hydra/launcher=joblib, or several "
+    "commands on one study, train some at the same time",
+}
+"""The lines for keys of earlier versions."""
 NO_KEY = "is not a key here."
 
 _composed: dict[tuple[str, ...], DictConfig | None] = {}
@@ -309,8 +315,8 @@ def _missing_key(path: str, config: DictConfig) -> str:
         return f"{NO_KEY} {parent} is {place!r}, with no keys below."
     if parts[depth] in place:
         return f"cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
-    if path in RENAMED:
-        return f"is now called {RENAMED[path]}"
+    if path in GONE:
+        return GONE[path]
     keys = [str(key) for key in place]
     if parts[0] in LISTS and depth == 1 and parts[1] in options_of(parts[0], ()):
         chosen = ",".join([*keys, parts[1]])
