@@ -10,7 +10,6 @@ python scripts/bench.py engines [--rounds 3]              a step of eight tasks 
 python scripts/bench.py telemetry                         measurements of gradient conflicts
 python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
-python scripts/bench.py stacked [--rounds 3]              studies by runner=stacked and one by one
 python scripts/bench.py catalogue                         oracles and costs of all transforms
 python scripts/bench.py kernel [--rounds 60]              sums of effects and torch.clamp
 """
@@ -30,7 +29,6 @@ import bench_nodes
 import bench_report
 import bench_runner
 import bench_sites
-import bench_stacked
 import bench_start
 import bench_telemetry
 import torch
@@ -129,7 +127,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "stacked", "catalogue", "kernel"]
+    whats += ["telemetry", "examples", "start", "catalogue", "kernel"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -158,8 +156,6 @@ def main() -> None:
             import bench_catalogue  # imports the tests, which other benchmarks do without
 
             print(bench_catalogue.table(min(args.rounds, 9), args.only))
-        case "stacked":
-            print(bench_stacked.table(min(args.rounds, 3), args.only))
         case "start":
             print(bench_start.table(args.rounds, args.only))
         case "multitask":

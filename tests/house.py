@@ -21,7 +21,6 @@ ROOMS = {
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5177),
     "multitask per_example": (("multitask", "per_example"), 3845),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7943),
-    "stacked": (("stacked",), 1593),
     "report": (("report",), 5286),
     "stats": (("stats.py",), 495),
     "reproduce": (("reproduce",), 1591),

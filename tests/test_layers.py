@@ -15,7 +15,7 @@ FLOORS = (
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "core", "testing"),
     ("multitask", "per_example", "integrations"),
-    ("__init__", "packaging", "experiment", "stacked"),
+    ("__init__", "packaging", "experiment"),
     ("report",),
     ("reproduce", "run", "__main__", "comparison"),
 )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Chance, Data, Task
 from gradsurg.tasks.data.arrays import Seed
-from gradsurg.tasks.quadratics_toy import means_at, starting_at, tabulate
+from gradsurg.tasks.quadratics_toy import starting_at, tabulate
 
 TIMES = 4  # one example in four has the slope 4, the others -1
 REACH = 1.5  # of the landscape in each coordinate
@@ -78,14 +78,6 @@ class AbsoluteToy(Task):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         x1, x2 = outputs.mean(dim=0).tolist()
         return {"loss": self.loss(outputs, targets).item(), "x1": x1, "x2": x2}
-
-    def stacked_metrics(self, outputs: Tensor, targets: Tensor) -> list[dict[str, float]]:
-        losses = means_at(outputs, lambda points: [self.values(points)])
-        points = outputs.mean(dim=1).tolist()
-        return [
-            {"loss": loss, "x1": x1, "x2": x2}
-            for (loss,), (x1, x2) in zip(losses, points, strict=True)
-        ]
 
     def landscape(self) -> dict[str, Any]:  # Any: what JSON can hold
         window = (-REACH, REACH), (-REACH, REACH)

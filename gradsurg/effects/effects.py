@@ -9,7 +9,6 @@ from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from gradsurg.effects.ledger import Entry, Ledger
@@ -127,7 +126,7 @@ class Effects:
             self._elsewhere[row] = sums_of(before, after)
         if not self._slots[slot].is_sketched:
             self._slots[slot].is_sketched = True
-            self._slots[slot].sketch = sketches(before.detach()[None])[0]
+            self._slots[slot].sketch = _sketch(before.detach())
 
     @contextmanager
     def of_shards(
@@ -157,20 +156,6 @@ class Effects:
                 self._elsewhere[row] = whole
             else:
                 self._sums[row] = whole
-
-    def add_numbers(self, slot: int, numbers: Array, sketch: Tensor) -> None:
-        """Add the sums (2, numbers) of `effect_numbers` of several pairs, measured elsewhere.
-
-        `sketch` is a row of `sketches` of the first of them.
-        """
-        self._slots[slot].fresh += numbers
-        self._slots[slot].sketch = sketch
-
-    def note_nonfinite(self, slot: int, step: int) -> None:
-        """Note a gradient of finite entries, measured elsewhere, that got others."""
-        if self._first_nonfinite is None:
-            own = self._slots[slot]
-            self._first_nonfinite = NonFinite(own.transform, own.entry.site, step)
 
     def begin(self, step: int) -> None:
         """Begin a step: decide whether its gradients are measured."""
@@ -308,10 +293,11 @@ class Effects:
             self._sums[rows] = stacked.cpu().double()
         sums = self._sums[: len(pairs)].numpy()
         numbers = effect_numbers(sums, [size for _, size, _ in pairs])
-        made = np.flatnonzero(made_nonfinite(sums))
-        if len(made):
+        made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
+        if len(made) and self._first_nonfinite is None:
             number, _, step = pairs[made[0]]
-            self.note_nonfinite(number, step)
+            slot = self._slots[number]
+            self._first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
         self._sums[: len(pairs)] = 0
         fresh = np.stack([slot.fresh for slot in self._slots])
         np.add.at(fresh, [slot for slot, *_ in pairs], numbers)  # one after the other
@@ -319,19 +305,14 @@ class Effects:
             slot.fresh = row
 
 
-def made_nonfinite(sums: Array) -> NDArray[np.bool_]:
-    """Whether the entries of each pair were finite before, and some were not after."""
-    return np.isfinite(sums[..., 0]) & (sums[..., 7] > 0)
-
-
-def sketches(grads: Tensor) -> Tensor:
-    """About SKETCH magnitudes of each gradient of a stack (k, *shape), and the number of entries
-    that each represents: (k, 2, n).
+def _sketch(grad: Tensor) -> Tensor:
+    """About SKETCH magnitudes of a gradient, and the number of entries that each represents:
+    (2, n).
     """
-    flat = grads.reshape(len(grads), -1)
-    stride = max(1, flat.shape[1] // SKETCH)
-    magnitudes = flat[:, ::stride].abs().float()
-    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)], dim=1)
+    flat = grad.reshape(-1)
+    stride = max(1, len(flat) // SKETCH)
+    magnitudes = flat[::stride].abs().float()
+    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)])
 
 
 def _row(slot: _Slot, numbers: Array, fired: int, calls: int, sent: float) -> dict[str, object]:

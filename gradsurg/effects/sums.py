@@ -20,9 +20,8 @@ from torch import Tensor
 from gradsurg.torch_internals import autograd
 
 Array = NDArray[np.float64]
-CPUKernel = Callable[[int, int, int, int, int], None]
-"""Add the sums of `count` times `size` entries, at the addresses `before` and `after`, to `count`
-rows of float64 at `sums`."""
+CPUKernel = Callable[[int, int, int, int], None]
+"""Add the sums of `size` entries at the addresses `before` and `after` to the float64 at `sums`."""
 
 NUM_SUMS = 9
 ROW_BYTES = 8 * NUM_SUMS
@@ -47,7 +46,7 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
     address = sums.data_ptr() + row * ROW_BYTES
     kernel = cpu_kernels().get(before.dtype)
     if kernel and before.is_contiguous() and after.is_contiguous():
-        kernel(before.data_ptr(), after.data_ptr(), 1, before.numel(), address)
+        kernel(before.data_ptr(), after.data_ptr(), before.numel(), address)
         return
     wide = torch.promote_types(before.dtype, torch.float32)
     kernel = cpu_kernels().get(wide)
@@ -58,7 +57,7 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
         for chunk, chunk_after in zip(*parts, strict=True):
             if kernel:
                 chunk, chunk_after = (part.to(wide).contiguous() for part in (chunk, chunk_after))
-                kernel(chunk.data_ptr(), chunk_after.data_ptr(), 1, len(chunk), address)
+                kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
             else:
                 sums[row] += eager_sums(chunk, chunk_after)
 
@@ -66,20 +65,6 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
 def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the entries in the order that those of `like` have in memory, (n,)."""
     return tensor.permute(sorted(range(like.dim()), key=like.stride, reverse=True)).reshape(-1)
-
-
-def stacked_sums(before: Tensor, after: Tensor) -> Tensor:
-    """Return the sums of each pair of two stacks (k, *shape), (k, 9) in float64 on the CPU."""
-    kernel = cpu_kernels().get(before.dtype) if before.is_cpu else None
-    if kernel is None:
-        pairs = zip(before, after, strict=True)
-        return torch.stack([sums_of(*pair) for pair in pairs]).cpu().double()
-    is_same = after is before
-    before = before.contiguous()
-    after = before if is_same else after.contiguous()
-    count, sums = len(before), torch.zeros(len(before), NUM_SUMS, dtype=torch.float64)
-    kernel(before.data_ptr(), after.data_ptr(), count, before[0].numel(), sums.data_ptr())
-    return sums
 
 
 @torch.no_grad()
@@ -149,45 +134,43 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
         numba: Any = import_module("numba")  # Any: its types say less than its documentation
         carray, types = numba.carray, numba.types
 
-        def pairs(start, start_after, count, size, address):  # without types: numba infers them
-            befores, afters = carray(start, count * size), carray(start_after, count * size)
-            sums = carray(address, count * NUM_SUMS)
+        def pair(start, start_after, size, address):  # without types: numba infers them
+            befores, afters = carray(start, size), carray(start_after, size)
+            sums = carray(address, NUM_SUMS)
             zero, one = befores.dtype.type(0), befores.dtype.type(1)
             infinity = befores.dtype.type(np.inf)
-            for row in range(count):
-                end, own = (row + 1) * size, row * NUM_SUMS
-                for first in range(row * size, end, BLOCK):
-                    # Slices, because LLVM vectorizes a loop that begins at 0.
-                    last = min(first + BLOCK, end)
-                    before, after = befores[first:last], afters[first:last]
-                    xx = yy = dd = xy = changed = flipped = zeroed = nonfinite = nonzero = zero
+            for first in range(0, size, BLOCK):
+                # Slices, because LLVM vectorizes a loop that begins at 0.
+                last = min(first + BLOCK, size)
+                before, after = befores[first:last], afters[first:last]
+                xx = yy = dd = xy = changed = flipped = zeroed = nonfinite = nonzero = zero
+                for i in range(len(before)):
+                    x, y = before[i], after[i]
+                    xx += x * x
+                    yy += y * y
+                    dd += (y - x) * (y - x)
+                    xy += x * y
+                    changed += one if x != y else zero
+                    flipped += one if (min(x, y) < zero) & (max(x, y) > zero) else zero
+                    zeroed += one if (x != zero) & (y == zero) else zero
+                    nonzero += one if x != zero else zero
+                if not xx + yy < infinity:  # a large or non-finite entry, which is rare
                     for i in range(len(before)):
                         x, y = before[i], after[i]
-                        xx += x * x
-                        yy += y * y
-                        dd += (y - x) * (y - x)
-                        xy += x * y
-                        changed += one if x != y else zero
-                        flipped += one if (min(x, y) < zero) & (max(x, y) > zero) else zero
-                        zeroed += one if (x != zero) & (y == zero) else zero
-                        nonzero += one if x != zero else zero
-                    if not xx + yy < infinity:  # a large or non-finite entry, which is rare
-                        for i in range(len(before)):
-                            x, y = before[i], after[i]
-                            changed -= one if (x != x) & (y != y) else zero
-                            nonfinite += zero if (abs(x) < infinity) & (abs(y) < infinity) else one
-                    totals = (xx, yy, dd, xy, changed, flipped, zeroed, nonfinite, nonzero)
-                    for index, total in enumerate(totals):
-                        sums[own + index] += total
+                        changed -= one if (x != x) & (y != y) else zero
+                        nonfinite += zero if (abs(x) < infinity) & (abs(y) < infinity) else one
+                totals = (xx, yy, dd, xy, changed, flipped, zeroed, nonfinite, nonzero)
+                for index, total in enumerate(totals):
+                    sums[index] += total
 
         kernels: dict[torch.dtype, CPUKernel] = {}
-        prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_ssize_t, c_void_p)
+        prototype = PYFUNCTYPE(None, c_void_p, c_void_p, c_ssize_t, c_void_p)
         for dtype, kind in ((torch.float32, types.float32), (torch.float64, types.float64)):
             entries, sums = types.CPointer(kind), types.CPointer(types.float64)
-            signature = types.void(entries, entries, types.intp, types.intp, sums)
+            signature = types.void(entries, entries, types.intp, sums)
             # Sums in any order vectorize; NaN and infinities keep their meaning.
             compiled = numba.cfunc(signature, cache=True, fastmath={"reassoc", "nsz", "contract"})(
-                pairs
+                pair
             )
             kernels[dtype] = prototype(compiled.address)
             _compiled.append(compiled)

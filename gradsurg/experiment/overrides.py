@@ -35,7 +35,13 @@ LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slu
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
 FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
 """An override of a field of an option, with no sweep over its values."""
-RENAMED = {"plan": "dry_run", "sink": "logger"}
+GONE = {
+    "plan": "is now called dry_run",
+    "sink": "is now called logger",
+    "runner": "is gone: runs train one after another; -m with hydra/launcher=joblib, or several "
+    "commands on one study, train some at the same time",
+}
+"""The lines for keys of earlier versions."""
 NO_KEY = "is not a key here."
 
 RULES = (
@@ -294,8 +300,8 @@ def _unreadable(error: OverrideParseException) -> str:
 
 def _missing_key(path: str, key: str, place: object) -> str:
     """Return the rule for an override of a key that `place`, where it was looked for, lacks."""
-    if path in RENAMED:
-        return f"is now called {RENAMED[path]}"
+    if path in GONE:
+        return GONE[path]
     if path.startswith("hydra.launcher."):
         return f"'{key}' is none of this launcher's; choose another: hydra/launcher=joblib"
     if not isinstance(place, DictConfig):

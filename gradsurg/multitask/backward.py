@@ -143,12 +143,6 @@ class MultiTaskBackward:
         if self.session.is_scaled:
             self._allow_step_without_gradients()
 
-    def note_update(self, tasks: Iterable[str]) -> None:
-        """Note an update from the losses of these tasks that the caller combines."""
-        self._tasks |= dict.fromkeys(tasks)
-        self._max_losses = max(self._max_losses, len(self._tasks))
-        self._num_updates += 1
-
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
         self._has_stepped = True

@@ -1,7 +1,6 @@
 """What a study trained: plug-ins with their numbers, the command that repeats it, versions."""
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from gradsurg.report.arms import NAMES, value_text
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
-from gradsurg.report.wording import count
 
 GROUPS = ("task", "model", "optimizer", "schedule", "transform", "aggregator", "site", "when")
 PLAIN_VALUES = (None, "*", "", {}, [])
@@ -55,13 +53,7 @@ def experiment(study: Study) -> list[tuple[str, str]]:
     facts += [("versions", ", ".join(made))] * bool(made)
     ended = [run.summary for run in runs if run.summary]
     places = dict.fromkeys(str(summary.get("hardware") or "") for summary in ended)
-    facts += [("hardware", place) for place in places if place]
-    stacked = [one["runner"] for one in ended if isinstance(one.get("runner"), Mapping)]
-    steps = Counter(str(runner.get("first_step")) for runner in stacked)
-    return facts + [
-        ("runner", f"{count(n, 'run')} stacked; first step, beside a sequential one: {text}")
-        for text, n in steps.most_common()
-    ]
+    return facts + [("hardware", place) for place in places if place]
 
 
 def _plugin(configs: Sequence[Config], key: str) -> str:

@@ -232,13 +232,6 @@ class Task(ABC):
         Called at tests only, never between steps, so it may wait for the device with `.item()`.
         """
 
-    def stacked_metrics(self, outputs: Tensor, targets: Tensor) -> list[dict[str, float]]:
-        """Return the metrics of several models, whose outputs are stacked along dimension 0.
-
-        Override it if all of them can be computed at once.
-        """
-        return [self.metrics(own, targets) for own in outputs]
-
     def files(self) -> Sequence[Path]:
         """Return the files that decide the data; their content is part of a run's identity."""
         return ()

@@ -65,14 +65,6 @@ class Toy(MultiTask):
         x1, x2 = outputs.mean(dim=0).tolist()
         return {"loss": sum(losses), **by_name("loss", self.names, losses), "x1": x1, "x2": x2}
 
-    def stacked_metrics(self, outputs: Tensor, targets: Tensor) -> list[dict[str, float]]:
-        losses = means_at(outputs, self.values)
-        points = outputs.mean(dim=1).tolist()
-        return [
-            {"loss": sum(own), **by_name("loss", self.names, own), "x1": x1, "x2": x2}
-            for own, (x1, x2) in zip(losses, points, strict=True)
-        ]
-
     def landscape(self) -> dict[str, Any]:  # Any: what JSON can hold
         def named(points: Tensor) -> dict[str, Tensor]:
             return dict(zip(self.names, self.values(points), strict=True))
@@ -134,15 +126,6 @@ def starting_at(place: Place) -> Data:
         num_outputs=2,
         start=place,
     )
-
-
-def means_at(
-    outputs: Tensor, values: Callable[[Tensor], Sequence[Tensor]]
-) -> list[tuple[float, ...]]:
-    """Return the means over the points (k, number, 2) of each of k models of each of the values."""
-    count = len(outputs)
-    means = (value.view(count, -1).mean(dim=1).tolist() for value in values(outputs.flatten(0, 1)))
-    return list(zip(*means, strict=True))
 
 
 def tabulate(

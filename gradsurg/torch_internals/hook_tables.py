@@ -35,19 +35,9 @@ def tensor_tables(tensor: Tensor) -> list[HookTable]:
     return [table for table in tables if table]
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module has full backward hooks, or backward pre-hooks."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 def number_of_forward_hooks(module: nn.Module) -> int:
     """The number of forward hooks and forward pre-hooks of a module."""
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has hooks before or after its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def runs_step_hooks(optimizer: Optimizer) -> bool:

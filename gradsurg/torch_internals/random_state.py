@@ -40,15 +40,6 @@ def get_states(device: torch.device | None = None) -> GeneratorStates:
     )
 
 
-def equal(one: GeneratorStates, other: GeneratorStates) -> bool:
-    """Whether no generator has been used between two states."""
-    tensors = [(one["torch"], other["torch"])]
-    if one["device"] is not None and other["device"] is not None:
-        tensors.append((one["device"], other["device"]))
-    same = all(torch.equal(*pair) for pair in tensors)
-    return same and one["python"] == other["python"] and one["numpy"] == other["numpy"]
-
-
 def set_states(states: GeneratorStates, device: torch.device | None = None) -> None:
     """Set all generators to earlier states."""
     torch.set_rng_state(states["torch"])

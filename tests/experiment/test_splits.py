@@ -108,11 +108,8 @@ def test_what_has_one_split_alone_is_refused(
     assert line.startswith(fault)
 
 
-@pytest.mark.parametrize("runner", ["sequential", "stacked"])
-def test_the_command_trains_all_splits_and_says_so_before(
-    here: Here, folder: Path, runner: str
-) -> None:
-    words = (CLIP, "seeds=2", "splits=2", f"runner={runner}", *SHORT)
+def test_the_command_trains_all_splits_and_says_so_before(here: Here, folder: Path) -> None:
+    words = (CLIP, "seeds=2", "splits=2", *SHORT)
     ended = here(*words)
     assert ended.code == 0
     told = ended.err.splitlines()

@@ -1,1 +1,0 @@
-"""Train the seeds and arms of a study as one tensor program."""
