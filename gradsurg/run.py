@@ -363,7 +363,7 @@ def _unmeasured(records: "Sequence[Record]") -> list[str]:
 
 def _report_sweep(command: "Command") -> bool:
     """Print the outcome of all jobs and report on each study; return whether all runs finished."""
-    from gradsurg.experiment.cli import outcome_table
+    from gradsurg.experiment.planning import outcome_table
     from gradsurg.report.study import read_study
     from gradsurg.report.terminal import overview
 

@@ -17,7 +17,7 @@ from gradsurg.core.live import Live
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer
 from gradsurg.experiment.execution import Action, OpenRun, Record, restored_process, run_info
 from gradsurg.experiment.run import Run, Schedule
-from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_directory import ERROR, RunDirectory
 from gradsurg.experiment.run_identity import RESUMED
 from gradsurg.experiment.run_reader import BrokenFile
 from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
@@ -174,7 +174,7 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
             return None
         try:
             fault = directory.broken_summary
-            directory.clear_error()
+            (directory.path / ERROR).unlink(missing_ok=True)
             directory.plan(run.facts, run.identity)
             checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
         except (OSError, ValueError, BrokenFile):

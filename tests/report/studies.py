@@ -203,7 +203,7 @@ def toy(folder: Path) -> Path:
             task = {"name": "toy", "start": [start, 1.0]}
             place = plan(folder, label, 0, controls.get(start), task=task)
             controls.setdefault(start, place.path.name)
-            place.write_landscape({**GROUND, "start": [start, 1.0]})
+            place.write_json("landscape.json", {**GROUND, "start": [start, 1.0]})
             for step in (10, 20):
                 place.append_metrics({"step": step, "test/x1": start, "test/x2": 1 - step / 20})
             end(place, label, 0.5, **{"test/x1": 1.0, "test/x2": -1.0}, **several(start, 1.0))

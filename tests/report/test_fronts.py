@@ -169,7 +169,7 @@ def ground(study: Path) -> Landscape:
 def toy_run(folder: Path, **content: object) -> studies.RunDirectory:
     """A run of a toy task that has logged nothing, and its landscape."""
     place = studies.plan(folder, "clip", 0)
-    place.write_landscape({**studies.GROUND, "start": [0, 0], **content})
+    place.write_json("landscape.json", {**studies.GROUND, "start": [0, 0], **content})
     return place
 
 

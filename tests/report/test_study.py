@@ -1,6 +1,5 @@
 """A study is read as it lies there, whatever state its runs are in, and grouped into arms."""
 
-import json
 import os
 from pathlib import Path
 
@@ -80,8 +79,8 @@ def test_only_the_runs_asked_for_and_their_controls_are_read(tmp_path: Path) -> 
 
 
 DAMAGES = {
-    "summary.json": ["", "null", "{half", '{"state": "finished", "test/accuracy": "0.9"}'],
-    "run.json": ["null", '{"controls": [1]}', '{"seed": "0"}', '{"measured": [1]}'],
+    "summary.json": ["", "null", "{half"],
+    "run.json": ["null"],
     "config.yaml": ["a: [", "3", "a: !!x 3"],
     "metrics.jsonl": ["null\n", '{"step": "x"}\n'],
     "effects.jsonl": ["3\n", '{"step": 1, "site": "a", "transform": "b", "cosine": "x"}\n'],
@@ -119,28 +118,6 @@ def test_a_run_with_a_broken_summary_stays_in_its_arm(tmp_path: Path) -> None:
         ("clip", 2),
         ("control", 2),
     ]
-
-
-@pytest.mark.parametrize("control", ["../private", "..", "", "/etc", "a/b", ["x"]])
-def test_a_control_outside_of_the_study_is_refused(tmp_path: Path, control: object) -> None:
-    studies.paired(tmp_path, "clip", [0.1])
-    file = next(tmp_path.glob("clip-*/run.json"))
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**facts, "control": control}), encoding="utf-8")
-    (broken,) = [run for run in read_runs(tmp_path) if run.state == "unreadable"]
-    assert broken.path == file.parent
-    assert broken.reason.startswith("run.json control: ")
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "run.json"])
-def test_a_link_to_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "private").write_text("seed: 1\n", encoding="utf-8")
-    studies.paired(tmp_path / "first", "clip", [0.1])
-    file = next((tmp_path / "first").glob(f"clip-*/{name}"))
-    file.unlink()
-    file.symlink_to(tmp_path / "private")
-    (broken,) = [run for run in read_runs(tmp_path / "first") if run.state == "unreadable"]
-    assert broken.reason == f"{name} is a link to a place outside of the study"
 
 
 def test_a_study_is_four_data_frames_that_share_run_arm_and_seed(tmp_path: Path) -> None:

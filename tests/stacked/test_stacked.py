@@ -17,6 +17,7 @@ import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.run import ComputeOptions, Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_reader import read
 from gradsurg.models.linear import Linear
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
@@ -103,7 +104,7 @@ def assert_same_files(record: Record, other: Record) -> None:
     assert isinstance(runner, dict)
     assert runner["name"] == "stacked"
     assert_close(summary, untimed(ended(other)), "summary")
-    assert_close(found.read_facts(), expected.read_facts())
+    assert_close(*(read(each.path / "run.json") for each in (found, expected)))
     assert_close(found.load_checkpoint(), expected.load_checkpoint())
 
 
