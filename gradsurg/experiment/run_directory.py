@@ -86,7 +86,7 @@ class RunDirectory:
             summary = read(self.path / SUMMARY)
         except BrokenFile:
             return "failed"
-        if summary is not None:
+        if summary:
             return "diverged" if summary.get("state") == "diverged" else "finished"
         if (self.path / ERROR).is_file():
             return "failed"

@@ -188,7 +188,7 @@ def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b'{"state": "fini', b"{}"], ids=["empty", "null", "half", "no state"]
+    "content", [b"", b"null", b'{"state": "fini'], ids=["empty", "null", "half"]
 )
 def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: bytes) -> None:
     run = a_run(MIXED)
