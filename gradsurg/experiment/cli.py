@@ -17,7 +17,6 @@ from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.planning import (
     Job,
     announce,
-    budget_line,
     edited_lines,
     plan_runs,
     power_line,
@@ -125,7 +124,8 @@ def read_command(arguments: Namespace) -> Command:
         tell(f"out: cannot be written to: {error}")
         sys.exit(WRONG_INPUT)
     each = " in each job" if len(command.tuned) > 1 else ""
-    for text in dict.fromkeys(map(budget_line, command.tuned.values())):
+    tuned = (one for one in command.tuned.values() if one.tuning)
+    for text in dict.fromkeys(one.tuning.budget(one.settings.all_seeds) for one in tuned):
         tell(f"tuning{each}: {text}")
     command.has_new_runs = set(states) != {"finished"}
     command.num_unfinished = states.total() - states["finished"] - states["diverged"]

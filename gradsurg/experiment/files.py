@@ -1,11 +1,12 @@
 """Replace files atomically, append lines to files, lock folders, write NaN as JSON."""
 
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -89,22 +90,6 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def finite(value: object, listed: list[str] | None = None, path: str = "") -> object:
-    """Return a JSON value with null for each NaN and infinite number.
-
-    They are added to `listed` with their paths, as `norms.1=nan`.
-    """
-    match value:
-        case float():
-            if isfinite(value):
-                return value
-            if listed is not None:
-                listed.append(f"{path}={value}")
-            return None
-        case Mapping():
-            inside = f"{path}." if path else ""
-            return {key: finite(item, listed, f"{inside}{key}") for key, item in value.items()}
-        case Sequence() if not isinstance(value, str):
-            return [finite(item, listed, f"{path}.{place}") for place, item in enumerate(value)]
-        case _:
-            return value
+def finite(value: object) -> Any:  # Any: any JSON value
+    """Return a JSON value with null for each NaN and infinite number."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

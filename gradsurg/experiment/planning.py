@@ -21,6 +21,7 @@ from gradsurg.experiment.run_directory import (
     CONFIG,
     ENDED,
     ERROR,
+    FACTS,
     SUMMARY,
     RunDirectory,
     RunState,
@@ -164,19 +165,15 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
             directory.add_facts(facts[path])
         else:
             with directory.lock(wait=force) as alone:
+                if alone and force:
+                    directory.clear()
+                if (number := looked[arms[path]]) and not (path / FACTS).is_file():
+                    facts[path]["looked"] = number
                 state = directory.recorded_state if alone else "running"
                 if alone:
-                    state = "planned" if force else state
-                    about = facts[path], runs[path].identity
-                    directory.plan(*about, looked=looked[arms[path]], anew=force)
+                    directory.plan(facts[path], runs[path].identity)
         states[state] += 1
     return states
-
-
-def budget_line(experiment: Experiment) -> str:
-    """Return the number of runs of an experiment with tuning."""
-    assert experiment.tuning is not None
-    return experiment.tuning.budget(experiment.settings.all_seeds)
 
 
 def summary_line(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> str:

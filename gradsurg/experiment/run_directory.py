@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from io import BytesIO
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,16 +29,11 @@ from gradsurg.experiment.files import append_bytes, finite, is_locked, locked, r
 from gradsurg.experiment.run_reader import BrokenFile, Values, known, read, read_rows
 from gradsurg.plugins.messages import printable
 
-CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
-CONFLICTS = "conflicts.jsonl"
-JSONL_FILES = (METRICS, EFFECTS, CONFLICTS)
-SUMMARY, LOCK = "summary.json", ".lock"
+METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
+CONFIG, SUMMARY, FACTS, LOCK = "config.yaml", "summary.json", "run.json", ".lock"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
-FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
+ERROR, LANDSCAPE = "error.log", "landscape.json"
 EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
-OTHERS = (CONFIG, FACTS, ERROR, LANDSCAPE, EXAMINED, EXAMINED_EFFECTS)
-FILES = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, *OTHERS)
-"""The files of a run in the order of removal: without its summary a run is unfinished."""
 
 NOT_FINITE = "not_finite"
 """Key of a JSON row that lists its NaN and infinite numbers, which JSON writes as null."""
@@ -105,31 +101,17 @@ class RunDirectory:
                 draft.unlink(missing_ok=True)
             yield obtained
 
-    def plan(
-        self,
-        facts: Mapping[str, object],
-        config: Mapping[str, object],
-        looked: int = 0,
-        anew: bool = False,
-    ) -> None:
-        """Write the run's facts and its resolved config; controls named by earlier facts stay.
-
-        A run without earlier facts gets `looked`, if it is not 0. `anew` removes the files of the
-        run first.
-        """
+    def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
+        """Write the run's facts and its resolved config; controls named by earlier facts stay."""
         before = known(self.path / FACTS)
         after = merged_facts(before, facts)
-        if looked and not before:
-            after["looked"] = looked
-        if anew:
-            self.clear()
         if not (self.path / CONFIG).is_file():
             import yaml
 
             plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
             text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
             replace_file(self.path / CONFIG, text.encode())
-        if anew or after != before:
+        if after != before:
             self.write_json(FACTS, after)
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
@@ -231,16 +213,24 @@ class RunDirectory:
         before it is returned. The JSONL files are cut to their sizes at the checkpoint, or emptied
         if there is none. Raises ValueError if they are shorter than that.
         """
-        for name in (CHECKPOINT, PREVIOUS):
-            if checkpoint := self._checkpoint(name):
-                self._cut(checkpoint["sizes"])
-                return checkpoint["state"]
-        self._cut({})
-        return None
+        found = (self._checkpoint(name) for name in (CHECKPOINT, PREVIOUS))
+        checkpoint = next(filter(None, found), {"state": None, "sizes": {}})
+        for name in JSONL_FILES:
+            path, size = self.path / name, checkpoint["sizes"].get(name, 0)
+            length = path.stat().st_size if path.is_file() else 0
+            if length < size:
+                raise ValueError(
+                    f"{path} has {length} bytes but had {size} at the checkpoint; "
+                    "force=true starts the run from step 0"
+                )
+            if length > size:
+                os.truncate(path, size)
+        return checkpoint["state"]
 
     def clear(self) -> None:
-        """Remove the files of this run, the summary first; other files stay."""
-        for name in FILES:
+        """Remove the files of this run but its facts; others, as those of W&B, stay too."""
+        own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR, LANDSCAPE)
+        for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
             (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
@@ -264,19 +254,6 @@ class RunDirectory:
         _log.warning("%s is damaged or of an earlier version: %s", path, then)
         path.unlink()  # else it would be kept as the checkpoint before the next one
         return None
-
-    def _cut(self, sizes: Mapping[str, int]) -> None:
-        """Cut each JSONL file to its size in `sizes`, or to none."""
-        for name in JSONL_FILES:
-            path, size = self.path / name, sizes.get(name, 0)
-            length = path.stat().st_size if path.is_file() else 0
-            if length < size:
-                raise ValueError(
-                    f"{path} has {length} bytes but had {size} at the checkpoint; "
-                    "force=true starts the run from step 0"
-                )
-            if length > size:
-                os.truncate(path, size)
 
 
 def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,6 +279,14 @@ def _json_line(row: Mapping[str, object]) -> bytes:
     try:
         return _encoder.encode(row).encode() + b"\n"
     except ValueError:  # JSON has no NaN and no infinity
-        listed: list[str] = []
-        content = {key: finite(value, listed, key) for key, value in row.items()}
-        return _encoder.encode({**content, NOT_FINITE: " ".join(listed)}).encode() + b"\n"
+        listed = {**row, NOT_FINITE: " ".join(_not_finite(row))}
+        return _encoder.encode(finite(listed)).encode() + b"\n"
+
+
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Yield each number that is not finite with its path, as `norms.1=nan`."""
+    if isinstance(value, float) and not isfinite(value):
+        yield f"{path}={value}"
+    parts = value.items() if isinstance(value, Mapping) else ()
+    for key, part in enumerate(value) if isinstance(value, list | tuple) else parts:
+        yield from _not_finite(part, f"{path}.{key}" if path else str(key))

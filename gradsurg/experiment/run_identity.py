@@ -37,21 +37,18 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
 
 from gradsurg import __version__
 
-TRAINING_GROUPS = ("model", "task")
-TREATMENT_GROUPS = ("transform", "site", "when")
-AGGREGATOR_GROUPS = ("aggregator", "shared")
 MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
 RESUMED = "resumed from a checkpoint made with "
 
-Config = Mapping[str, object]
+Config = Mapping[str, Any]  # Any: what YAML can hold
 
 
 def run_identity(
@@ -66,15 +63,16 @@ def run_identity(
     `config` has the resolved config groups; `settings` the short keys that change the training,
     `optimizer` and `schedule` among them. `aggregated` adds the aggregator to the treatment.
     """
-    groups: dict[str, object] = {key: config[key] for key in TRAINING_GROUPS}
+    groups: dict[str, object] = {"model": config["model"], "task": config["task"]}
     if arm == "control":
         groups["site"] = config["site"]
     else:
-        treatment = TREATMENT_GROUPS + AGGREGATOR_GROUPS * aggregated
-        groups |= {key: config[key] for key in treatment}
-        if aggregated and (shared := _mapping(config["shared"])).get("reduce") == "mean":
-            groups["shared"] = {key: shared[key] for key in shared if key != "reduce"}
-        groups["order"] = [*_mapping(config["transform"])]
+        groups |= {key: config[key] for key in ("transform", "site", "when")}
+        if aggregated:
+            shared = config["shared"].items()
+            mean = {key: value for key, value in shared if (key, value) != ("reduce", "mean")}
+            groups |= {"aggregator": config["aggregator"], "shared": mean}
+        groups["order"] = [*config["transform"]]
         if arm != "treated":
             groups["control"] = arm
     return {
@@ -132,7 +130,7 @@ def edited_modules(before: Config, now: Config) -> list[str]:
     """Return the dotted paths and modules whose source differs; empty if another key does too."""
     if {**before, "sources": None} != {**now, "sources": None}:
         return []
-    old, new = (_mapping(config.get("sources") or {}) for config in (before, now))
+    old, new = (config.get("sources") or {} for config in (before, now))
     return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
@@ -214,8 +212,3 @@ def _imports(module: str, file: Path, _modified: int) -> set[str]:
     parts = [name.split(".") for name in names]
     parts = [each for each in parts if each[0] not in sys.stdlib_module_names]
     return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping)
-    return value

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from gradsurg.experiment import run_directory
-from gradsurg.experiment.run_directory import FORMAT, JSONL_FILES, RunDirectory
+from gradsurg.experiment.run_directory import FORMAT, RunDirectory
 from gradsurg.experiment.run_reader import BrokenFile, known, read, read_rows
 from tests.runs import effect
 
@@ -72,18 +72,16 @@ def test_the_config_is_read_back_and_not_replaced(run):
 def test_facts_are_merged_with_those_of_earlier_commands(run):
     assert read(run.path / "run.json") is None
     plain = {"controls": {"plain": "none-seed0-00000000"}}
-    run.plan({"arm": "treated", "command": ["a"], **plain}, {}, looked=3)
-    run.plan({"arm": "treated", "controls": {"placebo": "p"}}, {}, looked=4)
+    run.plan({"arm": "treated", "command": ["a"], "looked": 3, **plain}, {})
+    run.plan({"arm": "treated", "controls": {"placebo": "p"}}, {})
     both = {"control": "none-seed0-00000000", "controls": {**plain["controls"], "placebo": "p"}}
     expected = {"command": ["a"], "looked": 3, "arm": "treated", **both}
     assert known(run.path / "run.json") == expected
     run.add_facts({"arm": "other", "controls": {}, "measured": {"margin": "1%"}})
     later = {"measured": {"margin": "1%"}, "margin_after": True}
     assert known(run.path / "run.json") == expected | later
-    run.append_metrics({"step": 1})
-    run.plan({"arm": "treated", **plain}, {}, looked=5, anew=True)
+    run.plan({"arm": "treated", **plain}, {})
     assert known(run.path / "run.json") == expected | {"margin_after": True}
-    assert run.state == "planned"
 
 
 def test_rows_are_written_at_once_one_per_line(run):
@@ -243,10 +241,19 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
     assert not (run.path / "executed").exists()
 
 
-def test_clear_removes_the_runs_files_and_no_other_the_summary_first(run, monkeypatch):
+def test_clear_removes_the_summary_first_and_leaves_the_facts_and_files_of_others(run, monkeypatch):
     run.clear()
-    for name in run_directory.FILES:
-        run.write_json(name, {"state": "finished"})
+    run.plan({"arm": "treated"}, {"a": 1})
+    run.append_metrics({"step": 1})
+    run.append_effects([effect(1, 1, 1)])
+    run.append_conflicts([{"step": 1}])
+    run.save_checkpoint({"step": 1})
+    run.write_summary({"state": "finished"})
+    run.save_checkpoint({"step": 1})
+    run.write_error("it broke")
+    for name in ("landscape", "examined"):
+        run.write_json(f"{name}.json", {})
+    run.write_examined_effects([])
     (run.path / "wandb").mkdir()
     removed, unlink = [], run_directory.Path.unlink
 
@@ -257,7 +264,7 @@ def test_clear_removes_the_runs_files_and_no_other_the_summary_first(run, monkey
     monkeypatch.setattr(run_directory.Path, "unlink", noted)
     run.clear()
     assert removed[0] == "summary.json"
-    assert [path.name for path in run.path.iterdir()] == ["wandb"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "wandb"]
 
 
 def test_the_state_follows_from_the_files(run):
@@ -322,4 +329,4 @@ def test_a_broken_file_is_one_line_that_names_it(tmp_path, name, content) -> Non
     with pytest.raises(BrokenFile, match=name + " (cannot be read: |must be a mapping)"):
         read(tmp_path / name)
     assert known(tmp_path / name) == {}
-    assert read_rows(tmp_path / JSONL_FILES[0]) == []
+    assert read_rows(tmp_path / "metrics.jsonl") == []
