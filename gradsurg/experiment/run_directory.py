@@ -17,7 +17,8 @@ resumes. Every other file is replaced atomically: a kill leaves the old or the n
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from io import BytesIO
@@ -139,12 +140,13 @@ class RunDirectory:
 
     @property
     def reason(self) -> str:
-        """The error message of a failed run, on one line, without the stack."""
-        file = self.path / ERROR
-        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-        lines = [printable(line) for line in text.strip().splitlines()]
-        calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self.broken_summary
+        """Why the run failed, on one line: the error without its stack, or the broken summary."""
+        try:
+            content = (self.path / ERROR).read_bytes()
+        except FileNotFoundError:
+            return self.broken_summary
+        text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
+        return "; ".join(map(printable, text.strip().splitlines()))
 
     @property
     def broken_summary(self) -> str:
@@ -155,18 +157,9 @@ class RunDirectory:
             return str(error)
         return ""
 
-    def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Append one line to `metrics.jsonl`."""
-        self._append(METRICS, [row])
-
-    def append_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append a line for each row to `effects.jsonl`."""
-        self._append(EFFECTS, rows)
-
-    def append_conflicts(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Append a line for each row to `conflicts.jsonl`, a file of multi-task runs only."""
-        if rows:
-            self._append(CONFLICTS, rows)
+    def append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+        """Append a line for each row to a JSONL file."""
+        append_bytes(self.path / name, b"".join(map(_json_line, rows)))
 
     def read_rows(self, name: str) -> list[Values]:
         """Return the whole lines of a JSONL file; [] if it does not exist."""
@@ -232,9 +225,6 @@ class RunDirectory:
         own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR, LANDSCAPE)
         for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
             (self.path / name).unlink(missing_ok=True)
-
-    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        append_bytes(self.path / name, b"".join(map(_json_line, rows)))
 
     def _checkpoint(self, name: str) -> dict[str, Any] | None:  # Any: as above
         """Return the content of a checkpoint, or None if it is missing or cannot be used."""

@@ -54,7 +54,7 @@ class BufferedDirectory(RunDirectory):
         """Write the rows."""
         rows, self._rows = self._rows, {}
         for name, own in rows.items():
-            super()._append(name, own)
+            super().append(name, own)
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
         self.flush()
@@ -68,7 +68,7 @@ class BufferedDirectory(RunDirectory):
         self.flush()
         return super().read_rows(name)
 
-    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+    def append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         self._rows.setdefault(name, []).extend(rows)
 
 

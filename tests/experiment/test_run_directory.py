@@ -85,23 +85,26 @@ def test_facts_are_merged_with_those_of_earlier_commands(run):
 
 
 def test_rows_are_written_at_once_one_per_line(run):
-    run.append_metrics({"step": 10, "train/loss": 0.1})
+    run.append("metrics.jsonl", [{"step": 10, "train/loss": 0.1}])
     assert lines(run.path / "metrics.jsonl") == [{"step": 10, "train/loss": 0.1}]
-    run.append_effects([effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
-    run.append_effects([])
+    run.append("effects.jsonl", [effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
+    run.append("effects.jsonl", [])
     assert [row["cosine"] for row in lines(run.path / "effects.jsonl")] == [0.5, 0.6]
 
 
 def test_a_number_that_is_not_finite_is_null_and_listed(run):
     nan, inf = float("nan"), float("inf")
-    run.append_conflicts([{"a": -inf, "n": [1.0, inf], "c": [[nan], [-1]], "o": {"m": {"c": nan}}}])
+    run.append(
+        "conflicts.jsonl",
+        [{"a": -inf, "n": [1.0, inf], "c": [[nan], [-1]], "o": {"m": {"c": nan}}}],
+    )
     (row,) = lines(run.path / "conflicts.jsonl")
     assert row.pop("not_finite") == "a=-inf n.1=inf c.0.0=nan o.m.c=nan"
     assert row == {"a": None, "n": [1.0, None], "c": [[None], [-1]], "o": {"m": {"c": None}}}
 
 
 def test_summary_makes_a_run_finished(run):
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     assert not run.finished
     assert run.read_summary() == {}
     run.write_summary({"state": "diverged", "test/loss": float("inf"), "sites": ("a", "b")})
@@ -144,13 +147,13 @@ def test_a_checkpoint_is_read_back_bit_identical(run):
 
 
 def test_resuming_drops_rows_after_the_checkpoint(run):
-    run.append_metrics({"step": 10})
-    run.append_effects([effect(10, 5, 5)])
+    run.append("metrics.jsonl", [{"step": 10}])
+    run.append("effects.jsonl", [effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
     contents = {file: file.read_bytes() for file in run.path.glob("*.jsonl")}
-    run.append_metrics({"step": 20})
-    run.append_effects([effect(20, 5, 5)])
-    run.append_conflicts([{"step": 20}])
+    run.append("metrics.jsonl", [{"step": 20}])
+    run.append("effects.jsonl", [effect(20, 5, 5)])
+    run.append("conflicts.jsonl", [{"step": 20}])
     with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 30, "train/lo')
     assert steps(run) == [10, 20]
@@ -163,7 +166,7 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
 
 
 def test_missing_rows_before_the_checkpoint_are_an_error(run):
-    run.append_metrics({"step": 10})
+    run.append("metrics.jsonl", [{"step": 10}])
     run.save_checkpoint({"step": 10})
     (run.path / "metrics.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes but had 12 .*force=true"):
@@ -193,7 +196,7 @@ EARLIER = {"state": {"step": 1}, "sizes": {}}
 def test_a_checkpoint_that_is_broken_or_of_before_is_a_new_start_with_one_line(
     run, caplog, content
 ) -> None:
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     (run.path / "checkpoint.pt").write_bytes(content)
     assert run.load_checkpoint() is None
     (message,) = caplog.messages
@@ -205,7 +208,7 @@ def test_a_checkpoint_that_is_broken_or_of_before_is_a_new_start_with_one_line(
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before_with_its_rows(run, caplog) -> None:
     for step in (10, 20, 30):
-        run.append_metrics({"step": step})
+        run.append("metrics.jsonl", [{"step": step}])
         run.save_checkpoint({"step": step})
     path = run.path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-50])
@@ -213,7 +216,7 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_with_its_rows(run, c
     assert steps(run) == [10, 20]
     (message,) = caplog.messages
     assert message.endswith("trying checkpoint_previous.pt")
-    run.append_metrics({"step": 31})
+    run.append("metrics.jsonl", [{"step": 31}])
     run.save_checkpoint({"step": 31})  # the damaged one must not become the one before
     path.write_bytes(b"")
     assert run.load_checkpoint() == {"step": 20}
@@ -244,9 +247,9 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
 def test_clear_removes_the_summary_first_and_leaves_the_facts_and_files_of_others(run, monkeypatch):
     run.clear()
     run.plan({"arm": "treated"}, {"a": 1})
-    run.append_metrics({"step": 1})
-    run.append_effects([effect(1, 1, 1)])
-    run.append_conflicts([{"step": 1}])
+    run.append("metrics.jsonl", [{"step": 1}])
+    run.append("effects.jsonl", [effect(1, 1, 1)])
+    run.append("conflicts.jsonl", [{"step": 1}])
     run.save_checkpoint({"step": 1})
     run.write_summary({"state": "finished"})
     run.save_checkpoint({"step": 1})
@@ -271,7 +274,7 @@ def test_the_state_follows_from_the_files(run):
     assert run.state == "planned"
     run.plan({}, {"lr": 0.1})
     assert run.state == "planned"
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     assert run.state == "interrupted"
     run.write_error("Traceback\n  somewhere\nValueError: it\x1b[1m broke\n")
     assert (run.state, run.reason) == ("failed", "ValueError: it\\x1b[1m broke")
@@ -286,7 +289,7 @@ def test_the_state_follows_from_the_files(run):
 
 
 def test_a_run_is_running_until_the_process_with_its_lock_ends(run):
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     code = "import sys; from gradsurg.experiment.run_directory import RunDirectory\n"
     code += "with RunDirectory(sys.argv[1]).lock():\n    print(flush=True); input()"
     with subprocess.Popen(

@@ -143,10 +143,10 @@ def test_a_key_that_is_a_number_in_one_run_and_a_word_in_another_is_text(tmp_pat
 def test_the_area_under_a_curve_is_its_mean_height(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
     for step, loss in ((10, 4.0), (20, 2.0), (40, 1.0)):
-        place.append_metrics({"step": step, "train/loss": loss, "test/x1": 1.0})
+        place.append("metrics.jsonl", [{"step": step, "train/loss": loss, "test/x1": 1.0}])
     studies.end(place, "clip", 0.5)
     one_point = studies.plan(tmp_path, "clip", 1)
-    one_point.append_metrics({"step": 10, "train/loss": 4.0})
+    one_point.append("metrics.jsonl", [{"step": 10, "train/loss": 4.0}])
     studies.end(one_point, "clip", 0.5)
     study = read_study(tmp_path)
     assert study.areas["value"].to_list() == [(10 * 3.0 + 20 * 1.5) / 30]
