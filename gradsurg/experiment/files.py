@@ -82,14 +82,6 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
             lock.release()
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process has the lock; without the permission to look, False."""
-    if path.is_file():
-        with suppress(OSError), locked(path, wait=False) as obtained:
-            return not obtained
-    return False
-
-
 def finite(value: object) -> Any:  # Any: any JSON value
     """Return a JSON value with null for each NaN and infinite number."""
     return json.loads(json.dumps(value), parse_constant=lambda name: None)

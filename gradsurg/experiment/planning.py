@@ -65,28 +65,22 @@ class Job:
 
 
 def announce(experiments: Sequence[Experiment]) -> None:
-    """Print how many runs are left to train and how long they take, if they are many or take long.
+    """Print the number of runs left to train and about how long they take, if it is much.
 
-    A run that several jobs share counts once. Raises ConfigError if there are very many runs
-    without `yes`.
+    A run that jobs share counts once. Raises ConfigError if there are very many without `yes`.
     """
     settings = experiments[0].settings
     runs: dict[Path, Run] = {}
     for each in experiments:
-        pairs = each.compared or each.pairs  # the values of the pairs, before a tuning has ended
-        own = [
-            *(each.tuning.runs if each.tuning else []),
-            *(x for pair in pairs for x in pair.runs),
-        ]
+        later = () if each.compared else each.pairs  # once a tuning has chosen their values
+        own = [*each.runs, *(run for pair in later for run in pair.runs)]
         runs |= {run.directory(Path(each.settings.out)): run for run in own}
     if len(runs) > MAX_RUNS and not settings.yes:
         raise ConfigError([f"sweep: {too_many(len(runs), 'runs')}"])
     left = [run for path, run in runs.items() if settings.force or not (path / SUMMARY).is_file()]
     steps = sum(run.schedule.steps * run.compute.accumulate for run in left)
     are_many = len(left) > ANNOUNCED_RUNS or (settings.splits > 1 and left)
-    if not are_many and steps < TIMED_STEPS:
-        return
-    seconds = steps * step_seconds(left[0])
+    seconds = steps * step_seconds(left[0]) if are_many or steps >= TIMED_STEPS else 0
     if not are_many and seconds < ANNOUNCED_SECONDS:
         return
     text = f"{len(left):,} runs of {left[0].schedule.steps:,} steps"
@@ -99,9 +93,7 @@ def announce(experiments: Sequence[Experiment]) -> None:
 
 
 def edited_lines(jobs: Iterable[Job]) -> list[str]:
-    """Return a line for each job whose first run was trained before with other source of a user's
-    modules, each once.
-    """
+    """Return a line for each job whose first run was trained with other source of a user's code."""
     lines: dict[str, None] = {}
     trained: dict[str, dict[str, Mapping[str, object]]] = {}  # their configs, by label and seed
     for job in jobs:
@@ -179,10 +171,7 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
 def summary_line(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> str:
     """Return one line with the number of jobs, and of runs in each state."""
     failed = ", tried again" if retry_failed else ", not retried (retry_failed=false)"
-    counts = [
-        f"{count} {STATES[state]}{failed if state == 'failed' else ''}"
-        for state, count in states.items()
-    ]
+    counts = [f"{n} {STATES[state]}{failed * (state == 'failed')}" for state, n in states.items()]
     jobs = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
     return f"{jobs}, {states.total()} runs: {'; '.join(counts)}"
 
@@ -197,36 +186,31 @@ def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
         words = " ".join(word for word in job.words if len(values[word.partition("=")[0]]) > 1)
         state, reason = _outcome(job)
         rows.append([printable(words) or "(the only one)", state, printable(reason)])
-    width = terminal_width(sys.stdout)
-    all_finished = all(state == "finished" for _, state, _ in rows[1:])
-    return aligned(rows, (0, 2), *([width] if width else [])), all_finished
+    width = [width] if (width := terminal_width(sys.stdout)) else []
+    return aligned(rows, (0, 2), *width), {"finished"} == {state for _, state, _ in rows[1:]}
 
 
 def _duration(seconds: float) -> str:
-    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+    length, unit = next((each for each in units if seconds >= 2 * each[0]), (1, "seconds"))
+    return f"{seconds / length:,.0f} {unit}"
 
 
 def _file_of(name: str) -> str:
     """Return the file of a module, or of the module of a dotted path; the name without one."""
-    for module in (name, name.rpartition(".")[0]):
-        if file := getattr(sys.modules.get(module), "__file__", None):
-            return printable(os.path.relpath(file))
-    return name
+    modules = (sys.modules.get(module) for module in (name, name.rpartition(".")[0]))
+    file = next(filter(None, (getattr(module, "__file__", None) for module in modules)), None)
+    return printable(os.path.relpath(file)) if file else name
 
 
 def _detectable(experiment: Experiment, seeds: int) -> str:
     """Return a line with the difference that so many seeds can find, by the finished controls."""
     out = Path(experiment.settings.out)
     controls = {pair.control.directory(out) for pair in experiment.pairs if pair.control}
-    places = [RunDirectory(path) for path in controls]
-    ended = [place.read_summary() for place in places if place.recorded_state == "finished"]
+    ended = [one for path in controls if (one := known(path / SUMMARY)).get("state") == "finished"]
     headline = [f"test/{name}" for name in HEADLINE if any(f"test/{name}" in one for one in ended)]
     metric = experiment.settings.metric or next(iter(headline), "")
-    found = (summary.get(metric) for summary in ended)
-    values = [float(value) for value in found if isinstance(value, int | float)]
+    values = [float(x) for one in ended if isinstance(x := one.get(metric), int | float)]
     if len(values) < MIN_CONTROLS or len(set(values)) == 1:
         return ""
     effect = detectable_effect(seeds, sqrt(2) * stdev(values))
@@ -241,14 +225,12 @@ def _detectable(experiment: Experiment, seeds: int) -> str:
 
 def _arm(identity: Mapping[str, Any], *groups: str) -> str:  # Any: any JSON value
     """Return a text that is equal for the runs of one arm, whatever the seed, split and groups."""
-    task = {**identity["task"], "split_seed": None}
-    same = {**identity, "task": task, **dict.fromkeys(("seed", *groups))}
-    return json.dumps(same, sort_keys=True, default=repr)
+    same = {**identity, "task": {**identity["task"], "split_seed": None}}
+    return json.dumps(same | dict.fromkeys(("seed", *groups)), sort_keys=True, default=repr)
 
 
 def _outcome(job: Job) -> tuple[str, str]:
-    """Return the worst state among the runs of a job, and the reason of the first run in that
-    state."""
+    """Return the worst state of a job's runs, and the reason of the first run in that state."""
     directories = [RunDirectory(path) for path in job.paths]
     states = [directory.state for directory in directories]
     worst = min(states, key=[*STATES].index)
@@ -259,12 +241,10 @@ def _outcome(job: Job) -> tuple[str, str]:
     place = os.path.relpath(first.path)
     if worst == "failed":
         return state, f"{first.reason} ({os.path.join(place, ERROR)})"
-    summary = first.read_summary() if worst == "diverged" else {}
+    summary = first.read_summary()
     if made := summary.get("nonfinite"):
-        return state, (
-            f"{place}: {made['transform']} returned NaN or infinity for a finite gradient at site "
-            f"'{made['site']}', step {made['step']}"
-        )
+        what = f"{made['transform']} returned NaN or infinity for a finite gradient"
+        return state, f"{place}: {what} at site '{made['site']}', step {made['step']}"
     if (step := summary.get("diverged_step")) is not None:
         return state, f"{place}: the loss of step {step} was not finite"
     return state, place

@@ -19,14 +19,16 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from gradsurg.experiment.files import append_bytes, finite, is_locked, locked, replace_file, sync
+import yaml
+
+from gradsurg.experiment.files import append_bytes, finite, locked, replace_file, sync
 from gradsurg.experiment.run_reader import BrokenFile, Values, known, read, read_rows
 from gradsurg.plugins.messages import printable
 
@@ -42,8 +44,6 @@ NOT_FINITE = "not_finite"
 UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
 """Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
 
-KEPT_FACTS = ("command", "looked", "margin_after")
-
 FORMAT = 2
 """Of checkpoints; one of another format is not loaded."""
 
@@ -57,9 +57,8 @@ _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 class RunDirectory:
     """Reads and writes the files of one run; the first write creates the directory.
 
-    JSON has no NaN and no infinity: in a row such a number is null and listed under `not_finite`,
-    as "train/loss=nan norms.1=inf". A failing write raises an OSError that names the file, reading
-    a broken file a BrokenFile.
+    JSON has no NaN: in a row such a number is null and listed under `not_finite`, as
+    "train/loss=nan norms.1=inf". An OSError names the file, and so does a BrokenFile.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -74,7 +73,10 @@ class RunDirectory:
     def state(self) -> RunState:
         """The state of the run by its files; `running` if a process has its lock."""
         state = self.recorded_state
-        return "running" if state not in ENDED and is_locked(self.path / LOCK) else state
+        if state not in ENDED and (self.path / LOCK).is_file():
+            with suppress(OSError), locked(self.path / LOCK, wait=False) as obtained:
+                return state if obtained else "running"
+        return state
 
     @property
     def recorded_state(self) -> RunState:
@@ -107,8 +109,6 @@ class RunDirectory:
         before = known(self.path / FACTS)
         after = merged_facts(before, facts)
         if not (self.path / CONFIG).is_file():
-            import yaml
-
             plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
             text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
             replace_file(self.path / CONFIG, text.encode())
@@ -129,14 +129,9 @@ class RunDirectory:
             self.write_json(FACTS, after)
 
     def write_error(self, text: str) -> None:
-        """Write the traceback that ended the run; its last lines are the reason.
-
-        If that fails, as on a full disk, the failure is logged.
-        """
-        try:
+        """Write the traceback that ended the run, unless the disk is full."""
+        with suppress(OSError):
             replace_file(self.path / ERROR, text.encode())
-        except OSError as error:
-            _log.warning("the traceback could not be written: %s", error)
 
     @property
     def reason(self) -> str:
@@ -253,7 +248,8 @@ def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
     finished runs of the arm when the run was planned, and `margin_after` (see `add_facts`).
     """
     # Any: any JSON value
-    now = {key: before[key] for key in KEPT_FACTS if key in before} | {**now}
+    kept = ("command", "looked", "margin_after")
+    now = {key: before[key] for key in kept if key in before} | {**now}
     if "controls" not in now:
         return now
     controls = {**(before.get("controls") or {}), **now["controls"]}

@@ -1,27 +1,25 @@
 """The identity of a run: the settings that are hashed into the name of its directory.
 
-Two runs with the same identity are the same run: the second command finds the directory of the
-first, skips a finished run and resumes another. The identity has each setting that is meant to
-change a trained weight or a reported number:
+Two runs with the same identity are the same run: the second command skips it if it is finished, and
+resumes it if not. The identity has each setting that is meant to change a trained weight or a
+reported number:
 
-- the config groups `model`, `task`, `schedule`, the optimizer with the learning rate that is used;
-  `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with
-  `eval_every`, which decides where such a run ends; `validation`, unless it is 0;
+- `model`, `task`, `schedule`, the optimizer with the learning rate that is used, `steps`,
+  `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with `eval_every`,
+  which decides where such a run ends; `validation`, unless it is 0;
 - the treatment: `transform`, `site`, `when`, the order of the transforms, and with an aggregator
-  `aggregator` and `shared`, without `reduce: mean`. A plain control has the `site` alone, at which
-  its gradients are measured, so that all treatments at one site share it. A control that acts has
-  the treatment that it is the control of, and its kind as `control`;
+  `aggregator` and `shared`. A plain control has the `site` alone, at which its gradients are
+  measured, so that all treatments at one site share it; a control that acts has the treatment too;
 - the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels;
-- `sources`: for each dotted path (`_target_`) a hash of the source of its module, and one of each
-  local module that it imports, so that an edit of a user's transform or of its helper gives a new
-  run. Local is what belongs neither to Python nor to an installed package;
+- `sources`: for each dotted path (`_target_`) a hash of its module, and one of each local module
+  that it imports: an edit of a user's transform or of its helper gives a new run. Local is what
+  belongs neither to Python nor to an installed package;
 - `data`: a hash of the files that the task reads.
 
-It has no output and logging (`study`, `out`, `logger`, `log_every`, `checkpoint_every` ..), no
-launching (`hydra`, `threads`, `force` ..), no measurement (`effects_every`, `metric`, `margin` ..:
-`Run.measured` records them), and none of the runs that it is compared with (`seeds`, `splits`,
-`attribute`). An edit of gradsurg's own source does not change it: `environment` records the full
-versions with a hash of that source, and `environment_changes` tells a difference on resuming.
+It has no output, logging, launching or measurement (`out`, `logger`, `threads`, `effects_every`,
+`metric` ..), and none of the runs that it is compared with (`seeds`, `splits`, `attribute`). An
+edit of gradsurg's own source does not change it: `environment` records that, and
+`environment_changes` tells a difference when a run resumes.
 """
 
 import ast

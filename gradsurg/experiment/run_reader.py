@@ -24,9 +24,8 @@ class BrokenFile(ValueError):
 
 def read(file: Path) -> Values | None:
     """Return the mapping in a JSON or YAML file, or None if there is no such file."""
-    content = _content(file)
     parse = yaml.safe_load if file.suffix == ".yaml" else json.loads
-    return None if content is None else _mapping(file, content, parse)
+    return _mapping(file, file.read_bytes(), parse) if file.is_file() else None
 
 
 def known(file: Path) -> Values:
@@ -44,17 +43,8 @@ def read_rows(file: Path) -> list[Values]:
 
 def read_lines(file: Path) -> bytes:
     """Return a JSONL file up to its last line break; empty if there is no such file."""
-    content = _content(file) or b""
+    content = file.read_bytes() if file.is_file() else b""
     return content[: content.rfind(b"\n") + 1]
-
-
-def _content(file: Path) -> bytes | None:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BrokenFile(file, f"cannot be read: {error.strerror}") from error
 
 
 def _mapping(file: Path, content: bytes, parse: Callable[[bytes], object] = json.loads) -> Values:
