@@ -91,7 +91,7 @@ def execute(
             return _skipped(run, directory)
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
-        fault = directory.broken_summary
+        fault = "" if (directory.path / ERROR).is_file() else directory.reason
         (directory.path / ERROR).unlink(
             missing_ok=True
         )  # first: a full disk must not leave that of an earlier attempt

@@ -24,7 +24,7 @@ from hashlib import sha256
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -44,8 +44,7 @@ NOT_FINITE = "not_finite"
 UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
 """Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
 
-FORMAT = 2
-"""Of checkpoints; one of another format is not loaded."""
+FORMAT = 2  # of checkpoints: one of another format is not loaded
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 ENDED = ("finished", "diverged")
@@ -96,15 +95,15 @@ class RunDirectory:
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
-        Two commands can need the same control run. If another process has the lock, wait for it, or
-        without `wait` yield False. The lock of a killed process is free.
+        If another process has it, as that of a shared control, wait, or without `wait` yield False.
+        The lock of a killed process is free.
         """
         with locked(self.path / LOCK, wait) as obtained:
             for draft in self.path.glob(".*.tmp") if obtained else ():  # of killed processes
                 draft.unlink(missing_ok=True)
             yield obtained
 
-    def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
+    def plan(self, facts: Values, config: Mapping[str, object]) -> None:
         """Write the run's facts and its resolved config; controls named by earlier facts stay."""
         before = known(self.path / FACTS)
         after = merged_facts(before, facts)
@@ -115,10 +114,10 @@ class RunDirectory:
         if after != before:
             self.write_json(FACTS, after)
 
-    def add_facts(self, facts: Mapping[str, Any]) -> None:
+    def add_facts(self, facts: Values) -> None:
         """Add the controls and the margin in `facts` to the facts of a finished run.
 
-        `margin_after` then marks a margin that is younger than the outcome. Any: any JSON value.
+        `margin_after` then marks a margin that is younger than the outcome.
         """
         before = known(self.path / FACTS)
         after = merged_facts(before, {**before, "controls": facts.get("controls") or {}})
@@ -137,20 +136,14 @@ class RunDirectory:
     def reason(self) -> str:
         """Why the run failed, on one line: the error without its stack, or the broken summary."""
         try:
-            content = (self.path / ERROR).read_bytes()
-        except FileNotFoundError:
-            return self.broken_summary
-        text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
-        return "; ".join(map(printable, text.strip().splitlines()))
-
-    @property
-    def broken_summary(self) -> str:
-        """The fault of a summary that cannot be used; empty if there is none."""
-        try:
             read(self.path / SUMMARY)
+            content = (self.path / ERROR).read_bytes()
         except BrokenFile as error:
             return str(error)
-        return ""
+        except FileNotFoundError:
+            return ""
+        text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
+        return "; ".join(map(printable, text.strip().splitlines()))
 
     def append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
         """Append a line for each row to a JSONL file."""
@@ -194,12 +187,11 @@ class RunDirectory:
         buffer.write(digest)
         replace_file(self.path / CHECKPOINT, buffer.getbuffer(), self.path / PREVIOUS)
 
-    def load_checkpoint(self) -> dict[str, Any] | None:  # Any: the values of a checkpoint
+    def load_checkpoint(self) -> Values | None:
         """Return the last checkpoint's state on the CPU, or None, and rewind the JSONL files to it.
 
-        A damaged checkpoint, or one of another format, is removed with a warning, and the one
-        before it is returned. The JSONL files are cut to their sizes at the checkpoint, or emptied
-        if there is none. Raises ValueError if they are shorter than that.
+        One that is damaged or of another format is removed with a warning, and the one before it
+        returned. Raises ValueError if the JSONL files are shorter than at the checkpoint.
         """
         found = (self._checkpoint(name) for name in (CHECKPOINT, PREVIOUS))
         checkpoint = next(filter(None, found), {"state": None, "sizes": {}})
@@ -221,14 +213,13 @@ class RunDirectory:
         for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
             (self.path / name).unlink(missing_ok=True)
 
-    def _checkpoint(self, name: str) -> dict[str, Any] | None:  # Any: as above
+    def _checkpoint(self, name: str) -> Values | None:
         """Return the content of a checkpoint, or None if it is missing or cannot be used."""
         path = self.path / name
         if not path.is_file():
             return None
         content = path.read_bytes()
-        size = max(len(content) - sha256().digest_size, 0)
-        if content[size:] == sha256(memoryview(content)[:size]).digest():
+        if content[-32:] == sha256(memoryview(content)[:-32]).digest():
             import torch
 
             checkpoint = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
@@ -241,13 +232,12 @@ class RunDirectory:
         return None
 
 
-def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def merged_facts(before: Values, now: Values) -> Values:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
     The command line of `before` stays where `now` has none, and so do `looked`, the number of
     finished runs of the arm when the run was planned, and `margin_after` (see `add_facts`).
     """
-    # Any: any JSON value
     kept = ("command", "looked", "margin_after")
     now = {key: before[key] for key in kept if key in before} | {**now}
     if "controls" not in now:

@@ -1,8 +1,7 @@
 """The identity of a run: the settings that are hashed into the name of its directory.
 
-Two runs with the same identity are the same run: the second command skips it if it is finished, and
-resumes it if not. The identity has each setting that is meant to change a trained weight or a
-reported number:
+Two runs with the same identity are the same run: a command skips it if it is finished, else resumes
+it. The identity has each setting that is meant to change a trained weight or a reported number:
 
 - `model`, `task`, `schedule`, the optimizer with the learning rate that is used, `steps`,
   `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with `eval_every`,
@@ -18,8 +17,7 @@ reported number:
 
 It has no output, logging, launching or measurement (`out`, `logger`, `threads`, `effects_every`,
 `metric` ..), and none of the runs that it is compared with (`seeds`, `splits`, `attribute`). An
-edit of gradsurg's own source does not change it: `environment` records that, and
-`environment_changes` tells a difference when a run resumes.
+edit of gradsurg's own source does not change it: `environment` records that instead.
 """
 
 import ast
@@ -67,9 +65,9 @@ def run_identity(
     else:
         groups |= {key: config[key] for key in ("transform", "site", "when")}
         if aggregated:
-            shared = config["shared"].items()
-            mean = {key: value for key, value in shared if (key, value) != ("reduce", "mean")}
-            groups |= {"aggregator": config["aggregator"], "shared": mean}
+            items = config["shared"].items()
+            shared = {key: value for key, value in items if (key, value) != ("reduce", "mean")}
+            groups |= {"aggregator": config["aggregator"], "shared": shared}
         groups["order"] = [*config["transform"]]
         if arm != "treated":
             groups["control"] = arm
@@ -86,8 +84,7 @@ def run_identity(
 def run_hash(identity: Config) -> str:
     """Return the first eight hex digits of the sha256 of an identity's canonical JSON.
 
-    The order of keys does not matter. A value that JSON cannot represent raises TypeError or
-    ValueError.
+    The order of keys does not matter. Raises TypeError or ValueError for what JSON cannot hold.
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -116,12 +113,11 @@ def environment_changes(before: Mapping[str, str]) -> str:
     """Return a note on the differences from a checkpoint's environment; empty without any."""
     now = environment()
     changed = [name for name in now if before.get(name) != now[name]]
-    old, new = (
-        ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in changed)
-        for versions in (before, now)
-    )
+    if not changed:
+        return ""
+    old, new = (", ".join(f"{x} {of.get(x, 'unknown')}" for x in changed) for of in (before, now))
     rule = "the result may differ in some bits from an uninterrupted run"
-    return f"{RESUMED}{old}, now {new}: {rule}" if changed else ""
+    return f"{RESUMED}{old}, now {new}: {rule}"
 
 
 def edited_modules(before: Config, now: Config) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-Values = dict[str, Any]  # Any: what JSON and YAML can hold
+Values = dict[str, Any]  # Any: what JSON, YAML or a checkpoint can hold
 
 
 class BrokenFile(ValueError):

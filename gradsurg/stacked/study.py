@@ -173,7 +173,7 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
         if state in ("finished", "diverged") or (state == "failed" and not retry_failed):
             return None
         try:
-            fault = directory.broken_summary
+            fault = "" if (directory.path / ERROR).is_file() else directory.reason
             (directory.path / ERROR).unlink(missing_ok=True)
             directory.plan(run.facts, run.identity)
             checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
