@@ -19,9 +19,9 @@ from torch import Tensor
 from gradsurg.effects.tables import aligned
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import Experiment, build
-from gradsurg.experiment.cli import Job, outcome_table, plan_runs, planned_job
 from gradsurg.experiment.execution import execute
 from gradsurg.experiment.loop import Batches
+from gradsurg.experiment.planning import Job, outcome_table, plan_runs
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import SUMMARY, RunDirectory
 from gradsurg.experiment.sweep import jobs_of_study
@@ -216,7 +216,7 @@ def resuming(_: int, place: Path) -> str:
 
 
 def _jobs(runs: Sequence[Run], out: Path) -> list[Job]:
-    return [planned_job([f"seed={run.seed}"], [run], out) for run in runs]
+    return [Job([f"seed={run.seed}"], [run], out) for run in runs]
 
 
 def _experiment(words: list[str]) -> Experiment:

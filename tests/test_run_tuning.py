@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradsurg.experiment import execution
-from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_reader import read
 from gradsurg.report.tuning import read_tunings
 from tests.conftest import Here
 
@@ -17,7 +17,7 @@ TUNE = "tune=lr=log(0.01,1,3)"
 
 
 def rate(path: Path) -> float:
-    return (RunDirectory(path).read_config() or {})["optimizer"]["lr"]
+    return (read(path / "config.yaml") or {})["optimizer"]["lr"]
 
 
 def summaries(folder: Path) -> dict[Path, dict[str, Any]]:

@@ -10,18 +10,16 @@ from typing import Any
 
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment.build import Experiment, build
-from gradsurg.experiment.cli import (
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.planning import (
     Job,
     announce,
-    budget_line,
-    edited_line,
+    edited_lines,
     outcome_table,
     plan_runs,
-    planned_job,
     power_line,
     summary_line,
 )
-from gradsurg.experiment.errors import ConfigError
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.messages import printable, tell
 
@@ -51,7 +49,7 @@ class Command:
         if settings.steps == 0:
             self.num_untrained += 1
         elif not settings.dry_run:
-            self.jobs.append(planned_job([*words], experiment.runs, Path(settings.out)))
+            self.jobs.append(Job([*words], experiment.runs, Path(settings.out)))
             self.experiments.append(experiment)
         return experiment
 
@@ -64,7 +62,7 @@ class Command:
         if not self.jobs:
             return
         announce(self.experiments)
-        for text in dict.fromkeys(filter(None, map(edited_line, self.jobs))):
+        for text in edited_lines(self.jobs):
             tell(text)
         power = power_line(self.experiments)
         force = any(each.settings.force for each in self.experiments)
@@ -72,8 +70,12 @@ class Command:
             states = plan_runs(self.jobs, force)
         except OSError as error:
             raise ConfigError([f"out: cannot be written to: {error}"]) from error
-        tuned = [each for each in self.experiments if each.tuning is not None]
-        for text in dict.fromkeys(map(budget_line, tuned)):
+        tuned = [
+            each.tuning.budget(each.settings.all_seeds)
+            for each in self.experiments
+            if each.tuning is not None
+        ]
+        for text in dict.fromkeys(tuned):
             tell(f"tuning{' in each job' if len(tuned) > 1 else ''}: {text}")
         self.has_new_runs = set(states) != {"finished"}
         self.num_unfinished = states.total() - states["finished"] - states["diverged"]
@@ -94,7 +96,7 @@ class Command:
         for number, experiment in enumerate(self.experiments):
             if experiment.tuning is not None:  # its choice is known now
                 out = Path(experiment.settings.out)
-                jobs[number] = planned_job(jobs[number].words, experiment.runs, out)
+                jobs[number] = Job(jobs[number].words, experiment.runs, out)
         table, all_finished = outcome_table(jobs)
         if self.has_new_runs:
             print(table)

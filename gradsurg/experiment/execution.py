@@ -23,8 +23,16 @@ from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Batches, Step, StepOptions, TaskLosses, train
 from gradsurg.experiment.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
 from gradsurg.experiment.run import Run
-from gradsurg.experiment.run_directory import METRICS, RunDirectory
+from gradsurg.experiment.run_directory import (
+    ERROR,
+    EXAMINED,
+    FACTS,
+    LANDSCAPE,
+    METRICS,
+    RunDirectory,
+)
 from gradsurg.experiment.run_identity import RESUMED, environment_changes
+from gradsurg.experiment.run_reader import known
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
@@ -79,12 +87,14 @@ def execute(
     with directory.lock():
         state = directory.recorded_state
         if state in ("finished", "diverged"):  # by another process, which had the lock
-            directory.add_facts(run.facts, locked=True)
+            directory.add_facts(run.facts)
             return _skipped(run, directory)
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
-        fault = directory.broken_summary
-        directory.clear_error()  # first: a full disk must not leave that of an earlier attempt
+        fault = "" if (directory.path / ERROR).is_file() else directory.reason
+        (directory.path / ERROR).unlink(
+            missing_ok=True
+        )  # first: a full disk must not leave that of an earlier attempt
         directory.plan(run.facts, run.identity)
         try:
             checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
@@ -100,7 +110,7 @@ def execute(
 
 
 def _skipped(run: Run, directory: RunDirectory) -> Record:
-    note = run.measurement_note(directory.known_facts())
+    note = run.measurement_note(known(directory.path / FACTS))
     return Record(run, directory.path, directory.read_summary(), "skipped", note=note)
 
 
@@ -251,13 +261,14 @@ class OpenRun:
     def _load_data(self, like: "OpenRun | None") -> None:
         if like is not None and like._drew_nothing:
             self.data = like.data
-            self.directory.copy_landscape(like.directory)
+            if landscape := known(like.directory.path / LANDSCAPE):
+                self.directory.write_json(LANDSCAPE, landscape, indent=None)
             return
         before = torch.get_rng_state()
         self.data, landscape = self.run.load_data(), self.run.task.landscape()
         self._drew_nothing = torch.equal(before, torch.get_rng_state())
         if landscape is not None:
-            self.directory.write_landscape(landscape)
+            self.directory.write_json(LANDSCAPE, landscape, indent=None)
 
     @contextmanager
     def recorded_warnings(self) -> Iterator[None]:
@@ -438,7 +449,7 @@ def _examined(
     live.tick()  # the examination counts as a step
     model.train()
     if examination.saved:
-        directory.write_examined(examination.saved)
+        directory.write_json(EXAMINED, examination.saved, indent=None)
     return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
 

@@ -111,10 +111,11 @@ class RunLog:
         }
         skipped = {f"skipped_steps/{label}": n for label, n in live.skipped_steps.items()}
         values = {"train/loss": loss, **update, **examples, **skipped, **tested}
-        self.directory.append_metrics({"step": done, **values})
-        self.directory.append_effects([{"step": done, **row} for row in rows])
+        self.directory.append(METRICS, [{"step": done, **values}])
+        self.directory.append(EFFECTS, [{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
-        self.directory.append_conflicts(conflicts)
+        if conflicts:  # of a multi-task run
+            self.directory.append(CONFLICTS, conflicts)
         if self.loggers:
             times = {"time/step_ms": 1000 * median([*self.seconds][-100:])}
             conflict_numbers = numbers(conflicts, log=self.run.schedule.log)

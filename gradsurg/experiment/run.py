@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -274,7 +275,7 @@ class Run:
         split = "" if self.split_seed is None else f"-split{self.split_seed}"
         return f"{self.label}-seed{self.seed}{split}"
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of its directory: `<label>-seed<seed>-<hash8>`."""
         return directory_name(f"{self.label}-seed{self.seed}", self.identity)

@@ -1,48 +1,42 @@
-"""The directory of one run: its files, how they are written safely, and its lock."""
+"""The directory of one run, `runs/<study>/<label>-seed<seed>-<hash8>/`, and the files in it.
+
+| file | content | written |
+|---|---|---|
+| `run.json` | facts for readers: arm, seed, controls, intervals of measurement | first |
+| `config.yaml` | the config that identifies the run | first |
+| `metrics.jsonl`, `effects.jsonl`, `conflicts.jsonl` | a row a line | at each log |
+| `checkpoint.pt`, and the one before | the state to resume from, with a digest | now and then |
+| `landscape.json`, `examined.json`, `examined_effects.jsonl` | for some tasks | once |
+| `error.log` | the traceback of a failed run | when it fails |
+| `summary.json` | the outcome; the run is then finished or diverged | last |
+
+JSONL files grow by whole lines and are cut back to their sizes at the checkpoint when a run
+resumes. Every other file is replaced atomically: a kill leaves the old or the new one.
+"""
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import sha256
-from os import SEEK_END
+from io import BytesIO
+from math import isfinite
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Literal
 
-from gradsurg.experiment import run_reader
-from gradsurg.experiment.files import (
-    append_bytes,
-    finite,
-    is_locked,
-    json_line,
-    locked,
-    replace_file,
-    shorten,
-    sync,
-)
-from gradsurg.experiment.run_reader import BrokenFile
+import yaml
 
-CONFIG, METRICS, EFFECTS = "config.yaml", "metrics.jsonl", "effects.jsonl"
-CONFLICTS = "conflicts.jsonl"
-JSONL_FILES = (METRICS, EFFECTS, CONFLICTS)
-SUMMARY, LOCK = "summary.json", ".lock"
+from gradsurg.experiment.files import append_bytes, finite, locked, replace_file, sync
+from gradsurg.experiment.run_reader import BrokenFile, Values, known, read, read_rows
+from gradsurg.plugins.messages import printable
+
+METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
+CONFIG, SUMMARY, FACTS, LOCK = "config.yaml", "summary.json", "run.json", ".lock"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
-FACTS, ERROR, LANDSCAPE = "run.json", "error.log", "landscape.json"
+ERROR, LANDSCAPE = "error.log", "landscape.json"
 EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
-FILES = (
-    SUMMARY,
-    CHECKPOINT,
-    PREVIOUS,
-    *JSONL_FILES,
-    CONFIG,
-    FACTS,
-    ERROR,
-    LANDSCAPE,
-    EXAMINED,
-    EXAMINED_EFFECTS,
-)
-"""The files of a run in the order of removal: without its summary a run is unfinished."""
 
 NOT_FINITE = "not_finite"
 """Key of a JSON row that lists its NaN and infinite numbers, which JSON writes as null."""
@@ -50,22 +44,20 @@ NOT_FINITE = "not_finite"
 UNTIL, UNTIL_REACHED, UNTIL_STEP = "until", "until/reached", "until/step"
 """Keys of a summary: the condition that ends a run early, 1 or 0, and the step that reached it."""
 
-KEPT_FACTS = ("command", "looked", "margin_after")
-
-DIGEST_BYTES = sha256().digest_size
+FORMAT = 2  # of checkpoints: one of another format is not loaded
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
+ENDED = ("finished", "diverged")
 
 _log = logging.getLogger("gradsurg")
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class RunDirectory:
-    """The files of one run: facts, config, metrics, effects, checkpoint, and last the summary.
+    """Reads and writes the files of one run; the first write creates the directory.
 
-    JSONL files grow by whole lines; every other file is replaced atomically, so that a kill at any
-    moment leaves the old or the new one. JSON has no NaN and no infinity: such a number is written
-    as null and listed under `not_finite`, as "train/loss=nan norms.1=inf". The first write creates
-    the directory. A failing write raises an OSError that names the file.
+    JSON has no NaN: in a row such a number is null and listed under `not_finite`, as
+    "train/loss=nan norms.1=inf". An OSError names the file, and so does a BrokenFile.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -74,255 +66,137 @@ class RunDirectory:
     @property
     def finished(self) -> bool:
         """Whether the run has ended: its summary exists and can be read."""
-        try:
-            return run_reader.read_summary(self.path / SUMMARY) is not None
-        except BrokenFile:
-            return False
+        return self.recorded_state in ENDED
 
     @property
     def state(self) -> RunState:
         """The state of the run by its files; `running` if a process has its lock."""
         state = self.recorded_state
-        if state in ("finished", "diverged"):
-            return state
-        return "running" if is_locked(self.path / LOCK) else state
+        if state not in ENDED and (self.path / LOCK).is_file():
+            with suppress(OSError), locked(self.path / LOCK, wait=False) as obtained:
+                return state if obtained else "running"
+        return state
 
     @property
     def recorded_state(self) -> RunState:
         """The state of the run by its files, regardless of the lock; `failed` if one is broken."""
-        if self.finished:
-            return "diverged" if self.read_summary().get("state") == "diverged" else "finished"
-        if (self.path / ERROR).is_file() or self.broken_summary:
+        try:
+            summary = read(self.path / SUMMARY)
+        except BrokenFile:
             return "failed"
-        if any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT)):
-            return "interrupted"
-        return "planned"
+        if summary:
+            return "diverged" if summary.get("state") == "diverged" else "finished"
+        if (self.path / ERROR).is_file():
+            return "failed"
+        begun = any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT))
+        return "interrupted" if begun else "planned"
 
     @contextmanager
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
-        Two commands can need the same control run. If another process has the lock, wait for it, or
-        without `wait` yield False. The lock of a killed process is free. Raises BrokenFile for a
-        directory with a link out of the study, through which files elsewhere would be changed.
+        If another process has it, as that of a shared control, wait, or without `wait` yield False.
+        The lock of a killed process is free.
         """
-        run_reader.check_directory(self.path)
         with locked(self.path / LOCK, wait) as obtained:
-            if obtained:
-                self._remove_drafts()
+            for draft in self.path.glob(".*.tmp") if obtained else ():  # of killed processes
+                draft.unlink(missing_ok=True)
             yield obtained
 
-    def plan(self, facts: Mapping[str, object], config: Mapping[str, object]) -> None:
+    def plan(self, facts: Values, config: Mapping[str, object]) -> None:
         """Write the run's facts and its resolved config; controls named by earlier facts stay."""
-        text = _facts_text(merged_facts(self.known_facts(), facts))
+        before = known(self.path / FACTS)
+        after = merged_facts(before, facts)
         if not (self.path / CONFIG).is_file():
-            import yaml
-
             plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
-            config_text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-            self._replace(CONFIG, config_text.encode())
-        path = self.path / FACTS
-        if not path.is_file() or path.read_bytes() != text:
-            self._replace(FACTS, text)
+            text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+            replace_file(self.path / CONFIG, text.encode())
+        if after != before:
+            self.write_json(FACTS, after)
 
-    def add_facts(self, facts: Mapping[str, object], locked: bool = False) -> None:
+    def add_facts(self, facts: Values) -> None:
         """Add the controls and the margin in `facts` to the facts of a finished run.
 
-        `margin_after` then marks a margin that is younger than the outcome. Writes nothing if both
-        are known already. The lock is taken unless the caller has it
-        (`locked`); if another process has it, nothing is written.
+        `margin_after` then marks a margin that is younger than the outcome.
         """
-        before = self.known_facts()
-        if "controls" not in facts or not before:
-            return
-        after = merged_facts(before, {**before, "controls": facts["controls"]})
-        margin = _margin_of(facts)
-        if margin not in (None, _margin_of(before)):
-            measured = {**(before.get("measured") or {}), "margin": margin}
-            after |= {"measured": measured, "margin_after": True}
-        elif after["controls"] == _controls_of(before):
-            return
-        if locked:
-            self._replace(FACTS, _facts_text(after))
-            return
-        with self.lock(wait=False) as obtained:
-            if obtained:
-                self.add_facts(facts, locked=True)
-
-    def known_facts(self) -> dict[str, Any]:  # Any: any JSON value
-        """Return the facts of the run, or {} if the file is missing or broken."""
-        try:
-            facts = self.read_facts()
-        except BrokenFile:  # `plan` rewrites it
-            return {}
-        return facts or {}
-
-    def read_facts(self) -> dict[str, Any] | None:  # Any: any JSON value
-        """Return the facts written when the run was planned, or None."""
-        return run_reader.read_facts(self.path / FACTS)
-
-    def read_config(self) -> dict[str, Any] | None:  # Any: any YAML value
-        """Return the resolved config, or None."""
-        return run_reader.read_config(self.path / CONFIG)
+        before = known(self.path / FACTS)
+        after = merged_facts(before, {**before, "controls": facts.get("controls") or {}})
+        measured, margin = before.get("measured") or {}, (facts.get("measured") or {}).get("margin")
+        if margin not in (None, measured.get("margin")):
+            after |= {"measured": {**measured, "margin": margin}, "margin_after": True}
+        if before and after != before:
+            self.write_json(FACTS, after)
 
     def write_error(self, text: str) -> None:
-        """Write the traceback that ended the run; its last lines are the reason.
-
-        If that fails, as on a full disk, the failure is logged.
-        """
-        try:
-            self._replace(ERROR, text.encode())
-        except OSError as error:
-            _log.warning("the traceback could not be written: %s", error)
-
-    def clear_error(self) -> None:
-        """Remove the traceback of an earlier attempt."""
-        (self.path / ERROR).unlink(missing_ok=True)
+        """Write the traceback that ended the run, unless the disk is full."""
+        with suppress(OSError):
+            replace_file(self.path / ERROR, text.encode())
 
     @property
     def reason(self) -> str:
-        """The error message of a failed run, on one line, without the stack."""
-        lines = run_reader.read_text(self.path / ERROR).strip().splitlines()
-        calls = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        return "; ".join(lines[calls[-1] + 1 if calls else 0 :]) or self.broken_summary
-
-    @property
-    def broken_summary(self) -> str:
-        """The fault of a summary that cannot be used; empty if there is none."""
+        """Why the run failed, on one line: the error without its stack, or the broken summary."""
         try:
-            run_reader.read_summary(self.path / SUMMARY)
+            read(self.path / SUMMARY)
+            content = (self.path / ERROR).read_bytes()
         except BrokenFile as error:
             return str(error)
-        return ""
+        except FileNotFoundError:
+            return ""
+        text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
+        return "; ".join(map(printable, text.strip().splitlines()))
 
-    def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Append one line to `metrics.jsonl`."""
-        self._append(METRICS, [row])
+    def append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
+        """Append a line for each row to a JSONL file."""
+        append_bytes(self.path / name, b"".join(map(_json_line, rows)))
 
-    def append_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Append a line for each row to `effects.jsonl`."""
-        self._append(EFFECTS, rows)
-
-    def append_conflicts(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Append a line for each row to `conflicts.jsonl`, a file of multi-task runs only."""
-        if rows:
-            self._append(CONFLICTS, rows)
-
-    def read_rows(self, name: str) -> list[dict[str, Any]]:  # Any: any JSON value
+    def read_rows(self, name: str) -> list[Values]:
         """Return the whole lines of a JSONL file; [] if it does not exist."""
-        return run_reader.read_rows(self.path / name)
+        return read_rows(self.path / name)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write the outcome, which marks the run as finished: call this last."""
         for name in JSONL_FILES:
             sync(self.path / name)
-        self._replace(SUMMARY, json.dumps(finite(summary), indent=2).encode())
+        self.write_json(SUMMARY, summary)
         (self.path / PREVIOUS).unlink(missing_ok=True)
 
-    def read_summary(self) -> dict[str, object]:
-        """Return the outcome of a finished run. Raises FileNotFoundError if it is not finished."""
-        summary = run_reader.read_summary(self.path / SUMMARY)
-        if summary is None:
-            raise FileNotFoundError(f"there is no {self.path / SUMMARY}")
-        return summary
+    def read_summary(self) -> Values:
+        """Return the outcome of a finished run, {} if it is not finished."""
+        return read(self.path / SUMMARY) or {}
 
-    def write_landscape(self, landscape: Mapping[str, object]) -> None:
-        """Write the task's losses on a grid over the plane, for the report's contours."""
-        self._write_json(LANDSCAPE, landscape)
-
-    def copy_landscape(self, other: "RunDirectory") -> None:
-        """Write the landscape of a run of the same task, if it has one."""
-        if (other.path / LANDSCAPE).is_file():
-            self._replace(LANDSCAPE, (other.path / LANDSCAPE).read_bytes())
-
-    def write_examined(self, examined: Mapping[str, object]) -> None:
-        """Write the arrays of the task's examination of the trained model, such as pictures."""
-        self._write_json(EXAMINED, examined)
-
-    def read_examined(self) -> dict[str, Any] | None:  # Any: any JSON value
-        """Return the content of `examined.json`, or None."""
-        return run_reader.read_json(self.path / EXAMINED)
+    def write_json(self, name: str, content: Mapping[str, object], indent: int | None = 2) -> None:
+        """Write a JSON file, with null for numbers that are not finite."""
+        replace_file(self.path / name, json.dumps(finite(content), indent=indent).encode())
 
     def write_examined_effects(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the effects of the surgery during the examination, in the format of the effects."""
-        self._replace(EXAMINED_EFFECTS, _json_lines(rows))
+        replace_file(self.path / EXAMINED_EFFECTS, b"".join(map(_json_line, rows)))
 
     def save_checkpoint(self, state: Mapping[str, object]) -> None:
-        """Write a checkpoint, with the present lengths of the JSONL files; keep the one before.
+        """Write a checkpoint, with the present sizes of the JSONL files; keep the one before.
 
         The last bytes of the file are the SHA-256 digest of the others.
         """
-        from io import BytesIO
-
         import torch
 
         sizes = {name: sync(self.path / name) for name in JSONL_FILES}
         buffer = BytesIO()
-        torch.save({"state": dict(state), "sizes": sizes}, buffer)
-        buffer.seek(0, SEEK_END)
-        buffer.write(sha256(buffer.getbuffer()).digest())
+        torch.save({"state": dict(state), "sizes": sizes, "format": FORMAT}, buffer)
+        digest = sha256(buffer.getbuffer()).digest()
+        buffer.seek(0, os.SEEK_END)
+        buffer.write(digest)
         replace_file(self.path / CHECKPOINT, buffer.getbuffer(), self.path / PREVIOUS)
 
-    def load_checkpoint(self) -> dict[str, Any] | None:  # Any: the values of a checkpoint
+    def load_checkpoint(self) -> Values | None:
         """Return the last checkpoint's state on the CPU, or None, and rewind the JSONL files to it.
 
-        A damaged checkpoint is removed with a warning, and the one before it is returned. The JSONL
-        files are truncated to their lengths at the checkpoint, or emptied if there is none. Raises
-        ValueError if they are shorter than that.
+        One that is damaged or of another format is removed with a warning, and the one before it
+        returned. Raises ValueError if the JSONL files are shorter than at the checkpoint.
         """
-        for name in (CHECKPOINT, PREVIOUS):
-            content = self._checkpoint_content(name)
-            if content is not None:
-                state, sizes = _parsed_checkpoint(self.path / name, content)
-                self._truncate(sizes)
-                return state
-        self._truncate({})
-        return None
-
-    def clear(self) -> None:
-        """Remove the files of this run, the summary first; other files stay."""
-        for name in FILES:
-            (self.path / name).unlink(missing_ok=True)
-        self._remove_drafts()
-
-    def _write_json(self, name: str, content: Mapping[str, object]) -> None:
-        self._replace(name, json.dumps(finite(content), separators=(",", ":")).encode())
-
-    def _append(self, name: str, rows: Iterable[Mapping[str, object]]) -> None:
-        append_bytes(self.path / name, _json_lines(rows))
-
-    def _replace(self, name: str, content: bytes | memoryview) -> None:
-        replace_file(self.path / name, content)
-
-    def _remove_drafts(self) -> None:
-        """Remove the temporary files of killed processes."""
-        for name in FILES:
-            for draft in self.path.glob(f".{name}.*.tmp"):
-                draft.unlink(missing_ok=True)
-
-    def _checkpoint_content(self, name: str) -> bytes | None:
-        """Return a checkpoint without its digest, or None if it is missing or damaged."""
-        path = self.path / name
-        if not path.is_file():
-            return None
-        content = path.read_bytes()
-        size = len(content) - DIGEST_BYTES
-        if sha256(memoryview(content)[:size]).digest() == content[size:]:
-            return content[:size]
-        has_previous = name == CHECKPOINT and (self.path / PREVIOUS).is_file()
-        _log.warning(
-            "%s is damaged or was written by an earlier version (its SHA-256 digest is wrong): %s",
-            path,
-            f"trying {PREVIOUS}" if has_previous else "the run starts from step 0",
-        )
-        path.unlink()  # else it would be kept as the checkpoint before the next one
-        return None
-
-    def _truncate(self, sizes: Mapping[str, int]) -> None:
-        """Cut each JSONL file to its size in `sizes`, or to none; check all of them before."""
-        longer = []
+        found = (self._checkpoint(name) for name in (CHECKPOINT, PREVIOUS))
+        checkpoint = next(filter(None, found), {"state": None, "sizes": {}})
         for name in JSONL_FILES:
-            path, size = self.path / name, sizes.get(name, 0)
+            path, size = self.path / name, checkpoint["sizes"].get(name, 0)
             length = path.stat().st_size if path.is_file() else 0
             if length < size:
                 raise ValueError(
@@ -330,39 +204,45 @@ class RunDirectory:
                     "force=true starts the run from step 0"
                 )
             if length > size:
-                longer.append((path, size))
-        for path, size in longer:
-            shorten(path, size)
+                os.truncate(path, size)
+        return checkpoint["state"]
+
+    def clear(self) -> None:
+        """Remove the files of this run but its facts; others, as those of W&B, stay too."""
+        own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR, LANDSCAPE)
+        for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
+            (self.path / name).unlink(missing_ok=True)
+
+    def _checkpoint(self, name: str) -> Values | None:
+        """Return the content of a checkpoint, or None if it is missing or cannot be used."""
+        path = self.path / name
+        if not path.is_file():
+            return None
+        content = path.read_bytes()
+        if content[-32:] == sha256(memoryview(content)[:-32]).digest():
+            import torch
+
+            checkpoint = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+            if checkpoint.get("format") == FORMAT:
+                return checkpoint
+        before = name == CHECKPOINT and (self.path / PREVIOUS).is_file()
+        then = f"trying {PREVIOUS}" if before else "the run starts from step 0"
+        _log.warning("%s is damaged or of an earlier version: %s", path, then)
+        path.unlink()  # else it would be kept as the checkpoint before the next one
+        return None
 
 
-def _parsed_checkpoint(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the state in a checkpoint and the sizes of the JSONL files. Any: as above."""
-    from io import BytesIO
-
-    import torch
-
-    try:
-        checkpoint = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
-            f"{path} cannot be read ({reason}); force=true starts the run from step 0"
-        ) from error
-    return checkpoint["state"], checkpoint["sizes"]
-
-
-def merged_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def merged_facts(before: Values, now: Values) -> Values:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
     The command line of `before` stays where `now` has none, and so do `looked`, the number of
     finished runs of the arm when the run was planned, and `margin_after` (see `add_facts`).
-
-    Any: any JSON value.
     """
-    now = {key: before[key] for key in KEPT_FACTS if key in before} | {**now}
+    kept = ("command", "looked", "margin_after")
+    now = {key: before[key] for key in kept if key in before} | {**now}
     if "controls" not in now:
-        return dict(now)
-    controls = {**_controls_of(before), **now["controls"]}
+        return now
+    controls = {**(before.get("controls") or {}), **now["controls"]}
     return {**now, "control": first_control(controls), "controls": controls}
 
 
@@ -371,23 +251,18 @@ def first_control(controls: Mapping[str, str]) -> str | None:
     return next((controls[kind] for kind in sorted(controls, key=lambda k: k != "plain")), None)
 
 
-def _controls_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the directory names of the controls in a run's facts, by kind."""
-    controls, control = facts.get("controls"), facts.get("control")
-    if isinstance(controls, Mapping):
-        return dict(controls)
-    kind = str(control).partition("-")[0]
-    kind = kind if kind in ("norm_matched", "update_norm_matched", "placebo") else "plain"
-    return {kind: control} if isinstance(control, str) else {}
+def _json_line(row: Mapping[str, object]) -> bytes:
+    try:
+        return _encoder.encode(row).encode() + b"\n"
+    except ValueError:  # JSON has no NaN and no infinity
+        listed = {**row, NOT_FINITE: " ".join(_not_finite(row))}
+        return _encoder.encode(finite(listed)).encode() + b"\n"
 
 
-def _margin_of(facts: Mapping[str, Any]) -> str | None:
-    return (facts.get("measured") or {}).get("margin")
-
-
-def _facts_text(facts: Mapping[str, object]) -> bytes:
-    return json.dumps(finite(facts), indent=2).encode()
-
-
-def _json_lines(rows: Iterable[Mapping[str, object]]) -> bytes:
-    return b"".join(json_line(row, NOT_FINITE) for row in rows)
+def _not_finite(value: object, path: str = "") -> Iterator[str]:
+    """Yield each number that is not finite with its path, as `norms.1=nan`."""
+    if isinstance(value, float) and not isfinite(value):
+        yield f"{path}={value}"
+    parts = value.items() if isinstance(value, Mapping) else ()
+    for key, part in enumerate(value) if isinstance(value, list | tuple) else parts:
+        yield from _not_finite(part, f"{path}.{key}" if path else str(key))

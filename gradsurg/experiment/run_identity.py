@@ -1,41 +1,23 @@
 """The identity of a run: the settings that are hashed into the name of its directory.
 
-Two runs with the same identity are the same run: the second command finds the first one's
-directory, skips it if it is finished and resumes it if it is not. The identity therefore has every
-setting that is meant to change a trained weight or a reported number. (`threads` and edits of
-gradsurg's own source can change some bits, and are not in it.) It has:
+Two runs with the same identity are the same run: a command skips it if it is finished, else resumes
+it. The identity has each setting that is meant to change a trained weight or a reported number:
 
-- the config groups that make the training: `model`, `task`, `schedule`, the optimizer with the
-  learning rate that is used, and `steps`, `batch_size`, `seed`, `device`, `accumulate`, `precision`
-  and `compile`; `until` with `eval_every`, because the tests decide where such a run ends;
-  `validation`, the share of the training examples that is set aside, unless it is 0;
-- the treatment: `transform`, `site`, `when` and the order of the transforms (a hashed mapping has
-  no order), and with an aggregator also `aggregator` and `shared`, without `reduce: mean`;
-- the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels
-  and defaults. A patch release or another build (`+cpu`, `+cu126`) keeps the identity;
-- `sources`: for each dotted path (`_target_`) a hash of the source of its module, and one of each
-  local module that it imports, so that editing a user's transform or a helper of it gives a new
-  run. Local is what belongs neither to Python nor to an installed package;
+- `model`, `task`, `schedule`, the optimizer with the learning rate that is used, `steps`,
+  `batch_size`, `seed`, `device`, `accumulate`, `precision`, `compile`; `until` with `eval_every`,
+  which decides where such a run ends; `validation`, unless it is 0;
+- the treatment: `transform`, `site`, `when`, the order of the transforms, and with an aggregator
+  `aggregator` and `shared`. A plain control has the `site` alone, at which its gradients are
+  measured, so that all treatments at one site share it; a control that acts has the treatment too;
+- the version of gradsurg, and of PyTorch major and minor: another minor release has other kernels;
+- `sources`: for each dotted path (`_target_`) a hash of its module, and one of each local module
+  that it imports: an edit of a user's transform or of its helper gives a new run. Local is what
+  belongs neither to Python nor to an installed package;
 - `data`: a hash of the files that the task reads.
 
-Not in it:
-
-- output and logging: `study`, `out`, `logger`, `report`, `log_every`, `log`, `checkpoint_every`
-  and `checkpoint_seconds`;
-- measurements that do not change the training: `effects_every`, `conflict_every`,
-  `update_effect_every`, `eval_every` without `until`, `metric` and `margin`; `Run.measured` records
-  them beside the run;
-- launching: `hydra`, `threads`, `force` and `retry_failed`;
-- the runs that it is compared with: `control` (except those that act), `seeds`, `splits` and
-  `attribute`.
-
-A plain control arm has no treatment but the `site` at which its gradients are measured, so that all
-treatments at one site share one control. A norm-matched control has the treatment that it takes the
-norm of, and `control: norm_matched`; likewise the other controls that act.
-
-An edit of gradsurg's own source does not change the identity: most edits concern a message or a
-report. `environment` records the full versions and a hash of that source, and
-`environment_changes` reports a difference when a run resumes from a checkpoint.
+It has no output, logging, launching or measurement (`out`, `logger`, `threads`, `effects_every`,
+`metric` ..), and none of the runs that it is compared with (`seeds`, `splits`, `attribute`). An
+edit of gradsurg's own source does not change it: `environment` records that instead.
 """
 
 import ast
@@ -51,21 +33,18 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
 
 from gradsurg import __version__
 
-TRAINING_GROUPS = ("model", "task")
-TREATMENT_GROUPS = ("transform", "site", "when")
-AGGREGATOR_GROUPS = ("aggregator", "shared")
 MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
 RESUMED = "resumed from a checkpoint made with "
 
-Config = Mapping[str, object]
+Config = Mapping[str, Any]  # Any: what YAML can hold
 
 
 def run_identity(
@@ -80,19 +59,21 @@ def run_identity(
     `config` has the resolved config groups; `settings` the short keys that change the training,
     `optimizer` and `schedule` among them. `aggregated` adds the aggregator to the treatment.
     """
-    groups: dict[str, object] = {key: config[key] for key in TRAINING_GROUPS}
+    groups: dict[str, object] = {"model": config["model"], "task": config["task"]}
     if arm == "control":
         groups["site"] = config["site"]
     else:
-        treatment = TREATMENT_GROUPS + AGGREGATOR_GROUPS * aggregated
-        groups |= {key: config[key] for key in treatment}
-        if aggregated and (shared := _mapping(config["shared"])).get("reduce") == "mean":
-            groups["shared"] = {key: shared[key] for key in shared if key != "reduce"}
-        groups["order"] = [*_mapping(config["transform"])]
+        groups |= {key: config[key] for key in ("transform", "site", "when")}
+        if aggregated:
+            items = config["shared"].items()
+            shared = {key: value for key, value in items if (key, value) != ("reduce", "mean")}
+            groups |= {"aggregator": config["aggregator"], "shared": shared}
+        groups["order"] = [*config["transform"]]
         if arm != "treated":
             groups["control"] = arm
     return {
-        **_versions(),
+        "gradsurg": __version__,
+        "torch": ".".join(torch.__version__.split(".")[:2]),
         **settings,
         **({"data": data_hash} if data_hash else {}),
         **copy.deepcopy(groups),
@@ -103,8 +84,7 @@ def run_identity(
 def run_hash(identity: Config) -> str:
     """Return the first eight hex digits of the sha256 of an identity's canonical JSON.
 
-    The order of keys does not matter. A value that JSON cannot represent raises TypeError or
-    ValueError.
+    The order of keys does not matter. Raises TypeError or ValueError for what JSON cannot hold.
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -135,50 +115,31 @@ def environment_changes(before: Mapping[str, str]) -> str:
     changed = [name for name in now if before.get(name) != now[name]]
     if not changed:
         return ""
-    old, new = (
-        ", ".join(f"{name} {versions.get(name, 'unknown')}" for name in changed)
-        for versions in (before, now)
-    )
-    return (
-        f"{RESUMED}{old}, now {new}: the result may differ in some bits from an uninterrupted run"
-    )
-
-
-def _versions() -> dict[str, str]:
-    return {"gradsurg": __version__, "torch": ".".join(torch.__version__.split(".")[:2])}
+    old, new = (", ".join(f"{x} {of.get(x, 'unknown')}" for x in changed) for of in (before, now))
+    rule = "the result may differ in some bits from an uninterrupted run"
+    return f"{RESUMED}{old}, now {new}: {rule}"
 
 
 def edited_modules(before: Config, now: Config) -> list[str]:
     """Return the dotted paths and modules whose source differs; empty if another key does too."""
-    first, second = ({**config, "sources": None} for config in (before, now))
-    sources = [_mapping(config.get("sources") or {}) for config in (before, now)]
-    if first != second:
+    if {**before, "sources": None} != {**now, "sources": None}:
         return []
-    names = sorted({*sources[0], *sources[1]})
-    return [name for name in names if sources[0].get(name) != sources[1].get(name)]
+    old, new = (config.get("sources") or {} for config in (before, now))
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
 def _sources(config: object) -> Iterator[tuple[str, str]]:
     """Yield each dotted path in a config, and each local module behind it, with a hash."""
     if isinstance(config, Mapping):
-        target = config.get("_target_")
-        if isinstance(target, str):
-            modules = _modules_of(target)
+        if isinstance(target := config.get("_target_"), str):
+            path, _, name = target.rpartition(".")
+            defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
+            modules = {path, defined_in} & {*sys.modules}
             yield target, _hash(modules)
-            for module in sorted(_local_imports(modules)):
-                yield module, _hash({module})
-        for value in config.values():
-            yield from _sources(value)
-    elif isinstance(config, list):
-        for value in config:
-            yield from _sources(value)
-
-
-def _modules_of(target: str) -> set[str]:
-    """The module in a dotted path and the one that defines its object."""
-    path, _, name = target.rpartition(".")
-    defined_in = getattr(getattr(importlib.import_module(path), name), "__module__", None)
-    return {path, defined_in} & {*sys.modules}
+            yield from ((module, _hash({module})) for module in _local_imports(modules))
+        config = [*config.values()]
+    for value in config if isinstance(config, list) else ():
+        yield from _sources(value)
 
 
 def _hash(modules: set[str]) -> str:
@@ -188,7 +149,7 @@ def _hash(modules: set[str]) -> str:
 
 def _file_of(module: str) -> Path | None:
     """The source of a module, imported or not, or None: one built into Python has no file."""
-    if module in sys.modules and getattr(sys.modules[module], "__file__", None):
+    if getattr(sys.modules.get(module), "__file__", None):
         file = inspect.getsourcefile(sys.modules[module])
         return Path(file) if file else None
     spec = _spec(module)
@@ -197,8 +158,8 @@ def _file_of(module: str) -> Path | None:
 
 def _spec(module: str) -> ModuleSpec | None:
     """Look a module up without importing it, or a package around it."""
-    folders, parent = None, module.rpartition(".")[0]
-    if parent:
+    folders = None
+    if parent := module.rpartition(".")[0]:
         package = sys.modules.get(parent) or _spec(parent)
         folders = getattr(package, "__path__", getattr(package, "submodule_search_locations", None))
         if folders is None:
@@ -227,28 +188,21 @@ def _is_local(module: str, file: Path) -> bool:
 
 
 @cache
-def _imports(module: str, file: Path, _modified: int) -> list[str]:
-    """The names of all modules in the import statements of a module, at any depth of its code."""
+def _imports(module: str, file: Path, _modified: int) -> set[str]:
+    """The modules in all import statements of a module, and the packages around them."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (SyntaxError, ValueError):  # an extension module
-        return []
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    dotted: list[str] = []
+        return set()
+    package = (module if file.name == "__init__.py" else module.rpartition(".")[0]).split(".")
+    names: list[str] = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            dotted += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = package.split(".")
-                base = ".".join([*parent[: len(parent) - node.level + 1], *filter(None, [base])])
-            dotted += [f"{base}.{alias.name}" for alias in node.names]  # a module, or a name in one
-    outside = {*sys.stdlib_module_names}  # which need not be looked up
-    parts = [name.split(".") for name in dotted if name.partition(".")[0] not in outside]
-    return [".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)]
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    assert isinstance(value, Mapping)
-    return value
+            around = package[: len(package) - node.level + 1] if node.level else []
+            base = [*around, *filter(None, [node.module])]
+            names += [".".join([*base, alias.name]) for alias in node.names]  # or a name in one
+    parts = [name.split(".") for name in names]
+    parts = [each for each in parts if each[0] not in sys.stdlib_module_names]
+    return {".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)}

@@ -12,7 +12,7 @@ import polars as pl
 
 from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment.run_directory import LANDSCAPE
-from gradsurg.experiment.run_reader import BrokenFile, read_json
+from gradsurg.experiment.run_reader import BrokenFile, read
 from gradsurg.report.arms import SPLIT, group
 from gradsurg.report.charts import CONFIG, CONTROL, INK, PAPER, TREATED, choice, finished, inline
 from gradsurg.report.load import LoadedRun, canonical
@@ -205,7 +205,7 @@ def landscapes(study: Study) -> list[Landscape]:
     found = []
     for run in (run for run in study.all_runs if run.is_readable):
         try:
-            content = read_json(run.path / LANDSCAPE)
+            content = read(run.path / LANDSCAPE)
         except BrokenFile as error:
             fault = f"{run.name}: {error}"
             study.faults.extend([fault] * (fault not in study.faults))

@@ -22,13 +22,7 @@ from gradsurg.experiment.run_directory import (
     RunDirectory,
     RunState,
 )
-from gradsurg.experiment.run_reader import (
-    BrokenFile,
-    check_directory,
-    last_row,
-    read_config,
-    read_summary,
-)
+from gradsurg.experiment.run_reader import BrokenFile, read, read_rows
 from gradsurg.plugins.messages import printable
 
 State = RunState | Literal["missing", "unreadable"]
@@ -154,12 +148,11 @@ def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
     state: State = "unreadable"
     reason, last = "", {}
     try:
-        check_directory(path)
         config = _config(path / CONFIG, configs)
-        facts = directory.read_facts() or {}
-        summary = read_summary(path / SUMMARY) or {}
+        facts = read(path / FACTS) or {}
+        summary = read(path / SUMMARY) or {}
         state = summary["state"] if summary else directory.state
-        last = {} if summary and state == "finished" else last_row(path / METRICS)
+        last = {} if summary and state == "finished" else (read_rows(path / METRICS) or [{}])[-1]
     except (BrokenFile, OSError) as error:
         state, reason = "unreadable", printable(str(error))[:300]
     known = summary | facts
@@ -194,13 +187,13 @@ def _config(file: Path, known: dict[bytes, dict[str, Any]]) -> dict[str, Any] | 
     try:
         text = file.read_bytes()
     except OSError:
-        return read_config(file)
+        return read(file)
     seed = SEED.search(text)
     if file.is_symlink() or seed is None:
-        return read_config(file)
+        return read(file)
     key = SEED.sub(b"", text)
     if key not in known:
-        config = read_config(file)
+        config = read(file)
         if config is None:
             return None
         known[key] = config

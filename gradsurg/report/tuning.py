@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from gradsurg.experiment.run_reader import BrokenFile, read_json
+from gradsurg.experiment.run_reader import BrokenFile, read
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.load import TUNING
 from gradsurg.report.wording import count, listed, title, value
@@ -85,7 +85,7 @@ def read_tunings(
     tunings, faults = [], []
     for file in files:
         try:
-            if (content := read_json(file)) is not None:
+            if (content := read(file)) is not None:
                 tunings.append(_parsed(file, content))
         except BrokenFile as error:
             faults.append(str(error))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import altair as alt
 
-from gradsurg.experiment.run_directory import EFFECTS, METRICS, RunDirectory
+from gradsurg.experiment.run_directory import EFFECTS, EXAMINED, METRICS, RunDirectory
+from gradsurg.experiment.run_reader import known
 from gradsurg.report.arms import Arm, group
 from gradsurg.report.charts import CONFIG, INK, UNCLEAR
 from gradsurg.report.charts import TASKS as COLOURS
@@ -239,7 +240,7 @@ def _layer_table(runs: Sequence[LoadedRun], metric: str) -> Table:
 
 def _saved(runs: Sequence[LoadedRun]) -> dict[str, Any]:  # Any: what JSON can hold
     first = min(runs, key=lambda run: run.seed)
-    return RunDirectory(first.path).read_examined() or {}
+    return known(first.path / EXAMINED)
 
 
 def _draw_numbers(figure: "SubFigure", names: Sequence[str], tables: Sequence[Table]) -> None:

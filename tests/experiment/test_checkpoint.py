@@ -9,6 +9,7 @@ import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import environment
+from gradsurg.experiment.run_reader import known
 from gradsurg.models.mlp import MLP
 from tests.runs import (
     MIXED,
@@ -175,7 +176,7 @@ def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) ->
     with pytest.raises(Torn):
         execute(run, tmp_path, [])
     place = RunDirectory(run.directory(tmp_path))
-    facts, before = place.known_facts(), environment()
+    facts, before = known(place.path / "run.json"), environment()
     assert facts["made_with"] == before
     now = {**before, name: "0.0.1"}
     monkeypatch.setattr("gradsurg.experiment.run_identity.environment", lambda: now)
@@ -187,7 +188,7 @@ def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b'{"state": "fini', b"{}"], ids=["empty", "null", "half", "no state"]
+    "content", [b"", b"null", b'{"state": "fini'], ids=["empty", "null", "half"]
 )
 def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: bytes) -> None:
     run = a_run(MIXED)

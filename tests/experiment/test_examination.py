@@ -13,6 +13,7 @@ from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.run import Run, Until
 from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_reader import read
 from gradsurg.report.terminal import Runs, report
 from gradsurg.tasks.base import Classification, Data, Examination, Examined
 from gradsurg.tasks.digits import Digits
@@ -77,7 +78,7 @@ def test_a_surgery_after_the_last_step_changes_the_examination_only(
     same = {"examined/norm", "arm", "label"}
     differ = {key for key in plain.summary if plain.summary[key] != treated.summary[key]}
     assert {key for key in differ if not key.startswith("time/")} == same
-    firsts = [RunDirectory(one.directory).read_examined() for one in (plain, treated)]
+    firsts = [read(one.directory / "examined.json") for one in (plain, treated)]
     assert firsts[0] != firsts[1]
     assert notes(plain) == notes(treated) == []
 
@@ -95,7 +96,7 @@ def test_an_examination_does_not_change_the_trained_weights(tmp_path: Path) -> N
         for key, value in untimed(whole.summary).items()
         if not key.startswith("examined/")
     }
-    assert RunDirectory(plain.directory).read_examined() is None
+    assert read(plain.directory / "examined.json") is None
 
 
 def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
@@ -113,7 +114,7 @@ def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
         assert torch.rand(()).item() != drawn[0]
 
 
-@pytest.mark.parametrize("broken", ["write_examined", "write_summary"])
+@pytest.mark.parametrize("broken", ["write_examined_effects", "write_summary"])
 def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -124,7 +125,7 @@ def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
         execute(run, tmp_path / "torn", [])
     resumed = execute(run, tmp_path / "torn", [])
     assert_same(resumed, expected)
-    firsts = [RunDirectory(one.directory).read_examined() for one in (resumed, expected)]
+    firsts = [read(one.directory / "examined.json") for one in (resumed, expected)]
     assert firsts[0] == firsts[1]
 
 

@@ -19,9 +19,9 @@ def run(tmp_path):
 def test_metrics_of_several_runs_form_one_table(tmp_path):
     first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
     for step in range(1, 151):
-        first.append_metrics({"step": step, "train/loss": 1})
-    first.append_metrics({"step": 151, "train/loss": 0.5, "test/accuracy": 0.9})
-    second.append_metrics({"step": 1, "train/loss": float("nan")})
+        first.append("metrics.jsonl", [{"step": step, "train/loss": 1}])
+    first.append("metrics.jsonl", [{"step": 151, "train/loss": 0.5, "test/accuracy": 0.9}])
+    second.append("metrics.jsonl", [{"step": 1, "train/loss": float("nan")}])
     table = read_metrics([first.path, second.path])
     assert table["run"].unique(maintain_order=True).to_list() == [str(first.path), str(second.path)]
     assert table["train/loss"].to_list() == [1.0] * 150 + [0.5, None]
@@ -30,7 +30,7 @@ def test_metrics_of_several_runs_form_one_table(tmp_path):
 
 
 def test_a_half_written_last_line_is_not_read(run):
-    run.append_metrics({"step": 1, "train/loss": 0.5})
+    run.append("metrics.jsonl", [{"step": 1, "train/loss": 0.5}])
     with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":2,"train/loss":0.4')
     assert read_metrics([run.path])["step"].to_list() == [1]
@@ -49,7 +49,7 @@ def test_a_file_without_a_whole_line_has_no_rows(run, content):
 
 
 def test_a_broken_line_in_the_middle_is_an_error(run):
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step":\n{"step":3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl has a line that is not JSON"):
@@ -63,20 +63,22 @@ def test_a_run_directory_that_is_not_there_is_an_error(tmp_path):
 
 def test_effect_table_equals_one_computed_by_hand(tmp_path):
     first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
-    first.append_effects(
+    first.append(
+        "effects.jsonl",
         [
             effect(10, 30, 3, cosine=0.5, changed=1, norm_before=2.0),
             effect(20, 10, 1, cosine=0.9, changed=0, norm_before=4.0),
             {**effect(20, 10, 1, cosine=0.1), "site": "b"},
-        ]
+        ],
     )
     # a cosine that is not finite does not count, nor do the calls of its interval
-    second.append_effects(
+    second.append(
+        "effects.jsonl",
         [
             effect(10, 10, 1, cosine=float("nan"), changed=0.5, norm_before=1.0),
             effect(20, 10, 1, cosine=0.2, changed=0.5, norm_before=1.0),
             {**effect(30, 10, 0), "nonfinite": 4},
-        ]
+        ],
     )
     weight, bias = effect_table([first.path, second.path])
     assert weight == {
@@ -96,7 +98,9 @@ def test_effect_table_equals_one_computed_by_hand(tmp_path):
 
 
 def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
-    run.append_effects([effect(step, 5, 5, cosine=float("nan"), zeroed=0.5) for step in (1, 2)])
+    run.append(
+        "effects.jsonl", [effect(step, 5, 5, cosine=float("nan"), zeroed=0.5) for step in (1, 2)]
+    )
     (row,) = effect_table([run.path])
     assert row["cosine"] is None
     assert row["zeroed"] == 0.5

@@ -12,16 +12,25 @@ from threading import Thread
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+import yaml
 
 from gradsurg.experiment import run_directory
-from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_directory import FORMAT, RunDirectory
+from gradsurg.experiment.run_reader import BrokenFile, known, read, read_rows
 from tests.runs import effect
 
 
 @pytest.fixture
 def run(tmp_path):
     return RunDirectory(tmp_path / "study" / "clip-12345678")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def steps(run):
+    return [row["step"] for row in run.read_rows("metrics.jsonl")]
 
 
 def test_a_second_process_waits_for_the_lock_of_a_run(run, caplog):
@@ -45,55 +54,59 @@ def test_a_second_process_waits_for_the_lock_of_a_run(run, caplog):
     assert list(run.path.iterdir()) == []
 
 
-def test_the_lock_is_released_after_an_error(run):
+def test_the_lock_is_released_after_an_error_and_drafts_are_removed(run):
     with pytest.raises(KeyError), run.lock():
         raise KeyError
+    (run.path / ".summary.json.99.tmp").write_text("of a killed process", encoding="utf-8")
     with run.lock():
         assert [path.name for path in run.path.iterdir()] == [".lock"]
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def test_config_can_be_read_back(run):
-    config = {"lr": 1e-6, "model": {"hidden": (64, 64)}, "when": None, "path": "a: b"}
-    run.plan({}, config)
+def test_the_config_is_read_back_and_not_replaced(run):
+    run.plan({}, {"lr": 1e-6, "model": {"hidden": (64, 64)}, "when": None, "path": "a: b"})
     expected = {"lr": 1e-6, "model": {"hidden": [64, 64]}, "when": None, "path": "a: b"}
-    assert OmegaConf.to_container(OmegaConf.load(run.path / "config.yaml")) == expected
+    run.plan({}, {"lr": 1})
+    assert yaml.safe_load((run.path / "config.yaml").read_bytes()) == expected
+
+
+def test_facts_are_merged_with_those_of_earlier_commands(run):
+    assert read(run.path / "run.json") is None
+    plain = {"controls": {"plain": "none-seed0-00000000"}}
+    run.plan({"arm": "treated", "command": ["a"], "looked": 3, **plain}, {})
+    run.plan({"arm": "treated", "controls": {"placebo": "p"}}, {})
+    both = {"control": "none-seed0-00000000", "controls": {**plain["controls"], "placebo": "p"}}
+    expected = {"command": ["a"], "looked": 3, "arm": "treated", **both}
+    assert known(run.path / "run.json") == expected
+    run.add_facts({"arm": "other", "controls": {}, "measured": {"margin": "1%"}})
+    later = {"measured": {"margin": "1%"}, "margin_after": True}
+    assert known(run.path / "run.json") == expected | later
+    run.plan({"arm": "treated", **plain}, {})
+    assert known(run.path / "run.json") == expected | {"margin_after": True}
 
 
 def test_rows_are_written_at_once_one_per_line(run):
-    run.append_metrics({"step": 10, "train/loss": 0.1})
+    run.append("metrics.jsonl", [{"step": 10, "train/loss": 0.1}])
     assert lines(run.path / "metrics.jsonl") == [{"step": 10, "train/loss": 0.1}]
-    run.append_effects([effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
-    run.append_effects([])
+    run.append("effects.jsonl", [effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
+    run.append("effects.jsonl", [])
     assert [row["cosine"] for row in lines(run.path / "effects.jsonl")] == [0.5, 0.6]
 
 
 def test_a_number_that_is_not_finite_is_null_and_listed(run):
-    row = {"step": 1, "train/loss": float("nan"), "a": float("-inf"), "b": 1.0}
-    run.append_metrics(row)
-    assert lines(run.path / "metrics.jsonl") == [
-        {"step": 1, "train/loss": None, "a": None, "b": 1.0, "not_finite": "train/loss=nan a=-inf"}
-    ]
-
-
-def test_a_number_that_is_not_finite_in_a_list_is_listed_with_its_index(run):
     nan, inf = float("nan"), float("inf")
-    others = {"mgda": {"cosine": nan}}
-    run.append_conflicts([{"norms": [1.0, inf], "cosines": [[1.0, nan], [-1.0]], "others": others}])
+    run.append(
+        "conflicts.jsonl",
+        [{"a": -inf, "n": [1.0, inf], "c": [[nan], [-1]], "o": {"m": {"c": nan}}}],
+    )
     (row,) = lines(run.path / "conflicts.jsonl")
-    assert row.pop("not_finite") == "norms.1=inf cosines.0.1=nan others.mgda.cosine=nan"
-    empty = {"mgda": {"cosine": None}}
-    assert row == {"norms": [1.0, None], "cosines": [[1.0, None], [-1.0]], "others": empty}
+    assert row.pop("not_finite") == "a=-inf n.1=inf c.0.0=nan o.m.c=nan"
+    assert row == {"a": None, "n": [1.0, None], "c": [[None], [-1]], "o": {"m": {"c": None}}}
 
 
 def test_summary_makes_a_run_finished(run):
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     assert not run.finished
-    with pytest.raises(FileNotFoundError, match=r"summary\.json"):
-        run.read_summary()
+    assert run.read_summary() == {}
     run.write_summary({"state": "diverged", "test/loss": float("inf"), "sites": ("a", "b")})
     assert run.finished
     expected = {"state": "diverged", "test/loss": None, "sites": ["a", "b"]}
@@ -105,13 +118,12 @@ def test_a_partly_written_summary_does_not_finish_a_run(run, monkeypatch, moment
     def stop(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run.append_metrics({"step": 1})
-    (run.path / "metrics.jsonl").rename(run.path / "kept")
+    run.path.mkdir(parents=True)
     monkeypatch.setattr(os, moment, stop)
     with pytest.raises(OSError, match=r"No space left on device: '.*summary\.json'"):
         run.write_summary({"state": "finished"})
     assert not run.finished
-    assert [path.name for path in run.path.iterdir()] == ["kept"]
+    assert list(run.path.iterdir()) == []
 
 
 def test_an_error_names_the_directory_that_cannot_be_written(tmp_path):
@@ -125,46 +137,36 @@ def test_a_checkpoint_is_read_back_bit_identical(run):
     state = {
         "model": {"w": torch.randn(3, dtype=torch.float64)},
         "rng": torch.random.get_rng_state(),
-        "step": 7,
         "order": [3, 1, 2],
     }
     run.save_checkpoint(state)
     loaded = run.load_checkpoint()
-    assert loaded is not None
     assert torch.equal(loaded["model"]["w"], state["model"]["w"])
     assert torch.equal(loaded["rng"], state["rng"])
-    assert (loaded["step"], loaded["order"]) == (7, [3, 1, 2])
+    assert loaded["order"] == [3, 1, 2]
 
 
 def test_resuming_drops_rows_after_the_checkpoint(run):
-    run.append_metrics({"step": 10})
-    run.append_effects([effect(10, 5, 5)])
+    run.append("metrics.jsonl", [{"step": 10}])
+    run.append("effects.jsonl", [effect(10, 5, 5)])
     run.save_checkpoint({"step": 10})
-    contents = {
-        name: (run.path / name).read_bytes()
-        for name in (run_directory.METRICS, run_directory.EFFECTS)
-    }
-    run.append_metrics({"step": 20})
-    run.append_effects([effect(20, 5, 5)])
+    contents = {file: file.read_bytes() for file in run.path.glob("*.jsonl")}
+    run.append("metrics.jsonl", [{"step": 20}])
+    run.append("effects.jsonl", [effect(20, 5, 5)])
+    run.append("conflicts.jsonl", [{"step": 20}])
     with (run.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 30, "train/lo')
+    assert steps(run) == [10, 20]
     assert RunDirectory(run.path).load_checkpoint() == {"step": 10}
-    assert {name: (run.path / name).read_bytes() for name in contents} == contents
-    run.append_metrics({"step": 20})
-    assert [row["step"] for row in lines(run.path / "metrics.jsonl")] == [10, 20]
-
-
-def test_without_a_checkpoint_a_run_starts_with_empty_files(run):
+    assert {file: file.read_bytes() for file in contents} == contents
+    assert run.read_rows("conflicts.jsonl") == []
+    (run.path / "checkpoint.pt").unlink()
     assert run.load_checkpoint() is None
-    run.append_metrics({"step": 10})
-    run.append_effects([effect(10, 5, 5)])
-    assert run.load_checkpoint() is None
-    assert (run.path / "metrics.jsonl").read_bytes() == b""
-    assert (run.path / "effects.jsonl").read_bytes() == b""
+    assert not any(file.read_bytes() for file in run.path.glob("*.jsonl"))
 
 
 def test_missing_rows_before_the_checkpoint_are_an_error(run):
-    run.append_metrics({"step": 10})
+    run.append("metrics.jsonl", [{"step": 10}])
     run.save_checkpoint({"step": 10})
     (run.path / "metrics.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes but had 12 .*force=true"):
@@ -187,33 +189,40 @@ def sealed(checkpoint) -> bytes:
     return buffer.getvalue() + sha256(buffer.getvalue()).digest()
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
-def test_a_broken_checkpoint_is_a_new_start_with_one_line(run, caplog, content) -> None:
-    run.append_metrics({"step": 1})
+EARLIER = {"state": {"step": 1}, "sizes": {}}
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken" * 9, sealed(EARLIER)])
+def test_a_checkpoint_that_is_broken_or_of_before_is_a_new_start_with_one_line(
+    run, caplog, content
+) -> None:
+    run.append("metrics.jsonl", [{"step": 1}])
     (run.path / "checkpoint.pt").write_bytes(content)
     assert run.load_checkpoint() is None
     (message,) = caplog.messages
     assert re.search(r"checkpoint\.pt is damaged .* the run starts from step 0$", message)
     assert (run.path / "metrics.jsonl").read_bytes() == b""
+    (run.path / "checkpoint.pt").write_bytes(sealed({**EARLIER, "format": FORMAT}))
+    assert run.load_checkpoint() == {"step": 1}
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before_with_its_rows(run, caplog) -> None:
     for step in (10, 20, 30):
-        run.append_metrics({"step": step})
+        run.append("metrics.jsonl", [{"step": step}])
         run.save_checkpoint({"step": step})
     path = run.path / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-50])
     assert run.load_checkpoint() == {"step": 20}
-    assert [row["step"] for row in run.read_rows("metrics.jsonl")] == [10, 20]
+    assert steps(run) == [10, 20]
     (message,) = caplog.messages
     assert message.endswith("trying checkpoint_previous.pt")
-    run.append_metrics({"step": 31})
+    run.append("metrics.jsonl", [{"step": 31}])
     run.save_checkpoint({"step": 31})  # the damaged one must not become the one before
     path.write_bytes(b"")
     assert run.load_checkpoint() == {"step": 20}
     (run.path / "checkpoint_previous.pt").write_bytes(b"")
     assert run.load_checkpoint() is None
-    assert run.read_rows("metrics.jsonl") == []
+    assert steps(run) == []
 
 
 def test_a_finished_run_has_one_checkpoint(run) -> None:
@@ -230,54 +239,57 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
 
     run.path.mkdir(parents=True)
     (run.path / "checkpoint.pt").write_bytes(sealed({"state": Payload(), "sizes": {}}))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(Exception, match="Weights only load failed"):
         run.load_checkpoint()
     assert not (run.path / "executed").exists()
 
 
-def test_clear_removes_the_runs_files_and_no_other(run):
+def test_clear_removes_the_summary_first_and_leaves_the_facts_and_files_of_others(run, monkeypatch):
     run.clear()
-    run.plan({}, {"a": 1})
-    run.append_metrics({"step": 1})
-    run.append_effects([effect(1, 1, 1)])
+    run.plan({"arm": "treated"}, {"a": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
+    run.append("effects.jsonl", [effect(1, 1, 1)])
+    run.append("conflicts.jsonl", [{"step": 1}])
+    run.save_checkpoint({"step": 1})
+    run.write_summary({"state": "finished"})
     run.save_checkpoint({"step": 1})
     run.write_error("it broke")
-    run.write_landscape({"x1": [1.0]})
-    run.write_examined({"maps": [1.0]})
-    run.write_summary({"state": "finished"})
-    (run.path / ".summary.json.99.tmp").write_text("of a killed process", encoding="utf-8")
+    for name in ("landscape", "examined"):
+        run.write_json(f"{name}.json", {})
+    run.write_examined_effects([])
     (run.path / "wandb").mkdir()
+    removed, unlink = [], run_directory.Path.unlink
+
+    def noted(path, **options):
+        removed.append(path.name)
+        unlink(path, **options)
+
+    monkeypatch.setattr(run_directory.Path, "unlink", noted)
     run.clear()
-    assert [path.name for path in run.path.iterdir()] == ["wandb"]
-
-
-def test_the_facts_of_a_planned_run_can_be_read(run):
-    assert run.read_facts() is None
-    run.plan({"arm": "treated", "control": None}, {"lr": 0.1})
-    assert run.read_facts() == {"arm": "treated", "control": None}
-    run.plan({"arm": "treated", "control": "none-seed0-00000000"}, {"lr": 0.1})
-    assert run.read_facts() == {"arm": "treated", "control": "none-seed0-00000000"}
+    assert removed[0] == "summary.json"
+    assert sorted(path.name for path in run.path.iterdir()) == ["run.json", "wandb"]
 
 
 def test_the_state_follows_from_the_files(run):
     assert run.state == "planned"
     run.plan({}, {"lr": 0.1})
     assert run.state == "planned"
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     assert run.state == "interrupted"
-    run.write_error("Traceback\n  somewhere\nValueError: it broke\n")
+    run.write_error("Traceback\n  somewhere\nValueError: it\x1b[1m broke\n")
+    assert (run.state, run.reason) == ("failed", "ValueError: it\\x1b[1m broke")
+    (run.path / "error.log").unlink()
+    assert (run.state, run.reason) == ("interrupted", "")
+    (run.path / "summary.json").write_text("{half", encoding="utf-8")
     assert run.state == "failed"
-    assert run.reason == "ValueError: it broke"
-    run.clear_error()
-    assert run.state == "interrupted"
-    assert run.reason == ""
+    assert run.reason.startswith("summary.json cannot be read: ")
     for state in ("diverged", "finished"):
         run.write_summary({"state": state})
         assert run.state == state
 
 
 def test_a_run_is_running_until_the_process_with_its_lock_ends(run):
-    run.append_metrics({"step": 1})
+    run.append("metrics.jsonl", [{"step": 1}])
     code = "import sys; from gradsurg.experiment.run_directory import RunDirectory\n"
     code += "with RunDirectory(sys.argv[1]).lock():\n    print(flush=True); input()"
     with subprocess.Popen(
@@ -289,15 +301,6 @@ def test_a_run_is_running_until_the_process_with_its_lock_ends(run):
         other.kill()
     assert (run.path / ".lock").exists()
     assert run.state == "interrupted"
-
-
-def test_clear_removes_the_summary_first(run, monkeypatch):
-    run.plan({}, {"a": 1})
-    run.write_summary({"state": "finished"})
-    removed = []
-    monkeypatch.setattr(run_directory.Path, "unlink", lambda path, **_: removed.append(path.name))
-    run.clear()
-    assert removed[0] == "summary.json"
 
 
 @pytest.mark.parametrize("write", ["write_summary", "save_checkpoint"])
@@ -318,3 +321,15 @@ def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch, wr
     monkeypatch.setattr(os, "replace", replaced)
     getattr(run, write)({"step": 1})
     assert calls[-3:] == ["sync of a file", "replace", "sync of the folder"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("run.json", b"{half"), ("run.json", b"[1]"), ("run.json", b"\xff"), ("config.yaml", b"a: [")],
+)
+def test_a_broken_file_is_one_line_that_names_it(tmp_path, name, content) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BrokenFile, match=name + " (cannot be read: |must be a mapping)"):
+        read(tmp_path / name)
+    assert known(tmp_path / name) == {}
+    assert read_rows(tmp_path / "metrics.jsonl") == []

@@ -113,7 +113,7 @@ def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
 def test_many_runs_are_counted_and_timed_before_they_start(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurg.experiment.cli.ANNOUNCED_RUNS", 3)
+    monkeypatch.setattr("gradsurg.experiment.planning.ANNOUNCED_RUNS", 3)
     ended = here("-m", CLIP, "model=mlp,linear", *SHORT)
     first = ended.err.splitlines()[0]
     assert first.startswith("2 jobs, 4 runs of 1 steps: about ")
@@ -165,7 +165,7 @@ def test_the_difference_that_the_seeds_can_find_is_told_by_finished_controls(
 
 def test_very_many_runs_are_planned_with_yes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradsurg.experiment.build.MAX_RUNS", 1)
-    monkeypatch.setattr("gradsurg.experiment.cli.MAX_RUNS", 1)
+    monkeypatch.setattr("gradsurg.experiment.planning.MAX_RUNS", 1)
     assert here(CLIP, *SHORT).code == 2
     assert here(CLIP, "yes=true", *SHORT).code == 0
 

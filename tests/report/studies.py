@@ -54,8 +54,8 @@ def plan(
 def log(place: RunDirectory, label: str, steps: int = STEPS, loss: float = 1.0) -> None:
     """A line of metrics and one of effects for each site, every ten steps."""
     for step in range(10, steps + 1, 10):
-        place.append_metrics({"step": step, "train/loss": loss / step})
-        place.append_effects([effect(label, site, step) for site in SITES])
+        place.append("metrics.jsonl", [{"step": step, "train/loss": loss / step}])
+        place.append("effects.jsonl", [effect(label, site, step) for site in SITES])
 
 
 def effect(label: str, site: str, step: int, **more: object) -> dict[str, object]:
@@ -100,11 +100,11 @@ def clashing(folder: Path, count: int = 2, arms: tuple[str, ...] = ("pcgrad",)) 
             mine = {} if label == "none" else {"aggregator": {"name": label}, "transform": {}}
             place = plan(folder, label, seed, controls.get(seed), **shared, **mine)
             for step in range(10, STEPS + 1, 10):
-                place.append_metrics({"step": step, "train/loss": 1 / step})
+                place.append("metrics.jsonl", [{"step": step, "train/loss": 1 / step}])
                 lost = [-0.25, *(0.5 + 0.1 * task for task in range(1, count))]
                 more = {"decrease": lost} if label == "none" and step == STEPS else {}
                 row = conflict(label, step - 10, 0.1 * seed + 0.25 - step / 100, count, **more)
-                place.append_conflicts([row])
+                place.append("conflicts.jsonl", [row])
             end(place, label, 0.9 - seed / 10 if label == "none" else 0.95 - seed / 10)
             controls.setdefault(seed, place.path.name)
     return folder
@@ -173,8 +173,8 @@ def mixed(folder: Path) -> Path:
     for seed, accuracy in enumerate((0.7, 0.71)):
         whole(folder, "zero", seed, accuracy, controls[seed])
     broken = plan(folder, "zero", 2, controls[2])
-    broken.append_metrics({"step": 10, "train/loss": 2.0})
-    broken.append_metrics({"step": 20, "train/loss": float("nan")})
+    broken.append("metrics.jsonl", [{"step": 10, "train/loss": 2.0}])
+    broken.append("metrics.jsonl", [{"step": 20, "train/loss": float("nan")}])
     end(broken, "zero", float("nan"), "diverged", steps=20)
     failed = plan(folder, "noise", 0, controls[0])
     failed.write_error("Traceback (most recent call last):\n  x\nValueError: <b>no</b> room\n")
@@ -203,9 +203,11 @@ def toy(folder: Path) -> Path:
             task = {"name": "toy", "start": [start, 1.0]}
             place = plan(folder, label, 0, controls.get(start), task=task)
             controls.setdefault(start, place.path.name)
-            place.write_landscape({**GROUND, "start": [start, 1.0]})
+            place.write_json("landscape.json", {**GROUND, "start": [start, 1.0]})
             for step in (10, 20):
-                place.append_metrics({"step": step, "test/x1": start, "test/x2": 1 - step / 20})
+                place.append(
+                    "metrics.jsonl", [{"step": step, "test/x1": start, "test/x2": 1 - step / 20}]
+                )
             end(place, label, 0.5, **{"test/x1": 1.0, "test/x2": -1.0}, **several(start, 1.0))
     return folder
 

@@ -223,7 +223,7 @@ def test_an_arm_whose_control_is_the_treatment_itself_is_in_no_correction(tmp_pa
             control = studies.whole(tmp_path, f"norm_matched-{label}", seed, 0.8, arm="control")
             place = studies.plan(tmp_path, label, seed, control)
             rows = [studies.effect(label, site, 10, cosine=cosine) for site in studies.SITES]
-            place.append_effects(rows)
+            place.append("effects.jsonl", rows)
             studies.end(place, label, 0.9 + seed / 100)
     frame = of_folder(tmp_path)
     scale, clip = row(frame, "scale"), row(frame, "clip")

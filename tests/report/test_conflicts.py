@@ -33,7 +33,7 @@ def study_of(folder: Path, *runs: Rows, label: str = "mgda", **more: object) -> 
     """A study of one arm, a seed for each list of rows."""
     mine = {} if label == "none" else {"aggregator": {"name": label}, "transform": {}}
     for seed, rows in enumerate(runs):
-        studies.plan(folder, label, seed, **mine, **more).append_conflicts(rows)
+        studies.plan(folder, label, seed, **mine, **more).append("conflicts.jsonl", rows)
     return read_study(folder)
 
 
@@ -172,7 +172,9 @@ def test_updates_that_are_shorter_than_the_controls_are_told_with_what_to_do(
     for label, length in (("mean", 1.0), ("upgrad", 0.5)):
         for path in folder.glob(f"{label}-*"):
             (path / CONFLICTS).unlink()
-            studies.RunDirectory(path).append_conflicts([conflict(label, 0, norm_to_mean=length)])
+            studies.RunDirectory(path).append(
+                "conflicts.jsonl", [conflict(label, 0, norm_to_mean=length)]
+            )
     (told,) = about_lengths(read_study(folder))
     assert "0.5 (mean) and 0.25 (upgrad) times as long as the control's" in told
     assert "pcgrad" not in told

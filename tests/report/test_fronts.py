@@ -169,7 +169,7 @@ def ground(study: Path) -> Landscape:
 def toy_run(folder: Path, **content: object) -> studies.RunDirectory:
     """A run of a toy task that has logged nothing, and its landscape."""
     place = studies.plan(folder, "clip", 0)
-    place.write_landscape({**studies.GROUND, "start": [0, 0], **content})
+    place.write_json("landscape.json", {**studies.GROUND, "start": [0, 0], **content})
     return place
 
 
@@ -218,7 +218,7 @@ def test_a_run_that_logged_no_place_has_its_start_and_its_end(tmp_path: Path) ->
 def test_a_long_way_is_thinned_and_keeps_its_ends(tmp_path: Path) -> None:
     place = toy_run(tmp_path / "toy")
     for step in range(1, 1001):
-        place.append_metrics({"step": step, "test/x1": step / 1000, "test/x2": 0.5})
+        place.append("metrics.jsonl", [{"step": step, "test/x1": step / 1000, "test/x2": 0.5}])
     way = points_of(ground(tmp_path / "toy"), "clip")
     assert MAX_PLACES / 2 < len(way) <= MAX_PLACES
     assert (way[0], way[-1]) == ((0, 0), (1, 0.5))

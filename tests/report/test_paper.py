@@ -22,7 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for seed, control in enumerate(controls):
                 accuracy = 0.8 + dose / 10 + seed / 100
                 run = studies.whole(place, "clip", seed, accuracy, control, value=dose, **more)
-                studies.RunDirectory(place / run).append_metrics({"step": 41, "test/accuracy": 1})
+                studies.RunDirectory(place / run).append(
+                    "metrics.jsonl", [{"step": 41, "test/accuracy": 1}]
+                )
     return place
 
 

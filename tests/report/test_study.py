@@ -1,6 +1,5 @@
 """A study is read as it lies there, whatever state its runs are in, and grouped into arms."""
 
-import json
 import os
 from pathlib import Path
 
@@ -80,8 +79,8 @@ def test_only_the_runs_asked_for_and_their_controls_are_read(tmp_path: Path) -> 
 
 
 DAMAGES = {
-    "summary.json": ["", "null", "{half", '{"state": "finished", "test/accuracy": "0.9"}'],
-    "run.json": ["null", '{"controls": [1]}', '{"seed": "0"}', '{"measured": [1]}'],
+    "summary.json": ["", "null", "{half"],
+    "run.json": ["null"],
     "config.yaml": ["a: [", "3", "a: !!x 3"],
     "metrics.jsonl": ["null\n", '{"step": "x"}\n'],
     "effects.jsonl": ["3\n", '{"step": 1, "site": "a", "transform": "b", "cosine": "x"}\n'],
@@ -121,28 +120,6 @@ def test_a_run_with_a_broken_summary_stays_in_its_arm(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("control", ["../private", "..", "", "/etc", "a/b", ["x"]])
-def test_a_control_outside_of_the_study_is_refused(tmp_path: Path, control: object) -> None:
-    studies.paired(tmp_path, "clip", [0.1])
-    file = next(tmp_path.glob("clip-*/run.json"))
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**facts, "control": control}), encoding="utf-8")
-    (broken,) = [run for run in read_runs(tmp_path) if run.state == "unreadable"]
-    assert broken.path == file.parent
-    assert broken.reason.startswith("run.json control: ")
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "run.json"])
-def test_a_link_to_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "private").write_text("seed: 1\n", encoding="utf-8")
-    studies.paired(tmp_path / "first", "clip", [0.1])
-    file = next((tmp_path / "first").glob(f"clip-*/{name}"))
-    file.unlink()
-    file.symlink_to(tmp_path / "private")
-    (broken,) = [run for run in read_runs(tmp_path / "first") if run.state == "unreadable"]
-    assert broken.reason == f"{name} is a link to a place outside of the study"
-
-
 def test_a_study_is_four_data_frames_that_share_run_arm_and_seed(tmp_path: Path) -> None:
     study = read_study(studies.paired(tmp_path, "clip", [-0.25]))
     clip = pl.col("arm") == "clip"
@@ -166,10 +143,10 @@ def test_a_key_that_is_a_number_in_one_run_and_a_word_in_another_is_text(tmp_pat
 def test_the_area_under_a_curve_is_its_mean_height(tmp_path: Path) -> None:
     place = studies.plan(tmp_path, "clip", 0)
     for step, loss in ((10, 4.0), (20, 2.0), (40, 1.0)):
-        place.append_metrics({"step": step, "train/loss": loss, "test/x1": 1.0})
+        place.append("metrics.jsonl", [{"step": step, "train/loss": loss, "test/x1": 1.0}])
     studies.end(place, "clip", 0.5)
     one_point = studies.plan(tmp_path, "clip", 1)
-    one_point.append_metrics({"step": 10, "train/loss": 4.0})
+    one_point.append("metrics.jsonl", [{"step": 10, "train/loss": 4.0}])
     studies.end(one_point, "clip", 0.5)
     study = read_study(tmp_path)
     assert study.areas["value"].to_list() == [(10 * 3.0 + 20 * 1.5) / 30]

@@ -480,7 +480,7 @@ def examined(label: str, seed: int, folder: Path, number: float) -> LoadedRun:
     run = found(label, seed, {**numbers, "examined/ssim/a": 0.2, "test/loss": 1.0}, folder)
     one = [[1.0, -0.5], [0.0, number]]
     told = {"images": [one, one], "maps": {name: [one, one] for name in ("trained", "b", "a")}}
-    RunDirectory(run.path).write_examined(told)
+    RunDirectory(run.path).write_json("examined.json", told)
     return run
 
 

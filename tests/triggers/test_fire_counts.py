@@ -81,7 +81,7 @@ def test_counts_are_written_to_the_files_and_summed_in_their_table(tmp_path: Pat
                 optimizer.zero_grad()
                 model(size).backward()
                 optimizer.step()
-            run.append_effects([{"step": step, **row} for row in live.effects.fetch()])
+            run.append("effects.jsonl", [{"step": step, **row} for row in live.effects.fetch()])
     lines = (run.path / "effects.jsonl").read_text(encoding="utf-8").splitlines()
     assert [(json.loads(line)["seen"], json.loads(line)["calls"]) for line in lines] == [
         (2, 1),

@@ -1,0 +1,250 @@
+"""The runs of a command: counted and written down before training, reported on after it."""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+from math import sqrt
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from gradsurg.effects.tables import aligned
+from gradsurg.experiment.build import Experiment
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.overrides import MAX_RUNS, too_many
+from gradsurg.experiment.run import Run
+from gradsurg.experiment.run_directory import (
+    CONFIG,
+    ENDED,
+    ERROR,
+    FACTS,
+    SUMMARY,
+    RunDirectory,
+    RunState,
+    merged_facts,
+)
+from gradsurg.experiment.run_identity import edited_modules
+from gradsurg.experiment.run_reader import known
+from gradsurg.experiment.trial_step import step_seconds
+from gradsurg.experiment.tuning import HEADLINE
+from gradsurg.plugins.messages import printable, tell, terminal_width
+from gradsurg.stats import detectable_effect, seeds_needed
+
+ANNOUNCED_RUNS = 100  # more are announced with a time before they start
+ANNOUNCED_SECONDS = 3600  # and so are fewer that take longer than this
+TIMED_STEPS = 10_000  # of fewer no step is timed: that takes a few steps itself
+MIN_CONTROLS = 6  # finished control runs by whose spread an effect is told before training
+
+STATES: dict[RunState, str] = {
+    "failed": "failed before",
+    "interrupted": "interrupted before, to resume",
+    "running": "running in another process",
+    "planned": "to train",
+    "diverged": "diverged before, skipped",
+    "finished": "finished before, skipped",
+}
+"""The state of a run before the command, worst first."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The overrides of one job, its runs, and the folder of their studies."""
+
+    words: Sequence[str]
+    runs: Sequence[Run]
+    out: Path
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories of the runs."""
+        return [run.directory(self.out) for run in self.runs]
+
+
+def announce(experiments: Sequence[Experiment]) -> None:
+    """Print the number of runs left to train and about how long they take, if it is much.
+
+    A run that jobs share counts once. Raises ConfigError if there are very many without `yes`.
+    """
+    settings = experiments[0].settings
+    runs: dict[Path, Run] = {}
+    for each in experiments:
+        later = () if each.compared else each.pairs  # once a tuning has chosen their values
+        own = [*each.runs, *(run for pair in later for run in pair.runs)]
+        runs |= {run.directory(Path(each.settings.out)): run for run in own}
+    if len(runs) > MAX_RUNS and not settings.yes:
+        raise ConfigError([f"sweep: {too_many(len(runs), 'runs')}"])
+    left = [run for path, run in runs.items() if settings.force or not (path / SUMMARY).is_file()]
+    steps = sum(run.schedule.steps * run.compute.accumulate for run in left)
+    are_many = len(left) > ANNOUNCED_RUNS or (settings.splits > 1 and left)
+    seconds = steps * step_seconds(left[0]) if are_many or steps >= TIMED_STEPS else 0
+    if not are_many and seconds < ANNOUNCED_SECONDS:
+        return
+    text = f"{len(left):,} runs of {left[0].schedule.steps:,} steps"
+    if len(experiments) > 1:
+        text = f"{len(experiments):,} jobs, {text}"
+    elif settings.splits > 1:
+        seeds, arms = len(settings.all_seeds), len(experiments[0].pairs[0].runs)
+        text += f" ({seeds} seeds x {settings.splits} splits x {arms} arms)"
+    tell(f"{text}: about {_duration(seconds)} on {left[0].device}, by a step without surgery")
+
+
+def edited_lines(jobs: Iterable[Job]) -> list[str]:
+    """Return a line for each job whose first run was trained with other source of a user's code."""
+    lines: dict[str, None] = {}
+    trained: dict[str, dict[str, Mapping[str, object]]] = {}  # their configs, by label and seed
+    for job in jobs:
+        run = next((run for run in job.runs if run.identity["sources"]), None)
+        if run is None or (path := run.directory(job.out)).exists():
+            continue
+        if (stem := path.name.rpartition("-")[0]) not in trained:
+            found = sorted(path.parent.glob(f"{escape(stem)}-{'[0-9a-f]' * 8}"))
+            trained[stem] = {before.name: known(before / CONFIG) for before in found}
+        for name, before in trained[stem].items():
+            if modules := edited_modules(before, run.identity):
+                files = ", ".join(dict.fromkeys(map(_file_of, modules)))
+                lines[f"{files}: edited since {name} was trained; trained anew beside it"] = None
+                break
+    return [*lines]
+
+
+def power_line(experiments: Sequence[Experiment]) -> str:
+    """Return a line if the seeds or splits of a command are too few for its arms, else one with the
+    difference that they can find; empty if nothing is compared or known.
+    """
+    pairs = [pair for experiment in experiments for pair in experiment.pairs]
+    treated = [pair.treated for pair in pairs if pair.treated and pair.treated.controls]
+    seeds = {run.seed for run in treated}
+    splits = {getattr(run.task, "split_seed", None) for run in treated}
+    n, unit = (len(splits), "splits") if len(splits) > 1 else (len(seeds), "seeds")
+    if n < 2:
+        return ""
+    if n < (least := seeds_needed(1)):
+        rule = "no difference can be significant (p <= 0.05)"
+        return f"{n} {unit}: {rule}; {unit}={least} are the fewest that allow it"
+    arms = len({_arm(run.identity, "model", "task") for run in treated})
+    if arms < len({_arm(run.identity) for run in treated}):  # of several models or tasks
+        return ""
+    if n < (least := seeds_needed(arms)):
+        rule = f"an arm that differs alone needs {unit}={least} to be significant (q <= 0.05)"
+        return f"{arms} arms with {n} {unit}: {rule}"
+    return _detectable(experiments[0], n) if unit == "seeds" else ""
+
+
+def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
+    """Write down each run once as planned, and return how many runs are in each state.
+
+    With `force` the files of earlier runs are removed here, once: two jobs may share a control, and
+    a job that is started again on another machine must resume from its checkpoint. A run that is
+    new has the number of finished runs of its arm as `looked`, if there are some.
+    """
+    runs: dict[Path, Run] = {}
+    facts: dict[Path, dict[str, Any]] = {}  # Any: any JSON value
+    for job in jobs:
+        for path, run in zip(job.paths, job.runs, strict=True):
+            now = run.facts | {"command": list(job.words)}
+            runs[path], facts[path] = run, merged_facts(facts.get(path, {}), now)
+    before = {path: "planned" if force else RunDirectory(path).recorded_state for path in runs}
+    arms = {path: (path.parent, _arm(run.identity)) for path, run in runs.items()}  # tunings apart
+    looked = Counter(arms[path] for path, state in before.items() if state in ENDED)
+    states: Counter[RunState] = Counter()
+    for path, state in before.items():
+        directory = RunDirectory(path)
+        if state in ENDED:
+            directory.add_facts(facts[path])
+        else:
+            with directory.lock(wait=force) as alone:
+                if alone and force:
+                    directory.clear()
+                if (number := looked[arms[path]]) and not (path / FACTS).is_file():
+                    facts[path]["looked"] = number
+                state = directory.recorded_state if alone else "running"
+                if alone:
+                    directory.plan(facts[path], runs[path].identity)
+        states[state] += 1
+    return states
+
+
+def summary_line(num_jobs: int, states: Counter[RunState], retry_failed: bool) -> str:
+    """Return one line with the number of jobs, and of runs in each state."""
+    failed = ", tried again" if retry_failed else ", not retried (retry_failed=false)"
+    counts = [f"{n} {STATES[state]}{failed * (state == 'failed')}" for state, n in states.items()]
+    jobs = f"{num_jobs} job{'s' if num_jobs > 1 else ''}"
+    return f"{jobs}, {states.total()} runs: {'; '.join(counts)}"
+
+
+def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
+    """Return a table with the state of each job, and whether all runs have finished."""
+    values: dict[str, set[str]] = {}
+    for word in (word for job in jobs for word in job.words):
+        values.setdefault(word.partition("=")[0], set()).add(word)
+    rows = [["job", "state", "reason"]]
+    for job in jobs:
+        words = " ".join(word for word in job.words if len(values[word.partition("=")[0]]) > 1)
+        state, reason = _outcome(job)
+        rows.append([printable(words) or "(the only one)", state, printable(reason)])
+    width = [width] if (width := terminal_width(sys.stdout)) else []
+    return aligned(rows, (0, 2), *width), {"finished"} == {state for _, state, _ in rows[1:]}
+
+
+def _duration(seconds: float) -> str:
+    units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
+    length, unit = next((each for each in units if seconds >= 2 * each[0]), (1, "seconds"))
+    return f"{seconds / length:,.0f} {unit}"
+
+
+def _file_of(name: str) -> str:
+    """Return the file of a module, or of the module of a dotted path; the name without one."""
+    modules = (sys.modules.get(module) for module in (name, name.rpartition(".")[0]))
+    file = next(filter(None, (getattr(module, "__file__", None) for module in modules)), None)
+    return printable(os.path.relpath(file)) if file else name
+
+
+def _detectable(experiment: Experiment, seeds: int) -> str:
+    """Return a line with the difference that so many seeds can find, by the finished controls."""
+    out = Path(experiment.settings.out)
+    controls = {pair.control.directory(out) for pair in experiment.pairs if pair.control}
+    ended = [one for path in controls if (one := known(path / SUMMARY)).get("state") == "finished"]
+    headline = [f"test/{name}" for name in HEADLINE if any(f"test/{name}" in one for one in ended)]
+    metric = experiment.settings.metric or next(iter(headline), "")
+    values = [float(x) for one in ended if isinstance(x := one.get(metric), int | float)]
+    if len(values) < MIN_CONTROLS or len(set(values)) == 1:
+        return ""
+    effect = detectable_effect(seeds, sqrt(2) * stdev(values))
+    assert effect is not None  # as there are enough seeds for the test
+    share = metric.rpartition("/")[2].startswith("accuracy")
+    size = f"{100 * effect:.2g} pp" if share else f"{effect:.2g}"
+    return (
+        f"{seeds} seeds can find a difference of {size} in {metric.replace('/', ' ')} (80 % power, "
+        f"from the spread of {len(values)} control runs)"
+    )
+
+
+def _arm(identity: Mapping[str, Any], *groups: str) -> str:  # Any: any JSON value
+    """Return a text that is equal for the runs of one arm, whatever the seed, split and groups."""
+    same = {**identity, "task": {**identity["task"], "split_seed": None}}
+    return json.dumps(same | dict.fromkeys(("seed", *groups)), sort_keys=True, default=repr)
+
+
+def _outcome(job: Job) -> tuple[str, str]:
+    """Return the worst state of a job's runs, and the reason of the first run in that state."""
+    directories = [RunDirectory(path) for path in job.paths]
+    states = [directory.state for directory in directories]
+    worst = min(states, key=[*STATES].index)
+    if worst == "finished":
+        return worst, ""
+    count, first = states.count(worst), directories[states.index(worst)]
+    state = worst if count == len(states) else f"{count} of {len(states)} runs {worst}"
+    place = os.path.relpath(first.path)
+    if worst == "failed":
+        return state, f"{first.reason} ({os.path.join(place, ERROR)})"
+    summary = first.read_summary()
+    if made := summary.get("nonfinite"):
+        what = f"{made['transform']} returned NaN or infinity for a finite gradient"
+        return state, f"{place}: {what} at site '{made['site']}', step {made['step']}"
+    if (step := summary.get("diverged_step")) is not None:
+        return state, f"{place}: the loss of step {step} was not finite"
+    return state, place
