@@ -22,7 +22,8 @@ from gradsurg.plugins.messages import one_line
 from gradsurg.torch_internals.hook_tables import foreign_hooks, module_tables, tensor_tables
 
 PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
-NOT_PACKAGED = (PackagingError, pickle.PicklingError, TypeError, AttributeError, ValueError)
+NOT_PACKAGED = (PackagingError, EmptyMatchError, pickle.PicklingError)
+NOT_PACKAGED += (TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def save(
     tables = [*chain(*map(module_tables, model.modules()), *of_params.values())]
     if surgery.is_attached or len(foreign_hooks(*tables)) < sum(map(len, tables)):
         raise ValueError("the model is attached to a surgery: save it after the block, or close()")
-    if lost := [name for name, hooks in of_params.items() if hooks]:  # as PyTorch does not tell
+    if lost := [name for name, hooks in of_params.items() if hooks]:
         text = f"hooks on parameters are not in the archive: {', '.join(lost)}"
         warnings.warn(text, SurgeryWarning, stacklevel=2)
     path = Path(path)
@@ -71,21 +72,14 @@ def save(
         with warnings.catch_warnings(), PackageExporter(draft) as exporter:
             warnings.filterwarnings("ignore", "TypedStorage is deprecated")
             exporter.deny("__main__")  # loading would run the whole script
-            for patterns, add in (
-                (mock, exporter.mock),
-                (intern, exporter.intern),
-                (extern, exporter.extern),
-            ):
+            for action, patterns in {"mock": mock, "intern": intern, "extern": extern}.items():
                 for pattern in patterns:
-                    add(pattern, allow_empty=False)
+                    getattr(exporter, action)(pattern, allow_empty=False)
             exporter.extern([f"{name}.**" for name in {"gradsurg", *packages_distributions()}])
             exporter.intern("**")
             exporter.save_pickle(PACKAGE, OBJECTS, (model, surgery))
             exporter.save_text(PACKAGE, ABOUT, json.dumps(_versions()))
         draft.replace(path)
-    except EmptyMatchError as error:
-        patterns = ", ".join((*intern, *extern, *mock))
-        raise ValueError(f"one of these patterns matches no module: {patterns}") from error
     except NOT_PACKAGED as error:
         text = one_line(error).partition(" Set debug=True")[0]
         if "__main__" in text:
@@ -93,11 +87,8 @@ def save(
         raise ValueError(f"cannot be packaged: {text}") from error
     finally:
         draft.unlink(missing_ok=True)
-    return Contents(
-        tuple(sorted(exporter.interned_modules())),
-        tuple(sorted(exporter.externed_modules())),
-        tuple(sorted(exporter.mocked_modules())),
-    )
+    modules = exporter.interned_modules(), exporter.externed_modules(), exporter.mocked_modules()
+    return Contents(*(tuple(sorted(names)) for names in modules))
 
 
 def load(

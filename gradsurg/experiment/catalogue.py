@@ -12,7 +12,7 @@ The first comments of `conf/<group>/<name>.yaml` are its command, its purpose an
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from gradsurg.plugins.messages import folded, nearest, terminal_width
 from gradsurg.plugins.registry import find, names
 
 if TYPE_CHECKING:
-    from gradsurg.sites.base import Selector
     from gradsurg.transforms.base import Transform
 
 FILE = Path(__file__).with_suffix(".json")
@@ -35,8 +34,7 @@ TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_schedul
 LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
 ALIASES = {"trigger": "when", "recipe": "experiment"}
 ARXIV = "https://arxiv.org/abs/"
-WIDE = 120
-"""Columns from which a paper has its authors; below it has its arXiv number or its year."""
+NO_LIMIT = 1 << 16  # more columns than any table has
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Catalogue(tuple[Entry, ...]):
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; in a pipe without COLUMNS an entry has one line.
         """
-        columns = width or terminal_width(sys.stdout)
+        columns = width or terminal_width(sys.stdout) or NO_LIMIT
         groups = dict.fromkeys(entry.group for entry in self)
         parts = [_table([one for one in self if one.group == group], columns) for group in groups]
         return "\n\n".join(parts)
@@ -137,7 +135,7 @@ def _entry(group: str, path: Path) -> Entry:
     return Entry(group, path.stem, summary, target, preset_of, paper, url, command, fields, **facts)
 
 
-def _facts(group: str, fields: dict[str, Any], cls: Any) -> dict[str, Sequence[str]]:
+def _facts(group: str, fields: dict[str, Any], cls: type) -> dict[str, Sequence[str]]:
     """Return the properties, needs and stages of the object that a yaml file describes."""
     from gradsurg.aggregators.base import Aggregator
     from gradsurg.experiment.instantiate import instantiate
@@ -150,79 +148,57 @@ def _facts(group: str, fields: dict[str, Any], cls: Any) -> dict[str, Sequence[s
             return {"properties": sorted(made.properties), **facts}
         case "aggregator":
             return {"properties": sorted(instantiate("aggregators", fields, Aggregator).properties)}
-        case "site":
-            return {"stages": _stages_of_kind(cls)}
         case _:
-            return {}
+            return {"stages": _stages_of_kind(cls)}
 
 
-def _stages_of_kind(cls: Any) -> Sequence[str]:  # Any: a class of selectors
-    """Return the stages that a kind of site can have, the default first; none for combinations."""
-    return [*dict.fromkeys((*getattr(cls, "stages", ()), *cls.group_stages))]
+def _stages_of_kind(cls: Any) -> Sequence[str]:  # Any: a class of plug-ins
+    """Return the stages that a kind of site can have, the default first."""
+    return [*dict.fromkeys(getattr(cls, "stages", ()) + getattr(cls, "group_stages", ()))]
 
 
 def _stages_of(transform: "Transform") -> Sequence[str]:
     """Return the stages at which some kind of site accepts a transform, in their order."""
     from gradsurg.core.intervention import Intervention
     from gradsurg.sites.base import Stage
+    from gradsurg.sites.nodes import Nodes
 
+    kinds: Any = [find("sites", name) for name in names("sites")]
+    selectors = [kind(pattern="*", stage=name) for kind in kinds for name in _stages_of_kind(kind)]
+    selectors.append(Nodes("Addmm", side="leave", edge=1))  # has all inputs that transforms need
     accepted = set()
-    for selector in _selectors():
+    for selector in selectors:
         with suppress(ValueError):
             Intervention(transform, selector)
             accepted.add(selector.resolve(transform.scope))
     return [stage for stage in get_args(Stage) if stage in accepted]
 
 
-def _selectors() -> Iterator["Selector"]:
-    """Yield a selector for each kind of site and stage, and one with all that transforms need."""
-    for name in names("sites"):
-        cls: Any = find("sites", name)
-        yield from (cls(pattern="*", stage=stage) for stage in _stages_of_kind(cls))
-        if name == "nodes":
-            yield cls("Addmm", side="leave", edge=1)
-
-
-def _table(entries: Sequence[Entry], width: int | None) -> str:
+def _table(entries: Sequence[Entry], width: int) -> str:
     """Format the entries of one group, with a legend."""
-    group = entries[0].group
-    stages = max((entry.stages for entry in entries), key=len)
-    properties = sorted({key for entry in entries for key in entry.properties})
     letters: dict[str, str] = {}
-    for key in properties:
+    for key in sorted({key for entry in entries for key in entry.properties}):
         letters[key] = key[0].upper() if key[0] in letters.values() else key[0]
-    columns = {
-        group: [entry.name for entry in entries],
-        "purpose": [_purpose(entry, stages) for entry in entries],
-        "properties": [
-            "".join(letters[key] if key in entry.properties else "." for key in properties)
-            for entry in entries
-        ],
-        "paper": [_citation(entry, width is None or width >= WIDE) for entry in entries],
-    }
-    columns = {head: cells for head, cells in columns.items() if any(cells)}
-    rows = [[*columns], *zip(*columns.values(), strict=True)]
+    stages = [*dict.fromkeys(stage for entry in entries for stage in entry.stages)]
+    rows = [[entries[0].group, *["properties"] * bool(letters), "purpose"]]
+    for entry in entries:
+        marks = (letters[key] if key in entry.properties else "." for key in letters)
+        rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
     legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
         legend.append("(name): a preset of that one, with other fields")
-    if group == "transform":
+    if stages:
         legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(stages)}")
-    elif group == "site":
-        legend.append("[..]: its stages, the default first")
-    lines = [folded(text, width) if width else text for text in legend if text]
-    table = aligned(rows, len(columns), *([width] if width else []))
-    return "\n".join([table, *[""] * bool(lines), *lines])
+    lines = [folded(text, width) for text in legend if text]
+    return "\n".join([aligned(rows, len(rows[0]), width), *[""] * bool(lines), *lines])
 
 
 def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
-    """Return the summary, with the option that it is a preset of and the stages if not all."""
+    """Return the summary, with the option that it is a preset of, some stages, and the paper."""
     text = f"{entry.summary} ({entry.preset_of})" if entry.preset_of else entry.summary
     missing = [stage for stage in all_stages if stage not in entry.stages]
-    if entry.stages and (entry.group == "site" or len(missing) >= len(entry.stages)):
-        return f"{text} [{', '.join(entry.stages)}]"
-    return f"{text} [not {', '.join(missing)}]" if entry.stages and missing else text
-
-
-def _citation(entry: Entry, is_wide: bool) -> str:
-    number = entry.url.removeprefix(ARXIV)
-    return f"{entry.paper} {number}".strip() if is_wide else number or entry.paper[-4:]  # the year
+    if entry.stages and missing:
+        few = entry.stages if len(entry.stages) <= len(missing) else missing
+        text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
+    number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
+    return f"{text}. {entry.paper}{number}" if entry.paper else text

@@ -3,7 +3,7 @@
 Hydra is imported in functions: `gradsurg.load` is a name of the library.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ import yaml
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.messages import nearest, one_line
 
 FOLDER = "experiment"
 KEYS = ("transform", "site", "when", "aggregator", "shared", "seed")
@@ -32,7 +32,7 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
     from gradsurg.experiment.build import build_surgery
 
     path = Path(recipe)
-    if str(recipe).isidentifier() and not path.is_file():
+    if str(recipe).isidentifier():
         path = next((file for file in _files() if file.stem == recipe), path)
         if not path.is_file():
             raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
@@ -40,9 +40,9 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
         if fault := _fault(path):
             raise ConfigError([fault])
         config = _composed(path, overrides)
-        faults = [line for key in KEYS for line in _own_code(config.get(key), key)]
-        if faults and not own_code:
-            raise ConfigError(faults)
+        foreign = [line for key in KEYS for line in _own_code(config.get(key), key)]
+        if foreign and not own_code:
+            raise ConfigError(foreign)
         return build_surgery(config)
     except ConfigError as error:
         raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None
@@ -66,13 +66,12 @@ def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     from gradsurg.experiment.compose import COMPOSE_ERRORS, compose_config
     from gradsurg.experiment.overrides import first_line, key_in
 
-    wrong = [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]
-    if wrong:
+    if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"
         raise ConfigError([f"{word}: {rule}" for word in wrong])
     with TemporaryDirectory() as folder:
-        (Path(folder) / FOLDER).mkdir()
-        copy(path, Path(folder) / FOLDER / "recipe.yaml")
+        Path(folder, FOLDER).mkdir()
+        copy(path, Path(folder, FOLDER, "recipe.yaml"))
         search = f"hydra.searchpath=[dotted://,'file://{folder}']"
         try:
             return compose_config(f"{FOLDER}=recipe", *overrides, search)
@@ -82,15 +81,11 @@ def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _own_code(value: object, key: str) -> Iterator[str]:
     """Yield a line for each `_target_` in a part of a config, without importing it."""
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            rule = "is imported and called only by load(..., own_code=True)"
-            yield f"{key}._target_: {value['_target_']} {rule}"
-        for name, item in value.items():
-            yield from _own_code(item, f"{key}.{name}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _own_code(item, f"{key}.{index}")
+    items = value.items() if isinstance(value, dict) else ()
+    for name, item in enumerate(value) if isinstance(value, list) else items:
+        if name == "_target_":
+            yield f"{key}.{name}: {item} is imported and called only by load(..., own_code=True)"
+        yield from _own_code(item, f"{key}.{name}")
 
 
 def _fault(path: Path) -> str:
@@ -99,11 +94,9 @@ def _fault(path: Path) -> str:
     try:
         content: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        return f"is no yaml: {' '.join(str(error).split())}"
-    if not isinstance(content, dict):
-        return f"must be a mapping, found {content!r}"
-    if not text.startswith("# @package _global_"):
-        return "must begin with '# @package _global_'"
+        return f"is no yaml: {one_line(error)}"
+    if not isinstance(content, dict) or not text.startswith("# @package _global_"):
+        return "must be a mapping that begins with '# @package _global_'"
     chosen = [entry for entry in content.pop("defaults", []) if isinstance(entry, dict)]
     groups = [key.removeprefix("override ").removeprefix("/") for entry in chosen for key in entry]
     keys = [*groups, *content]
