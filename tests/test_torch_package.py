@@ -128,7 +128,7 @@ def test_patterns_of_the_user_come_first_and_are_reported(theirs: Any, tmp_path:
     contents = packaging.save(path, model, surgery, mock=["their_helper"])
     assert contents.mocked == ("their_helper",)
     assert str(contents).endswith("mocked: their_helper")
-    with pytest.raises(ValueError, match=r"cannot be packaged: .* nowhere"):
+    with pytest.raises(ValueError, match="cannot be packaged: .*nowhere"):
         packaging.save(path, model, surgery, intern=["nowhere.**"])
 
 

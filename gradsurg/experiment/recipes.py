@@ -31,11 +31,9 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
     """
     from gradsurg.experiment.build import build_surgery
 
-    path = Path(recipe)
-    if str(recipe).isidentifier():
-        path = next((file for file in _files() if file.stem == recipe), path)
-        if not path.is_file():
-            raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
+    path = _files().get(str(recipe), Path(recipe))
+    if str(recipe).isidentifier() and not path.is_file():
+        raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
     try:
         if fault := _fault(path):
             raise ConfigError([fault])
@@ -50,15 +48,14 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
 
 def recipes() -> list[str]:
     """Return the names of all recipes."""
-    return sorted(path.stem for path in _files() if not _fault(path))
+    return sorted(name for name, path in _files().items() if not _fault(path))
 
 
-def _files() -> Iterator[Path]:
-    """Yield the files of the group `experiment` of gradsurg and of its experiments."""
+def _files() -> dict[str, Path]:
+    """Return the files of the group `experiment` of gradsurg and of its experiments, by name."""
     from gradsurg.experiment.overrides import CONFIG_DIRS
 
-    for folder in CONFIG_DIRS:
-        yield from (folder / FOLDER).glob("*.yaml")
+    return {path.stem: path for each in CONFIG_DIRS for path in (each / FOLDER).glob("*.yaml")}
 
 
 def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
