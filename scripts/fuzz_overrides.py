@@ -10,7 +10,7 @@ import yaml
 from fuzz_watch import SECONDS, Outcome, watched
 
 from gradsurg import run
-from gradsurg.experiment.overrides import CONFIG_DIR
+from gradsurg.experiment.compose import CONFIG_DIR
 
 MEMORY = 2**40  # address space that a case may add; drawing figures reserves much of it
 FOLDER_KEYS = ("out", "study", "hydra.run.dir", "hydra.sweep.dir", "hydra.output_subdir")

@@ -22,8 +22,8 @@ import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.experiment import catalogue
 from gradsurg.experiment.catalogue import Entry
+from gradsurg.experiment.compose import CONFIG_DIR
 from gradsurg.experiment.instantiate import instantiate
-from gradsurg.experiment.overrides import CONFIG_DIR
 from gradsurg.transforms.base import Transform, TransformContext
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ WORDS = ["transform=clip", "steps=20", "seeds=1", "logger=none"]
 
 WHENCE = """
 import gradsurg
-from gradsurg.experiment import compose, overrides
-print(gradsurg.__file__, overrides.CONFIG_DIR, gradsurg.__version__, sep="\\n")
+from gradsurg.experiment import compose
+print(gradsurg.__file__, compose.CONFIG_DIR, gradsurg.__version__, sep="\\n")
 """
 
 

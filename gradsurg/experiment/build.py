@@ -15,10 +15,11 @@ from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment.compose import GROUPS
 from gradsurg.experiment.controls import control_interventions
 from gradsurg.experiment.errors import ConfigError, ErrorCollector, joined
 from gradsurg.experiment.instantiate import Config, instantiate, user_code
-from gradsurg.experiment.overrides import GROUPS, MAX_RUNS, too_many
+from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.ranks import refuse_batch_norm
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory

@@ -103,7 +103,7 @@ def list(group: str = "") -> Catalogue:
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the yaml files and the classes; imports torch."""
-    from gradsurg.experiment.overrides import CONFIG_DIR
+    from gradsurg.experiment.compose import CONFIG_DIR
 
     return Catalogue(
         _entry(group, path)
@@ -117,7 +117,7 @@ def _entry(group: str, path: Path) -> Entry:
     """Return the entry of a yaml file."""
     import yaml
 
-    from gradsurg.experiment.overrides import LISTS
+    from gradsurg.experiment.compose import LISTS
 
     text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
     command, summary, third = (line.removeprefix("# ") for line in text.split("\n")[:3])

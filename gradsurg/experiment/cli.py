@@ -3,25 +3,18 @@
 import json
 import os
 import sys
-import warnings
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from glob import escape
 from math import sqrt
 from pathlib import Path
 from statistics import stdev
 
-from omegaconf import DictConfig
-
-from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.effects.tables import aligned
-from gradsurg.experiment import compose
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import Experiment
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import ERROR, RunDirectory, RunState, merged_facts
@@ -29,7 +22,6 @@ from gradsurg.experiment.run_identity import edited_modules
 from gradsurg.experiment.run_reader import BrokenFile
 from gradsurg.experiment.trial_step import step_seconds
 from gradsurg.experiment.tuning import HEADLINE
-from gradsurg.loggers.base import GuardedLogger
 from gradsurg.plugins.messages import printable, tell, terminal_width
 from gradsurg.stats import detectable_effect, seeds_needed
 
@@ -56,9 +48,6 @@ STATES: dict[RunState, str] = {
     "finished": "finished before, skipped",
 }
 
-_experiments: dict[str, Experiment] = {}
-"""The experiments that `read_command` has built in this process and no job has taken yet."""
-
 
 @dataclass(frozen=True)
 class JobRun:
@@ -75,143 +64,6 @@ class Job:
 
     words: tuple[str, ...]
     runs: tuple[JobRun, ...]
-
-
-@dataclass
-class Command:
-    """The checked jobs of a command line; `jobs` is empty if the command asks for a config or a
-    job is a dry run.
-
-    `plans` are the experiments of a command with dry runs alone.
-    """
-
-    sweeping: bool = False
-    jobs: list[Job] = field(default_factory=list)
-    loggers: dict[str, GuardedLogger] = field(default_factory=dict)  # by their configs
-    studies: dict[Path, dict[str, GuardedLogger]] = field(
-        default_factory=dict
-    )  # with their loggers
-    report: bool = True
-    force: bool = False
-    retry_failed: bool = True
-    plans: list[Experiment] = field(default_factory=list)
-    trains: bool = False  # whether a job is no dry run
-    untrained: int = 0  # the number of jobs with steps=0
-    tuned: dict[int, Experiment] = field(default_factory=dict)  # by the number of the job
-    has_new_runs: bool = True
-    num_unfinished: int = 0
-
-    def add(self, words: list[str], experiment: Experiment, num_jobs: int) -> None:
-        """Add a job that has no error, one of `num_jobs`."""
-        settings = experiment.settings
-        first = not (self.jobs or self.untrained or self.plans)
-        self.trains |= not settings.dry_run
-        if settings.dry_run:
-            self.plans.append(experiment)
-        elif first and settings.steps:
-            _announce(experiment, num_jobs)
-        if settings.steps == 0:
-            self.untrained += 1
-            return
-        out = Path(settings.out)
-        if experiment.tuning is not None:
-            self.tuned[len(self.jobs)] = experiment
-        self.jobs.append(planned_job(words, experiment.runs, out))
-        study_loggers = self.studies.setdefault(out / settings.study, {})
-        for logger in experiment.loggers:
-            study_loggers[logger.key] = self.loggers.setdefault(logger.key, logger)
-        loggers = tuple(self.loggers[logger.key] for logger in experiment.loggers)
-        _experiments[_key(experiment.config)] = replace(experiment, loggers=loggers)
-        self.report &= settings.report is not False
-        self.force |= settings.force
-        self.retry_failed &= settings.retry_failed
-
-    def chosen(self) -> list[Job]:
-        """Return the jobs, those with a tuning with the runs that it has chosen."""
-        jobs = list(self.jobs)
-        for number, experiment in self.tuned.items():
-            out = Path(experiment.settings.out)
-            jobs[number] = planned_job(jobs[number].words, experiment.runs, out)
-        return jobs
-
-
-def read_command(arguments: Namespace) -> Command:
-    """Check all jobs of a command line, and write down their runs as planned.
-
-    Exits with code 2 after printing all errors. Prints the warnings of the surgery, each once.
-    """
-    _experiments.clear()
-    command = Command()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SurgeryWarning)
-        try:
-            _check(arguments, command)
-        except ConfigError as error:
-            for fault in error.faults:
-                tell(fault)
-            sys.exit(WRONG_INPUT)
-    for text in dict.fromkeys(str(item.message) for item in caught):
-        tell(f"warning: {text}")
-    if arguments.cfg:
-        return Command()
-    if command.untrained:
-        # A trial step would import PyTorch's compiler, which takes longer than the check.
-        jobs = f"{command.untrained} job{'s' if command.untrained > 1 else ''}"
-        print(f"steps=0: {jobs} checked without a trial step, nothing to train")
-    if command.plans:
-        return Command() if command.trains else Command(plans=command.plans)
-    if command.untrained and not command.jobs:
-        sys.exit()
-    for text in dict.fromkeys(filter(None, map(_edited, command.jobs))):
-        tell(text)
-    power = _power([*_experiments.values()])
-    try:
-        states = plan_runs(command.jobs, command.force)
-    except OSError as error:
-        tell(f"out: cannot be written to: {error}")
-        sys.exit(WRONG_INPUT)
-    each = " in each job" if len(command.tuned) > 1 else ""
-    for text in dict.fromkeys(map(_budget, command.tuned.values())):
-        tell(f"tuning{each}: {text}")
-    command.has_new_runs = set(states) != {"finished"}
-    command.num_unfinished = states.total() - states["finished"] - states["diverged"]
-    if power and command.num_unfinished:
-        tell(power)
-    if command.sweeping:
-        tell(summary_line(len(command.jobs), states, command.retry_failed))
-    return command
-
-
-def checked_experiment(config: DictConfig) -> Experiment:
-    """Return the experiment of a job: the one that was built when the command line was checked.
-
-    The process of a launcher, which has not read the command line, builds it here.
-    """
-    resolved = compose.plain(config)
-    experiment = _experiments.pop(_key(resolved), None)
-    if experiment is not None:
-        return experiment
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SurgeryWarning)  # `read_command` has printed them
-        return build(resolved)
-
-
-def experiments_to_stack() -> list[list[Experiment]]:
-    """Return the experiments of jobs whose runs may be replicas of common stacks, in groups.
-
-    Their jobs do not stack again: runs that no stack takes are trained one by one.
-    """
-    groups: dict[tuple[object, ...], list[Experiment]] = {}
-    for key, experiment in _experiments.items():
-        settings = experiment.settings
-        if settings.runner == "sequential" or experiment.tuning is not None:
-            continue
-        loggers = tuple(logger.key for logger in experiment.loggers)
-        shared = (settings.runner, settings.out, settings.study, settings.threads)
-        groups.setdefault((*shared, settings.retry_failed, *loggers), []).append(experiment)
-        single = replace(settings, runner="sequential")
-        _experiments[key] = replace(experiment, settings=single)
-    return list(groups.values())
 
 
 def planned_job(words: Sequence[str], runs: Iterable[Run], out: Path) -> Job:
@@ -249,7 +101,7 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
     return states
 
 
-def _edited(job: Job) -> str:
+def edited_line(job: Job) -> str:
     """A line if a job's first run was trained before with other source of a user's modules."""
     run = next((run for run in job.runs if run.identity["sources"]), None)
     if run is None or run.path.exists():
@@ -313,20 +165,12 @@ def outcome_table(jobs: Sequence[Job]) -> tuple[str, bool]:
     return aligned(rows, (0, 2), *([width] if width else [])), all_finished
 
 
-def _check(arguments: Namespace, command: Command) -> None:
-    name = arguments.config_name or "config"
-    folders = [arguments.config_dir] if arguments.config_dir else []
-    words, command.sweeping = compose.expand_study(
-        arguments.overrides, arguments.multirun, folders, name
-    )
-    compose.check(words, command.sweeping, folders, name, command.add, builds=not arguments.cfg)
-
-
-def _announce(experiment: Experiment, num_jobs: int) -> None:
+def announce(experiments: Sequence[Experiment]) -> None:
     """Print the number of runs of many jobs or of several splits, and about how long they take.
 
     Raises ConfigError if there are very many runs without `yes`.
     """
+    experiment, num_jobs = experiments[0], len(experiments)
     settings = experiment.settings
     runs = [run for pair in experiment.pairs for run in pair.runs]
     tuned = experiment.tuning.runs if experiment.tuning else []
@@ -344,7 +188,7 @@ def _announce(experiment: Experiment, num_jobs: int) -> None:
         tell(f"{text}: about {_duration(seconds)} on {runs[0].device}, by a step without surgery")
 
 
-def _power(experiments: Sequence[Experiment]) -> str:
+def power_line(experiments: Sequence[Experiment]) -> str:
     """Return a line if the seeds or splits of a command are too few for its arms, else one with the
     difference that they can find; empty if nothing is compared or known.
     """
@@ -403,7 +247,7 @@ def _task_of(identity: Mapping[str, object]) -> Mapping[str, object]:
     return task
 
 
-def _budget(experiment: Experiment) -> str:
+def budget_line(experiment: Experiment) -> str:
     """Return the number of runs of an experiment with tuning."""
     assert experiment.tuning is not None
     return experiment.tuning.budget(experiment.settings.all_seeds)
@@ -414,11 +258,6 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:,.0f} {unit}"
     return f"{seconds:.0f} seconds"
-
-
-def _key(config: Config) -> str:
-    """Return the text by which a resolved config is found again."""
-    return json.dumps(config, default=repr)
 
 
 def _outcome(job: Job) -> tuple[str, str]:

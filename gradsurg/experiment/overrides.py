@@ -1,150 +1,217 @@
-"""Check Hydra overrides before composing: syntax, options of groups, keys that are given twice.
+"""The words of a command line: what Hydra's grammar cannot say or swallows, and its errors.
 
-Help needs this module, so it imports no torch.
+`prepared` rewrites the words before Hydra reads them, `explained` turns an exception of Hydra into
+one line, `key: rule`, with the nearest name. Neither imports torch.
 """
 
 import ast
 import json
-import math
 import re
-import sys
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
-from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.messages import nearest
-from gradsurg.plugins.registry import names as plugin_names
-from gradsurg.plugins.registry import snake
-
-GROUPS = (
-    "transform",
-    "site",
-    "when",
-    "aggregator",
-    "model",
-    "task",
-    "optimizer",
-    "schedule",
-    "logger",
+from gradsurg.experiment.compose import (
+    CONFIG_DIR,
+    CONFIG_DIRS,
+    GROUPS,
+    LISTS,
+    first_line,
+    key_of,
+    options_of,
 )
-LISTS = ("transform", "logger")
-"""The groups that take a list of options."""
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.plugins.messages import full_message, nearest, printable
+from gradsurg.plugins.registry import names as plugin_names
+
 MAX_RUNS = 10_000  # of a command without yes=true
-YES = re.compile(r"\+*yes=true", re.IGNORECASE)
-LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
+LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"}
+"""The extra of gradsurg with each launcher of Hydra that is not Hydra's own."""
+UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
+FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
+"""An override of a field of an option, with no sweep over its values."""
+RENAMED = {"plan": "dry_run", "sink": "logger"}
+NO_KEY = "is not a key here."
+
+RULES = (
+    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
+    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep: add -m"),
+    (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
+    (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
+    (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
+    (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
+    (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
+)
+"""First lines of Hydra's messages, and ours for them."""
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
+COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
+"""What Hydra raises for wrong overrides and broken yaml files."""
 
 
-def _config_dir() -> Path:
-    """Return the packaged copy of `conf` of a wheel, else that of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
+def prepared(words: Sequence[str]) -> list[str]:
+    """Return the words as Hydra reads them: `when` algebra expanded, `tune` and `until` quoted.
+
+    In a sweep `transform.clip.value=1` becomes a choice of one: Hydra composes the sweep itself
+    without the options that are swept. Raises ConfigError for what Hydra would take without a word:
+    a list with an option twice, a list for a group of one, a key given twice, a user's yaml that is
+    hidden by one of gradsurg's.
+    """
+    faults = [*_dashes(words), *_repeated_keys(words), *_hidden_files(words)]
+    expanded: list[str] = []
+    for word in words:
+        try:
+            expanded += _without_expression(word)
+        except ValueError as error:
+            faults.append(str(error))
+        faults += _swallowed(word)
+    if faults:
+        raise ConfigError(faults)
+    expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]
+    if {"-m", "--multirun"} & {*words}:
+        expanded = [FIELD.sub(r"\1=choice(\2)", word) for word in expanded]
+    # Hydra's parser reads overrides in one piece only: options come first.
+    behind = [word for word in expanded if "=" in word and not word.startswith("-")]
+    return [word for word in expanded if word not in behind] + behind
 
 
-CONFIG_DIR = _config_dir()
-CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
+def explained(error: Exception) -> str:
+    """Return an exception of Hydra or OmegaConf as one line."""
+    return printable(_explained(error))
 
 
-def register() -> None:
-    """Register dotted paths and the configs of papers with Hydra."""
-    SourcesRegistry.instance().register(DottedSource)
-    Plugins.instance().register(ExperimentSearchPath)
-
-
-class ExperimentSearchPath(SearchPathPlugin):
-    """Add `experiments/<paper>/conf` of a checkout to Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in experiment_dirs():
-            search_path.append(folder.parent.name, f"file://{folder}")
-
-
-class DottedSource(ConfigSource):
-    """Makes a dotted path an option of a group: `model=my_module.make_model` is a `_target_`."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "dotted"
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
-    def is_config(self, config_path: str) -> bool:
-        return "." in _stem(config_path)
-
-    def list(self, config_path: str, results_filter: object) -> list[str]:
-        return []
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        group = config_path.rpartition("/")[0]
-        target = _stem(config_path)
-        config: dict[str, Any] = {"_target_": target}
-        if group in LISTS:
-            config = {key_of(target): config}
-        header: dict[str, str | None] = {"package": None}
-        return ConfigResult(
-            provider=self.provider,
-            path=f"dotted://{target}",
-            config=OmegaConf.create(config),
-            header=header,
+def _explained(error: Exception) -> str:
+    message, cause = str(error), error.__cause__
+    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        folders = [place.strip() for place in re.findall(r"path=file://(.*)", message)]
+        return (
+            f"{group}: {_unknown_option(group, name, error.options or options_of(group, folders))}"
         )
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and "'" in message:
+        path = message.split("'")[1]
+        return f"{path}: {_missing_key(path, str(cause.key), cause.parent_node)}"
+    for pattern, text in RULES:
+        if match := re.fullmatch(pattern, first_line(error)):
+            return match.expand(text)
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {first_line(error)}"
+    shown = first_line(error) if isinstance(error, HydraException) else full_message(error)
+    return f"hydra: {shown}; HYDRA_FULL_ERROR=1 shows where"
 
 
-def without_expressions(words: Sequence[str]) -> list[str]:
-    """Replace `when=steps(start=9) & ~flag()`, the algebra of triggers, by overrides of Hydra.
+def too_many(count: int | str, things: str) -> str:
+    """Return the rule for more runs or jobs than `MAX_RUNS`."""
+    shown = f"{count:,}" if isinstance(count, int) else count
+    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
+
+
+def _dashes(words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for a key that is written as an option: `--seeds 3` for `seeds=3`."""
+    keys = {*GROUPS, *OmegaConf.load(CONFIG_DIR / "config.yaml")}
+    for word, value in zip(words, [*words[1:], ""], strict=False):
+        key, _, given = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key in keys:
+            yield f"{word}: is a key, written {key}={given or value}"
+
+
+def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each key with two values: Hydra silently takes the last one."""
+    first: dict[str, str] = {}
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")  # `~key` and `+key=` together replace a node
+        if "=" in word and not word.startswith("-") and first.setdefault(key, word) != word:
+            yield f"{key}: is given twice, {first[key]} and {word}"
+
+
+def _hidden_files(words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each file of `--config-dir` that one of gradsurg's hides."""
+    for folder in config_dirs_in(words):
+        for file in sorted(folder.glob("*/*.yaml")):
+            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
+                yield (
+                    f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
+                    "read; give it another"
+                )
+
+
+def config_dirs_in(words: Sequence[str]) -> list[Path]:
+    """Return the folders that `--config-dir FOLDER` or `--config-dir=FOLDER` names."""
+    following = zip(words, [*words[1:], ""], strict=False)
+    found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
+    found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
+    return [Path(folder) for folder in found if folder]
+
+
+def _swallowed(word: str) -> Iterator[str]:
+    """Yield an error for `[clip,clip]`, which Hydra merges, and for a list of a group of one."""
+    key, _, value = word.partition("=")
+    if key not in GROUPS:
+        return
+    if value.strip() == "null":
+        plain_run = "; 'transform=none' is a plain run" if key == "transform" else ""
+        yield f"{key}: must name an option, found null{plain_run}"
+    for inside in re.findall(r"\[([^\[\]{}]*)\]", value) or [value]:
+        options = [option.strip(" '\"") for option in inside.split(",") if option.strip()]
+        for option in options:
+            if "/" in option:
+                yield f"{key}: there is no '{option}'. {nearest(option, options_of(key))}"
+        if inside == value:
+            continue
+        if key not in LISTS:
+            if len(options) > 1:
+                yield f"{key}: takes one option, found [{', '.join(options)}]"
+            continue
+        first: dict[str, str] = {}
+        for option in options:
+            place = key_of(option)
+            if place in first:
+                yield _repeated_option(key, first[place], option, place)
+            first.setdefault(place, option)
+
+
+def _repeated_option(group: str, before: str, option: str, key: str) -> str:
+    text = f"'{option}' stands twice"
+    if option != before:
+        text = f"'{before}' and '{option}' have the same key '{key}'"
+    content = f"{{_target_: {option}}}"
+    files = [folder / group / f"{option}.yaml" for folder in CONFIG_DIRS]
+    if file := next((file for file in files if file.is_file()), None):
+        fields = OmegaConf.to_container(OmegaConf.load(file)[option])
+        content = json.dumps(fields).replace('"', "")
+    return (
+        f"{group}: {text} and would be merged into one; give the second a key of its own: "
+        f"'+{group}.{key}_2={content}'"
+    )
+
+
+def _without_expression(word: str) -> list[str]:
+    """Return the overrides for `when=steps(start=9) & ~flag()`; any other word as it is.
 
     Raises ValueError, with a line for the user, for an expression that cannot be read.
     """
-    found: list[str] = []
-    for word in words:
-        key, _, text = word.partition("=")
-        if key == "when" and re.search(r"[(&|~]", text):
-            found += _trigger_overrides(text)
-        else:
-            found.append(word)
-    return found
-
-
-def _trigger_overrides(text: str) -> list[str]:
+    key, _, text = word.partition("=")
+    if key != "when" or not re.search(r"[(&|~]", text):
+        return [word]
     try:
         condition = _condition(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:
         reason = "is no expression" if isinstance(error, SyntaxError) else str(error)
         example = "when='steps(start=100) & ~threshold(above=0.05, measure=norm)'"
         raise ValueError(f"when: {reason}, found {text!r}; write {example}") from None
-    for name in _names_inside(condition):
-        if name not in (known := plugin_names("triggers")):
-            raise ValueError(f"when: there is no '{name}'. {nearest(name, known)}")
     words = [f"when={condition.pop('name')}"]
-    for key, value in condition.items():
+    for field, value in condition.items():
         # An override of a mapping would keep the keys that stand there.
         words += ["~when.of"] if isinstance(value, dict) else []
         added = "+" if isinstance(value, dict) else ""
-        words.append(f"{added}when.{key}={_as_override(value)}")
+        words.append(f"{added}when.{field}={_as_override(value)}")
     return words
-
-
-def _names_inside(condition: dict[str, Any]) -> list[str]:  # Any: as below
-    """Return the names of the triggers that a trigger combines."""
-    parts = condition.get("of") or []
-    parts = parts if isinstance(parts, list) else [parts]
-    return [name for part in parts for name in (part["name"], *_names_inside(part))]
 
 
 def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -152,9 +219,9 @@ def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can h
     match node:
         case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as sign, right):
             name = "all_of" if isinstance(sign, ast.BitAnd) else "any_of"
-            return {"name": name, "of": [_condition(left), _condition(right)]}
+            return {"name": name, "of": [_named(left), _named(right)]}
         case ast.UnaryOp(ast.Invert(), of):
-            return {"name": "unless", "of": _condition(of)}
+            return {"name": "unless", "of": _named(of)}
         case ast.Call(ast.Name(name), [], fields) if all(field.arg for field in fields):
             return {"name": name, **{str(field.arg): _field(field.value) for field in fields}}
         case ast.Name(name):
@@ -163,6 +230,14 @@ def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can h
             raise ValueError(f"{name} takes fields by name, as steps(start=100)")
         case _:
             raise ValueError(f"takes triggers with &, | and ~, and {ast.unparse(node)} is none")
+
+
+def _named(node: ast.expr) -> dict[str, Any]:  # Any: as above
+    """Return the config of a trigger inside another one, whose name Hydra does not look up."""
+    condition = _condition(node)
+    if condition["name"] not in (known := plugin_names("triggers")):
+        raise ValueError(f"there is no '{condition['name']}'. {nearest(condition['name'], known)}")
+    return condition
 
 
 def _field(node: ast.expr) -> object:
@@ -189,189 +264,16 @@ def _as_override(value: object) -> str:
             return json.dumps(value)
 
 
-def parse(
-    overrides: Sequence[str], multirun: bool, config_dirs: Sequence[str] = ()
-) -> tuple[list[list[str]], list[str]]:
-    """Return the values that each override sweeps over, and an error for each unreadable one."""
-    agreed = any(YES.fullmatch(word) for word in overrides)
-    most = sys.maxsize - 1 if agreed else MAX_RUNS
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    words, faults = [], []
-    for word in overrides:
-        if "=" in word and not key_in(word):
-            faults.append(f"{word}: has no key before the =")
-            continue
-        try:
-            (override,) = parser.parse_overrides([word])
-            if override.is_sweep_override() and not multirun:
-                faults.append(f"{word}: several values need a sweep: add -m")
-                continue
-            values = _values(override, most)
-        except OverrideParseException as error:
-            faults.append(_unreadable(word, error))
-        except (ValueError, TypeError, AttributeError, HydraException) as error:
-            faults.append(f"{word}: cannot be swept: {first_line(error)}")
-        else:
-            if not values:
-                choices = options_of(key_in(word), config_dirs)
-                listed = f". {nearest('', choices)}" if choices else ""
-                faults.append(f"{word}: sweeps over no value{listed}")
-            if len(values) > most:
-                faults.append(f"{key_in(word)}: {too_many(f'over {most:,}', 'values')}")
-            words.append(values)
-    return words, faults
-
-
-def split_unknown_options(
-    overrides: Sequence[str], config_dirs: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Return the overrides without unknown options of groups, and an error for each unknown
-    option."""
-    rest, faults = [], []
-    for word in overrides:
-        key, names, is_list = _group_choice(word)
-        options = options_of(key, config_dirs)
-        wrong = [name for name in names if "." not in name and name not in options]
-        wrong += [name for name in names if "." in name and ("/" in name or _is_number(name))]
-        if not options or (wrong == ["null"] and not is_list):
-            rest.append(word)
-            continue
-        if is_list and len(names) > 1 and key in GROUPS and key not in LISTS:
-            faults.append(f"{key}: takes one option, found [{', '.join(names)}]")
-            continue
-        faults += [_unknown_option(key, name, options) for name in wrong]
-        right = [name for name in names if name not in wrong]
-        if not wrong and (names or is_list):
-            rest.append(word)
-        elif not names and not is_list:
-            faults.append(f"{key}: there is no ''. {nearest('', options)}")
-        elif right:
-            rest.append(f"{key}=[{','.join(right)}]")
-    return rest, faults
-
-
-def split_repeated_options(
-    overrides: Sequence[str], config_dirs: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Return the overrides with each option of a list once, and an error for each repetition.
-
-    Hydra silently merges `[clip,clip]`, and two options with one key.
-    """
-    rest, faults = [], []
-    for word in overrides:
-        group, names, is_list = _group_choice(word)
-        if group not in LISTS or not is_list:
-            rest.append(word)
-            continue
-        first: dict[str, str] = {}
-        for name in names:
-            key = key_of(name)
-            if key not in first:
-                first[key] = name
-                continue
-            repeated = f"'{name}' stands twice"
-            if name != first[key]:
-                repeated = f"'{first[key]}' and '{name}' have the same key '{key}'"
-            faults.append(
-                f"{group}: {repeated} and would be merged into one; give the second a key of its "
-                f"own: '+{group}.{key}_2={_content_of(group, name, config_dirs)}'"
-            )
-        rest.append(f"{group}=[{','.join(first.values())}]")
-    return rest, faults
-
-
-def repeated_keys(overrides: Sequence[str]) -> list[str]:
-    """Return an error for each key with two values: Hydra silently takes the last one."""
-    first: dict[str, str] = {}
-    faults = []
-    for word in overrides:
-        key = word.partition("=")[0].lstrip("+")  # `~key` and `+key=` together replace a node
-        if first.setdefault(key, word) != word:
-            faults.append(f"{key}: is given twice, {first[key]} and {word}")
-    return faults
-
-
-def wrong_config_dirs(config_dirs: Sequence[str]) -> list[str]:
-    """Return an error for each missing folder, and each file with the name of one of gradsurg's,
-    which would not be read."""
-    faults = []
-    for path in map(Path, config_dirs):
-        if not path.is_dir():
-            faults.append(f"--config-dir: there is no folder {path}")
-        for file in sorted(path.glob("*/*.yaml")):
-            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
-                faults.append(
-                    f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
-                    "read; give it another"
-                )
-    return faults
-
-
-def options_of(group: str, config_dirs: Sequence[str]) -> list[str]:
-    """Return the options of a group, an empty list for any other key."""
-    if group.startswith("hydra/"):
-        return GlobalHydra.instance().config_loader().get_group_options(group)
-    folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
-
-
-def key_of(name: str) -> str:
-    """Return the key of an option in its list: a dotted path has its last name in snake case."""
-    return snake(name.rpartition(".")[2]) if "." in name else name
-
-
-def key_in(word: str) -> str:
-    """Return the key of an override, without the `+` or `~` before it."""
-    return word.partition("=")[0].lstrip("+~")
-
-
-def is_sweep(word: str) -> bool:
-    """Return whether an override has several values; False for one that cannot be read."""
-    try:
-        return OverridesParser.create().parse_override(word).is_sweep_override()
-    except (HydraException, ValueError):  # also a number of more digits than Python reads
-        return False
-
-
-def too_many(count: int | str, things: str) -> str:
-    """Return the rule for more runs or jobs than `MAX_RUNS`."""
-    shown = f"{count:,}" if isinstance(count, int) else count
-    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error: Hydra's explanations stand below it."""
-    return " ".join(str(error).split("\n")[0].split())
-
-
 def _unknown_option(group: str, name: str, options: list[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
-        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+        return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and Path(f"{name}.py").is_file():
-        return f"{group}: {name}.py is a module; choose something in it: {group}={name}.<name>"
-    return f"{group}: there is no '{name}'. {nearest(name, options)}"
+        return f"{name}.py is a module; choose something in it: {group}={name}.<name>"
+    return f"there is no '{name}'. {nearest(name, options)}"
 
 
-def _content_of(group: str, name: str, config_dirs: Sequence[str]) -> str:
-    """Return the content of an option as it is typed on a command line."""
-    if "." in name:
-        return f"{{_target_: {name}}}"
-    files = [folder / group / f"{name}.yaml" for folder in (*CONFIG_DIRS, *map(Path, config_dirs))]
-    config = OmegaConf.load(next(file for file in files if file.is_file()))
-    fields = OmegaConf.to_container(OmegaConf.select(config, name, default=config))
-    return json.dumps(fields).replace('"', "")
-
-
-def _group_choice(word: str) -> tuple[str, list[str], bool]:
-    """Return the key of an override, the options that it would choose, and whether it is a list."""
-    key, _, value = word.partition("=")
-    inside = value.strip()
-    is_list = inside.startswith("[") and inside.endswith("]")
-    names = inside[1:-1].split(",") if is_list else [inside]
-    return key, [name.strip(" '\"") for name in names if name.strip()], is_list
-
-
-def _unreadable(word: str, error: OverrideParseException) -> str:
+def _unreadable(error: OverrideParseException) -> str:
+    word = error.override
     key, _, value = word.partition("=")
     if "=" not in word and not word.startswith("~"):
         return f"{word}: is not key=value"
@@ -390,26 +292,35 @@ def _unreadable(word: str, error: OverrideParseException) -> str:
     return f"{word}: cannot be read: {reason}. {advice}"
 
 
-def _values(override: Override, most: int) -> list[str]:
-    """Return the words that an override sweeps over, one more than `most` if there are more."""
-    word = override.input_line or ""
-    if not override.is_sweep_override():
-        return [word]
-    match override.value():
-        case RangeSweep(start=start, stop=stop) if not math.isfinite((stop or 0) - (start or 0)):
-            raise ValueError("it has no end")
-    key = word.partition("=")[0]
-    values = islice(override.sweep_string_iterator(), most + 1)
-    return [f"{key}={value}" for value in values]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _stem(path: str) -> str:
-    return path.rpartition("/")[2].removesuffix(".yaml")
+def _missing_key(path: str, key: str, place: object) -> str:
+    """Return the rule for an override of a key that `place`, where it was looked for, lacks."""
+    if path in RENAMED:
+        return f"is now called {RENAMED[path]}"
+    if path.startswith("hydra.launcher."):
+        return f"'{key}' is none of this launcher's; choose another: hydra/launcher=joblib"
+    if not isinstance(place, DictConfig):
+        length = f" of {len(place)}" if isinstance(place, ListConfig) else ""
+        return f"{NO_KEY} There is no '{key}' in this list{length}."
+    parts = path.split(".")
+    if key not in parts:  # in the mapping that is given as value
+        return f"cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
+    keys = [str(name) for name in place if name != "hydra"]
+    depth = parts.index(key)
+    group = parts[0]
+    if group in LISTS and depth == 1 and key in options_of(group):
+        chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
+        return f"'{key}' is not chosen; add {chosen}"
+    if not keys:
+        return f"{NO_KEY} {'.'.join(parts[:depth])} has no keys below."
+    inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
+    above = ".".join([*parts[:depth], ""])
+    for name, value in inside.items():
+        if isinstance(value, Mapping) and key in value and name != "hydra":
+            return f"{NO_KEY} Is it {above}{name}.{'.'.join(parts[depth:])}?"
+    for group in GROUPS if depth == 0 and len(parts) > 1 else ():
+        if key in options_of(group):
+            return f"{NO_KEY} '{key}' is an option: {group}={key} {group}.{path}=.."
+    choices = nearest(key, keys)
+    is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices
+    hint = f" '+{path}=...' adds it." if is_field else ""
+    return f"'{key}' {NO_KEY} {choices}{hint}"

@@ -53,27 +53,28 @@ def recipes() -> list[str]:
 
 def _files() -> dict[str, Path]:
     """Return the files of the group `experiment` of gradsurg and of its experiments, by name."""
-    from gradsurg.experiment.overrides import CONFIG_DIRS
+    from gradsurg.experiment.compose import CONFIG_DIRS
 
     return {path.stem: path for each in CONFIG_DIRS for path in (each / FOLDER).glob("*.yaml")}
 
 
 def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
-    from gradsurg.experiment.compose import COMPOSE_ERRORS, compose_config
-    from gradsurg.experiment.overrides import first_line, key_in
+    from gradsurg.experiment.compose import compose_config, key_in
+    from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"
         raise ConfigError([f"{word}: {rule}" for word in wrong])
+    words = prepared(overrides)
     with TemporaryDirectory() as folder:
         Path(folder, FOLDER).mkdir()
         copy(path, Path(folder, FOLDER, "recipe.yaml"))
         search = f"hydra.searchpath=[dotted://,'file://{folder}']"
         try:
-            return compose_config(f"{FOLDER}=recipe", *overrides, search)
+            return compose_config(f"{FOLDER}=recipe", *words, search)
         except COMPOSE_ERRORS as error:
-            raise ConfigError([first_line(error)]) from None
+            raise ConfigError([explained(error)]) from None
 
 
 def _own_code(value: object, key: str) -> Iterator[str]:

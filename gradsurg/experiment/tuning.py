@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from gradsurg.effects.numbers import TASK_METRICS
+from gradsurg.experiment.compose import GROUPS
 from gradsurg.experiment.files import finite, replace_file
 from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.instantiate import Config
-from gradsurg.experiment.overrides import GROUPS
 from gradsurg.experiment.run import VALIDATION, Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.runs import Pair, Plan

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
-from gradsurg.experiment import compose
-from gradsurg.experiment.build import Experiment
+from gradsurg.experiment.build import Experiment, build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
+from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.plugins.messages import nearest
 from gradsurg.report.load import TUNING, LoadedRun, read_runs
@@ -113,17 +113,13 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
     tuned: dict[str, int] = {}
-
-    def keep(words: list[str], experiment: Experiment, num_jobs: int) -> None:
-        settings = experiment.settings
-        folders.add(Path(settings.out) / settings.study)
-        for run in experiment.tuning.runs if experiment.tuning else ():
-            tuned[run.name] = run.schedule.steps
-        runs.update(plan_runs(experiment))
-
     try:
-        composed, sweeping = compose.expand_study([f"experiment={name}", *overrides], False, [])
-        compose.check(composed, sweeping, [], keep=keep)
+        for _, config in jobs_of_study([f"experiment={name}", *overrides]):
+            experiment = build(config)
+            folders.add(Path(experiment.settings.out) / experiment.settings.study)
+            for run in experiment.tuning.runs if experiment.tuning else ():
+                tuned[run.name] = run.schedule.steps
+            runs |= plan_runs(experiment)
     except ConfigError as error:
         raise WrongExperiment("\n".join(error.faults)) from error
     (folder,) = folders

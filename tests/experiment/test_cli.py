@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from gradsurg.experiment.overrides import CONFIG_DIR
+from gradsurg.experiment.compose import CONFIG_DIR
 from gradsurg.experiment.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Here

@@ -103,7 +103,7 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
         (["pascanu2013"], ValueError, r"^pascanu2013: is a study, no recipe: it sets task, model"),
         (["missing/one.yaml"], FileNotFoundError, r"missing/one.yaml"),
         (["sgm", "lr=3"], ValueError, r"^sgm: lr=3: is no key of a recipe, which are transform"),
-        (["sgm", "site.patern=x"], ValueError, r"^sgm: .*site\.patern"),
+        (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: .*Did you mean 'pattern'"),
         (["sgm", "transform.scale.factor=x"], ValueError, r"scale.factor: must be a number, found"),
         (["sgm", "seed=x"], ValueError, r"^sgm: seed: must be a whole number >= 0, found 'x'"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 
 import gradsurg as gs
-from gradsurg.experiment.overrides import without_expressions
+from gradsurg.experiment.overrides import prepared
 from gradsurg.triggers.base import Trigger
 from tests.builds import built
 from tests.conftest import Here
@@ -28,7 +28,7 @@ def test_an_expression_is_the_trigger_that_python_makes_of_it(
     names = {"steps": gs.Steps, "threshold": gs.Threshold, "epochs": gs.Epochs, "norm": "norm"}
     if expected is None:
         expected = eval(text, {**names, "always": gs.Always()})
-    words = without_expressions(["transform=clip", f"when={text}"])
+    words = prepared(["transform=clip", f"when={text}"])
     (item,) = built(*words).surgery.interventions
     assert item.when == expected
 
@@ -56,5 +56,5 @@ def test_a_wrong_expression_is_one_line(here: Here, text: str, line: str) -> Non
 
 
 def test_other_words_stay_as_they_are() -> None:
-    words = ["transform=clip", "when=steps", "site.pattern=a|b", "~when.of"]
-    assert without_expressions(words) == words
+    words = ["~when.of", "transform=clip", "when=steps", "site.pattern=a|b"]
+    assert prepared(words) == words

@@ -26,12 +26,12 @@ CLIP = "transform=clip"
         ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
         ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
         ((CLIP, "task=friedman", "task.num_train=1e12"), "task: needs more memory than there is"),
-        (("transform=[1.5]",), "transform: there is no '1.5'. There are: adagc, "),
-        ((CLIP, "+=$HOME"), "+=$HOME: has no key before the ="),
+        (("transform=[1.5]",), "hydra: TypeError: "),
+        ((CLIP, "+=$HOME"), "hydra: AssertionError: "),
         ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
         ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
         (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
-        ((f"experiment={'9' * 5000}",), "experiment="),
+        ((f"experiment={'9' * 5000}",), "hydra: ValueError: Exceeds the limit"),
         (
             ("--run", "--cfg=job", CLIP),
             "hydra: ValueError: Only one of --run, --multirun, --cfg, --info",
@@ -41,6 +41,10 @@ CLIP = "transform=clip"
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
         (("-m", CLIP, "seed=range(0,100000)"), "seed: over 10,000 values need yes=true"),
+        (("logger=wandb,console",), "logger=wandb,console: a list is written logger=[wandb,"),
+        (("clip.value=0.1",), "clip.value: is not a key here. 'clip' is an option: transform=clip"),
+        ((CLIP, "clip.value=0.1"), "clip.value: is not a key here. Is it transform.clip.value?"),
+        ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is none of this"),
         ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
         ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true, as more than 10,"),
         (("-m", CLIP, "seeds=4000", "model=mlp,linear"), "sweep: 16,000 runs need yes=true"),
@@ -56,8 +60,7 @@ def test_a_wrong_command_line_gives_one_line(
     lines = [text for text in ended.err.splitlines() if not text.startswith("warning: ")]
     assert ended.code == 2
     assert lines[0].startswith(line), lines
-    if "range(0,100000)" not in words[-1]:  # told of the values, and of the jobs
-        assert len(lines) == 1
+    assert len(lines) == 1
     assert not [*folder.rglob("summary.json")]
 
 

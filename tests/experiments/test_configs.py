@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from gradsurg import experiments
-from gradsurg.experiment.overrides import options_of
+from gradsurg.experiment.compose import options_of
 from gradsurg.tasks.base import Task
 from tests import papers
 

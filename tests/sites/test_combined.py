@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.experiment.build import build
-from gradsurg.experiment.compose import check, plain
+from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiment.overrides import CONFIG_DIR, register
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
@@ -498,7 +497,7 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
 )
 def test_each_config_error_is_one_line(words: list[str], faults: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(["transform=clip", "logger=none", *words], False, [])
+        build(compose_config("transform=clip", "logger=none", *words))
     assert len(caught.value.faults) == len(faults), caught.value.faults
     for fault, expected in zip(caught.value.faults, faults, strict=True):
         assert fault.startswith(expected)

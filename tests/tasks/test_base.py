@@ -15,7 +15,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from gradsurg.experiment import compose, overrides
+from gradsurg.experiment import compose
 from gradsurg.experiment.build import Experiment, build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.loop import outputs_of
@@ -138,8 +138,8 @@ def test_loading_leaves_the_global_generators_alone(name):
 
 
 def built(*words: str) -> Experiment:
-    overrides.register()
-    with initialize_config_dir(str(overrides.CONFIG_DIR), version_base="1.3"):
+    compose.register()
+    with initialize_config_dir(str(compose.CONFIG_DIR), version_base="1.3"):
         config = hydra_compose("config", [*words, "logger=none", "seeds=1"])
     return build(compose.plain(config))
 

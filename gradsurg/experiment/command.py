@@ -1,0 +1,161 @@
+"""The checked jobs of a command line: planned before training, reported on after it."""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.cli import (
+    Job,
+    announce,
+    budget_line,
+    edited_line,
+    outcome_table,
+    plan_runs,
+    planned_job,
+    power_line,
+    summary_line,
+)
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.loggers.base import GuardedLogger, Logger
+from gradsurg.plugins.messages import printable, tell
+
+_loggers: dict[str, GuardedLogger] = {}
+"""The loggers of this process by their configs: the jobs of a sweep share them."""
+
+
+@dataclass
+class Command:
+    """The jobs of one command line that train; a dry run and a job without steps are none."""
+
+    sweeping: bool = False
+    jobs: list[Job] = field(default_factory=list)
+    experiments: list[Experiment] = field(default_factory=list)  # of the jobs
+    num_untrained: int = 0  # the number of jobs with steps=0
+    num_unfinished: int = 0
+    has_new_runs: bool = False
+
+    def __post_init__(self) -> None:
+        _loggers.clear()
+
+    def add(self, words: Iterable[str], config: Mapping[str, Any]) -> Experiment:  # Any: any YAML
+        """Build the experiment of a job and try a training step. Raises ConfigError."""
+        with _told_warnings(), chdir(Path.cwd()):  # which a user's code may change
+            experiment = with_shared_loggers(build(config))
+        settings = experiment.settings
+        if settings.steps == 0:
+            self.num_untrained += 1
+        elif not settings.dry_run:
+            self.jobs.append(planned_job([*words], experiment.runs, Path(settings.out)))
+            self.experiments.append(experiment)
+        return experiment
+
+    def plan(self) -> None:
+        """Tell what will be trained, and write down each run as planned. Raises ConfigError."""
+        if self.num_untrained:
+            # A trial step would import PyTorch's compiler, which takes longer than the check.
+            jobs = f"{self.num_untrained} job{'s' if self.num_untrained > 1 else ''}"
+            print(f"steps=0: {jobs} checked without a trial step, nothing to train")
+        if not self.jobs:
+            return
+        announce(self.experiments)
+        for text in dict.fromkeys(filter(None, map(edited_line, self.jobs))):
+            tell(text)
+        power = power_line(self.experiments)
+        force = any(each.settings.force for each in self.experiments)
+        try:
+            states = plan_runs(self.jobs, force)
+        except OSError as error:
+            raise ConfigError([f"out: cannot be written to: {error}"]) from error
+        tuned = [each for each in self.experiments if each.tuning is not None]
+        for text in dict.fromkeys(map(budget_line, tuned)):
+            tell(f"tuning{' in each job' if len(tuned) > 1 else ''}: {text}")
+        self.has_new_runs = set(states) != {"finished"}
+        self.num_unfinished = states.total() - states["finished"] - states["diverged"]
+        if power and self.num_unfinished:
+            tell(power)
+        if self.sweeping:
+            retry = all(each.settings.retry_failed for each in self.experiments)
+            tell(summary_line(len(self.jobs), states, retry))
+        for logger in _loggers.values():
+            logger.expect(self.num_unfinished)
+
+    def report(self) -> bool:
+        """Print the outcome of all jobs, report on each study; return whether all runs finished."""
+        from gradsurg.report.study import read_study
+        from gradsurg.report.terminal import overview
+
+        jobs = list(self.jobs)
+        for number, experiment in enumerate(self.experiments):
+            if experiment.tuning is not None:  # its choice is known now
+                out = Path(experiment.settings.out)
+                jobs[number] = planned_job(jobs[number].words, experiment.runs, out)
+        table, all_finished = outcome_table(jobs)
+        if self.has_new_runs:
+            print(table)
+        wants_report = all(each.settings.report is not False for each in self.experiments)
+        for folder, loggers in self._studies().items():
+            print(f"\nstudy {folder.name}:")
+            print(overview(read_study(folder)))
+            if wants_report:
+                report_study(folder, loggers, figures=True)
+        print_notes(_loggers.values())
+        return all_finished
+
+    def _studies(self) -> dict[Path, list[GuardedLogger]]:
+        """Return the folder of each study with the loggers of its jobs, each once."""
+        studies: dict[Path, dict[str, GuardedLogger]] = {}
+        for experiment in self.experiments:
+            folder = Path(experiment.settings.out) / experiment.settings.study
+            loggers = studies.setdefault(folder, {})
+            loggers |= {logger.key: logger for logger in experiment.loggers}
+        return {folder: [*loggers.values()] for folder, loggers in studies.items()}
+
+
+def with_shared_loggers(experiment: Experiment) -> Experiment:
+    """Return the experiment with the loggers that earlier jobs of this process have made."""
+    shared = (_loggers.setdefault(logger.key, logger) for logger in experiment.loggers)
+    return replace(experiment, loggers=tuple(shared))
+
+
+def report_study(folder: Path, loggers: Iterable[GuardedLogger], figures: bool) -> None:
+    """Write the report of a study, print its path, and send the study to the loggers.
+
+    Drawing figures can take as long as training: without `figures` those of an earlier report are
+    drawn anew, and no others. The loggers get the study also if no run is new: the command may have
+    been killed before.
+    """
+    from gradsurg.report.export import figures_in, study_info, write_report
+    from gradsurg.report.study import read_study
+
+    study, out = read_study(folder), folder / "report"
+    try:
+        page = write_report(study, out, figures=figures or bool(figures_in(out)))
+    except OSError as error:
+        tell(f"the report cannot be written: {error}")
+        return
+    print(f"report: {printable(os.path.relpath(page))}")
+    info = study_info(study, out)
+    for logger in loggers if info.rows else ():  # plain runs alone have no table
+        logger.study(info)
+
+
+def print_notes(loggers: Iterable[Logger]) -> None:
+    """Print the closing notes of the loggers, each line once."""
+    for note in dict.fromkeys(note for logger in loggers for note in logger.notes()):
+        print(note)
+
+
+@contextmanager
+def _told_warnings() -> Iterator[None]:
+    """Print the surgery's warnings of a block, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SurgeryWarning)
+        yield
+    for text in dict.fromkeys(str(item.message) for item in caught):
+        tell(f"warning: {text}")

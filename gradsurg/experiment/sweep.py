@@ -1,0 +1,160 @@
+"""A callback of Hydra that checks all jobs of a sweep before the first trains, and reports at the
+end. `conf/config.yaml` names it under `hydra.callbacks`.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product
+from math import isfinite, prod
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+
+from gradsurg.experiment.compose import CONFIG_DIR, key_in, options_of, plain, register
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.overrides import COMPOSE_ERRORS, MAX_RUNS, explained, prepared, too_many
+from gradsurg.plugins.messages import nearest, tell
+
+if TYPE_CHECKING:
+    from gradsurg.experiment.command import Command
+
+FAILED, WRONG_INPUT = 1, 2
+Job = tuple[list[str], dict[str, Any]]  # Any: any YAML
+"""The overrides of a job, and its resolved config."""
+MAX_WRONG_JOBS = 20  # after which the other jobs of a sweep are not checked
+
+
+class Sweep(Callback):
+    """Ends the command with code 2 before a sweep with a wrong job, and with 1 after a failed one.
+
+    A job itself neither raises nor exits: Hydra would leave out the end of the sweep.
+    """
+
+    def __init__(self) -> None:
+        self._command: Command | None = None
+
+    def on_multirun_start(
+        self, config: DictConfig, config_name: str = "config", **_: object
+    ) -> None:
+        """Compose, build and try each job, and write down all runs as planned."""
+        try:
+            self._command = _checked(_composed(_jobs(config), config_name))
+        except ConfigError as error:
+            tell("\n".join(error.faults))
+            sys.exit(WRONG_INPUT)
+        if self._command.jobs and not self._command.num_unfinished:
+            self._end()  # also where Hydra could not write, in a study that is read-only
+        if self._command.num_untrained and not self._command.jobs:
+            sys.exit()
+
+    def on_multirun_end(self, config: DictConfig, **_: object) -> None:
+        """Print the outcome of all jobs, and report on each study."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._command is not None and self._command.jobs:
+            sys.exit(0 if self._command.report() else FAILED)
+
+
+def _checked(jobs: Sequence[Job]) -> "Command":
+    from gradsurg.experiment.command import Command
+
+    command = Command(sweeping=True)
+    faults: dict[str, None] = {}
+    wrong = 0
+    for words, config in jobs:
+        try:
+            command.add(words, config)
+        except ConfigError as error:
+            faults |= dict.fromkeys(error.faults)
+            wrong += 1
+        if wrong > MAX_WRONG_JOBS:
+            break
+    if faults:
+        raise ConfigError([*faults])
+    command.plan()
+    return command
+
+
+def jobs_of_study(words: Sequence[str]) -> list[Job]:
+    """Return the jobs of a command line, composed and not run; those of its study file, if it
+    states a sweep. Raises ConfigError with the errors of all jobs.
+    """
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            config = hydra.compose_config("config", [*words], RunMode.MULTIRUN, False, False)
+        except COMPOSE_ERRORS as error:
+            raise ConfigError([explained(error)]) from error
+        sweeps = config.hydra.mode is RunMode.MULTIRUN
+        return _composed(_jobs(config) if sweeps else [[*words]], "config")
+
+
+def _composed(jobs: Iterable[list[str]], config_name: str) -> list[Job]:
+    """Compose the config of each job. Raises ConfigError with the errors of all jobs."""
+    composed: list[Job] = []
+    faults: dict[str, None] = {}
+    wrong = 0
+    for words in jobs:
+        try:
+            composed.append((words, plain(compose(config_name, prepared(words)))))
+        except ConfigError as error:
+            faults |= dict.fromkeys(error.faults)
+            wrong += 1
+        except COMPOSE_ERRORS as error:
+            faults[explained(error)] = None
+            wrong += 1
+        if wrong > MAX_WRONG_JOBS:
+            break
+    if faults:
+        raise ConfigError([*faults])
+    return composed
+
+
+def _jobs(config: DictConfig) -> Iterator[list[str]]:
+    """Yield the overrides of each job: those of the study file, replaced by those typed."""
+    typed = [str(word) for word in config.hydra.overrides.task]
+    keys = {key_in(word) for word in typed}
+    params = config.hydra.sweeper.get("params") or {}
+    with open_dict(config.hydra.sweeper):
+        for key in keys & {str(key) for key in params}:
+            del params[key]  # Hydra would sweep over both
+    words = [f"{key}={value}" for key, value in params.items()] + typed
+    agreed = any(word.lstrip("+").lower() == "yes=true" for word in words)
+    most = sys.maxsize - 1 if agreed else MAX_RUNS
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    values = [_values(override, most) for override in parser.parse_overrides(words)]
+    if (count := prod(map(len, values))) > most:
+        raise ConfigError([f"sweep: {too_many(count, 'jobs')}"])
+    for combination in product(*values):
+        yield list(combination)
+
+
+def _values(override: Override, most: int) -> list[str]:
+    """Return the overrides that one sweeps over; ConfigError for none, or for more than `most`."""
+    word, key = override.input_line or "", override.get_key_element()
+    if not override.is_sweep_override():
+        return [word]
+    match override.value():
+        case RangeSweep(start=start, stop=stop) if not isfinite((stop or 0) - (start or 0)):
+            raise ConfigError([f"{word}: cannot be swept: it has no end"])
+    try:
+        values = [f"{key}={v}" for v in islice(override.sweep_string_iterator(), most + 1)]
+    except (HydraException, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError([f"{word}: cannot be swept: {error}"]) from error
+    if not values:
+        choices = options_of(key_in(word))
+        listed = f". {nearest('', choices)}" if choices else ""
+        raise ConfigError([f"{word}: sweeps over no value{listed}"])
+    if len(values) > most:
+        raise ConfigError([f"{key}: {too_many(f'over {most:,}', 'values')}"])
+    return values
