@@ -17,7 +17,6 @@ COMMANDS = {
     "fetch": ("gradsurg.tasks.fetch.__main__", "store data sets for the tasks"),
 }
 """Each command with its module, which has a function `main`, and its purpose."""
-WRONG_INPUT = 2
 
 HELP = f"""\
 usage: gradsurg COMMAND ...
@@ -33,21 +32,18 @@ gradsurg COMMAND --help shows more; gradsurg --version the version."""
 def main() -> None:
     """Run the command that the first word names, and exit with its code."""
     ignore_closed_pipes()
-    match sys.argv[1:]:
-        case []:
-            print(HELP, file=sys.stderr)
-            sys.exit(WRONG_INPUT)
-        case ["-h" | "--help", *_]:
-            print(HELP)
-        case ["--version"]:
-            print(f"gradsurg {gradsurg.__version__}")
-        case [name, *words] if name in COMMANDS:
-            sys.argv = [f"gradsurg {name}", *words]
-            sys.exit(import_module(COMMANDS[name][0]).main())
-        case [name, *_]:
-            choices = nearest(name, [*COMMANDS])
-            print(f"gradsurg: there is no command '{name}'. {choices}", file=sys.stderr)
-            sys.exit(WRONG_INPUT)
+    name, *words = sys.argv[1:] or [""]
+    if name in COMMANDS:
+        sys.argv = [f"gradsurg {name}", *words]
+        sys.exit(import_module(COMMANDS[name][0]).main())
+    elif name in ("-h", "--help"):
+        print(HELP)
+    elif name == "--version":
+        print(f"gradsurg {gradsurg.__version__}")
+    else:
+        unknown = f"gradsurg: there is no command '{name}'. {nearest(name, [*COMMANDS])}"
+        print(unknown if name else HELP, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
-from typing import Literal, overload
 
 import torch
 from torch import nn
@@ -20,10 +19,11 @@ from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.plugins.messages import one_line
-from gradsurg.torch_internals.hook_tables import module_tables, tensor_tables
+from gradsurg.torch_internals.hook_tables import foreign_hooks, module_tables, tensor_tables
 
 PACKAGE, OBJECTS, ABOUT = "gradsurg_archive", "objects.pkl", "about.json"
-NOT_PACKAGED = (PackagingError, pickle.PicklingError, TypeError, AttributeError, ValueError)
+NOT_PACKAGED = (PackagingError, EmptyMatchError, pickle.PicklingError)
+NOT_PACKAGED += (TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,8 @@ class Contents:
 
     def __str__(self) -> str:
         packages = dict.fromkeys(name.partition(".")[0] for name in self.environment)
-        groups = {
-            "captured": self.captured,
-            "left to the environment": tuple(packages),
-            "mocked": self.mocked,
-        }
-        return "\n".join(f"{key}: {', '.join(names) or 'none'}" for key, names in groups.items())
+        shown = (", ".join(names) or "none" for names in (self.captured, packages, self.mocked))
+        return "captured: {}\nleft to the environment: {}\nmocked: {}".format(*shown)
 
 
 def save(
@@ -63,38 +59,27 @@ def save(
     are not stored, with a SurgeryWarning. Raises ValueError if the model or the surgery is
     attached, or if an object, a module or a pattern cannot be packaged.
     """
-    if surgery.is_attached or _has_hooks_of_gradsurg(model):
+    of_params = {name: tensor_tables(param) for name, param in model.named_parameters()}
+    tables = [*chain(*map(module_tables, model.modules()), *of_params.values())]
+    if surgery.is_attached or len(foreign_hooks(*tables)) < sum(map(len, tables)):
         raise ValueError("the model is attached to a surgery: save it after the block, or close()")
-    if lost := [name for name, _ in _parameter_hooks(model)]:
-        text = f"hooks on parameters are not in the archive: {', '.join(dict.fromkeys(lost))}"
+    if lost := [name for name, hooks in of_params.items() if hooks]:
+        text = f"hooks on parameters are not in the archive: {', '.join(lost)}"
         warnings.warn(text, SurgeryWarning, stacklevel=2)
     path = Path(path)
     draft = path.with_name(f".{path.name}.tmp")
-    modules: dict[str, list[str]] = {"captured": [], "environment": [], "mocked": []}
     try:
         with warnings.catch_warnings(), PackageExporter(draft) as exporter:
             warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-            exporter.register_intern_hook(partial(_note, modules["captured"]))
-            exporter.register_extern_hook(partial(_note, modules["environment"]))
-            exporter.register_mock_hook(partial(_note, modules["mocked"]))
             exporter.deny("__main__")  # loading would run the whole script
-            for patterns, add in (
-                (mock, exporter.mock),
-                (intern, exporter.intern),
-                (extern, exporter.extern),
-            ):
+            for action, patterns in {"mock": mock, "intern": intern, "extern": extern}.items():
                 for pattern in patterns:
-                    add(pattern, allow_empty=False)
-            installed = {"gradsurg", *packages_distributions()}
-            exporter.extern([f"{name}.**" for name in sorted(installed)])
+                    getattr(exporter, action)(pattern, allow_empty=False)
+            exporter.extern([f"{name}.**" for name in {"gradsurg", *packages_distributions()}])
             exporter.intern("**")
             exporter.save_pickle(PACKAGE, OBJECTS, (model, surgery))
-            about = {"gradsurg": gradsurg.__version__, "torch": torch.__version__}
-            exporter.save_text(PACKAGE, ABOUT, json.dumps(about))
+            exporter.save_text(PACKAGE, ABOUT, json.dumps(_versions()))
         draft.replace(path)
-    except EmptyMatchError as error:
-        patterns = ", ".join((*intern, *extern, *mock))
-        raise ValueError(f"one of these patterns matches no module: {patterns}") from error
     except NOT_PACKAGED as error:
         text = one_line(error).partition(" Set debug=True")[0]
         if "__main__" in text:
@@ -102,24 +87,13 @@ def save(
         raise ValueError(f"cannot be packaged: {text}") from error
     finally:
         draft.unlink(missing_ok=True)
-    return Contents(**{key: tuple(sorted(names)) for key, names in modules.items()})
-
-
-@overload
-def load(
-    path: str | Path, *, trust: bool = False, attach: Literal[False] = False
-) -> tuple[nn.Module, Surgery]: ...
-
-
-@overload
-def load(
-    path: str | Path, *, trust: bool = False, attach: Literal[True]
-) -> tuple[nn.Module, Surgery, Live]: ...
+    modules = exporter.interned_modules(), exporter.externed_modules(), exporter.mocked_modules()
+    return Contents(*(tuple(sorted(names)) for names in modules))
 
 
 def load(
     path: str | Path, *, trust: bool = False, attach: bool = False
-) -> tuple[nn.Module, Surgery] | tuple[nn.Module, Surgery, Live]:
+) -> tuple[nn.Module, Surgery, *tuple[Live, ...]]:
     """Return the model and the surgery of an archive; the state is as it was saved.
 
     With `attach` the surgery is attached to the model and the third value is the handle that
@@ -131,44 +105,20 @@ def load(
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file '{path}'")
     if not trust:
-        raise ValueError(
-            f"'{path}' holds code, and loading runs it: load(path, trust=True) if you trust its "
-            "author"
-        )
+        advice = "load(path, trust=True) if you trust its author"
+        raise ValueError(f"'{path}' holds code, and loading runs it: {advice}")
     try:
         importer = PackageImporter(str(path))
-        about = json.loads(importer.load_text(PACKAGE, ABOUT))
+        saved, here = json.loads(importer.load_text(PACKAGE, ABOUT)), _versions()
     except (RuntimeError, OSError) as error:
         raise ValueError(f"'{path}' is no archive of gradsurg.packaging.save") from error
-    here = {"gradsurg": gradsurg.__version__, "torch": torch.__version__}
-    if about != here:
-        text = f"'{path}' was saved with {_versions(about)}, loaded with {_versions(here)}"
+    if saved != here:
+        before, now = (", ".join(map(" ".join, each.items())) for each in (saved, here))
+        text = f"'{path}' was saved with {before}, loaded with {now}"
         warnings.warn(text, SurgeryWarning, stacklevel=2)
     model, surgery = importer.load_pickle(PACKAGE, OBJECTS)
     return (model, surgery, surgery.start(model)) if attach else (model, surgery)
 
 
-def _note(names: list[str], exporter: PackageExporter, name: str) -> None:
-    """Record a module; a stored object has a name in angle brackets."""
-    if not name.startswith("<"):
-        names.append(name)
-
-
-def _has_hooks_of_gradsurg(model: nn.Module) -> bool:
-    hooks = [hook for _, hook in _parameter_hooks(model)]
-    for module in model.modules():
-        for table in module_tables(module):
-            hooks += table.values()
-    return any(str(getattr(hook, "__module__", "")).startswith("gradsurg.") for hook in hooks)
-
-
-def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the hooks on parameters, which `pickle` leaves out, with the parameter's name."""
-    for name, param in model.named_parameters():
-        for table in tensor_tables(param):
-            for hook in table.values():
-                yield name, hook
-
-
-def _versions(about: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in about.items())
+def _versions() -> dict[str, str]:
+    return {"gradsurg": gradsurg.__version__, "torch": torch.__version__}

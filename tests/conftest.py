@@ -10,6 +10,7 @@ from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported; subprocesses inherit it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # printed text is folded to it
 
 import pytest
 import torch

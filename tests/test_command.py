@@ -1,16 +1,15 @@
-"""The console command `gradsurg`: its commands, help and wrong words."""
+"""The console command `gradsurg`: its commands, help, wrong words, and the width of its text."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
+from io import StringIO
 
 import pytest
 
 from gradsurg import __main__ as command
-from gradsurg.__main__ import COMMANDS
+from gradsurg.plugins.messages import terminal_width
+from tests.conftest import Here
 
-ROOT = Path(__file__).parents[1]
 SEVERAL = """
 import runpy, sys
 from contextlib import suppress
@@ -24,30 +23,15 @@ print(sorted({"torch", "polars", "altair", "numpy"} & set(sys.modules)))
 """Runs several commands in one process, and prints the libraries that they have imported."""
 
 
-def printed(lines: str) -> list[list[str]]:
-    """The lines that each of several commands prints, and then the imported libraries."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, lines],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [part.strip().splitlines() for part in done.stdout.split("--\n")]
-
-
 def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
-    # That of reproduce reads the records of papers, with polars.
-    commands = [name for name in COMMANDS if name != "reproduce"]
-    *helps, libraries = printed("; ".join(["--help", *(f"{name} --help" for name in commands)]))
-    assert libraries == ["[]"]
-    assert [text[0].split()[:3] for text in helps] == [
-        ["usage:", "gradsurg", "COMMAND"],
-        ["Train", "a", "small"],
-        ["usage:", "gradsurg", "report"],
-        ["usage:", "gradsurg", "fetch"],
-    ]
-    assert "torch" not in printed("reproduce --help")[-1][0]
+    lines = "; ".join(["--help", *(f"{name} --help" for name in command.COMMANDS)])
+    words = [sys.executable, "-c", SEVERAL, lines]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    *helps, libraries = done.stdout.split("--\n")
+    assert libraries == "[]\n"
+    begun = [" ".join(text.split()[:3]) for text in helps]
+    usages = [f"usage: gradsurg {name}" for name in ("COMMAND", "report", "reproduce", "fetch")]
+    assert begun == [usages[0], "Train a small", *usages[1:]]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +39,6 @@ def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
     [
         ((), "usage: gradsurg COMMAND ..."),
         (("rnu",), "gradsurg: there is no command 'rnu'. There are: run, report, reproduce, "),
-        (("--helpp",), "gradsurg: there is no command '--helpp'. There are: run, "),
         (("run", "--list", "nothing"), "--list: there is no group 'nothing' to list. "),
         (("report", "nowhere"), "there is no folder nowhere"),
         (("reproduce", "nothing2000"), "there is no experiment 'nothing2000'. There are: "),
@@ -72,3 +55,14 @@ def test_a_wrong_word_gives_code_2_and_says_what_there_is(
     assert (ended.value.code, told.out) == (2, "")
     assert stderr in told.err
     assert len(told.err.splitlines()) == 1 or not words
+
+
+def test_text_in_a_pipe_is_folded_to_columns_where_it_is_set_and_errors_are_not(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert terminal_width(StringIO()) is None
+    monkeypatch.setenv("COLUMNS", "70")
+    assert terminal_width(StringIO()) == 70
+    ended = here("transform=clip", "steps=2", "seeds=2", "logger=none", "report=false")
+    assert 60 < max(map(len, ended.out.splitlines())) <= 70
+    assert len(here("site=nope").err.splitlines()) == 1

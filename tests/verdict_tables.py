@@ -1,6 +1,5 @@
 """Markdown tables of the verdicts of `gradsurg.testing`, read from and written to READMEs."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,11 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def paper(cls: type) -> str:
-    """Return the first citation of a docstring, preferably one with an arXiv number, or ''."""
-    cited, url = catalogue.paper(inspect.getdoc(cls) or "")
-    return f"[{cited}]({url})" if url else cited
+    """Return the citation of a plug-in's class, as a link if it has an arXiv number, or ''."""
+    target = f"{cls.__module__}.{cls.__name__}"
+    entries = (entry for entry in catalogue.list() if entry.target == target)
+    entry = next((entry for entry in entries if not entry.preset_of), None)
+    return "" if entry is None else f"[{entry.paper}]({entry.url})" if entry.url else entry.paper
 
 
 def cell(verdict: Verdict) -> str:

@@ -1,66 +1,40 @@
 """The catalogue: every option of each config group, with its purpose, properties and paper.
 
-`catalogue.json` beside this file is written by `scripts/stub.py`, so that listing imports no torch.
+The first comments of `conf/<group>/<name>.yaml` are its command, its purpose and its paper:
+
+    # python -m gradsurg.run transform=clip transform.clip.value=0.01
+    # Bound the magnitude of every entry.
+    # Paper: Graves 2013, arXiv 1308.0850
+
+`scripts/stub.py` writes all entries to `catalogue.json`, so that listing imports no torch.
 """
 
-import inspect
 import json
-import re
-import shutil
-import textwrap
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Any, get_args
 
-from gradsurg.plugins.messages import nearest
+from gradsurg.effects.tables import aligned
+from gradsurg.plugins.messages import folded, nearest, terminal_width
 from gradsurg.plugins.registry import find, names
 
 if TYPE_CHECKING:
     from gradsurg.transforms.base import Transform
 
 FILE = Path(__file__).with_suffix(".json")
-FOLDERS = {
-    "transform": "transforms",
-    "site": "sites",
-    "when": "triggers",
-    "aggregator": "aggregators",
-    "model": "models",
-    "task": "tasks",
-    "logger": "loggers",
-}
+FOLDERS = {"transform": "transforms", "site": "sites", "when": "triggers"}
+FOLDERS |= {"aggregator": "aggregators", "model": "models", "task": "tasks", "logger": "loggers"}
 """Config group: folder of its classes. The others name classes of PyTorch."""
-TORCH_MODULES = {"optimizer": "optim", "schedule": "optim.lr_scheduler"}
-TUPLES = ("properties", "needs", "stages")
+TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
 LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
-KEYED = ("transform", "logger")
-"""The groups whose options have their fields under their name."""
 ALIASES = {"trigger": "when", "recipe": "experiment"}
-
-NAME = r"[A-Z][\w-]+"
-PAPER = rf"({NAME}(?:(?:, {NAME})*(?: and {NAME})?| et al\.),? (?:{NAME} ){{0,2}}(?:19|20)\d\d)"
-"""Authors, a venue and a year, as the docstrings have them."""
-
-LETTERS = {
-    "elementwise": "e",
-    "homogeneous": "h",
-    "idempotent": "i",
-    "linear": "l",
-    "odd": "o",
-    "sign_preserving": "s",
-    "norm_non_increasing": "n",
-    "unbiased": "u",
-    "deterministic": "d",
-    "non_conflicting": "c",
-    "permutation_invariant": "p",
-    "linear_under_scaling": "L",
-    "scale_invariant": "s",
-    "strongly_stationary": "t",
-}
-"""The letter of each property in the printed table, for transforms and for aggregators."""
-MIN_WIDTH, WIDE, MAX_WIDTH = 60, 120, 160
+ARXIV = "https://arxiv.org/abs/"
+NO_LIMIT = 1 << 16  # more columns than any table has
 
 
 @dataclass(frozen=True)
@@ -68,8 +42,8 @@ class Entry:
     """One option of a config group, `group=name` on the command line.
 
     `target` is its class, `preset_of` the option of the same class named like the class if this is
-    another one, `needs` the inputs that a transform requires besides the gradient, and `stages` the
-    stages at which a transform or a kind of site can act. `paper` is a citation, `url` its page.
+    another one, `paper` a citation and `url` its page, `fields` the content of the yaml file. A
+    transform `needs` inputs besides the gradient; it or a kind of site acts at `stages`.
     """
 
     group: str
@@ -77,12 +51,13 @@ class Entry:
     summary: str
     target: str
     preset_of: str
-    properties: tuple[str, ...]
-    needs: tuple[str, ...]
-    stages: tuple[str, ...]
     paper: str
     url: str
     command: str
+    fields: dict[str, Any]  # Any: what a yaml file can hold
+    properties: Sequence[str] = ()
+    needs: Sequence[str] = ()
+    stages: Sequence[str] = ()
 
 
 class Catalogue(tuple[Entry, ...]):
@@ -91,26 +66,21 @@ class Catalogue(tuple[Entry, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return self.table()
+        return self.table(get_terminal_size().columns)
 
     def table(self, width: int | None = None) -> str:
-        """Format the entries as a table of at most `width` columns, those of the terminal if None.
-
-        Above 120 columns papers have authors and year, below their arXiv number.
+        """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
+        of the terminal; in a pipe without COLUMNS an entry has one line.
         """
-        columns = shutil.get_terminal_size().columns if width is None else width
-        columns = min(max(columns, MIN_WIDTH), MAX_WIDTH)
+        columns = width or terminal_width(sys.stdout) or NO_LIMIT
         groups = dict.fromkeys(entry.group for entry in self)
         parts = [_table([one for one in self if one.group == group], columns) for group in groups]
         return "\n\n".join(parts)
 
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
-        counts = Counter(entry.group for entry in self)
-        lines = [
-            f"python -m gradsurg.run --list {group:<12} {counts[group]:>3} options"
-            for group in counts
-        ]
+        counts = Counter(entry.group for entry in self).items()
+        lines = [f"python -m gradsurg.run --list {key:<12} {n:>3} options" for key, n in counts]
         return "\n".join([*lines, "With --json: all fields, as JSON."])
 
     def json(self) -> str:
@@ -128,12 +98,11 @@ def list(group: str = "") -> Catalogue:
     if wanted and wanted not in LISTED:
         raise LookupError(f"there is no group '{group}' to list. {nearest(group, [*LISTED])}")
     rows = json.loads(FILE.read_text(encoding="utf-8"))
-    entries = (Entry(**{**row, **{key: tuple(row[key]) for key in TUPLES}}) for row in rows)
-    return Catalogue(entry for entry in entries if wanted in ("", entry.group))
+    return Catalogue(Entry(**row) for row in rows if wanted in ("", row["group"]))
 
 
 def measured() -> Catalogue:
-    """Return the entries of all groups from the classes and the yaml files; imports torch."""
+    """Return the entries of all groups from the yaml files and the classes; imports torch."""
     from gradsurg.experiment.compose import CONFIG_DIR
 
     return Catalogue(
@@ -144,65 +113,29 @@ def measured() -> Catalogue:
     )
 
 
-def paper(text: str) -> tuple[str, str]:
-    """Return the first citation in a text, preferably one with an arXiv number, and its address."""
-    text = " ".join(text.split())
-    match = re.search(rf"{PAPER}(?: \(|, )arXiv ([\d.]*\d)", text) or re.search(rf"{PAPER}()", text)
-    if not match:
-        return "", ""
-    cited, number = match.groups()
-    return cited, f"https://arxiv.org/abs/{number}" if number else ""
-
-
 def _entry(group: str, path: Path) -> Entry:
-    """Return the entry of a yaml file: its second comment line describes a preset."""
+    """Return the entry of a yaml file."""
     import yaml
 
-    text = path.read_text(encoding="utf-8")
-    config: Any = yaml.safe_load(text)
-    comments = re.findall(r"^# (?!@package)(.*)", text.partition("\n\n")[0], re.MULTILINE)
-    fields_of_option = config[path.stem] if group in KEYED else config
-    name = str(fields_of_option.get("name", ""))
-    if group == "experiment":
-        summary, _, source = " ".join(comments[1:]).partition(". ")
-        return _made(group, path.stem, summary, "", source, comments[0])
-    if group in TORCH_MODULES:
-        target = f"torch.{TORCH_MODULES[group]}.{name}" if name[0].isupper() else ""
-        return _made(group, path.stem, " ".join(comments[1:]) or target, target, "", comments[0])
-    cls = find(FOLDERS[group], name)
-    source = inspect.getdoc(cls) or ""
-    module = import_module(f"gradsurg.{FOLDERS[group]}.{name}")
-    summary = (module.__doc__ or "").partition("\n")[0]
-    summary = (summary.partition(": ")[2] or summary).partition(". ")[0]
-    preset_of = "" if path.stem == name else name
-    if preset_of:
-        source = " ".join(comments[1:])
-        summary = re.split(rf"\. {PAPER}", source)[0] or _changes(fields_of_option, path, group)
-    made = _made(group, path.stem, summary, f"{cls.__module__}.{cls.__name__}", source, comments[0])
-    measured_fields = {"preset_of": preset_of, **_measured(group, fields_of_option, cls)}
-    return Entry(**{**asdict(made), **measured_fields})
+    from gradsurg.experiment.compose import LISTS
+
+    text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
+    command, summary, third = (line.removeprefix("# ") for line in text.split("\n")[:3])
+    paper, _, number = third.partition("Paper: ")[2].partition(", arXiv ")
+    config = yaml.safe_load(text)
+    fields = config[path.stem] if group in LISTS else config
+    name = str(fields.get("name", ""))
+    target, preset_of = f"{TORCH_MODULES.get(group)}.{name}" if name[:1].isupper() else "", ""
+    facts: dict[str, Sequence[str]] = {}
+    if group in FOLDERS:
+        cls = find(FOLDERS[group], name)
+        target, preset_of = f"{cls.__module__}.{cls.__name__}", name if name != path.stem else ""
+        facts = _facts(group, fields, cls)
+    summary, url = summary.removesuffix("."), ARXIV + number if number else ""
+    return Entry(group, path.stem, summary, target, preset_of, paper, url, command, fields, **facts)
 
 
-def _changes(config: Any, path: Path, group: str) -> str:
-    """Return the fields in which a preset without a description differs from its class's option."""
-    import yaml
-
-    text = path.with_stem(config["name"]).read_text(encoding="utf-8")
-    default = yaml.safe_load(text)
-    default = default[config["name"]] if group in KEYED else default
-    changed = (f"{key}={value}" for key, value in config.items() if value != default.get(key))
-    return f"with {', '.join(changed)}"
-
-
-def _made(group: str, name: str, summary: str, target: str, source: str, command: str) -> Entry:
-    cited, url = paper(source)
-    summary = summary.strip().removesuffix(".")
-    if not target.startswith("torch."):
-        summary = summary[:1].upper() + summary[1:]
-    return Entry(group, name, summary, target, "", (), (), (), cited, url, command)
-
-
-def _measured(group: str, config: Any, cls: type) -> dict[str, tuple[str, ...]]:
+def _facts(group: str, fields: dict[str, Any], cls: type) -> dict[str, Sequence[str]]:
     """Return the properties, needs and stages of the object that a yaml file describes."""
     from gradsurg.aggregators.base import Aggregator
     from gradsurg.experiment.instantiate import instantiate
@@ -210,113 +143,62 @@ def _measured(group: str, config: Any, cls: type) -> dict[str, tuple[str, ...]]:
 
     match group:
         case "transform":
-            transform = instantiate("transforms", config, Transform)
-            return {
-                "properties": tuple(key for key in LETTERS if key in transform.properties),
-                "needs": tuple(sorted(transform.needs)),
-                "stages": tuple(_stages_of(transform)),
-            }
+            made: Any = instantiate("transforms", fields, Transform)
+            facts = {"needs": sorted(made.needs), "stages": _stages_of(made)}
+            return {"properties": sorted(made.properties), **facts}
         case "aggregator":
-            aggregator = instantiate("aggregators", config, Aggregator)
-            return {"properties": tuple(key for key in LETTERS if key in aggregator.properties)}
-        case "site":
-            stages = (*getattr(cls, "stages", ()), *getattr(cls, "group_stages", ()))
-            return {"stages": tuple(dict.fromkeys(stages))}
+            return {"properties": sorted(instantiate("aggregators", fields, Aggregator).properties)}
         case _:
-            return {}
+            return {"stages": _stages_of_kind(cls)}
 
 
-def _stages_of(transform: "Transform") -> Iterator[str]:
-    """Yield the stages at which some kind of site accepts a transform, in their order."""
-    from typing import get_args
-
-    from gradsurg.sites.base import Stage
-
-    accepted = {kind.resolve(transform.scope) for kind in _sites() if _accepts(kind, transform)}
-    yield from (stage for stage in get_args(Stage) if stage in accepted)
+def _stages_of_kind(cls: Any) -> Sequence[str]:  # Any: a class of plug-ins
+    """Return the stages that a kind of site can have, the default first."""
+    return [*dict.fromkeys(getattr(cls, "stages", ()) + getattr(cls, "group_stages", ()))]
 
 
-def _accepts(selector: Any, transform: "Transform") -> bool:  # Any: a selector
+def _stages_of(transform: "Transform") -> Sequence[str]:
+    """Return the stages at which some kind of site accepts a transform, in their order."""
     from gradsurg.core.intervention import Intervention
+    from gradsurg.sites.base import Stage
+    from gradsurg.sites.nodes import Nodes
 
-    try:
-        Intervention(transform, selector)
-    except ValueError:
-        return False
-    return True
-
-
-def _sites() -> Iterator[Any]:  # Any: a selector
-    """Yield a selector for each kind of site, stage and input that transforms can need."""
-    for name in names("sites"):
-        cls: Any = find("sites", name)
-        match name:
-            case "combined":
-                continue  # has the stages of its parts
-            case "nodes":
-                yield cls("*")
-                yield cls("*", side="leave")
-                yield cls("Addmm", side="leave", edge=1)
-            case "uses":
-                yield cls("*")
-            case _:
-                for stage in dict.fromkeys((*cls.stages, *cls.group_stages)):
-                    if name != "every_module" or stage == "forward":
-                        yield cls(stage=stage)
+    kinds: Any = [find("sites", name) for name in names("sites")]
+    selectors = [kind(pattern="*", stage=name) for kind in kinds for name in _stages_of_kind(kind)]
+    selectors.append(Nodes("Addmm", side="leave", edge=1))  # has all inputs that transforms need
+    accepted = set()
+    for selector in selectors:
+        with suppress(ValueError):
+            Intervention(transform, selector)
+            accepted.add(selector.resolve(transform.scope))
+    return [stage for stage in get_args(Stage) if stage in accepted]
 
 
 def _table(entries: Sequence[Entry], width: int) -> str:
     """Format the entries of one group, with a legend."""
-    group = entries[0].group
-    letters = [key for key in LETTERS if any(key in entry.properties for entry in entries)]
-    has_papers = any(entry.paper for entry in entries)
-    all_stages = max((entry.stages for entry in entries), key=len)
-    rows = [[group, "purpose", *["properties"] * bool(letters), *["paper"] * has_papers]]
+    letters: dict[str, str] = {}
+    for key in sorted({key for entry in entries for key in entry.properties}):
+        letters[key] = key[0].upper() if key[0] in letters.values() else key[0]
+    stages = [*dict.fromkeys(stage for entry in entries for stage in entry.stages)]
+    rows = [[entries[0].group, *["properties"] * bool(letters), "purpose"]]
     for entry in entries:
-        row = [entry.name, _purpose(entry, all_stages)]
-        if letters:
-            row.append("".join(LETTERS[key] if key in entry.properties else "." for key in letters))
-        if has_papers:
-            number = entry.url.removeprefix("https://arxiv.org/abs/")
-            short = number or entry.paper[-4:]  # the year
-            row.append(f"{entry.paper} {number}".strip() if width >= WIDE else short)
-        rows.append(row)
-    legend = []
-    if letters:
-        legend.append(", ".join(f"{LETTERS[key]} {key.replace('_', ' ')}" for key in letters))
+        marks = (letters[key] if key in entry.properties else "." for key in letters)
+        rows.append([entry.name, *["".join(marks)] * bool(letters), _purpose(entry, stages)])
+    legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
         legend.append("(name): a preset of that one, with other fields")
-    if group == "transform":
-        legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(all_stages)}")
-    elif group == "site":
-        legend.append("[..]: its stages, the default first")
-    wrapped = [line for text in legend for line in textwrap.wrap(text, width)]
-    return "\n".join([_aligned(rows, width), *[""] * bool(legend), *wrapped])
+    if stages:
+        legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(stages)}")
+    lines = [folded(text, width) for text in legend if text]
+    return "\n".join([aligned(rows, len(rows[0]), width), *[""] * bool(lines), *lines])
 
 
 def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
-    """Return the summary, with the option that it is a preset of and the stages if not all."""
+    """Return the summary, with the option that it is a preset of, some stages, and the paper."""
     text = f"{entry.summary} ({entry.preset_of})" if entry.preset_of else entry.summary
-    if entry.group == "site" and entry.stages:
-        return f"{text} [{', '.join(entry.stages)}]"
     missing = [stage for stage in all_stages if stage not in entry.stages]
-    if not missing or not entry.stages:
-        return text
-    if len(missing) < len(entry.stages):
-        return f"{text} [not {', '.join(missing)}]"
-    return f"{text} [{', '.join(entry.stages)}]"
-
-
-def _aligned(rows: Sequence[Sequence[str]], width: int) -> str:
-    """Format a table, with a rule below its head and its second column wrapped."""
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sizes[1] = min(sizes[1], width - sum(sizes) + sizes[1] - 2 * (len(sizes) - 1))
-    lines = []
-    for row in rows:
-        for number, piece in enumerate(textwrap.wrap(row[1], sizes[1]) or [""]):
-            cells = [row[0], piece, *row[2:]] if number == 0 else ["", piece, *[""] * len(row[2:])]
-            padded = (cell.ljust(size) for cell, size in zip(cells, sizes, strict=True))
-            lines.append("  ".join(padded).rstrip())
-        if len(lines) == 1:
-            lines.append("-" * (sum(sizes) + 2 * (len(sizes) - 1)))
-    return "\n".join(lines)
+    if entry.stages and missing:
+        few = entry.stages if len(entry.stages) <= len(missing) else missing
+        text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
+    number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
+    return f"{text}. {entry.paper}{number}" if entry.paper else text

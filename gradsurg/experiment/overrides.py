@@ -121,7 +121,7 @@ def too_many(count: int | str, things: str) -> str:
 def _dashes(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for a key that is written as an option: `--seeds 3` for `seeds=3`."""
     keys = {*GROUPS, *OmegaConf.load(CONFIG_DIR / "config.yaml")}
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in zip(words, [*words[1:], ""], strict=False):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
             yield f"{word}: is a key, written {key}={given or value}"
@@ -149,7 +149,7 @@ def _hidden_files(words: Sequence[str]) -> Iterator[str]:
 
 def config_dirs_in(words: Sequence[str]) -> list[Path]:
     """Return the folders that `--config-dir FOLDER` or `--config-dir=FOLDER` names."""
-    following = zip(words, [*words[1:], ""], strict=True)
+    following = zip(words, [*words[1:], ""], strict=False)
     found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
     found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
     return [Path(folder) for folder in found if folder]

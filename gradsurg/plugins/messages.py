@@ -66,13 +66,16 @@ def nearest(name: str, choices: list[str]) -> str:
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal that `stream` writes to; None for a file or a pipe."""
-    return get_terminal_size().columns if stream.isatty() else None
+    """Return COLUMNS if it is set, or the columns of the terminal that `stream` writes to; None for
+    a file or a pipe without COLUMNS.
+    """
+    fallback = (80, 24) if stream.isatty() else (0, 0)
+    return get_terminal_size(fallback).columns or None
 
 
 def tell(text: object) -> None:
     """Print lines to stderr; in a terminal they are folded between words."""
-    width = terminal_width(sys.stderr)
+    width = terminal_width(sys.stderr) if sys.stderr.isatty() else None
     for line in str(text).split("\n"):
         print(line if width is None else folded(line, width), file=sys.stderr, flush=True)
 

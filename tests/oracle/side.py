@@ -119,7 +119,7 @@ def _environment(folder: Path) -> None:
     places = ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "GRADSURG_DATA")
     os.environ |= {name: str(folder / "home") for name in places}
     os.environ |= {"NETRC": str(folder / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
 
 
 def _end(job: Job, folder: Path) -> End | None:
