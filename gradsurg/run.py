@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import gradsurg
 from gradsurg.experiment import overrides
+from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.plugins.messages import full_message, printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
@@ -37,9 +38,13 @@ if TYPE_CHECKING:
     from gradsurg.experiment.runs import Pair
     from gradsurg.loggers.base import GuardedLogger, Logger
     from gradsurg.report.study import Study
+    from gradsurg.report.terminal import Runs
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 TUNE = re.compile(r"tune=(?!null$)([^'\"].*)", re.DOTALL)
+LEFT: "list[tuple[Experiment, list[Run]]]" = []
+"""The runs of earlier jobs of this process that another process was training."""
 HAPPENED = {
     "resumed": "was interrupted, resumed from its checkpoint",
     "retried": "failed before, tried again",
@@ -82,6 +87,8 @@ def main() -> None:
                 if sweeping and not any("hydra/launcher=" in word for word in arguments.overrides):
                     _stack_jobs()
                 _run_hydra()
+                while LEFT:
+                    _run_all(*LEFT.pop(0))
         except SystemExit as end:
             if not sweeping or end.code == WRONG_INPUT:
                 raise
@@ -89,7 +96,7 @@ def main() -> None:
         if sweeping and (not _report_sweep(command) or broken):
             sys.exit(FAILED)
     except KeyboardInterrupt:
-        tell("interrupted; the same command resumes from the last checkpoint")
+        tell(INTERRUPTION)
         sys.exit(INTERRUPTED)
 
 
@@ -136,8 +143,6 @@ def _join_torchrun(arguments: Namespace) -> None:
 def job(config: DictConfig) -> None:
     """Run one job: all seeds of one config, treated and control."""
     from gradsurg.experiment.cli import checked_experiment
-    from gradsurg.report.terminal import Runs, failures, report
-    from gradsurg.report.tuning import read_tunings, tuning_text
 
     experiment = checked_experiment(config)
     if experiment.settings.dry_run:
@@ -146,36 +151,44 @@ def job(config: DictConfig) -> None:
     if not experiment.settings.steps:
         return  # `read_command` has printed that nothing is trained
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
+    launched = not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
     if sweeping and not experiment.is_finished:
         words = " ".join(HydraConfig.get().overrides.task)
         number = 1 + HydraConfig.get().job.num
         tell(f"job {number}: {printable(words)}")
-        if not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher"):
+        if launched:
             for logger in experiment.loggers:
                 logger.expect(None, number)
+    if not (sweeping and launched):
+        _train(experiment, sweeping, wait=not sweeping)
+        return
+    interrupt_at_time_limit()
+    try:
+        _train(experiment, sweeping)
+    except KeyboardInterrupt:  # `main`, in another process, reports on the runs
+        tell(INTERRUPTION)
+
+
+def _train(experiment: "Experiment", sweeping: bool, wait: bool = True) -> None:
+    """Train the runs of a job and, unless it is one of a sweep, report on them.
+
+    Without `wait` the runs that other processes train are added to `LEFT`.
+    """
+    from gradsurg.report.terminal import failures, report
+    from gradsurg.report.tuning import read_tunings, tuning_text
+
     pairs = _tuned(experiment)
     if pairs is None and sweeping:
         return
     if pairs is None:
         sys.exit(FAILED)
-    runs, skipped, wanted, failed = [], 0, 0, 0
-    records: list[Record] = []
-    stacked = _stacked(experiment, [run for pair in pairs for run in pair.runs])
-    for pair in pairs:
-        attempted = [_run(experiment, run, stacked) for run in pair.runs]
-        done = [record for record in attempted if record and record.summary]
-        directories = {record.run.name: record.directory for record in done}
-        treated, control = (
-            run and directories.get(run.name) for run in (pair.treated, pair.control)
-        )
-        without = {link: directories.get(run.name) for link, run in pair.without.items()}
-        runs.append(Runs(treated, control, without))
-        skipped += sum(record.action == "skipped" for record in done)
-        wanted += len(pair.runs)
-        failed += len(pair.runs) - len(done)
-        records += done
-    if failed:
-        tell(f"{failed} of {wanted} runs failed")
+    wanted = [*{run.name: run for pair in pairs for run in pair.runs}.values()]
+    found = _run_all(experiment, wanted, wait)
+    records = [record for record in found.values() if record and record.summary]
+    if left := [run for run in wanted if _is_busy(found[run.name])]:
+        LEFT.append((experiment, left))
+    if failed := len(wanted) - len(records) - len(left):
+        tell(f"{failed} of {len(wanted)} runs failed")
     for text in _unmeasured(records):
         tell(text)
     if sweeping:
@@ -183,19 +196,36 @@ def job(config: DictConfig) -> None:
     if experiment.tuning is not None:
         chosen = tuning_text(*read_tunings(experiment.tuning.write(experiment.settings)))
         print("\n".join(chosen), end="\n\n")
-    if text := failures(
-        [run.directory(Path(experiment.settings.out)) for pair in pairs for run in pair.runs]
-    ):
+    if text := failures([run.directory(Path(experiment.settings.out)) for run in wanted]):
         print(f"{text}\n")
-    if any(run.treated or run.control for run in runs):
-        print(report(runs))
+    if records:
+        print(report(_directories(pairs, records)))
     if experiment.settings.report is not False:
         _report_job(experiment)
-    if skipped:
+    if skipped := sum(record.action == "skipped" for record in records):
         print(f"{skipped} of them had been finished before; force=true repeats them")
     _print_notes(experiment.loggers)
     if failed or any(record.summary.get("nonfinite") for record in records):
         sys.exit(FAILED)
+
+
+def _directories(pairs: "Sequence[Pair]", records: "Sequence[Record]") -> "list[Runs]":
+    """Return the directories of the finished runs of each pair."""
+    from gradsurg.report.terminal import Runs
+
+    finished = {record.run.name: record.directory for record in records}
+
+    def directory(run: "Run | None") -> Path | None:
+        return run and finished.get(run.name)
+
+    return [
+        Runs(
+            directory(pair.treated),
+            directory(pair.control),
+            {link: directory(run) for link, run in pair.without.items()},
+        )
+        for pair in pairs
+    ]
 
 
 def _refuse_dashes(words: list[str]) -> None:
@@ -235,8 +265,7 @@ def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
     if experiment.tuning is None:
         return experiment.pairs
     tuning = experiment.tuning.runs
-    stacked = _stacked(experiment, tuning)
-    failed = sum(_run(experiment, run, stacked) is None for run in tuning)
+    failed = sum(record is None for record in _run_all(experiment, tuning).values())
     pairs = experiment.compared
     if failed or pairs is None:
         tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
@@ -313,7 +342,28 @@ def _stacked(experiment: "Experiment", runs: "Sequence[Run]") -> "Mapping[str, R
         )
 
 
-def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") -> "Record | None":
+def _run_all(
+    experiment: "Experiment", runs: "Sequence[Run]", wait: bool = True
+) -> "dict[str, Record | None]":
+    """Execute runs, those first that no other process trains: equal commands divide them.
+
+    Return the records by name, None for a run that failed. Without `wait` the others stay busy.
+    """
+    stacked = _stacked(experiment, runs)
+    records = {run.name: _run(experiment, run, stacked, wait=False) for run in runs}
+    for run in runs if wait else ():
+        if _is_busy(records[run.name]):
+            records[run.name] = _run(experiment, run, stacked)
+    return records
+
+
+def _is_busy(record: "Record | None") -> bool:
+    return record is not None and record.action == "busy"
+
+
+def _run(
+    experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]", wait: bool = True
+) -> "Record | None":
     """Execute one run unless a stack has trained it, and print what happened to it; return None if
     it failed.
     """
@@ -328,7 +378,7 @@ def _run(experiment: "Experiment", run: "Run", stacked: "Mapping[str, Record]") 
     try:
         with chdir(Path.cwd()):  # which a user's code may change
             record = stacked.get(run.name) or execute(
-                run, out, experiment.loggers, settings.threads, settings.retry_failed
+                run, out, experiment.loggers, settings.threads, settings.retry_failed, wait
             )
     except Exception as error:  # one line for whatever a run raises; the traceback is in a file
         if hydra_utils._is_env_set("HYDRA_FULL_ERROR"):

@@ -24,6 +24,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from gradsurg.experiment.launchers import LAUNCHERS, missing_launcher, sweeper_fault
 from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import names as plugin_names
@@ -44,7 +45,6 @@ LISTS = ("transform", "logger")
 """The groups that take a list of options."""
 MAX_RUNS = 10_000  # of a command without yes=true
 YES = re.compile(r"\+*yes=true", re.IGNORECASE)
-LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")  # an extra: gradsurg[launchers]
 
 
 def _config_dir() -> Path:
@@ -231,6 +231,8 @@ def split_unknown_options(
     for word in overrides:
         key, names, is_list = _group_choice(word)
         options = options_of(key, config_dirs)
+        if key == "hydra/sweeper":  # also one that is installed
+            options = ["basic"]
         wrong = [name for name in names if "." not in name and name not in options]
         wrong += [name for name in names if "." in name and ("/" in name or _is_number(name))]
         if not options or (wrong == ["null"] and not is_list):
@@ -346,7 +348,9 @@ def first_line(error: Exception) -> str:
 
 def _unknown_option(group: str, name: str, options: list[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
-        return f"{group}: '{name}' is not installed: pip install 'gradsurg[launchers]'"
+        return missing_launcher(name)
+    if group == "hydra/sweeper":
+        return sweeper_fault(name)
     if name.isidentifier() and Path(f"{name}.py").is_file():
         return f"{group}: {name}.py is a module; choose something in it: {group}={name}.<name>"
     return f"{group}: there is no '{name}'. {nearest(name, options)}"
