@@ -9,8 +9,7 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,22 +22,17 @@ from omegaconf import DictConfig
 import gradsurg
 from gradsurg.experiment.compose import CONFIG_DIR, plain, register
 from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
-from gradsurg.plugins.messages import full_message, printable, tell
+from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 if TYPE_CHECKING:
     from gradsurg.experiment.build import Experiment
-    from gradsurg.experiment.execution import Record
-    from gradsurg.experiment.run import Run
-    from gradsurg.experiment.runs import Pair
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 FULL_ERROR = "HYDRA_FULL_ERROR"
-HAPPENED = {
-    "resumed": "was interrupted, resumed from its checkpoint",
-    "retried": "failed before, tried again",
-}
 
 
 def main() -> None:
@@ -60,7 +54,7 @@ def main() -> None:
         tell("\n".join(error.faults))
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
-        tell("interrupted; the same command resumes from the last checkpoint")
+        tell(INTERRUPTION)
         sys.exit(INTERRUPTED)
 
 
@@ -81,9 +75,29 @@ def job(config: DictConfig) -> None:
     if experiment.settings.dry_run:
         print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
     elif experiment.settings.steps:
-        succeeded = _train(experiment, sweeping)
-        if not sweeping and not succeeded:
+        _train(experiment, sweeping)
+
+
+def _train(experiment: "Experiment", sweeping: bool) -> None:
+    """Train the runs of a job; exit with code 1 if one of a single job has not finished."""
+    from gradsurg.experiment.job import train
+
+    if not sweeping:
+        if not train(experiment, in_sweep=False):
             sys.exit(FAILED)
+    elif not _is_launched():
+        train(experiment, in_sweep=True, wait=False)  # `Sweep` trains those that are left
+    else:
+        interrupt_at_time_limit()
+        try:
+            train(experiment, in_sweep=True)
+        except KeyboardInterrupt:  # the end of the sweep, in another process, reports on the runs
+            tell(INTERRUPTION)
+
+
+def _is_launched() -> bool:
+    """Whether a launcher has started this job of a sweep, perhaps in another process."""
+    return not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
 
 
 @contextmanager
@@ -127,119 +141,10 @@ def _of_sweep(config: DictConfig) -> "Experiment":
     if settings.steps and not settings.dry_run and not experiment.is_finished:
         number = 1 + HydraConfig.get().job.num
         tell(f"job {number}: {printable(' '.join(HydraConfig.get().overrides.task))}")
-        if not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher"):
+        if _is_launched():
             for logger in experiment.loggers:
                 logger.expect(None, number)
     return experiment
-
-
-def _train(experiment: "Experiment", sweeping: bool) -> bool:
-    """Train the runs of a job, and report on it unless it is one of a sweep.
-
-    Return whether all runs have finished.
-    """
-    pairs = _tuned(experiment)
-    if pairs is None:
-        return False
-    runs = [run for pair in pairs for run in pair.runs]
-    attempted = [_run(experiment, run) for run in runs]
-    records = [record for record in attempted if record is not None and record.summary]
-    failed = len(runs) - len(records)
-    if failed:
-        tell(f"{failed} of {len(runs)} runs failed")
-    for text in _unmeasured(records):
-        tell(text)
-    if not sweeping:
-        _report(experiment, pairs, records)
-    return not failed and not any(record.summary.get("nonfinite") for record in records)
-
-
-def _tuned(experiment: "Experiment") -> "Sequence[Pair] | None":
-    """Train the tuning runs that are not finished; return the runs to compare.
-
-    None if a tuning run failed: a choice without it could be another one.
-    """
-    if experiment.tuning is None:
-        return experiment.pairs
-    tuning = experiment.tuning.runs
-    failed = sum(_run(experiment, run) is None for run in tuning)
-    pairs = experiment.compared
-    if failed or pairs is None:
-        tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
-        return None
-    experiment.tuning.write(experiment.settings)
-    return pairs
-
-
-def _run(experiment: "Experiment", run: "Run") -> "Record | None":
-    """Execute one run and print what happened to it; return None if it failed."""
-    from gradsurg.experiment.execution import execute
-    from gradsurg.experiment.run_directory import ERROR
-    from gradsurg.experiment.run_reader import BrokenFile
-
-    settings = experiment.settings
-    out = Path(settings.out)
-    split = "" if run.split_seed is None else f", split {run.split_seed}"
-    name = printable(f"{run.label}, seed {run.seed}{split}")
-    try:
-        with chdir(Path.cwd()):  # which a user's code may change
-            record = execute(run, out, experiment.loggers, settings.threads, settings.retry_failed)
-    except Exception as error:  # one line for whatever a run raises; the traceback is in a file
-        log = run.directory(out) / ERROR
-        hint = "the traceback could not be written"
-        if log.is_file():
-            hint = f"the traceback is in {os.path.relpath(log)}"
-        if isinstance(error, BrokenFile):
-            hint = "remove the file, or start the run again with force=true"
-        tell(f"{name}: {full_message(error)} ({hint})")
-        return None
-    if record.action == "not retried":
-        tell(f"{name}: failed before; not retried (retry_failed=false); {printable(record.reason)}")
-    elif record.action in HAPPENED:
-        fault = f"; {printable(record.reason)}" if record.reason else ""
-        tell(f"{name}: {HAPPENED[record.action]}{fault}")
-    if record.note and record.action != "skipped":
-        tell(f"{name}: {printable(record.note)}")
-    return record
-
-
-def _report(experiment: "Experiment", pairs: "Sequence[Pair]", records: "Sequence[Record]") -> None:
-    """Print the outcome of a single job, and write the report of its study."""
-    from gradsurg.experiment.command import print_notes, report_study
-    from gradsurg.report.terminal import Runs, failures, report
-    from gradsurg.report.tuning import read_tunings, tuning_text
-
-    settings = experiment.settings
-    out = Path(settings.out)
-    places = {record.run.name: record.directory for record in records}
-    if experiment.tuning is not None:
-        chosen = tuning_text(*read_tunings(experiment.tuning.write(settings)))
-        print("\n".join(chosen), end="\n\n")
-    if text := failures([run.directory(out) for pair in pairs for run in pair.runs]):
-        print(f"{text}\n")
-    if places:
-        print(report([Runs(*_places(pair, places)) for pair in pairs]))
-    if settings.report is not False:
-        report_study(out / settings.study, experiment.loggers, settings.report is True)
-    if skipped := sum(record.action == "skipped" for record in records):
-        print(f"{skipped} of them had been finished before; force=true repeats them")
-    print_notes(experiment.loggers)
-
-
-def _places(pair: "Pair", places: dict[str, Path]) -> tuple[Path | None, Path | None, dict]:
-    """Return the folders of the treated run, of the control, and of those without each link."""
-    treated, control = (run and places.get(run.name) for run in (pair.treated, pair.control))
-    return treated, control, {link: places.get(run.name) for link, run in pair.without.items()}
-
-
-def _unmeasured(records: "Iterable[Record]") -> list[str]:
-    """Return a line for each measurement that finished runs were trained without."""
-    notes = Counter(record.note for record in records if record.action == "skipped" and record.note)
-    return [
-        f"{number} finished run{'s were' if number > 1 else ' was'} {note}: the same command with "
-        f"force=true trains {'them' if number > 1 else 'it'} again"
-        for note, number in notes.items()
-    ]
 
 
 def _list(words: list[str]) -> None:

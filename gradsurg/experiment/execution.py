@@ -38,7 +38,7 @@ from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.identity import Identity
 
-Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
+Action = Literal["trained", "resumed", "retried", "skipped", "not retried", "busy"]
 
 Result = TypeVar("Result")
 
@@ -73,10 +73,12 @@ def execute(
     loggers: Sequence[Logger],
     threads: int | None = None,
     retry_failed: bool = True,
+    wait: bool = True,
 ) -> Record:
     """Train a run, resume it, or skip it if it is finished; the process is left as it was.
 
-    A resumed run ends bit-identical to an uninterrupted one. A failed run is trained again, unless
+    A run that another process trains is waited for, or without `wait` is left to it ("busy"). A
+    resumed run ends bit-identical to an uninterrupted one. A failed run is trained again, unless
     `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
     logger that raises is not used for the rest of the run.
     """
@@ -84,7 +86,9 @@ def execute(
     if directory.finished:
         directory.add_facts(run.facts)
         return _skipped(run, directory)
-    with directory.lock():
+    with directory.lock(wait) as obtained:
+        if not obtained:
+            return Record(run, directory.path, {}, "busy")
         state = directory.recorded_state
         if state in ("finished", "diverged"):  # by another process, which had the lock
             directory.add_facts(run.facts)
@@ -127,15 +131,15 @@ def _execute(
     ]
     for logger in loggers:
         logger.start(info)
-    state: RunEnd = "failed"
+    state: RunEnd = "interrupted"  # by Ctrl-C, or by SystemExit: a launcher moves its job
     summary: dict[str, object] = {}
     try:
         with restored_process(threads, run.device):
             summary = _train(run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
-    except KeyboardInterrupt:
-        state = "interrupted"
+    except Exception:
+        state = "failed"
         raise
     finally:
         numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}

@@ -26,12 +26,11 @@ from gradsurg.experiment.compose import (
     options_of,
 )
 from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.messages import full_message, nearest, printable
 from gradsurg.plugins.registry import names as plugin_names
 
 MAX_RUNS = 10_000  # of a command without yes=true
-LAUNCHERS = {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"}
-"""The extra of gradsurg with each launcher of Hydra that is not Hydra's own."""
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
 FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
 """An override of a field of an option, with no sweep over its values."""
@@ -75,6 +74,8 @@ def prepared(words: Sequence[str]) -> list[str]:
         except ValueError as error:
             faults.append(str(error))
         faults += _swallowed(word)
+        if word.startswith("hydra/sweeper=") and (fault := sweeper_fault(word.partition("=")[2])):
+            faults.append(fault)
     if faults:
         raise ConfigError(faults)
     expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]

@@ -55,7 +55,10 @@ class Sweep(Callback):
             sys.exit()
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
-        """Print the outcome of all jobs, and report on each study."""
+        """Train what other commands have left, print the outcome of all jobs, and report."""
+        from gradsurg.experiment.job import train_left
+
+        train_left()
         self._end()
 
     def _end(self) -> None:
