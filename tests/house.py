@@ -14,14 +14,14 @@ PLUGINS = ("transforms", "triggers", "aggregators", "models", "tasks", "sites", 
 Calls = set[tuple[str, str]]
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 5542),
+    "core": (("core", "effects", "torch_internals"), 5364),
     "sites": (("sites",), 6347),
     "transforms": (("transforms",), 4066),
     "aggregators": (("aggregators",), 3875),
-    "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5177),
-    "multitask per_example": (("multitask", "per_example"), 3845),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7943),
-    "report": (("report",), 5286),
+    "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5150),
+    "multitask per_example": (("multitask", "per_example"), 3839),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7894),
+    "report": (("report",), 5278),
     "stats": (("stats.py",), 495),
     "reproduce": (("reproduce",), 1591),
 }
@@ -30,7 +30,7 @@ ROOMS = {
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2389, 48_380
+REST, TESTS = 2389, 47_796
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

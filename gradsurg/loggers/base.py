@@ -32,7 +32,6 @@ class RunInfo:
     tags: tuple[str, ...]
     total_steps: int
     resumed: bool = False
-    runs: int = 1
 
 
 @dataclass(frozen=True)

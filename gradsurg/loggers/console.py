@@ -93,7 +93,7 @@ class Console(ProgressLogger):
         if screen.progress is not None:
             screen.progress.update(TaskID(0), completed=step, last=screen.last)
             if len(screen.progress.task_ids) > 1 and screen.run is not None:
-                done = screen.ended + screen.run.runs * step / max(1, screen.run.total_steps)
+                done = screen.ended + step / max(1, screen.run.total_steps)
                 screen.progress.update(TaskID(1), completed=done, last=_time_left(screen, done))
         elif screen.notebook is not None:
             screen.notebook.show(_notebook_text(screen))
@@ -164,8 +164,6 @@ def _bars(screen: _Screen) -> Progress:
     progress.add_task(_name(run), total=run.total_steps or None, last=screen.last, count=count)
     if total > 1:
         text = f"run {screen.ended + 1} of {total}"
-        if run.runs > 1:
-            text = f"runs to {screen.ended + run.runs} of {total}"
         left = _time_left(screen, screen.ended)
         progress.add_task(text, total=total, completed=screen.ended, last=left, count="")
     return progress

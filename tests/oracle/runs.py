@@ -25,7 +25,6 @@ UNCOMPARED = (
     "outcome/time/*",
     "*step_ms*",
     "hardware",
-    "compile_s",
     "_*",
     "step time",
     "*artifact_path",
