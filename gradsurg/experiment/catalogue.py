@@ -17,14 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.messages import folded, nearest, terminal_width
 from gradsurg.plugins.registry import find, names
-
-if TYPE_CHECKING:
-    from gradsurg.transforms.base import Transform
 
 FILE = Path(__file__).with_suffix(".json")
 FOLDERS = {"transform": "transforms", "site": "sites", "when": "triggers"}
@@ -157,7 +154,7 @@ def _stages_of_kind(cls: Any) -> Sequence[str]:  # Any: a class of plug-ins
     return [*dict.fromkeys(getattr(cls, "stages", ()) + getattr(cls, "group_stages", ()))]
 
 
-def _stages_of(transform: "Transform") -> Sequence[str]:
+def _stages_of(transform: Any) -> Sequence[str]:  # Any: a transform
     """Return the stages at which some kind of site accepts a transform, in their order."""
     from gradsurg.core.intervention import Intervention
     from gradsurg.sites.base import Stage
