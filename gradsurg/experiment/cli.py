@@ -124,8 +124,8 @@ def read_command(arguments: Namespace) -> Command:
         tell(f"out: cannot be written to: {error}")
         sys.exit(WRONG_INPUT)
     each = " in each job" if len(command.tuned) > 1 else ""
-    tuned = (one for one in command.tuned.values() if one.tuning)
-    for text in dict.fromkeys(one.tuning.budget(one.settings.all_seeds) for one in tuned):
+    tuned = [(one.tuning, one.settings.all_seeds) for one in command.tuned.values()]
+    for text in dict.fromkeys(tuning.budget(seeds) for tuning, seeds in tuned if tuning):
         tell(f"tuning{each}: {text}")
     command.has_new_runs = set(states) != {"finished"}
     command.num_unfinished = states.total() - states["finished"] - states["diverged"]
