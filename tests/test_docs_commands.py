@@ -17,7 +17,7 @@ from tests.test_readme import blocks
 
 SWEEPS = commands("docs/sweeps.md")
 ONE_PROCESS = [line for line in SWEEPS if "launcher" not in line]
-LAUNCHED = [line for line in SWEEPS if "launcher" in line]
+LAUNCHED = [line for line in SWEEPS if "launcher" in line and "launcher=ray" not in line]
 SHORT = ("steps=2", "logger=none", "report=false")
 
 

@@ -1,28 +1,27 @@
-"""Sweeps whose jobs run in processes of their own, and sweeps that meet at the same runs."""
+"""Sweeps whose jobs run in processes of their own, and equal commands that divide the runs."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
-from gradsurg.experiment.run_directory import LOCK, SUMMARY
+from gradsurg.experiment.launchers import LAUNCHERS, interrupt_at_time_limit
+from gradsurg.experiment.run_directory import ERROR, LOCK, METRICS, SUMMARY
 from scripts.same_runs import differences
 
 ROOT = Path(__file__).parents[1]
-SHORT = ("steps=20", "seeds=1", "logger=none")
-LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
-SWEEP = ("transform=theirs.fails,clip,[add_noise,theirs.Noted]", "seeds=2", "model.dropout=0.2")
-SWEEP += ("steps=100", "checkpoint_every=20", "log_every=10", "logger=none")
-
 THEIRS = '''
 import os
-import sys
+import signal
+import time
 from pathlib import Path
 
 import torch
@@ -31,31 +30,47 @@ from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import Stateless
 
 
-@validated
-class Noted(Stateless):
-    """Changes nothing, and writes down where it was at work and with how many threads."""
+class Acts(Stateless):
+    """Changes nothing, and acts in a step of the training; the trial step is step 0."""
 
-    @property
-    def properties(self):
-        return frozenset()
+    step = 1
+    properties = frozenset()
 
     def apply(self, grad, context):
-        if context.step == 0 and is_training():
-            Path(f"noted-{os.getpid()}").write_text(str(torch.get_num_threads()))
+        if context.step == self.step:
+            self.act()
         return grad
 
 
-def is_training():  # and not in the step that is tried before
-    frame = sys._getframe()
-    while frame and frame.f_code.co_name != "_train":
-        frame = frame.f_back
-    return frame is not None
+@validated
+class Notes(Acts):
+    def act(self):
+        Path(f"noted-{os.getpid()}").write_text(str(torch.get_num_threads()))
 
 
-def fails(grad):
-    if not is_training():
-        return grad
-    raise RuntimeError("the disk is on fire")
+@validated
+class Fails(Acts):
+    def act(self):
+        raise RuntimeError("the disk is on fire")
+
+
+@validated
+class Meets(Acts):
+    def act(self):
+        Path(f"met-{os.getpid()}").touch()
+        end = time.monotonic() + 60
+        while len([*Path().glob("met-*")]) < 3:
+            assert time.monotonic() < end, "the other commands do not train"
+            time.sleep(0.05)
+
+
+@validated
+class Overdue(Acts):
+    step = 30
+
+    def act(self):
+        if "SUBMITIT_EXECUTOR" in os.environ:
+            os.kill(os.getpid(), signal.SIGUSR2)
 '''
 
 
@@ -79,89 +94,97 @@ def started(folder: Path, *words: str) -> "subprocess.Popen[str]":
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    """The exit code of a command and what it said on stderr."""
+    """The exit code of a command and its stderr."""
     _, said = process.communicate(timeout=300)
     return process.returncode, said
 
 
-def finished(folder: Path, study: str = "digits-mlp") -> list[str]:
-    """The finished runs of a study, without their hashes."""
-    paths = (folder / "runs" / study).glob(f"*/{SUMMARY}")
-    return sorted(path.parent.name.rpartition("-")[0] for path in paths)
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sweep `SWEEP` in a single process; one of its jobs fails."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "theirs.py").write_text(THEIRS, encoding="utf-8")
-    code, said = ended(started(folder, *SWEEP))
-    assert code == 1, said
-    return folder
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_job_fails(
-    folder: Path, alone: Path, launcher: str
-) -> None:
-    code, said = ended(started(folder, *SWEEP, "threads=3", f"hydra/launcher={launcher}"))
-    assert code == 1, said
-    assert "Traceback" not in said
-    names = [
-        f"{label}-seed{seed}" for label in ("add_noise+noted", "clip", "none") for seed in "01"
-    ]
-    assert finished(folder) == names
-    assert [*differences(alone / "runs", folder / "runs")] == []
-    (note,) = folder.glob("noted-*")
-    assert note.read_text(encoding="utf-8") == "3"
-    logs = [log.read_text(encoding="utf-8") for log in folder.glob("runs/digits-mlp/*/error.log")]
-    assert ["the disk is on fire" in log for log in logs] == [True, True]
-    assert not [*folder.rglob(LOCK)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_a_job_of_a_launcher_may_have_several_processes(folder: Path, launcher: str) -> None:
-    words = ("transform=clip,sign", "site.stage=backward_end", "ranks=2", *SHORT, "report=false")
-    for out, more in (("alone", ()), ("jobs", (f"hydra/launcher={launcher}",))):
-        code, said = ended(started(folder, *words, f"out={out}", *more))
-        assert code == 0, said
-    assert len([*folder.glob(f"jobs/*/*/{SUMMARY}")]) == 3
-    assert [*differences(folder / "alone", folder / "jobs")] == []
-
-
-@pytest.mark.slow
-def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) -> None:
-    words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "logger=console")
-    both = [started(folder, *words) for _ in range(2)]
-    results = [ended(process) for process in both]
-    assert [code for code, _ in results] == [0, 0], results
-    labels = ("clip", "clip+add_noise", "none", "sign")
-    names = sorted(f"{label}-seed{seed}" for label in labels for seed in "01")
-    assert finished(folder) == names
-    # A run that is taken up finished has no line of its own.
-    lines = [line for _, said in results for line in said.splitlines()]
-    trained = [re.match(r" *\d+/\d+ (treated|control) (\S+): finished", line) for line in lines]
-    told = [f"{'none-' * (one[1] == 'control')}{one[2]}" for one in trained if one]
-    assert sorted(told) == names
-    for path in folder.glob("runs/digits-mlp/*/metrics.jsonl"):
-        steps = [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
-        assert steps == [*range(50, 401, 50)]
-    assert not [*folder.rglob(LOCK)]
-
-
-@pytest.mark.slow
-def test_a_missing_launcher_is_reported_with_the_command_that_installs_it(
     folder: Path,
 ) -> None:
+    words = ("transform=theirs.Fails,clip,[add_noise,theirs.Notes]", "seeds=2", "model.dropout=0.2")
+    words += ("steps=100", "logger=none", "threads=3", "report=false")
+    for launcher in ("basic", "joblib", "submitit_local"):
+        where = folder / launcher
+        code, said = ended(started(folder, *words, f"out={launcher}", f"hydra/launcher={launcher}"))
+        assert code == 1, said
+        assert "Traceback" not in said
+        paths = where.glob(f"digits-mlp/*/{SUMMARY}")
+        names = sorted(path.parent.name.rpartition("-")[0] for path in paths)
+        labels = ("add_noise+notes", "clip", "none")
+        assert names == [f"{label}-seed{seed}" for label in labels for seed in "01"]
+        assert [*differences(folder / "basic", where)] == []
+        logs = [path.read_text(encoding="utf-8") for path in where.glob(f"digits-mlp/*/{ERROR}")]
+        assert ["the disk is on fire" in log for log in logs] == [True, True]
+        assert not [*where.rglob(LOCK)]
+    notes = [path.read_text(encoding="utf-8") for path in folder.glob("noted-*")]
+    assert notes == ["3"] * 3  # each in a process of its own
+
+
+@pytest.mark.slow
+def test_equal_commands_divide_the_runs_of_a_sweep_and_train_each_once(folder: Path) -> None:
+    """In the first step three processes must be training, more than a job has runs."""
+    words = ("transform=theirs.Meets,[clip,theirs.Meets]", "seeds=2", "control=none")
+    words += ("steps=100", "log_every=50", "logger=console", "report=false")
+    commands = [started(folder, *words) for _ in range(3)]
+    results = [ended(command) for command in commands]
+    assert [code for code, _ in results] == [0, 0, 0], results
+    assert not any("the other commands do not train" in said for _, said in results)
+    # A run that another command has trained has no line of its own.
+    trained = [re.findall(r"treated (\S+): finished", said) for _, said in results]
+    assert all(trained)
+    assert sorted(chain(*trained)) == [
+        f"{label}-seed{seed}" for label in ("clip+meets", "meets") for seed in "01"
+    ]
+    for path in folder.glob(f"runs/digits-mlp/*/{METRICS}"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [50, 100]
+    assert not [*folder.rglob(LOCK)]
+
+
+@pytest.mark.slow
+def test_the_time_limit_of_a_submitit_job_interrupts_its_run(folder: Path) -> None:
+    words = ("transform=theirs.Overdue", "control=none", "steps=40", "logger=none", "report=false")
+    words += ("log_every=10", "checkpoint_every=10", "checkpoint_seconds=0", "seeds=1")
+    limit = ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5")
+    code, said = ended(started(folder, *words, *limit, "+hydra.launcher.max_num_timeout=0"))
+    assert code == 1, said
+    assert not [*folder.rglob(ERROR)]
+    code, said = ended(started(folder, *words))
+    assert code == 0, said
+    assert "overdue, seed 0: was interrupted, resumed from its checkpoint" in said
+
+
+def test_a_signal_handler_of_submitit_that_raises_interrupts_and_one_that_exits_exits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        for error, expected in ((RuntimeError, KeyboardInterrupt), (SystemExit, SystemExit)):
+
+            def handler(*_: object, error: type[BaseException] = error) -> None:
+                raise error
+
+            signal.signal(signal.SIGUSR2, handler)
+            interrupt_at_time_limit()
+            with pytest.raises(expected):
+                signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.slow
+def test_a_missing_launcher_and_another_sweeper_are_refused_with_the_way_out(folder: Path) -> None:
     # In one interpreter: what takes long is the start of each.
+    words = [*(f"hydra/launcher={launcher}" for launcher in LAUNCHERS), "hydra/sweeper=optuna"]
     hidden = f"""
 import sys
 sys.modules["hydra_plugins"] = None
 from gradsurg import run
-for launcher in {LAUNCHERS}:
-    sys.argv[1:] = ["-m", f"hydra/launcher={{launcher}}", "transform=clip", *{SHORT}]
+for word in {words}:
+    sys.argv[1:] = ["-m", word, "transform=clip,sign"]
     try:
         run.main()
     except SystemExit as ended:
@@ -175,18 +198,21 @@ for launcher in {LAUNCHERS}:
         text=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["2"] * len(LAUNCHERS), done.stderr
-    assert done.stderr.splitlines() == [
-        f"hydra/launcher: '{launcher}' is not installed: pip install 'gradsurg[launchers]'"
-        for launcher in LAUNCHERS
+    assert done.stdout.split() == ["2"] * len(words), done.stderr
+    *launchers, sweeper = done.stderr.splitlines()
+    assert launchers == [
+        f"hydra/launcher: '{name}' is not installed: pip install 'gradsurg[{extra}]'"
+        for name, extra in LAUNCHERS.items()
     ]
+    assert sweeper.startswith("hydra/sweeper: must be basic, found 'optuna'; to search for values")
     assert not (folder / "runs").exists()
 
 
 def test_the_listed_launchers_are_those_of_the_extra() -> None:
     Plugins.instance()
-    there = ConfigStore.instance().list("hydra/launcher")
-    assert sorted(there) == [f"{name}.yaml" for name in ("basic", *LAUNCHERS)]
+    there = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")}
+    own = {name for name, extra in LAUNCHERS.items() if extra == "launchers"}
+    assert there - {"ray", "ray_aws"} == {"basic", *own}
 
 
 @pytest.mark.full
@@ -202,4 +228,4 @@ def test_a_job_that_slurm_pre_empts_is_requeued_and_ends_as_if_nothing_had_happe
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
-    assert "pre-empted, requeued and went on from step " in done.stdout
+    assert "pre-empted, requeued and went on from its checkpoint" in done.stdout
