@@ -80,15 +80,6 @@ def test_different_seeds_draw_different_numbers() -> None:
         assert len(set(numbers)) == 4
 
 
-def test_a_block_restores_all_generators_also_when_it_raises() -> None:
-    with random_state.preserved():
-        with pytest.raises(Torn), random_state.preserved():
-            random_state.seed(3)
-            raise Torn
-        first = draw()
-    assert draw() == first
-
-
 def test_a_run_depends_on_its_seed_and_not_on_the_state_of_the_process(tmp_path: Path) -> None:
     records = []
     for number in (1, 2):

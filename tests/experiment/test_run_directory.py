@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 from hashlib import sha256
@@ -84,33 +85,26 @@ def test_facts_are_merged_with_those_of_earlier_commands(run):
     assert known(run.path / "run.json") == expected | {"margin_after": True}
 
 
-def test_rows_are_written_at_once_one_per_line(run):
-    run.append("metrics.jsonl", [{"step": 10, "train/loss": 0.1}])
-    assert lines(run.path / "metrics.jsonl") == [{"step": 10, "train/loss": 0.1}]
-    run.append("effects.jsonl", [effect(10, 5, 5, cosine=0.5), effect(20, 5, 5, cosine=0.6)])
-    run.append("effects.jsonl", [])
-    assert [row["cosine"] for row in lines(run.path / "effects.jsonl")] == [0.5, 0.6]
-
-
-def test_a_number_that_is_not_finite_is_null_and_listed(run):
+def test_rows_are_lines_and_a_number_that_is_not_finite_is_null_and_listed(run):
     nan, inf = float("nan"), float("inf")
-    run.append(
-        "conflicts.jsonl",
-        [{"a": -inf, "n": [1.0, inf], "c": [[nan], [-1]], "o": {"m": {"c": nan}}}],
-    )
-    (row,) = lines(run.path / "conflicts.jsonl")
-    assert row.pop("not_finite") == "a=-inf n.1=inf c.0.0=nan o.m.c=nan"
-    assert row == {"a": None, "n": [1.0, None], "c": [[None], [-1]], "o": {"m": {"c": None}}}
+    row = {"a": -inf, "n": [1.0, inf], "c": [[nan], [-1]], "o": {"m": {"c": nan}}}
+    run.append("conflicts.jsonl", [{"step": 10, "a": 0.1}, row])
+    run.append("conflicts.jsonl", [])
+    first, second = lines(run.path / "conflicts.jsonl")
+    assert first == {"step": 10, "a": 0.1}
+    assert second.pop("not_finite") == "a=-inf n.1=inf c.0.0=nan o.m.c=nan"
+    assert second == {"a": None, "n": [1.0, None], "c": [[None], [-1]], "o": {"m": {"c": None}}}
 
 
-def test_summary_makes_a_run_finished(run):
-    run.append("metrics.jsonl", [{"step": 1}])
+def test_summary_makes_a_run_finished_and_removes_the_checkpoint_before_the_last(run):
+    for step in (10, 20):
+        run.save_checkpoint({"step": step})
     assert not run.finished
     assert run.read_summary() == {}
     run.write_summary({"state": "diverged", "test/loss": float("inf"), "sites": ("a", "b")})
     assert run.finished
-    expected = {"state": "diverged", "test/loss": None, "sites": ["a", "b"]}
-    assert run.read_summary() == expected
+    assert run.read_summary() == {"state": "diverged", "test/loss": None, "sites": ["a", "b"]}
+    assert sorted(path.name for path in run.path.glob("*.pt")) == ["checkpoint.pt"]
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
@@ -126,23 +120,17 @@ def test_a_partly_written_summary_does_not_finish_a_run(run, monkeypatch, moment
     assert list(run.path.iterdir()) == []
 
 
-def test_an_error_names_the_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with pytest.raises(OSError, match=r"file/run/config\.yaml"):
-        RunDirectory(tmp_path / "file" / "run").plan({}, {"a": 1})
-
-
-def test_a_checkpoint_is_read_back_bit_identical(run):
+def test_a_checkpoint_is_read_back_bit_identical_and_replaced_or_left(run, monkeypatch):
     torch.manual_seed(0)
-    state = {
-        "model": {"w": torch.randn(3, dtype=torch.float64)},
-        "rng": torch.random.get_rng_state(),
-        "order": [3, 1, 2],
-    }
-    run.save_checkpoint(state)
+    weights, generator = torch.randn(3, dtype=torch.float64), torch.random.get_rng_state()
+    run.save_checkpoint({"step": 1})
+    run.save_checkpoint({"model": {"w": weights}, "rng": generator, "order": [3, 1, 2]})
+    monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
+    with pytest.raises(FileNotFoundError):
+        run.save_checkpoint({"step": 3})
     loaded = run.load_checkpoint()
-    assert torch.equal(loaded["model"]["w"], state["model"]["w"])
-    assert torch.equal(loaded["rng"], state["rng"])
+    assert torch.equal(loaded["model"]["w"], weights)
+    assert torch.equal(loaded["rng"], generator)
     assert loaded["order"] == [3, 1, 2]
 
 
@@ -160,26 +148,12 @@ def test_resuming_drops_rows_after_the_checkpoint(run):
     assert RunDirectory(run.path).load_checkpoint() == {"step": 10}
     assert {file: file.read_bytes() for file in contents} == contents
     assert run.read_rows("conflicts.jsonl") == []
-    (run.path / "checkpoint.pt").unlink()
-    assert run.load_checkpoint() is None
-    assert not any(file.read_bytes() for file in run.path.glob("*.jsonl"))
-
-
-def test_missing_rows_before_the_checkpoint_are_an_error(run):
-    run.append("metrics.jsonl", [{"step": 10}])
-    run.save_checkpoint({"step": 10})
     (run.path / "metrics.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl has 0 bytes but had 12 .*force=true"):
         run.load_checkpoint()
-
-
-def test_a_checkpoint_replaces_the_earlier_one_or_leaves_it(run, monkeypatch):
-    run.save_checkpoint({"step": 1})
-    run.save_checkpoint({"step": 2})
-    monkeypatch.setattr(os, "replace", lambda *_: os.listdir("/does/not/exist"))
-    with pytest.raises(FileNotFoundError):
-        run.save_checkpoint({"step": 3})
-    assert run.load_checkpoint() == {"step": 2}
+    (run.path / "checkpoint.pt").unlink()
+    assert run.load_checkpoint() is None
+    assert not any(file.read_bytes() for file in run.path.glob("*.jsonl"))
 
 
 def sealed(checkpoint) -> bytes:
@@ -223,13 +197,6 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_before_with_its_rows(run, c
     (run.path / "checkpoint_previous.pt").write_bytes(b"")
     assert run.load_checkpoint() is None
     assert steps(run) == []
-
-
-def test_a_finished_run_has_one_checkpoint(run) -> None:
-    for step in (10, 20):
-        run.save_checkpoint({"step": step})
-    run.write_summary({"state": "finished"})
-    assert sorted(path.name for path in run.path.glob("*.pt")) == ["checkpoint.pt"]
 
 
 def test_a_checkpoint_with_code_in_it_is_not_loaded(run):
@@ -303,14 +270,12 @@ def test_a_run_is_running_until_the_process_with_its_lock_ends(run):
     assert run.state == "interrupted"
 
 
-@pytest.mark.parametrize("write", ["write_summary", "save_checkpoint"])
-def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch, write) -> None:
+def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch) -> None:
     calls = []
     fsync, replace = os.fsync, os.replace
 
     def synced(descriptor):
-        folder = os.fstat(descriptor).st_ino == run.path.stat().st_ino
-        calls.append("sync of the folder" if folder else "sync of a file")
+        calls.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
         fsync(descriptor)
 
     def replaced(*paths):
@@ -319,8 +284,8 @@ def test_a_renamed_file_is_followed_by_a_sync_of_its_folder(run, monkeypatch, wr
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    getattr(run, write)({"step": 1})
-    assert calls[-3:] == ["sync of a file", "replace", "sync of the folder"]
+    run.save_checkpoint({"step": 1})
+    assert calls == ["file", "replace", "folder"]
 
 
 @pytest.mark.parametrize(
