@@ -1,8 +1,5 @@
 """Data frames of the rows of several runs."""
 
-import subprocess
-import sys
-
 import polars as pl
 import pytest
 
@@ -100,9 +97,3 @@ def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
     (row,) = effect_table([run.path])
     assert row["cosine"] is None
     assert row["zeroed"] == 0.5
-
-
-def test_importing_frames_imports_no_polars():
-    code = "import sys, gradsurg.experiment.frames; print('polars' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
