@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
+from gradsurg.experiment.checkpoint import (
+    Checkpoint,
+    CheckpointTimer,
+    TrainingState,
+    load_checkpoint,
+)
 from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
@@ -85,7 +90,7 @@ def execute(
         directory.clear_error()  # first: a full disk must not leave that of an earlier attempt
         directory.plan(run.facts, run.identity)
         try:
-            checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
+            checkpoint = load_checkpoint(directory)
             summary = _execute(run, directory, loggers, threads, checkpoint)
         except Exception:  # the task, model and transforms are a user's: they may raise anything
             directory.write_error(traceback.format_exc())
@@ -225,7 +230,7 @@ class OpenRun:
         random_state.seed(run.seed)
         if checkpoint is not None and ranks.rank:
             own = checkpoint.get("ranks", [])[ranks.rank - 1]
-            checkpoint = cast("Checkpoint", checkpoint | own)
+            checkpoint = checkpoint | own
         self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
         self._load_data(like)
         self.model = run.make_model(self.data).to(run.device)

@@ -22,9 +22,6 @@ from gradsurg.experiment.run_reader import BrokenFile, read_lines
 
 Schema = Mapping[str, pl.DataType | type[pl.DataType]]
 
-RUNS_AT_ONCE = 500
-"""Runs that are parsed together, which is faster, and bounded by memory."""
-
 LISTS = ("tasks", "cosines", "norms")
 OTHERS = "others"
 """The column of `conflicts.jsonl` with the results of other aggregators, by name."""
@@ -104,36 +101,24 @@ def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[di
 
 
 def _read(paths: Iterable[str | Path], name: str, schema: Schema) -> pl.DataFrame:
-    contents: dict[str, bytes] = {}
+    frames = [pl.DataFrame(schema=schema)]
+    kinds = {NOT_FINITE: pl.String, **schema}
     for path in map(Path, paths):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run directory {path}")
-        if content := read_lines(path / name):
-            contents[str(path)] = content
-    frames = [pl.DataFrame(schema=schema)]
-    runs = list(contents)
-    for start in range(0, len(runs), RUNS_AT_ONCE):
-        some = {run: contents[run] for run in runs[start : start + RUNS_AT_ONCE]}
+        content = read_lines(path / name)
+        if not content:
+            continue
         try:
-            frames.append(_parse(some, name, schema))
-        except BrokenFile:  # of many files: which is it?
-            frames += [_parse({run: some[run]}, name, schema) for run in some]
+            # All rows determine the schema: some numbers are logged in few rows.
+            rows = pl.read_ndjson(content, infer_schema_length=None)
+            floats = [key for key in rows.columns if key not in (*kinds, OTHERS)]
+            rows = rows.cast({key: kinds[key] for key in rows.columns if key in kinds})
+            rows = rows.with_columns(pl.col(floats).cast(pl.Float64), run=pl.lit(str(path)))
+            if name == CONFLICTS and len(rows.drop_nulls(LISTS)) < len(rows):
+                raise pl.exceptions.NoDataError(f"{', '.join(LISTS)} are not all there")
+        except pl.exceptions.PolarsError as error:
+            fault = f"has a line that is not JSON, or a value of another type: {error}"
+            raise BrokenFile(path / name, fault) from error
+        frames.append(rows)
     return pl.concat(frames, how="diagonal_relaxed")
-
-
-def _parse(contents: Mapping[str, bytes], name: str, schema: Schema) -> pl.DataFrame:
-    """Return the rows of several runs; BrokenFile names the first one's file."""
-    counts = [content.count(b"\n") for content in contents.values()]
-    runs = pl.Series("run", list(contents), dtype=pl.String)
-    kinds = {NOT_FINITE: pl.String, **schema}
-    try:
-        # All rows determine the schema: some numbers are logged in few rows.
-        rows = pl.read_ndjson(b"".join(contents.values()), infer_schema_length=None)
-        rows = rows.with_columns(runs.repeat_by(pl.Series(counts)).explode())
-        rows = rows.cast({key: kinds.get(key, pl.Float64) for key in rows.columns if key != OTHERS})
-        if name == CONFLICTS and len(rows.drop_nulls(LISTS)) < len(rows):
-            raise pl.exceptions.NoDataError(f"{', '.join(LISTS)} are not all there")
-    except pl.exceptions.PolarsError as error:
-        fault = f"has a line that is not JSON, or a value of another type: {error}"
-        raise BrokenFile(Path(runs[0]) / name, fault) from error
-    return rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.core.live import Live
-from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer
+from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, load_checkpoint
 from gradsurg.experiment.execution import Action, OpenRun, Record, restored_process, run_info
 from gradsurg.experiment.run import Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
@@ -176,7 +176,7 @@ def _taken(run: Run, out: Path, retry_failed: bool, locks: ExitStack) -> _Replic
             fault = directory.broken_summary
             directory.clear_error()
             directory.plan(run.facts, run.identity)
-            checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
+            checkpoint = load_checkpoint(directory)
         except (OSError, ValueError, BrokenFile):
             return None
         locks.enter_context(lock.pop_all())
