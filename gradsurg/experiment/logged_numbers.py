@@ -5,8 +5,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from math import inf, isfinite, nan
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,12 +129,9 @@ class RunLog:
 
     def replay(self) -> None:
         """Send the loggers all rows from before an interruption: for them this is a new run."""
-        effects: dict[int, list[dict[str, Any]]] = {}
-        rows = self.directory.read_rows(EFFECTS)
-        for effect in rows:
-            effects.setdefault(effect["step"], []).append(effect)
+        rows, conflicts = map(self.directory.read_rows, (EFFECTS, CONFLICTS))
+        effects = {step: [*own] for step, own in groupby(rows, itemgetter("step"))}
         seen = [*{(row["transform"], row["site"]): row for row in rows}.values()]
-        conflicts = self.directory.read_rows(CONFLICTS)
         before = 0
         for row in self.directory.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}

@@ -184,8 +184,8 @@ def _backward(loss: Losses, options: StepOptions, last: bool) -> Tensor:
 
 def _step(optimizer: Optimizer, options: StepOptions) -> bool:
     """Step the optimizer and the schedule; return whether the scaler skipped both."""
-    scaler, skipped = options.scaler, False
-    if scaler is None:
+    skipped = False
+    if (scaler := options.scaler) is None:
         optimizer.step()
     else:
         before = scaler.get_scale()

@@ -64,13 +64,9 @@ def create(
         reason = one_line(error)
         if isinstance(error, TypeError):  # a comparison of a text or null with a number
             defaults = {key: item.default for key, item in signature(factory).parameters.items()}
-            reason = (
-                "; ".join(
-                    f"{key}: must be a number, found {value!r}"
-                    for key, value in fields.items()
-                    if isinstance(value, str | None) and not isinstance(defaults[key], str | None)
-                )
-                or reason
-            )
+            numbers = [key for key in fields if not isinstance(defaults[key], str | None)]
+            wrong = [key for key in numbers if isinstance(fields[key], str | None)]
+            texts = [f"{key}: must be a number, found {fields[key]!r}" for key in wrong]
+            reason = "; ".join(texts) or reason
         shown = ", ".join(f"{key}={value}" for key, value in config.items() if key != "name")
         raise ValueError(f"{name}({shown}) is refused: {reason}") from error
