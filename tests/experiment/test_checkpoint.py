@@ -1,14 +1,19 @@
 """Runs that were interrupted, resumed from a checkpoint."""
 
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 
 import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.optimizers import optimizer_maker
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import environment
+from gradsurg.experiment.schedules import schedule_maker
 from gradsurg.models.mlp import MLP
 from tests.runs import (
     MIXED,
@@ -50,6 +55,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step) -> 
     assert_same(execute(a_run(MIXED), tmp_path, []), whole)
 
 
+CONF = Path(__file__).parents[2] / "conf"
 CHECKPOINTS = ("checkpoint.pt", "checkpoint_previous.pt")
 
 
@@ -90,20 +96,53 @@ def test_a_checkpoint_that_is_damaged_or_older_is_told_and_the_run_ends_the_same
 
 
 REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
+RUNS = {
+    "tests": a_run(gs.Clip(0.05), schedule=replace(SHORT, eval_every=5)),
+    "few effects": a_run(gs.Clip(0.01), schedule=replace(SHORT, effects_every=12)),
+    "a memory": a_run(gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05)), when=REMEMBERS),
+    "changed nothing": a_run(gs.Clip(1e9)),
+    "changed nothing at first": a_run(gs.Clip(1e9), when=gs.Steps(stop=6)),
+    "never fired": a_run(gs.Zero(), when=gs.Steps(start=99)),
+}
+MARKS = {"warmup_cosine": [7], "multi_step": [7, 20], "warmup_stable_decay": [7, 20]}
 
 
-@pytest.mark.parametrize("step", [5, 15])
-def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> None:
-    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
+def configured(path: Path) -> Run:
+    """A run with an optimizer or a schedule of `conf/`, whose milestones are early."""
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.parent.name == "optimizer":
+        return replace(a_run(gs.Clip(0.05)), make_optimizer=optimizer_maker(config))
+    config |= {"milestones": MARKS[path.stem]} if path.stem in MARKS else {}
+    make_lr_schedule = schedule_maker(config, SHORT.steps)
+    return replace(a_run(gs.Clip(0.05)), make_lr_schedule=make_lr_schedule)
+
+
+@pytest.mark.parametrize(("name", "step"), [*product(RUNS, (5, 13, 21))])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, name: str, step: int) -> None:
     record = assert_resumes(
-        lambda at: a_run(transform, when=REMEMBERS, task=Wrapped(at, "raise")), tmp_path, step
+        lambda at: replace(RUNS[name], task=Wrapped(at, "raise")), tmp_path, step
     )
     rows = lines(record, "effects.jsonl")
-    calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
-    assert 0.1 * seen < calls < 0.9 * seen
-    states = kept_in(record.directory)["surgery"]["states"]
-    memories = [state for key, state in states.items() if key.endswith("/when")]
-    assert {value.item() for state in memories for value in state.values()} == {True, False}
+    assert len(notes(record)) == (
+        name in ("changed nothing", "changed nothing at first", "never fired")
+    )
+    if name == "few effects":
+        assert [row["calls"] for row in rows][::4] == [5, 10, 10]
+    if name == "a memory":
+        calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
+        assert 0.1 * seen < calls < 0.9 * seen
+
+
+PATHS = [path for kind in ("optimizer", "schedule") for path in sorted(CONF.glob(f"{kind}/*.yaml"))]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_a_run_with_any_optimizer_or_schedule_resumes(tmp_path, path: Path) -> None:
+    run = configured(path)
+    record = assert_resumes(lambda at: replace(run, task=Wrapped(at, "raise")), tmp_path, 15)
+    if path.parent.name == "schedule" and path.stem != "constant":
+        assert kept_in(record.directory)["lr_schedule"]["last_epoch"] == SHORT.steps
 
 
 @pytest.mark.parametrize(("step", "layers"), [(5, 1), (21, 1), (21, 7)])
@@ -154,12 +193,6 @@ def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
     assert record.summary["time/step_ms"] is None
 
 
-def test_effects_sampled_at_few_steps_resume(tmp_path) -> None:
-    run = a_run(gs.Clip(0.01), schedule=replace(SHORT, effects_every=12))
-    expected = assert_resumes(lambda at: replace(run, task=Wrapped(at, "raise")), tmp_path, 13)
-    assert [row["calls"] for row in lines(expected, "effects.jsonl")][::4] == [5, 10, 10]
-
-
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
 def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at) -> None:
     """Bites in the first steps only: after the interruption it changes nothing and never fires."""
@@ -170,18 +203,6 @@ def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at) -
     without_summary(run, tmp_path / "late", monkeypatch)
     for place in ("torn", "late"):
         assert_same(execute(run, tmp_path / place, []), expected)
-
-
-@pytest.mark.parametrize(
-    ("transform", "when"),
-    [(gs.Clip(1e9), None), (gs.Clip(1e9), gs.Steps(stop=6)), (gs.Zero(), gs.Steps(start=99))],
-    ids=["changed nothing", "changed nothing at first", "never fired"],
-)
-def test_a_resumed_run_has_the_notes_of_an_uninterrupted_one(tmp_path, transform, when) -> None:
-    expected = assert_resumes(
-        lambda at: a_run(transform, when=when, task=Wrapped(at, "raise")), tmp_path, 21
-    )
-    assert len(notes(expected)) == 1
 
 
 def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
 import gradsurg as gs
-from gradsurg.core.intervention import Intervention
-from gradsurg.core.surgery import Surgery
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.experiment.counterfactual import Counterfactual, means
 from gradsurg.experiment.execution import Record, execute
@@ -22,8 +21,8 @@ from gradsurg.experiment.run import Run, Schedule
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from tests import runs
-from tests.nets import batch, noisy, num_hooks, small, weights
-from tests.runs import MIXED, Torn, Wrapped, ended, flat, kept_in, lines, untimed
+from tests.nets import attached, backward, batch, grad_of, noisy, num_hooks, sgd, trainee
+from tests.runs import MIXED, Wrapped, assert_resumes, ended, flat, kept_in, lines, untimed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,74 +158,49 @@ def test_zero_gradients_give_no_update_with_sgd_and_one_with_weight_decay(tmp_pa
     assert 0 < moved["update/norm_ratio"] < 1
 
 
-def test_the_update_numbers_equal_those_of_two_steps_by_hand() -> None:
-    """The slow way: two copies of the model, one step each."""
-    inputs, targets = batch()
-    losses, updates = [], []
-    for scale in (0.25, 1.0):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        start = torch.cat([tensor.flatten() for tensor in weights(model)])
-        before = cross_entropy(model(inputs), targets)
-        before.backward()
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad *= scale if param.ndim > 1 else 1
-        optimizer.step()
-        updates.append(torch.cat([tensor.flatten() for tensor in weights(model)]) - start)
-        losses.append((cross_entropy(model(inputs), targets) - before).item())
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-    surgery = Surgery(Intervention(gs.Scale(0.25), gs.Parameters("*.weight")))
-    with surgery.attach(model, optimizer):
-        batches = Batches(inputs, targets, len(inputs), 0)
-        for _ in train(model, optimizer, cross_entropy, batches, 1, before=counterfactual.before):
+def step_by_hand(scale: float) -> tuple[Tensor, float]:
+    """The update of SGD with scaled gradients of the matrices, and the change of the loss."""
+    model, optimizer = trainee(0.3)
+    (inputs, targets), start = batch(), parameters_to_vector(model.parameters()).detach()
+    before = cross_entropy(model(inputs), targets)
+    before.backward()
+    for param in model.parameters():
+        grad_of(param).mul_(scale if param.ndim > 1 else 1)
+    optimizer.step()
+    change = cross_entropy(model(inputs), targets) - before
+    return parameters_to_vector(model.parameters()).detach() - start, change.item()
+
+
+def measured(parts: int, every: int = 1, steps: int = 1) -> dict[str, float]:
+    """The update effect of a surgery that scales the gradients of the weight matrices."""
+    model, optimizer = trainee(0.3)
+    counterfactual = Counterfactual(model, optimizer, cross_entropy, every)
+    size = len(batch()[0]) // parts
+    with attached(model, gs.Scale(0.25), gs.Parameters("*.weight"), optimizer):
+        batches = Batches(*batch(), size, 0, parts)
+        before = counterfactual.before
+        for _ in train(model, optimizer, cross_entropy, batches, steps, before=before):
             counterfactual.after()
     numbers = counterfactual.fetch()
-    cosine = torch.cosine_similarity(*updates, dim=0).item()
-    assert 0.5 < cosine < 0.99
-    expected = [cosine, (updates[0].norm() / updates[1].norm()).item(), *losses]
-    assert [numbers[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
     assert counterfactual.fetch() == {}
+    return numbers
 
 
-def test_several_batches_of_a_step_are_one_update() -> None:
-    inputs, targets = batch()
-    results = []
-    for parts in ([(inputs, targets)], list(zip(inputs.split(4), targets.split(4), strict=True))):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-        counterfactual.before(0, parts)
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        counterfactual.after()
-        results.append(counterfactual.fetch())
-    assert results[1] == pytest.approx(results[0], abs=1e-5)
-    assert results[1]["update/cosine"] == pytest.approx(1)
-
-
-def test_steps_between_samples_are_not_measured() -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    counterfactual = Counterfactual(model, optimizer, cross_entropy, every=3)
-    for step in range(7):
-        counterfactual.before(step, [batch(step)])
-        counterfactual.after()
-    assert counterfactual.fetch()[UPDATES_SAMPLED] == 3
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_update_numbers_equal_those_of_two_steps_by_hand(parts: int) -> None:
+    numbers = measured(parts)
+    (update, *change), (other, *other_change) = (step_by_hand(k) for k in (0.25, 1.0))
+    cosine = torch.cosine_similarity(update, other, dim=0).item()
+    assert 0.5 < cosine < 0.99
+    expected = [cosine, (update.norm() / other.norm()).item(), *change, *other_change]
+    assert [numbers[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
+    assert measured(parts, every=3, steps=7)[UPDATES_SAMPLED] == 3
 
 
 @pytest.mark.parametrize("call", [1, 14, 28])
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: int) -> None:
-    whole = execute(a_run(MIXED, ADAMW), tmp_path / "whole", [])
-    with pytest.raises(Torn):
-        execute(a_run(MIXED, ADAMW, tears_at=call), tmp_path / "torn", [])
-    torn = execute(a_run(MIXED, ADAMW), tmp_path / "torn", [])
-    assert_alike(torn, whole)
-    assert rows(torn) == rows(whole)
-    for name in (UPDATES_SAMPLED, *UPDATE_NAMES):
-        assert ended(torn)[name] == ended(whole)[name]
+    whole = assert_resumes(lambda at: a_run(MIXED, ADAMW, tears_at=at), tmp_path, call)
+    assert {UPDATES_SAMPLED, *UPDATE_NAMES} < ended(whole).keys()
 
 
 def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
@@ -245,24 +219,18 @@ def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
 
 def test_the_model_keeps_its_own_hooks_and_gets_no_other() -> None:
     model = noisy()
-    handle = model[0].register_forward_hook(_double)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = model[0].register_forward_hook(lambda module, args, output: output * 2)
+    optimizer = sgd(model)
     hooks, before = num_hooks(model, optimizer), copy.deepcopy(model.state_dict())
     counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-    rng = torch.get_rng_state()
-    inputs, targets = batch()
+    rng, (inputs, targets) = torch.get_rng_state(), batch()
     counterfactual.before(0, [(inputs.view(-1, 2, 3), targets)])
     assert flat(model.state_dict()) == flat(before)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(param.grad is None for param in model.parameters())
-    optimizer.zero_grad()
-    cross_entropy(model(inputs.view(-1, 2, 3)), targets).backward()
+    backward(model)
     optimizer.step()
     counterfactual.after()
     assert counterfactual.fetch()["update/cosine"] == 1  # the hook doubles for both
     assert num_hooks(model, optimizer) == hooks
     handle.remove()
-
-
-def _double(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-    return output * 2

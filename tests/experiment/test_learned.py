@@ -107,19 +107,6 @@ def test_the_summary_records_that_a_run_has_learned_nothing(
 DEAD = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
 
 
-def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:
-    for seed in range(3):
-        place = studies.plan(tmp_path, "none", seed)
-        studies.end(place, "none", 0.1, learned_nothing=DEAD)
-        treated = studies.plan(tmp_path, "clip", seed, place.path.name)
-        studies.end(treated, "clip", 0.5 - 0.2 * seed, learned_nothing=DEAD if seed else {})
-    assert told(tmp_path) == [
-        "Training did not learn anything with control in 3 of 3 seeds (test accuracy 10.00%, and "
-        "chance for 10 classes is 10.00%) and clip in 2 of 3 seeds (test accuracy 20.00%, and "
-        "chance for 10 classes is 10.00%): a comparison with a control at chance tells little."
-    ]
-
-
 def told(folder: Path) -> list[str]:
     study = read_study(folder)
     return [line for line in cautions(study, compare(study)) if "did not learn" in line]

@@ -19,9 +19,7 @@ from tests.builds import built
 from tests.runs import (
     SHORT,
     Listening,
-    Wrapped,
     a_run,
-    assert_resumes,
     ended,
     flat,
     kept_in,
@@ -96,13 +94,6 @@ def test_test_metrics_are_logged_when_due_and_at_the_last_step(tmp_path: Path) -
     assert [step for step, values in logger.logged if "test/accuracy" in values] == [20, 30]
     tested = {key: value for key, value in ended(record).items() if key.startswith("test/")}
     assert tested == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
-
-
-def test_an_interrupted_run_with_tests_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
-    schedule = replace(SHORT, eval_every=5)
-    assert_resumes(
-        lambda at: a_run(gs.Clip(0.05), task=Wrapped(at, "raise"), schedule=schedule), tmp_path, 17
-    )
 
 
 def test_test_metrics_are_in_the_logged_rows() -> None:

@@ -1,6 +1,5 @@
-"""Every optimizer that has a config trains and resumes; those that cannot are refused."""
+"""Every optimizer that has a config trains; those that cannot are refused."""
 
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import yaml
 from torch import nn
 from torch.nn import functional
 
-import gradsurg as gs
 from gradsurg.experiment.loop import train
 from gradsurg.experiment.optimizers import optimizer_maker
 from tests.nets import small, weights
-from tests.runs import Wrapped, a_run, assert_resumes, data
+from tests.runs import data
 
 FOLDER = Path(__file__).parents[2] / "conf" / "optimizer"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FOLDER.glob("*.yaml")}
@@ -39,16 +37,6 @@ def test_it_trains_like_a_plain_loop(name: str) -> None:
     assert [step.loss.item() for step in steps] == losses
     assert all(map(torch.equal, weights(plain), weights(model)))
     assert not any(map(torch.equal, weights(model), before))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    make = optimizer_maker(CONFIGS[name])
-    run = a_run(gs.Clip(0.05))
-    assert_resumes(
-        lambda at: replace(run, task=Wrapped(at, "raise"), make_optimizer=make), tmp_path, 15
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,14 @@
-"""Schedules of the learning rate: what a config makes, and that runs with one resume."""
+"""Schedules of the learning rate: what a config makes, and which are refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
-import gradsurg as gs
-from gradsurg.experiment.execution import execute
-from gradsurg.experiment.loop import StepOptions, train
-from gradsurg.experiment.run import Run
 from gradsurg.experiment.schedules import check_learning_rates, schedule_maker
-from tests.nets import sgd, small, weights
-from tests.runs import SHORT, Wrapped, a_run, assert_resumes, assert_same, data, kept_in
 
 FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FOLDER.glob("*.yaml")}
@@ -90,35 +83,3 @@ def test_a_schedule_that_would_fail_in_a_run_is_refused_before(
 ) -> None:
     with pytest.raises((ValueError, LookupError), match=message):
         check_learning_rates(schedule_maker(config, 20)(optimizer()), 20)
-
-
-def test_a_trained_model_is_that_of_a_plain_loop() -> None:
-    plain, model, batches = small(), small(), data()
-    by_hand, optimizer = sgd(plain), sgd(model)
-    schedule = lr_scheduler.CosineAnnealingLR(by_hand, T_max=7)
-    loss_fn = torch.nn.functional.cross_entropy
-    for _, (inputs, targets) in zip(range(7), batches.start(0), strict=False):
-        by_hand.zero_grad()
-        loss_fn(plain(inputs), targets).backward()
-        by_hand.step()
-        schedule.step()
-    options = StepOptions(schedule=schedule_maker(CONFIGS["cosine"], 7)(optimizer))
-    assert len([*train(model, optimizer, loss_fn, batches, 7, options=options)]) == 7
-    assert all(map(torch.equal, weights(plain), weights(model)))
-
-
-def scheduled(name: str, at: int = 0) -> Run:
-    marks = {"warmup_cosine": [7], "multi_step": [7, 20], "warmup_stable_decay": [7, 20]}
-    config = CONFIGS[name] | ({"milestones": marks[name]} if name in marks else {})
-    run = a_run(gs.Clip(0.05), task=Wrapped(at, "raise"))
-    return replace(run, make_lr_schedule=schedule_maker(config, SHORT.steps))
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    whole = assert_resumes(lambda at: scheduled(name, at), tmp_path, 15)
-    if name == "constant":
-        assert_same(whole, execute(a_run(gs.Clip(0.05)), tmp_path / "other", []))
-    else:
-        assert kept_in(whole.directory)["lr_schedule"]["last_epoch"] == SHORT.steps
