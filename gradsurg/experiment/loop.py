@@ -46,9 +46,6 @@ class Batches:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        count = self._count // self.accumulate
-        if not 1 <= self.size <= count:
-            raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
         if self.size % self.ranks:
             rule = f"must be a multiple of ranks={self.ranks}"
             raise ValueError(f"batch_size: {rule}, found {self.size}")
@@ -56,11 +53,8 @@ class Batches:
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in an epoch."""
-        return self._count // (self.size * self.accumulate)
-
-    @property
-    def _count(self) -> int:
-        return len(self.inputs) if self.epoch_size is None else self.epoch_size
+        count = len(self.inputs) if self.epoch_size is None else self.epoch_size
+        return count // (self.size * self.accumulate)
 
     def start(self, step: int) -> Iterator[Batch]:
         """Yield the batches of `step` and of all later steps, without end."""

@@ -53,12 +53,6 @@ def test_an_epoch_has_each_example_at_most_once_and_the_next_another_order(
     assert all(torch.equal(x * 10, y) for x, y in islice(batches.start(3), 20))
 
 
-@pytest.mark.parametrize("size", [0, -1, 21])
-def test_an_impossible_batch_size_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"batch_size: must be 1 to 20 examples, found {size}"):
-        numbered(20, size)
-
-
 def go(model: nn.Module, steps: int, start: int = 0) -> list[Step]:
     return list(train(model, sgd(model), functional.cross_entropy, data(), steps, start))
 
