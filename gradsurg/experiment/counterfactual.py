@@ -139,7 +139,9 @@ def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     A number that is not finite was written as null and does not count. Any: any JSON value.
     """
     rows = [row for row in rows if UPDATES_SAMPLED in row]
-    result = {UPDATES_SAMPLED: sum(row[UPDATES_SAMPLED] for row in rows)} if rows else {}
+    result: dict[str, float] = (
+        {UPDATES_SAMPLED: sum(row[UPDATES_SAMPLED] for row in rows)} if rows else {}
+    )
     for name in UPDATE_NAMES:
         finite = [(row[name], row[UPDATES_SAMPLED]) for row in rows if row.get(name) is not None]
         if finite:

@@ -222,7 +222,7 @@ def learned_nothing(
     """
     train, test = task.chance(data.train_targets), task.chance(data.test_targets)
     if train is None or test is None:
-        losses = [row.get("train/loss") for row in (*rows, last)]
+        losses: list[Any] = [row.get("train/loss") for row in (*rows, last)]
         if len(losses) < 3 or None in losses or min(losses[1:]) < losses[0]:
             return {}
         what = f"the first one that was logged, at step {rows[0]['step']}, was"

@@ -55,7 +55,7 @@ def create(
     name = str(fields.pop("name", ""))
     usable = [choice for choice in choices if choice not in refused]
     check_choice(name, usable, refused, library.__name__)
-    factory = getattr(library, name, None)
+    factory: Any = getattr(library, name, None)  # Any: a class
     try:
         return call_with_fields(factory, args, fields)
     except FieldError:

@@ -87,8 +87,9 @@ def _parts(fields: Mapping[str, Any], optimizer: Optimizer, steps: int) -> list[
         raise FieldError("", [("schedulers", f"must be a list of mappings, found {configs!r}")])
     lengths = [steps] * len(configs)
     if "milestones" in fields:
-        whole = isinstance(marks, list) and all(type(mark) is int for mark in marks)
-        lengths = [end - begin for begin, end in pairwise([0, *marks, steps])] if whole else []
+        lengths = []
+        if isinstance(marks, list) and all(type(mark) is int for mark in marks):
+            lengths = [end - begin for begin, end in pairwise([0, *marks, steps])]
         if len(lengths) != len(configs) or min(lengths) < 1:
             rule = f"must be {len(configs) - 1} rising numbers of steps between 0 and {steps}"
             raise FieldError("", [("milestones", f"{rule}, found {marks!r}")])

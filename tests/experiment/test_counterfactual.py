@@ -219,7 +219,7 @@ def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
 
 def test_the_model_keeps_its_own_hooks_and_gets_no_other() -> None:
     model = noisy()
-    handle = model[0].register_forward_hook(lambda module, args, output: output * 2)
+    handle = model[0].register_forward_hook(lambda *call: 2 * call[-1])
     optimizer = sgd(model)
     hooks, before = num_hooks(model, optimizer), copy.deepcopy(model.state_dict())
     counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)

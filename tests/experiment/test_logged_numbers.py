@@ -14,7 +14,6 @@ import gradsurg as gs
 from gradsurg.experiment.execution import execute
 from gradsurg.experiment.logged_numbers import hardware
 from gradsurg.experiment.run import Run
-from gradsurg.experiment.settings import Settings
 from tests.builds import built
 from tests.runs import (
     SHORT,
@@ -94,15 +93,6 @@ def test_test_metrics_are_logged_when_due_and_at_the_last_step(tmp_path: Path) -
     assert [step for step, values in logger.logged if "test/accuracy" in values] == [20, 30]
     tested = {key: value for key, value in ended(record).items() if key.startswith("test/")}
     assert tested == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
-
-
-def test_test_metrics_are_in_the_logged_rows() -> None:
-    fields = {"steps": 9, "batch_size": 4, "seeds": 1, "checkpoint_every": 9, "effects_every": 1}
-    fields |= {"study": "s", "out": ".", "control": "plain", "device": "cpu", "log_every": 50}
-    assert Settings(**fields, eval_every=100).eval_every == 100
-    message = "eval_every: must be a multiple of log_every=50, whose rows it is written to, found 7"
-    with pytest.raises(ValueError, match=message):
-        Settings(**fields, eval_every=7)
 
 
 def test_a_summary_has_the_hardware_the_time_and_the_number_of_test_examples(
