@@ -78,7 +78,8 @@ def overhead(rounds: int, place: Path) -> str:
     """Return ratios of the runner's step times to those of a plain loop, measured alternately."""
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
-    common = [f"steps={WARM + STEPS}", "seeds=1", "control=none", f"out={place}"]
+    common = [f"steps={WARM + STEPS}", "seeds=1", "control=none", "effects_every=10"]
+    common += [f"out={place}"]
     watch = Stopwatch((WARM, WARM + STEPS))
     arms: dict[str, Callable[[], None]] = {}
     whole: dict[str, list[float]] = {}

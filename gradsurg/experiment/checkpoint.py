@@ -1,46 +1,53 @@
-"""Checkpoints: the whole state of a training, and when to save it."""
+"""Checkpoints: the whole state of a training, when to save it, and loading it.
 
+A checkpoint of another `FORMAT`, of an earlier version, is removed: the run starts from step 0.
+"""
+
+import logging
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
-from gradsurg.effects.effects import EffectsState
-from gradsurg.effects.ledger import EntryState
 from gradsurg.experiment.run import Schedule
+from gradsurg.experiment.run_directory import CHECKPOINT, PREVIOUS, RunDirectory
 from gradsurg.experiment.run_identity import environment
-from gradsurg.torch_internals.random_state import GeneratorStates, get_states, set_states
+from gradsurg.torch_internals.random_state import get_states, set_states
+
+FORMAT = 2
+_log = logging.getLogger("gradsurg")
 
 
-class Checkpoint(TypedDict):
-    """The state that a run resumes from, after `step` steps.
+Checkpoint = dict[str, Any]
+"""The state that a run resumes from. Any: each key has its own type.
 
-    `warnings` are the surgery's so far, `skipped` the steps that the gradient scaler skipped,
-    `seconds` the time of all steps, `made_with` the environment that computed it. `ranks` has what
-    the processes other than the first resume from, without what is the same in all.
-    """
+`model`, `optimizer`, `lr_schedule`, `scaler` and `surgery` are state dicts, the third and fourth or
+None; `ledger` and `effects` the states of the attached surgery; `generators` those of the random
+generators. `step` is the number of steps done, `skipped` of those that the gradient scaler skipped,
+`seconds` the time of all steps, `warnings` are the surgery's so far, `made_with` is the environment
+that computed it. `ranks` has what the processes other than the first resume from, without what is
+the same in all.
+"""
 
-    step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]  # Any: torch's own type
-    lr_schedule: dict[str, Any] | None  # Any: as above
-    scaler: dict[str, Any] | None  # Any: as above
-    surgery: dict[str, object]
-    ledger: list[EntryState]
-    effects: EffectsState
-    warnings: list[str]
-    skipped: int
-    seconds: float
-    generators: GeneratorStates
-    made_with: dict[str, str]
-    ranks: NotRequired[list[dict[str, Any]]]  # Any: the parts of this type that differ by process
+
+def load_checkpoint(directory: RunDirectory) -> Checkpoint | None:
+    """Return the checkpoint of a run, whose JSONL files are rewound to it, or None."""
+    state = directory.load_checkpoint()
+    if state is None or state.get("format") == FORMAT:
+        return state
+    file = directory.path / CHECKPOINT
+    _log.warning("%s was written by an earlier version: the run starts from step 0", file)
+    for name in (CHECKPOINT, PREVIOUS):
+        (directory.path / name).unlink(missing_ok=True)
+    directory.load_checkpoint()  # which empties the JSONL files
+    return None
 
 
 class CheckpointTimer:
@@ -54,11 +61,9 @@ class CheckpointTimer:
 
     def due(self, done: int) -> bool:
         """Whether to save at the log after step `done`."""
-        schedule = self._schedule
-        if done % schedule.checkpoint_every >= schedule.log_every:
-            return False
-        now = monotonic()
-        if done < schedule.steps and now - self._saved_at < schedule.checkpoint_seconds:
+        schedule, now = self._schedule, monotonic()
+        early = done < schedule.steps and now - self._saved_at < schedule.checkpoint_seconds
+        if early or done % schedule.checkpoint_every >= schedule.log_every:
             return False
         self._saved_at = now
         return True
@@ -79,39 +84,34 @@ class TrainingState:
         self, done: int, live: Live, warned: list[str], skipped: int = 0, seconds: float = 0.0
     ) -> Checkpoint:
         """Return a checkpoint after step `done`."""
-        return Checkpoint(
-            step=done,
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            lr_schedule=self.lr_schedule.state_dict() if self.lr_schedule else None,
-            scaler=self.scaler.state_dict() if self.scaler else None,
-            surgery=self.surgery.state_dict(),
-            ledger=live.ledger.state(),
-            effects=live.effects.state(),
-            warnings=warned,
-            skipped=skipped,
-            seconds=seconds,
-            generators=get_states(self.device),
-            made_with=environment(),
-        )
+        return {
+            "format": FORMAT,
+            "step": done,
+            **{name: None if owner is None else owner.state_dict() for name, owner in self._owners},
+            "surgery": self.surgery.state_dict(),
+            "ledger": live.ledger.state(),
+            "effects": live.effects.state(),
+            "warnings": warned,
+            "skipped": skipped,
+            "seconds": seconds,
+            "generators": get_states(self.device),
+            "made_with": environment(),
+        }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint into all objects and into the global random generators."""
-        self.model.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        if self.lr_schedule is not None and checkpoint["lr_schedule"] is not None:
-            self.lr_schedule.load_state_dict(checkpoint["lr_schedule"])
-        if self.scaler is not None and checkpoint["scaler"] is not None:
-            self.scaler.load_state_dict(checkpoint["scaler"])
-        self.surgery.load_state_dict(_on_device(checkpoint["surgery"], self.device))
+        for name, owner in self._owners:
+            if owner is not None and checkpoint[name] is not None:
+                owner.load_state_dict(checkpoint[name])
+        # A checkpoint is read to the CPU; the other objects move their tensors themselves.
+        states = {
+            site: {name: tensor.to(self.device) for name, tensor in state.items()}
+            for site, state in checkpoint["surgery"]["states"].items()
+        }
+        self.surgery.load_state_dict(checkpoint["surgery"] | {"states": states})
         set_states(checkpoint["generators"], self.device)
 
-
-def _on_device(surgery: dict[str, object], device: torch.device) -> dict[str, object]:
-    """Return a surgery's state with its tensors on `device`: a checkpoint is read to the CPU."""
-    states = cast(dict[str, dict[str, Tensor]], surgery["states"])
-    moved = {
-        site: {name: tensor.to(device) for name, tensor in state.items()}
-        for site, state in states.items()
-    }
-    return surgery | {"states": moved}
+    @property
+    def _owners(self) -> list[tuple[str, Any]]:  # Any: of four classes without a common one
+        names = ("model", "optimizer", "lr_schedule", "scaler")
+        return [(name, getattr(self, name)) for name in names]

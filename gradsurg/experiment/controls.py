@@ -37,22 +37,17 @@ def control_interventions(
 
 
 def _control(item: Intervention, kind: ActingControl) -> Intervention:
-    if item.aggregator is None and kind == "update_norm_matched":
-        return _update_norm_matched(item)
-    if item.aggregator is None:
-        transform = (NormMatched if kind == "norm_matched" else Placebo)(item.operator)
-        return replace(item, transform=transform, names=(kind,))
-    if kind != "norm_matched":
-        raise ValueError(f"control: {kind} is for transforms, found {item.aggregator!r}")
-    matched = NormMatchedSum(item.aggregator)
-    return replace(item, transform=matched, names=("norm_matched_sum",))
-
-
-def _update_norm_matched(item: Intervention) -> Intervention:
-    match item.at:
-        case Updates():
+    if item.aggregator is not None:
+        if kind != "norm_matched":
+            raise ValueError(f"control: {kind} is for transforms, found {item.aggregator!r}")
+        matched = NormMatchedSum(item.aggregator)
+        return replace(item, transform=matched, names=("norm_matched_sum",))
+    match kind, item.at:
+        case ("norm_matched", _) | ("update_norm_matched", Updates()):
             return replace(item, transform=NormMatched(item.operator), names=("norm_matched",))
-        case Parameters() as at:
+        case ("placebo", _):
+            return replace(item, transform=Placebo(item.operator), names=("placebo",))
+        case (_, Parameters() as at):
             shared = {field.name: getattr(at, field.name) for field in fields(ParamSelector)}
             return replace(item, at=MatchedUpdates(**{**shared, "stage": None}))
         case _:

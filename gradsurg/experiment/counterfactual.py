@@ -3,31 +3,27 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
-from gradsurg.experiment.loop import LossFn, loss_of
+from gradsurg.experiment.loop import Batch, LossFn, loss_of
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.random_state import GeneratorStates, get_states, preserved, set_states
-
-Batch = tuple[Tensor, Tensor]
 
 COSINE, NORM_RATIO, LOSS_CHANGE, LOSS_CHANGE_WITHOUT = UPDATE_NAMES
 
 
-@dataclass
-class _Sample:
-    """A sampled step: its batches, weights and generators before it, and the twin's weights after.
-
-    `loss` is that of the batches before the step.
+class _Sample(NamedTuple):
+    """A sampled step: its batches, weights, generators and loss before it, and the twin's weights
+    after it.
     """
 
-    parts: Sequence[Batch]
+    batches: Sequence[Batch]
     start: list[Tensor]
     generators: GeneratorStates
     loss: float
@@ -57,11 +53,8 @@ class Counterfactual:
         every: int,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.every = every
-        self._model = getattr(model, "_orig_mod", model)
-        self._optimizer = optimizer
-        self._loss_fn = loss_fn
-        self._autocast = autocast
+        self._model, self._optimizer = getattr(model, "_orig_mod", model), optimizer
+        self._loss_fn, self._every, self._autocast = loss_fn, every, autocast
         self._surroundings = autograd.active_hooks()
         # Together: the copy of the optimizer has the parameters of the copy of the model.
         self._twin, self._twin_optimizer = copy.deepcopy((self._model, optimizer))
@@ -69,21 +62,20 @@ class Counterfactual:
         self._pending: _Sample | None = None
         self._samples: list[dict[str, float]] = []
 
-    def before(self, step: int, parts: Sequence[Batch]) -> None:
-        """Let the twin make step `step` (from 0), with batches `parts`, if it is sampled."""
+    def before(self, step: int, batches: Sequence[Batch]) -> None:
+        """Let the twin make step `step` (from 0) if it is sampled."""
         self._pending = None
-        if step % self.every:
+        if step % self._every:
             return
-        start = _weights(self._model)
-        sample = self._pending = _Sample(parts, start, get_states(self._device), 0.0, [])
+        start, generators = _weights(self._model), get_states(self._device)
         optimizer = self._twin_optimizer
-        with self._isolated(sample):
+        with self._isolated(generators):
             self._copy_to_twin(start)
             optimizer.load_state_dict(copy.deepcopy(self._optimizer.state_dict()))
-            sample.loss = self._loss(parts, backward=True)
+            loss = self._loss(batches, backward=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            sample.without = _weights(self._twin)
+        self._pending = _Sample(batches, start, generators, loss, _weights(self._twin))
 
     def after(self) -> None:
         """Call after each step: compare the two updates if it was sampled."""
@@ -91,13 +83,11 @@ class Counterfactual:
         if sample is None:
             return
         weights = _weights(self._model)
-        changes = []
-        for end in (weights, sample.without):
-            with self._isolated(sample), torch.no_grad():
-                self._copy_to_twin(end)
-                changes.append(self._loss(sample.parts, backward=False) - sample.loss)
         numbers = _compared(weights, sample.without, sample.start)
-        numbers |= dict(zip((LOSS_CHANGE, LOSS_CHANGE_WITHOUT), changes, strict=True))
+        for name, end in ((LOSS_CHANGE, weights), (LOSS_CHANGE_WITHOUT, sample.without)):
+            with self._isolated(sample.generators), torch.no_grad():
+                self._copy_to_twin(end)
+                numbers[name] = self._loss(sample.batches, backward=False) - sample.loss
         self._samples.append(numbers)
 
     def fetch(self) -> dict[str, float]:
@@ -115,12 +105,11 @@ class Counterfactual:
         }
 
     @contextmanager
-    def _isolated(self, sample: _Sample) -> Iterator[None]:
-        """Disable the surgery's global modes and restore the generators to the step's start."""
-        with preserved(self._device):
-            set_states(sample.generators, self._device)
-            with autograd.only_hooks(self._surroundings):
-                yield
+    def _isolated(self, generators: GeneratorStates) -> Iterator[None]:
+        """Disable the surgery's global modes and set the generators to the step's start."""
+        with preserved(self._device), autograd.only_hooks(self._surroundings):
+            set_states(generators, self._device)
+            yield
 
     def _copy_to_twin(self, weights: Sequence[Tensor]) -> None:
         """Set the twin's weights, and copy the model's buffers and training modes."""
@@ -132,37 +121,33 @@ class Counterfactual:
         for module, source in zip(twin.modules(), model.modules(), strict=True):
             module.training = source.training
 
-    def _loss(self, parts: Sequence[Batch], backward: bool) -> float:
+    def _loss(self, batches: Sequence[Batch], backward: bool) -> float:
         """Return the twin's mean loss of the batches; with `backward` also compute gradients."""
-        losses = []
-        for batch in parts:
-            loss = loss_of(self._twin, self._loss_fn, batch, len(parts), self._autocast)
+        total = 0.0
+        for batch in batches:
+            loss = loss_of(self._twin, self._loss_fn, batch, len(batches), self._autocast)
+            assert isinstance(loss, Tensor)
             if backward:
                 loss.backward()
-            losses.append(loss.item())  # waits for the device, at sampled steps only
-        return sum(losses)
+            total += loss.item()  # waits for the device, at sampled steps only
+        return total
 
 
-def means(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the means over a whole run of the rows that `fetch` returned; {} if there are none.
 
-    A number that is not finite was written as null and does not count.
+    A number that is not finite was written as null and does not count. Any: any JSON value.
     """
     rows = [row for row in rows if UPDATES_SAMPLED in row]
-    if not rows:
-        return {}
-    result = {UPDATES_SAMPLED: sum(_number(row[UPDATES_SAMPLED]) for row in rows)}
+    result: dict[str, float] = (
+        {UPDATES_SAMPLED: sum(row[UPDATES_SAMPLED] for row in rows)} if rows else {}
+    )
     for name in UPDATE_NAMES:
-        with_number = [row for row in rows if row.get(name) is not None]
-        if with_number:
-            total = sum(_number(row[name]) * _number(row[UPDATES_SAMPLED]) for row in with_number)
-            result[name] = total / sum(_number(row[UPDATES_SAMPLED]) for row in with_number)
+        finite = [(row[name], row[UPDATES_SAMPLED]) for row in rows if row.get(name) is not None]
+        if finite:
+            total = sum(count for _, count in finite)
+            result[name] = sum(value * count for value, count in finite) / total
     return result
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return value
 
 
 def _weights(model: nn.Module) -> list[Tensor]:

@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
+from gradsurg.experiment.checkpoint import (
+    Checkpoint,
+    CheckpointTimer,
+    TrainingState,
+    load_checkpoint,
+)
 from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.logged_numbers import RunLog
-from gradsurg.experiment.loop import Batches, Step, StepOptions, TaskLosses, train
+from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
 from gradsurg.experiment.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
@@ -39,8 +44,6 @@ from gradsurg.torch_internals import random_state
 from gradsurg.transforms.identity import Identity
 
 Action = Literal["trained", "resumed", "retried", "skipped", "not retried", "busy"]
-
-Result = TypeVar("Result")
 
 EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
 RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
@@ -101,7 +104,7 @@ def execute(
         )  # first: a full disk must not leave that of an earlier attempt
         directory.plan(run.facts, run.identity)
         try:
-            checkpoint = cast("Checkpoint | None", directory.load_checkpoint())
+            checkpoint = load_checkpoint(directory)
             summary = _execute(run, directory, loggers, threads, checkpoint)
         except Exception:  # the task, model and transforms are a user's: they may raise anything
             directory.write_error(traceback.format_exc())
@@ -241,7 +244,7 @@ class OpenRun:
         random_state.seed(run.seed)
         if checkpoint is not None and ranks.rank:
             own = checkpoint.get("ranks", [])[ranks.rank - 1]
-            checkpoint = cast("Checkpoint", checkpoint | own)
+            checkpoint = checkpoint | own
         self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
         self._load_data(like)
         self.model = run.make_model(self.data).to(run.device)
@@ -307,9 +310,7 @@ class OpenRun:
         """Log the interval that ends with step `done`, and save a due checkpoint; False if it was
         the last one.
         """
-        log = self.log
-        tested = log.test(done, loss, self.data, self.model)
-        goes_on = log.interval(done, loss, self.live, tested)
+        goes_on = self.log.interval(done, loss, self.live, self.data, self.model)
         goes_on, is_due = self.ranks.from_first((goes_on, goes_on and self.timer.due(done)))
         # Right after a log no measurement is pending, so checkpoints are saved here only.
         if is_due:
@@ -404,16 +405,16 @@ def _steps(
 ) -> Iterator[Step]:
     """Yield the remaining steps; record each and compare it with the one without the surgery."""
     options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+    loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
     if run.backward_per_task and isinstance(run.task, MultiTask):
-        task_losses = TaskLosses(
-            _labelled(run.task.losses, run.task, live),
-            lambda losses, last: live.backward(losses, aggregate=last),
+        loss_fn = run.task.losses
+        options = replace(
+            options, backward=lambda losses, last: live.backward(losses, aggregate=last)
         )
-        options = replace(options, task_losses=task_losses)
     counterfactual = log.counterfactual
     before = counterfactual.before if counterfactual else None
     start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = training.optimizer, _labelled(run.task.loss, run.task, live)
+    optimizer, loss_fn = training.optimizer, _labelled(loss_fn, run.task, live)
     for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
         if counterfactual:
             counterfactual.after()
@@ -422,13 +423,13 @@ def _steps(
 
 
 def _labelled(
-    function: Callable[[Tensor, Tensor], Result], task: Task, live: Live
-) -> Callable[[Tensor, Tensor], Result]:
+    function: Callable[[Tensor, Tensor], Losses], task: Task, live: Live
+) -> Callable[[Tensor, Tensor], Losses]:
     """Make a loss give the labels of its batch to the transforms, if one reads them."""
     if not live.reads_example_labels:
         return function
 
-    def labelled(outputs: Tensor, targets: Tensor) -> Result:
+    def labelled(outputs: Tensor, targets: Tensor) -> Losses:
         live.set_example_labels(task.labels(targets))
         return function(outputs, targets)
 

@@ -48,8 +48,9 @@ def replace_file(path: Path, content: bytes | memoryview, previous: Path | None 
 def append_bytes(path: Path, lines: bytes) -> None:
     """Append lines to a file, which is created if it does not exist."""
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        if not os.path.exists(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
             file.write(lines)
 
 

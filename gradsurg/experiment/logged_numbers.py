@@ -1,14 +1,15 @@
 """The log of a run: interval rows for its files and loggers, and the summary of its outcome."""
 
 import platform
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import isfinite
+from itertools import groupby, islice
+from math import inf, isfinite, nan
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,8 +28,6 @@ from gradsurg.multitask.conflict import numbers
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Part, Task
 
-NO_METRICS: Mapping[str, float] = MappingProxyType({})
-
 MAX_PENDING_LOSSES = 1000  # losses kept on the device until they are copied to the host
 MAX_TIMES = 10_000  # the newest step times, for medians
 
@@ -42,22 +41,26 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass
 class RunLog:
-    """The log of one run: step times, interval rows, divergence, and the summary."""
+    """The log of one run: step times, interval rows, divergence, and the summary.
+
+    `trained_s` is the time of all steps, `bad_step` the first step with a loss that is not finite,
+    `nonfinite` the transform that made the first NaN or infinity. `tested` returns the metrics of a
+    part of the data in place of running the model.
+    """
 
     run: Run
     directory: RunDirectory
     loggers: Sequence[Logger]
-    loss: float = float("nan")
     done: int = 0
-    diverged: bool = field(default=False)
     skipped: int = 0
-    trained_s: float = 0.0  # the seconds of all steps
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    trained_s: float = 0.0
     counterfactual: Counterfactual | None = None
-    nonfinite: NonFinite | None = None  # the transform that made the first NaN or infinity
-    bad_step: int | None = None  # the first step with a loss that is not finite
-    tested: Callable[[Part], Mapping[str, float]] | None = None  # metrics; None: run the model
     ranks: Ranks = ALONE
+    diverged: bool = False
+    bad_step: int | None = None
+    nonfinite: NonFinite | None = None
+    tested: Callable[[Part], Mapping[str, float]] | None = None
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
     def add_step(self, step: Step) -> None:
@@ -79,27 +82,29 @@ class RunLog:
         losses, self._losses = self._losses, []
         stacked = torch.stack([*(loss for _, loss in losses), step.loss]).flatten()
         *values, last = self.ranks.mean(stacked).tolist()
-        if self.bad_step is None:
-            steps = zip(losses, values, strict=True)
-            self.bad_step = next((done for (done, _), loss in steps if not isfinite(loss)), None)
+        self._find_bad_step([done for done, _ in losses], values)
         return last
 
     def add_losses(self, done: int, losses: Sequence[float], seconds: float) -> None:
         """Record the losses of the steps up to `done`, and the seconds of all of them."""
         self.trained_s += seconds
+        self._find_bad_step(range(done + 1 - len(losses), done + 1), losses)
+
+    def _find_bad_step(self, steps: Sequence[int], losses: Sequence[float]) -> None:
         if self.bad_step is None and not isfinite(sum(losses)):
-            steps = enumerate(losses, done + 1 - len(losses))
-            self.bad_step = next((step for step, loss in steps if not isfinite(loss)), None)
+            bad = (step for step, loss in zip(steps, losses, strict=True) if not isfinite(loss))
+            self.bad_step = next(bad, None)
 
-    def interval(
-        self, done: int, loss: float, live: Live, tested: Mapping[str, float] = NO_METRICS
-    ) -> bool:
-        """Log the interval that ends with step `done`; return False if the run ends there.
+    def interval(self, done: int, loss: float, live: Live, data: Data, model: nn.Module) -> bool:
+        """Log the interval that ends with step `done`, with the task's metrics if they are due;
+        return False if the run ends there.
 
-        It ends early if a loss was not finite or `until` is reached. `tested` are validation or
-        test metrics.
+        The metrics are those of the validation data, or of the test data if there are none. The run
+        ends early if a loss was not finite or `until` is reached.
         """
-        self.done, self.loss = done, loss
+        schedule, every, self.done = self.run.schedule, self.run.schedule.eval_every, done
+        due = every and (done % every == 0 or done == schedule.steps) and isfinite(loss)
+        tested = self._metrics(data.watched, data, model) if due else {}
         rows = live.effects.fetch()
         if not self.run.shadow:
             self.nonfinite = live.effects.first_nonfinite
@@ -117,44 +122,24 @@ class RunLog:
         if conflicts:  # of a multi-task run
             self.directory.append(CONFLICTS, conflicts)
         if self.loggers:
-            times = {"time/step_ms": 1000 * median([*self.seconds][-100:])}
-            conflict_numbers = numbers(conflicts, log=self.run.schedule.log)
+            times = {"time/step_ms": 1000 * median(islice(reversed(self.seconds), 100))}
+            conflict_numbers = numbers(conflicts, log=schedule.log)
             self._log(done, {**values, **conflict_numbers, **times}, rows, live.effects.rows())
         self.diverged = self.bad_step is not None or not isfinite(loss)
-        return not self.diverged and not self._until_reached(tested)
-
-    def _until_reached(self, tested: Mapping[str, float]) -> bool:
-        until = self.run.schedule.until
-        if until is None or not tested:
-            return False
-        until.check(tested)
-        return until.holds(tested)
-
-    def test(self, done: int, loss: float, data: Data, model: nn.Module) -> dict[str, float]:
-        """Return the task's metrics if they are due at step `done`, else {}.
-
-        On the validation data; on the test data if there are none.
-        """
-        schedule = self.run.schedule
-        every = schedule.eval_every
-        due = every and (done % every == 0 or done == schedule.steps)
-        return self._metrics(data.watched, data, model) if due and isfinite(loss) else {}
+        return not self.diverged and not (schedule.until and schedule.until.holds(tested))
 
     def replay(self) -> None:
         """Send the loggers all rows from before an interruption: for them this is a new run."""
-        effects: dict[int, list[dict[str, Any]]] = {}
-        rows = self.directory.read_rows(EFFECTS)
-        for effect in rows:
-            effects.setdefault(effect["step"], []).append(effect)
+        rows, conflicts = map(self.directory.read_rows, (EFFECTS, CONFLICTS))
+        effects = {step: [*own] for step, own in groupby(rows, itemgetter("step"))}
         seen = [*{(row["transform"], row["site"]): row for row in rows}.values()]
-        conflicts = self.directory.read_rows(CONFLICTS)
         before = 0
         for row in self.directory.read_rows(METRICS):
             values = {key: value for key, value in row.items() if "/" in key and value is not None}
             recent = [one for one in conflicts if before <= one["step"] < row["step"]]
             values |= numbers(recent, log=self.run.schedule.log)
             before = row["step"]
-            self._log(row["step"], values, effects.get(row["step"], []), seen)
+            self._log(before, values, effects.get(before, []), seen)
 
     def _log(
         self, done: int, values: dict[str, float], effects: Sequence[Row], seen: Sequence[Row]
@@ -163,25 +148,21 @@ class RunLog:
         for logger in self.loggers:
             logger.log(done, values)
 
-    def times(self) -> dict[str, float | None]:
-        """Return the median step time without, and with, measurement of effects."""
-        every = self.run.schedule.effects_every
-        first = self.done - len(self.seconds)
-        steps = list(enumerate(self.seconds, first))
-        plain = [seconds for step, seconds in steps if not every or step % every]
-        measured = [seconds for step, seconds in steps if every and step % every == 0]
-        return {
-            "time/step_ms": _median_ms(plain or measured),
-            "time/measured_step_ms": _median_ms(measured),
-        }
-
     def summary(
         self, data: Data, model: nn.Module, examined: Mapping[str, float], notes: list[str]
     ) -> dict[str, object]:
-        """Return the outcome, with metrics on all examples of each part."""
-        run = self.run
+        """Return the outcome, with metrics on all examples of each part.
+
+        A run has diverged too if one of its last numbers is not finite.
+        """
+        run, schedule = self.run, self.run.schedule
+        metrics: dict[str, float] = {}
+        for part in dict.fromkeys(("train", data.watched, "test")):
+            metrics |= self._metrics(part, data, model)
+        metrics |= examined
+        diverged = self.diverged or not all(map(isfinite, metrics.values()))
         outcome: dict[str, object] = {
-            "state": "diverged" if self.diverged else "finished",
+            "state": "diverged" if diverged else "finished",
             "arm": run.arm,
             "label": run.label,
             "seed": run.seed,
@@ -190,31 +171,33 @@ class RunLog:
         }
         if data.start is None:  # a point in the plane is tested at no examples
             outcome["test_examples"] = len(data.test_targets)
-        parts: dict[Part, None] = dict.fromkeys(("train", data.watched, "test"))
-        for part in parts:
-            metrics = self._metrics(part, data, model)
-            outcome |= metrics
-            if not all(map(isfinite, metrics.values())):
-                outcome["state"] = "diverged"  # the last step can diverge after the last loss
-        outcome |= examined
-        if not all(map(isfinite, examined.values())):
-            outcome["state"] = "diverged"
+        outcome |= metrics
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
-        if outcome["state"] == "diverged" and self.nonfinite is not None:
+        if diverged and self.nonfinite is not None:
             outcome["nonfinite"] = self.nonfinite._asdict()
         rows = self.directory.read_rows(METRICS)
         outcome |= means(rows)
-        if run.schedule.until is not None:
-            outcome |= run.schedule.until.outcome(rows)
-        if outcome["state"] == "finished":
-            outcome["learned_nothing"] = learned_nothing(run.task, data, outcome, rows)
-        outcome |= self.times()
-        outcome["time/train_s"] = self.trained_s
-        outcome["hardware"] = hardware(run.device)
-        outcome["effects_every"] = run.schedule.effects_every
-        outcome["notes"] = notes
-        return outcome
+        if schedule.until is not None:
+            outcome |= schedule.until.outcome(rows)
+        if not diverged:
+            outcome["learned_nothing"] = learned_nothing(run.task, data, metrics, rows)
+        every = schedule.effects_every
+        return outcome | {
+            **self._times(every),
+            "time/train_s": self.trained_s,
+            "hardware": hardware(run.device),
+            "effects_every": every,
+            "notes": notes,
+        }
+
+    def _times(self, every: int) -> dict[str, float | None]:
+        """Return the median step time without, and with, measurement of effects."""
+        steps = [*enumerate(self.seconds, self.done - len(self.seconds))]
+        plain = [seconds for step, seconds in steps if not every or step % every]
+        measured = [seconds for step, seconds in steps if every and step % every == 0]
+        times = {"time/step_ms": plain or measured, "time/measured_step_ms": measured}
+        return {name: 1000 * median(own) if own else None for name, own in times.items()}
 
     def _metrics(self, part: Part, data: Data, model: nn.Module) -> dict[str, float]:
         """Return the task's metrics on all examples of a part, in the model's own precision.
@@ -222,74 +205,46 @@ class RunLog:
         No surgery acts on this evaluation, and training continues as if it had not happened.
         """
         if self.tested is not None:
-            return {f"{part}/{name}": value for name, value in self.tested(part).items()}
-        inputs, targets = data.part(part)
-        device = self.run.device
-        with untouched(model):
-            outputs = outputs_of(model, inputs.to(device))
-            metrics = self.run.task.metrics(outputs, targets.to(device))
+            metrics = self.tested(part)
+        else:
+            inputs, targets = (tensor.to(self.run.device) for tensor in data.part(part))
+            with untouched(model):
+                metrics = self.run.task.metrics(outputs_of(model, inputs), targets)
         return {f"{part}/{name}": value for name, value in metrics.items()}
 
 
 def learned_nothing(
-    task: Task, data: Data, outcome: Mapping[str, object], rows: Sequence[Mapping[str, object]]
+    task: Task, data: Data, last: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, object]:
     """Return the evidence that a finished run is no better than chance; empty if it has learned.
 
-    `outcome` has its metrics at the end, `rows` its logged metrics. If the task defines no chance
-    level, the evidence is that no logged loss is below the first one.
+    `last` are its metrics at the end, `rows` its logged ones. If the task defines no chance level,
+    the evidence is that no logged loss is below the first one. Any: any JSON value.
     """
     train, test = task.chance(data.train_targets), task.chance(data.test_targets)
     if train is None or test is None:
-        return _never_below_first(outcome, rows)
-    loss = _number(outcome, "train/loss")
-    if loss is None or loss < MIN_LOSS_SHARE * train.loss:
-        return {}
-    for part, chance in (("train", train), ("test", test)):
-        value = _number(outcome, f"{part}/{chance.metric}")
-        limit = chance.value + MAX_METRIC_SHARE * (chance.best - chance.value)
-        if value is None or value > limit:
+        losses: list[Any] = [row.get("train/loss") for row in (*rows, last)]
+        if len(losses) < 3 or None in losses or min(losses[1:]) < losses[0]:
             return {}
-    return {"metric": f"test/{test.metric}", "beside": test.value, "what": test.description}
-
-
-def _never_below_first(
-    outcome: Mapping[str, object], rows: Sequence[Mapping[str, object]]
-) -> dict[str, object]:
-    values = [_number(row, "train/loss") for row in [*rows, outcome]]
-    losses = [loss for loss in values if loss is not None]
-    if len(losses) < 3 or len(losses) < len(values) or min(losses[1:]) < losses[0]:
-        return {}
-    what = f"the first one that was logged, at step {rows[0]['step']}, was"
-    return {"metric": "train/loss", "beside": losses[0], "what": what}
-
-
-def _number(row: Mapping[str, object], key: str) -> float | None:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) else None
+        what = f"the first one that was logged, at step {rows[0]['step']}, was"
+        return {"metric": "train/loss", "beside": losses[0], "what": what}
+    dead = last.get("train/loss", nan) >= MIN_LOSS_SHARE * train.loss and all(
+        last.get(f"{part}/{chance.metric}", inf)
+        <= chance.value + MAX_METRIC_SHARE * (chance.best - chance.value)
+        for part, chance in (("train", train), ("test", test))
+    )
+    evidence = {"metric": f"test/{test.metric}", "beside": test.value, "what": test.description}
+    return evidence if dead else {}
 
 
 def hardware(device: torch.device) -> str:
     """Return machine type, processor or GPU, CPU threads and PyTorch's version; no host name."""
-    count = torch.get_num_threads()
+    count, name = torch.get_num_threads(), device.type
+    if name == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif name == "cpu":
+        lines = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.exists() else ""
+        model = re.search(r"^model name\s*:(.*)", lines, re.MULTILINE)
+        name = model[1].strip() if model else platform.processor() or "unknown processor"
     threads = f"{count} thread{'s' if count > 1 else ''}"
-    return f"{platform.machine()}, {_processor(device)}, {threads}, torch {torch.__version__}"
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    return _cpu_model(CPU_INFO)
-
-
-@lru_cache(maxsize=4)
-def _cpu_model(info: Path) -> str:
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
-
-
-def _median_ms(seconds: list[float]) -> float | None:
-    return 1000 * median(seconds) if seconds else None
+    return f"{platform.machine()}, {name}, {threads}, torch {torch.__version__}"

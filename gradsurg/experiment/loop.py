@@ -1,10 +1,14 @@
-"""The training loop, as a generator of steps; it imports nothing of gradsurg."""
+"""The training loop, as a generator of steps; it imports nothing of gradsurg.
+
+`train` is the loop; `Batches` says which examples each step has, `StepOptions` what a step does
+beyond forward, backward and `optimizer.step`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +16,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+Batch = tuple[Tensor, Tensor]
+Losses = Tensor | Mapping[str, Tensor]
+"""The loss of a batch, or several by task."""
 LossFn = Callable[[Tensor, Tensor], Tensor]
 EpochOrder = Callable[[int, int, torch.Generator], Iterator[Tensor]]
 """Indices of the examples of each batch, for an epoch (from 0), a batch size and a generator."""
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,6 @@ class Batches:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        count = self._count // self.accumulate
-        if not 1 <= self.size <= count:
-            raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
         if self.size % self.ranks:
             rule = f"must be a multiple of ranks={self.ranks}"
             raise ValueError(f"batch_size: {rule}, found {self.size}")
@@ -50,62 +53,47 @@ class Batches:
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in an epoch."""
-        return self._count // (self.size * self.accumulate)
+        count = len(self.inputs) if self.epoch_size is None else self.epoch_size
+        return count // (self.size * self.accumulate)
 
-    @property
-    def _count(self) -> int:
-        return len(self.inputs) if self.epoch_size is None else self.epoch_size
-
-    def start(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def start(self, step: int) -> Iterator[Batch]:
         """Yield the batches of `step` and of all later steps, without end."""
         epoch, skip = divmod(step, self.steps_per_epoch)
         while True:
             for indices in islice(self.indices(epoch), skip * self.accumulate, None):
-                own = indices.chunk(self.ranks)[self.rank]
+                own = indices.chunk(self.ranks)[self.rank] if self.ranks > 1 else indices
                 yield self.inputs[own], self.targets[own]
             epoch, skip = epoch + 1, 0
 
     def indices(self, epoch: int) -> Iterator[Tensor]:
         """Yield the indices of the examples of each batch of an epoch."""
         # A torch seed has 64 bits, and a user's seed may fill them.
-        seed = (self.seed * 1_000_003 + epoch) % 2**63
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         count, device = self.steps_per_epoch * self.accumulate, self.inputs.device
-        if self.order is not None:
-            batches = self.order(epoch, self.size, generator)
-            for number in range(count):
-                indices = next(batches, None)
-                if indices is None:
-                    raise ValueError(f"the order of epoch {epoch} has {number} of {count} batches")
-                yield indices.to(device)
+        if self.order is None:
+            order = torch.randperm(len(self.inputs), generator=generator)
+            yield from order[: count * self.size].to(device).view(-1, self.size)
             return
-        order = torch.randperm(len(self.inputs), generator=generator)
-        yield from order[: count * self.size].to(device).view(-1, self.size)
-
-
-@dataclass(frozen=True)
-class TaskLosses:
-    """The losses of several tasks, by task, instead of one loss.
-
-    `backward` runs the backward passes; its second argument is True for the last batch of a step.
-    """
-
-    losses: Callable[[Tensor, Tensor], Mapping[str, Tensor]]
-    backward: Callable[[Mapping[str, Tensor], bool], None]
+        batches = islice(self.order(epoch, self.size, generator), count)
+        for number, indices in zip_longest(range(count), batches):
+            if indices is None:
+                raise ValueError(f"the order of epoch {epoch} has {number} of {count} batches")
+            yield indices.to(device)
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a training step beyond forward, backward and `optimizer.step`.
+    """Options of a training step.
 
     `autocast` is the dtype of the forward and the loss; `schedule` steps with the optimizer, except
-    when the scaler skips; `task_losses` replaces the single loss.
+    when the scaler skips. If the loss function returns the losses of several tasks, `backward` runs
+    their backward passes; its second argument is True for the last batch of a step.
     """
 
     autocast: torch.dtype | None = None
     scaler: GradScaler | None = None
     schedule: LRScheduler | None = None
-    task_losses: TaskLosses | None = None
+    backward: Callable[[Mapping[str, Tensor], bool], None] | None = None
 
 
 PLAIN = StepOptions()
@@ -127,84 +115,71 @@ class Step(NamedTuple):
 def train(
     model: nn.Module,
     optimizer: Optimizer,
-    loss_fn: LossFn,
+    loss_fn: Callable[[Tensor, Tensor], Losses],
     batches: Batches,
     steps: int,
     start: int = 0,
     options: StepOptions = PLAIN,
-    before: Callable[[int, Sequence[tuple[Tensor, Tensor]]], None] | None = None,
+    before: Callable[[int, Sequence[Batch]], None] | None = None,
 ) -> Iterator[Step]:
     """Train from step `start` to `steps`; the caller's work between steps is not timed.
 
     `before` is called before each step with its number (from 0) and its batches.
     """
     model.train()
-    stream = batches.start(start)
+    stream, parts = batches.start(start), batches.accumulate
     for done in range(start + 1, steps + 1):
-        parts = list(islice(stream, batches.accumulate))
+        step_batches = list(islice(stream, parts))
         if before is not None:
-            before(done - 1, parts)
+            before(done - 1, step_batches)
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        losses = [
-            _backward(model, loss_fn, part, len(parts), options, number == len(parts))
-            for number, part in enumerate(parts, 1)
-        ]
+        losses = []
+        for number, batch in enumerate(step_batches, 1):
+            loss = loss_of(model, loss_fn, batch, parts, options.autocast)
+            losses.append(_backward(loss, options, number == parts))
         skipped = _step(optimizer, options)
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         yield Step(done, loss, perf_counter() - began, skipped)
 
 
 def loss_of(
     model: nn.Module,
-    loss_fn: LossFn,
-    batch: tuple[Tensor, Tensor],
+    loss_fn: Callable[[Tensor, Tensor], Losses],
+    batch: Batch,
     parts: int,
     autocast: torch.dtype | None,
-) -> Tensor:
-    """Return the loss of one of the `parts` batches of a step, divided by `parts`."""
-    loss = _forward(model, loss_fn, batch, autocast)
-    return loss / parts if parts > 1 else loss
-
-
-def _forward(
-    model: nn.Module,
-    function: Callable[[Tensor, Tensor], Result],
-    batch: tuple[Tensor, Tensor],
-    autocast: torch.dtype | None,
-) -> Result:
-    """Return `function(outputs, targets)` of a batch."""
+) -> Losses:
+    """Return the loss, or losses, of one of the `parts` batches of a step, divided by `parts`."""
     inputs, targets = batch
     if autocast is None:
-        return function(model(inputs), targets)
-    with torch.autocast(inputs.device.type, autocast):
-        return function(model(inputs), targets)
+        loss = loss_fn(model(inputs), targets)
+    else:
+        with torch.autocast(inputs.device.type, autocast):
+            loss = loss_fn(model(inputs), targets)
+    if parts == 1:
+        return loss
+    if isinstance(loss, Tensor):
+        return loss / parts
+    return {name: each / parts for name, each in loss.items()}
 
 
-def _backward(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batch: tuple[Tensor, Tensor],
-    parts: int,
-    options: StepOptions,
-    last: bool,
-) -> Tensor:
-    """Add the gradients of one of the step's `parts` batches; return its share of the loss."""
-    scale = options.scaler.scale if options.scaler is not None else lambda loss: loss
-    if options.task_losses is None:
-        loss = loss_of(model, loss_fn, batch, parts, options.autocast)
-        scale(loss).backward()
+def _backward(loss: Losses, options: StepOptions, last: bool) -> Tensor:
+    """Add the gradients of one of a step's batches; return the loss, summed over tasks."""
+    scaler = options.scaler
+    if isinstance(loss, Tensor):
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss.detach()
-    losses = _forward(model, options.task_losses.losses, batch, options.autocast)
-    losses = {name: loss / parts if parts > 1 else loss for name, loss in losses.items()}
-    options.task_losses.backward({name: scale(loss) for name, loss in losses.items()}, last)
-    return torch.stack([loss.detach() for loss in losses.values()]).sum()
+    assert options.backward is not None
+    scaled = loss if scaler is None else {name: scaler.scale(each) for name, each in loss.items()}
+    options.backward(scaled, last)
+    return torch.stack([each.detach() for each in loss.values()]).sum()
 
 
 def _step(optimizer: Optimizer, options: StepOptions) -> bool:
     """Step the optimizer and the schedule; return whether the scaler skipped both."""
-    scaler, skipped = options.scaler, False
-    if scaler is None:
+    skipped = False
+    if (scaler := options.scaler) is None:
         optimizer.step()
     else:
         before = scaler.get_scale()

@@ -3,8 +3,8 @@
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, nan
 from pathlib import Path
@@ -129,21 +129,12 @@ class ComputeOptions:
     @property
     def identity(self) -> dict[str, object]:
         """The part of a run's identity; `ranks` if there are several."""
-        options = asdict(self)
-        if self.ranks == 1:
-            del options["ranks"]
-        return options
+        return {key: own for key, own in vars(self).items() if key != "ranks" or self.ranks > 1}
 
     @property
     def autocast(self) -> torch.dtype | None:
         """The dtype for `torch.autocast`, or None for the model's own precision."""
-        match self.precision:
-            case "float32":
-                return None
-            case "bfloat16":
-                return torch.bfloat16
-            case "float16":
-                return torch.float16
+        return None if self.precision == "float32" else getattr(torch, self.precision)
 
     def scaler(self, device: torch.device) -> GradScaler | None:
         """Return a gradient scaler for float16, whose small gradients would vanish; else None."""
@@ -158,16 +149,17 @@ class ComputeOptions:
         if self.compile is None:
             yield model
             return
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
+        with warnings.catch_warnings():
             for message in COMPILER_WARNINGS:
                 warnings.filterwarnings("ignore", message)
             # PyTorch compiles the same code a few times only, then it runs uncompiled: a process
             # has many runs.
             torch.compiler.reset()
-            stack.callback(torch.compiler.reset)
-            compiled: Any = torch.compile(model, backend=self.compile)  # Any: typed as a function
-            yield compiled
+            try:
+                compiled: Any = torch.compile(model, backend=self.compile)  # Any: typed as function
+                yield compiled
+            finally:
+                torch.compiler.reset()
 
 
 def check_compiled(selector: Selector) -> None:
@@ -178,9 +170,6 @@ def check_compiled(selector: Selector) -> None:
                 f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. "
                 "Choose Parameters, Outputs, Inputs or Activations, or compile=false"
             )
-
-
-DEFAULT_COMPUTE = ComputeOptions()
 
 
 @dataclass(frozen=True)
@@ -205,7 +194,7 @@ class Run:
     schedule: Schedule
     device: torch.device
     controls: Mapping[str, str] = field(default_factory=dict)  # directory names, by kind of control
-    compute: ComputeOptions = DEFAULT_COMPUTE
+    compute: ComputeOptions = field(default_factory=ComputeOptions)
     metric: str | None = None
     margin: str | None = None
     split_seed: int | None = None  # of the task, in a study of several splits
@@ -255,19 +244,15 @@ class Run:
             **({"margin": self.margin} if self.margin is not None else {}),
         }
 
-    def measurement_note(self, facts: Mapping[str, object]) -> str:
+    def measurement_note(self, facts: Mapping[str, Any]) -> str:  # Any: any JSON value
         """Return a note if a finished run with these facts was measured at other intervals."""
-        before = facts.get("measured")
-        if not isinstance(before, Mapping):
-            return ""
+        before = facts.get("measured") or {}
         different = [
             f"{key}={'null' if before[key] is None else before[key]}"
             for key, asked in self.measured.items()
             if asked and before.get(key, asked) != asked
         ]
-        if not different:
-            return ""
-        return f"measured with {', '.join(different)}"
+        return f"measured with {', '.join(different)}" if different else ""
 
     @property
     def title(self) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.experiment.optimizers import create
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import one_line
-from gradsurg.plugins.registry import check_choice
 
 MakeSchedule = Callable[[Optimizer], LRScheduler | None]
 
@@ -38,10 +38,9 @@ def schedule_maker(config: Mapping[str, Any], steps: int) -> MakeSchedule:
     def make(optimizer: Optimizer) -> LRScheduler | None:
         if config.get("name") != CONSTANT:
             return _schedule(config, optimizer, steps)
-        unknown = [key for key in config if key != "name"]
-        if unknown:
-            rule = f"is not a field here: {CONSTANT} has none"
-            raise FieldError("", [(key, rule) for key in unknown])
+        rule = f"is not a field here: {CONSTANT} has none"
+        if faults := [(key, rule) for key in config if key != "name"]:
+            raise FieldError("", faults)
         return None
 
     return make
@@ -65,50 +64,34 @@ def check_learning_rates(schedule: LRScheduler | None, steps: int) -> None:
 
 
 def _schedule(config: Mapping[str, Any], optimizer: Optimizer, steps: int) -> LRScheduler:
-    fields = dict(config)
-    name = str(fields.pop("name", ""))
-    names = [key for key in lr_scheduler.__all__ if key not in (*REFUSED, "LRScheduler")]
-    check_choice(name, [CONSTANT, *names], REFUSED, "torch.optim.lr_scheduler")
-    schedule_class = getattr(lr_scheduler, name)
-    if "schedulers" in fields:
-        fields["schedulers"] = _parts(fields, optimizer, steps)
-    for key, value in fields.items():
-        if value is None and key in LENGTHS:
-            fields[key] = steps
-        elif value is None and key == HIGHEST:
-            fields[key] = [group["lr"] for group in optimizer.param_groups]
+    """Create a schedule whose fields of `LENGTHS` and `HIGHEST` may be null."""
+    empty = [key for key, value in config.items() if value is None]
+    replaced: dict[str, object] = {key: steps for key in empty if key in LENGTHS}
+    if HIGHEST in empty:
+        replaced[HIGHEST] = [group["lr"] for group in optimizer.param_groups]
+    if "schedulers" in config:
+        replaced["schedulers"] = _parts(config, optimizer, steps)
+    choices = [CONSTANT, *lr_scheduler.__all__]
+    choices.remove("LRScheduler")
     # The parts of a ChainedScheduler have the optimizer already.
-    args = () if schedule_class is lr_scheduler.ChainedScheduler else (optimizer,)
-    try:
-        schedule = call_with_fields(schedule_class, args, fields)
-    except FieldError:
-        raise
-    except Exception as error:  # PyTorch's own checks raise any class
-        shown = ", ".join(f"{key}={value}" for key, value in config.items() if key != "name")
-        raise ValueError(f"{name}({shown}) is refused: {one_line(error)}") from error
+    args = () if config.get("name") == "ChainedScheduler" else (optimizer,)
+    schedule = create(lr_scheduler, choices, REFUSED, args, config, replaced)
     assert isinstance(schedule, LRScheduler)
     return schedule
 
 
 def _parts(fields: Mapping[str, Any], optimizer: Optimizer, steps: int) -> list[LRScheduler]:
     """Create the schedules of a combined one; in a sequence each ends where the next begins."""
-    configs = fields["schedulers"]
+    configs, marks = fields["schedulers"], fields.get("milestones")
     if not isinstance(configs, Sequence) or not all(isinstance(part, Mapping) for part in configs):
         raise FieldError("", [("schedulers", f"must be a list of mappings, found {configs!r}")])
     lengths = [steps] * len(configs)
     if "milestones" in fields:
-        lengths = _lengths(fields["milestones"], len(configs), steps)
-    return [
-        _schedule(part, optimizer, length) for part, length in zip(configs, lengths, strict=True)
-    ]
-
-
-def _lengths(milestones: Any, count: int, steps: int) -> list[int]:  # Any: as a user wrote it
-    """Return the number of steps of each part between the milestones."""
-    whole = isinstance(milestones, list) and all(type(mark) is int for mark in milestones)
-    marks = [0, *milestones, steps] if whole else []
-    lengths = [end - begin for begin, end in pairwise(marks)]
-    if len(lengths) != count or min(lengths) < 1:
-        rule = f"must be {count - 1} rising numbers of steps between 0 and {steps}"
-        raise FieldError("", [("milestones", f"{rule}, found {milestones!r}")])
-    return lengths
+        lengths = []
+        if isinstance(marks, list) and all(type(mark) is int for mark in marks):
+            lengths = [end - begin for begin, end in pairwise([0, *marks, steps])]
+        if len(lengths) != len(configs) or min(lengths) < 1:
+            rule = f"must be {len(configs) - 1} rising numbers of steps between 0 and {steps}"
+            raise FieldError("", [("milestones", f"{rule}, found {marks!r}")])
+    parts = zip(configs, lengths, strict=True)
+    return [_schedule(part, optimizer, length) for part, length in parts]

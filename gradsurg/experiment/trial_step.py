@@ -108,8 +108,9 @@ def check_places(
     """Check the optimizer, the schedule and the sites without a step, for a run of 0 steps."""
     if model is None:
         return
-    make_optimizer = optimizer_maker(optimizer_config(config, settings), fields_only=True)
-    optimizer = errors.attempt("optimizer", lambda: make_optimizer(model))
+    make_optimizer = optimizer_maker(optimizer_config(config, settings))
+    with compiling.without_dynamo():
+        optimizer = errors.attempt("optimizer", lambda: make_optimizer(model))
     if optimizer is not None:
         _check_fused(settings, optimizer, errors)
         with errors.at("schedule"):

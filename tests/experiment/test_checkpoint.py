@@ -1,15 +1,20 @@
 """Runs that were interrupted, resumed from a checkpoint."""
 
 from dataclasses import replace
-from typing import Any
+from itertools import product
+from pathlib import Path
 
 import pytest
+import yaml
 
 import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.optimizers import optimizer_maker
+from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import environment
 from gradsurg.experiment.run_reader import known
+from gradsurg.experiment.schedules import schedule_maker
 from gradsurg.models.mlp import MLP
 from tests.runs import (
     MIXED,
@@ -20,6 +25,7 @@ from tests.runs import (
     a_run,
     assert_resumes,
     assert_same,
+    kept_in,
     lines,
     notes,
     raising,
@@ -29,64 +35,115 @@ from tests.runs import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-INTERRUPTED = [1, 10, 11, 14, 15, 30]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Record:
     return execute(a_run(MIXED), tmp_path_factory.mktemp("whole"), [])
 
 
-@pytest.mark.parametrize("step", INTERRUPTED)
+def torn_at(step: int, tmp_path, run: Run | None = None) -> RunDirectory:
+    """The directory of a run that was interrupted in the step."""
+    run = run or a_run(MIXED)
+    with pytest.raises(KeyboardInterrupt):
+        execute(replace(run, task=Wrapped(step, "interrupt")), tmp_path, [])
+    return RunDirectory(run.directory(tmp_path))
+
+
+@pytest.mark.parametrize("step", [1, 10, 11, 14, 15, 30])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step) -> None:
-    run = a_run(MIXED, task=Wrapped(step, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path, [])
-    assert not RunDirectory(run.directory(tmp_path)).finished
-    checkpoint = RunDirectory(run.directory(tmp_path)).load_checkpoint()
-    assert (checkpoint or {"step": 0})["step"] == (step - 1) // 10 * 10
-    assert_same(execute(run, tmp_path, []), whole)
+    directory = torn_at(step, tmp_path)
+    assert not directory.finished
+    assert (directory.load_checkpoint() or {"step": 0})["step"] == (step - 1) // 10 * 10
+    assert_same(execute(a_run(MIXED), tmp_path, []), whole)
+
+
+CONF = Path(__file__).parents[2] / "conf"
+CHECKPOINTS = ("checkpoint.pt", "checkpoint_previous.pt")
+
+
+def flip_a_bit(directory: RunDirectory, name: str) -> None:
+    content = bytearray((directory.path / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (directory.path / name).write_bytes(content)
+
+
+def make_older(directory: RunDirectory, name: str) -> None:
+    state = kept_in(directory.path)
+    del state["format"]
+    directory.save_checkpoint(state)
 
 
 @pytest.mark.parametrize(
-    "damaged", [["checkpoint.pt"], ["checkpoint.pt", "checkpoint_previous.pt"]]
+    ("damage", "names", "message"),
+    [
+        (flip_a_bit, CHECKPOINTS[:1], "its SHA-256 digest is wrong): trying checkpoint_previous"),
+        (flip_a_bit, CHECKPOINTS, "its SHA-256 digest is wrong): the run starts from step 0"),
+        (make_older, CHECKPOINTS[:1], "by an earlier version: the run starts from step 0"),
+    ],
 )
-def test_a_run_with_a_damaged_checkpoint_ends_like_an_uninterrupted_one(
-    tmp_path, whole, caplog, damaged: list[str]
+def test_a_checkpoint_that_is_damaged_or_older_is_told_and_the_run_ends_the_same(
+    tmp_path, whole, caplog, damage, names, message
 ) -> None:
-    run = a_run(MIXED, task=Wrapped(25, "interrupt"))
-    with pytest.raises(KeyboardInterrupt):
-        execute(run, tmp_path, [])
-    for name in damaged:
-        path = run.directory(tmp_path) / name
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+    directory = torn_at(25, tmp_path)
+    for name in names:
+        damage(directory, name)
     logger = Listening()
-    record = execute(run, tmp_path, [logger])
-    resumed = len(damaged) == 1
+    record = execute(a_run(MIXED), tmp_path, [logger])
+    resumed = message.endswith("previous")
     assert record.action == ("resumed" if resumed else "trained")
     assert logger.begun[0].resumed is resumed
-    assert len(caplog.messages) == len(damaged)
+    assert len(caplog.messages) == len(names)
+    assert message in caplog.messages[-1]
     assert_same(record, whole)
 
 
 REMEMBERS = gs.Threshold(0.15, "max_abs", release=0.1) & gs.Probability(0.8, per="site")
+RUNS = {
+    "tests": a_run(gs.Clip(0.05), schedule=replace(SHORT, eval_every=5)),
+    "few effects": a_run(gs.Clip(0.01), schedule=replace(SHORT, effects_every=12)),
+    "a memory": a_run(gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05)), when=REMEMBERS),
+    "changed nothing": a_run(gs.Clip(1e9)),
+    "changed nothing at first": a_run(gs.Clip(1e9), when=gs.Steps(stop=6)),
+    "never fired": a_run(gs.Zero(), when=gs.Steps(start=99)),
+}
+MARKS = {"warmup_cosine": [7], "multi_step": [7, 20], "warmup_stable_decay": [7, 20]}
 
 
-@pytest.mark.parametrize("step", [5, 15])
-def test_a_trigger_with_state_or_random_draws_resumes(tmp_path, step: int) -> None:
-    transform = gs.Chain(gs.GrokfastEMA(), gs.Clip(0.05))
+def configured(path: Path) -> Run:
+    """A run with an optimizer or a schedule of `conf/`, whose milestones are early."""
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.parent.name == "optimizer":
+        return replace(a_run(gs.Clip(0.05)), make_optimizer=optimizer_maker(config))
+    config |= {"milestones": MARKS[path.stem]} if path.stem in MARKS else {}
+    make_lr_schedule = schedule_maker(config, SHORT.steps)
+    return replace(a_run(gs.Clip(0.05)), make_lr_schedule=make_lr_schedule)
+
+
+@pytest.mark.parametrize(("name", "step"), [*product(RUNS, (5, 13, 21))])
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, name: str, step: int) -> None:
     record = assert_resumes(
-        lambda at: a_run(transform, when=REMEMBERS, task=Wrapped(at, "raise")), tmp_path, step
+        lambda at: replace(RUNS[name], task=Wrapped(at, "raise")), tmp_path, step
     )
     rows = lines(record, "effects.jsonl")
-    calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
-    assert 0.1 * seen < calls < 0.9 * seen
-    checkpoint = RunDirectory(record.directory).load_checkpoint() or {}
-    surgery: Any = checkpoint["surgery"]
-    memories = [state for key, state in surgery["states"].items() if key.endswith("/when")]
-    assert {value.item() for state in memories for value in state.values()} == {True, False}
+    assert len(notes(record)) == (
+        name in ("changed nothing", "changed nothing at first", "never fired")
+    )
+    if name == "few effects":
+        assert [row["calls"] for row in rows][::4] == [5, 10, 10]
+    if name == "a memory":
+        calls, seen = (sum(int(str(row[name])) for row in rows) for name in ("calls", "seen"))
+        assert 0.1 * seen < calls < 0.9 * seen
+
+
+PATHS = [path for kind in ("optimizer", "schedule") for path in sorted(CONF.glob(f"{kind}/*.yaml"))]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_a_run_with_any_optimizer_or_schedule_resumes(tmp_path, path: Path) -> None:
+    run = configured(path)
+    record = assert_resumes(lambda at: replace(run, task=Wrapped(at, "raise")), tmp_path, 15)
+    if path.parent.name == "schedule" and path.stem != "constant":
+        assert kept_in(record.directory)["lr_schedule"]["last_epoch"] == SHORT.steps
 
 
 @pytest.mark.parametrize(("step", "layers"), [(5, 1), (21, 1), (21, 7)])
@@ -94,17 +151,18 @@ def test_a_resumed_run_logs_all_earlier_rows_again(tmp_path, step, layers) -> No
     expected, torn, resumed = Listening(), Listening(), Listening()
     run = a_run(MIXED)
     run = replace(run, make_model=lambda data: MLP(data.input_shape, 10, hidden=(16,) * layers))
-    record = execute(run, tmp_path / "whole", [expected])
+    execute(run, tmp_path / "whole", [expected])
+    # Of many sites the loggers get the means alone.
     assert ("effect/clip/mean/cosine" in expected.logged[0][1]) == (layers == 7)
-    sites = {row["site"] for row in lines(record, "effects.jsonl")}
-    assert len(sites) == 2 * layers + 2
     run = replace(run, task=Wrapped(step, "raise"))
     with pytest.raises(Torn):
         execute(run, tmp_path / "torn", [torn])
     execute(run, tmp_path / "torn", [resumed])
     assert len(torn.logged) == (step - 1) // 5
-    sent = [(at, untimed(values)) for at, values in resumed.logged]
-    assert sent == [(at, untimed(values)) for at, values in expected.logged]
+    sent, whole = (
+        [(at, untimed(values)) for at, values in one.logged] for one in (resumed, expected)
+    )
+    assert sent == whole
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(0.0, [10, 20, 30]), (1e6, [30])])
@@ -113,21 +171,22 @@ def test_checkpoints_are_at_least_checkpoint_seconds_apart_except_the_last(
 ) -> None:
     steps: list[object] = []
     monkeypatch.setattr(
-        RunDirectory, "save_checkpoint", lambda self, state: steps.append(state["step"])
+        RunDirectory, "save_checkpoint", lambda _, state: steps.append(state["step"])
     )
-    run = a_run(gs.Clip(0.1))
-    schedule = replace(run.schedule, checkpoint_seconds=seconds)
-    execute(replace(run, schedule=schedule), tmp_path, [])
+    execute(a_run(gs.Clip(0.1), schedule=replace(SHORT, checkpoint_seconds=seconds)), tmp_path, [])
     assert steps == saved
+
+
+def without_summary(run, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(Torn):
+        patch.setattr(RunDirectory, "write_summary", raising)
+        execute(run, tmp_path, [])
 
 
 def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
     tmp_path, whole, monkeypatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "write_summary", raising)
-        with pytest.raises(Torn):
-            execute(a_run(MIXED), tmp_path, [])
+    without_summary(a_run(MIXED), tmp_path, monkeypatch)
     task = Wrapped()
     record = execute(a_run(MIXED, task=task), tmp_path, [])
     assert task.calls == []
@@ -135,60 +194,31 @@ def test_a_run_interrupted_after_its_last_step_trains_no_more_steps(
     assert record.summary["time/step_ms"] is None
 
 
-def test_effects_sampled_at_few_steps_resume(tmp_path) -> None:
-    schedule = replace(SHORT, effects_every=12)
-    expected = assert_resumes(
-        lambda at: a_run(gs.Clip(0.01), schedule=schedule, task=Wrapped(at, "raise")), tmp_path, 13
-    )
-    calls = [row["calls"] for row in lines(expected, "effects.jsonl")][::4]
-    assert calls == [5, 10, 10]
-
-
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
-@pytest.mark.parametrize("step", [21, 31])
-def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at, step) -> None:
+def test_notes_of_a_resumed_run_cover_all_its_steps(tmp_path, monkeypatch, at) -> None:
     """Bites in the first steps only: after the interruption it changes nothing and never fires."""
-    when = gs.Steps(stop=6)
-    expected = execute(a_run(gs.Scale(0.5), at, when), tmp_path / "whole", [])
+    run = a_run(gs.Scale(0.5), at, gs.Steps(stop=6))
+    expected = execute(run, tmp_path / "whole", [])
     assert notes(expected) == []
-    run = a_run(gs.Scale(0.5), at, when, task=Wrapped(step, "raise"))
-    with monkeypatch.context() as patch, pytest.raises(Torn):
-        patch.setattr(RunDirectory, "write_summary", raising)
-        execute(run, tmp_path / "torn", [])
-    assert_same(execute(run, tmp_path / "torn", []), expected)
-
-
-@pytest.mark.parametrize(
-    ("transform", "when"),
-    [(gs.Clip(1e9), None), (gs.Clip(1e9), gs.Steps(stop=6)), (gs.Zero(), gs.Steps(start=99))],
-    ids=["changed nothing", "changed nothing at first", "never fired"],
-)
-def test_a_resumed_run_has_the_notes_of_an_uninterrupted_one(tmp_path, transform, when) -> None:
-    expected = assert_resumes(
-        lambda at: a_run(transform, when=when, task=Wrapped(at, "raise")), tmp_path, 21
-    )
-    assert len(notes(expected)) == 1
+    torn_at(21, tmp_path / "torn", run)
+    without_summary(run, tmp_path / "late", monkeypatch)
+    for place in ("torn", "late"):
+        assert_same(execute(run, tmp_path / place, []), expected)
 
 
 def test_a_run_resumed_with_another_version_has_a_note(tmp_path, monkeypatch) -> None:
-    name = "numpy"
-    run = a_run(MIXED, task=Wrapped(15, "raise"))
-    with pytest.raises(Torn):
-        execute(run, tmp_path, [])
-    place = RunDirectory(run.directory(tmp_path))
-    facts, before = known(place.path / "run.json"), environment()
-    assert facts["made_with"] == before
-    now = {**before, name: "0.0.1"}
+    before = environment()
+    assert known(torn_at(15, tmp_path).path / "run.json")["made_with"] == before
+    now = {**before, "numpy": "0.0.1"}
     monkeypatch.setattr("gradsurg.experiment.run_identity.environment", lambda: now)
-    record = execute(run, tmp_path, [])
-    (note,) = notes(record)
-    begins = f"resumed from a checkpoint made with {name} {before[name]}, now {name} 0.0"
-    assert note.startswith(begins)
-    assert record.note == note
+    record = execute(a_run(MIXED), tmp_path, [])
+    begins = f"resumed from a checkpoint made with numpy {before['numpy']}, now numpy 0.0"
+    assert record.note.startswith(begins)
+    assert notes(record) == [record.note]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b'{"state": "fini'], ids=["empty", "null", "half"]
+    "content", [b"", b"null", b'{"state": "fini', b"{}"], ids=["empty", "null", "half", "no state"]
 )
 def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: bytes) -> None:
     run = a_run(MIXED)
@@ -200,21 +230,14 @@ def test_a_run_with_a_broken_summary_is_trained_again(tmp_path, whole, content: 
     assert_same(record, whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "line"), [("metrics.jsonl", b"3"), ("effects.jsonl", b'{"step')], ids=["3", "half"]
-)
+@pytest.mark.parametrize(("name", "line"), [("metrics.jsonl", b"3"), ("effects.jsonl", b'{"step')])
 def test_a_broken_row_before_the_checkpoint_is_an_error_that_names_the_file(
     tmp_path, name: str, line: bytes
 ) -> None:
-    run = a_run(MIXED, task=Wrapped(15, "interrupt"))
-    with pytest.raises(KeyboardInterrupt):
-        execute(run, tmp_path, [])
-    path = run.directory(tmp_path) / name
-    content = path.read_bytes()
-    line = line[: len(content) - 2]
-    path.write_bytes(line + b"\n" + content[len(line) + 1 :])
+    directory = torn_at(15, tmp_path)
+    content = (directory.path / name).read_bytes()
+    (directory.path / name).write_bytes(line + b"\n" + content[len(line) + 1 :])
     with pytest.raises(ValueError, match=rf"^{name} "):
-        execute(run, tmp_path, [])
-    directory = RunDirectory(run.directory(tmp_path))
+        execute(a_run(MIXED), tmp_path, [])
     assert directory.state == "failed"
     assert name in directory.reason

@@ -4,46 +4,29 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 
 import gradsurg as gs
-from gradsurg.core.intervention import Intervention
-from gradsurg.core.surgery import Surgery
 from gradsurg.effects.numbers import UPDATE_NAMES, UPDATES_SAMPLED
 from gradsurg.experiment.counterfactual import Counterfactual, means
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.loop import Batches, train
 from gradsurg.experiment.run import Run, Schedule
-from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.sites.base import Selector
-from gradsurg.tasks.base import Task
-from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
-from tests.nets import batch, noisy, num_hooks, small, weights
-from tests.runs import Torn, Wrapped, flat, untimed
+from tests import runs
+from tests.nets import attached, backward, batch, grad_of, noisy, num_hooks, sgd, trainee
+from tests.runs import MIXED, Wrapped, assert_resumes, ended, flat, kept_in, lines, untimed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHORT = Schedule(
-    steps=12,
-    batch_size=32,
-    log_every=4,
-    checkpoint_every=4,
-    effects_every=3,
-    update_effect_every=2,
-)
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "adamw amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
-}
+SHORT = Schedule(12, 32, log_every=4, checkpoint_every=4, effects_every=3, update_effect_every=2)
 
 
 class Recurrent(nn.Module):
@@ -62,87 +45,55 @@ class Recurrent(nn.Module):
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 10)
-    )
+    layers = nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 10)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Flatten(),
-        nn.Linear(4 * 36, 10),
-    )
+    pictures = nn.Flatten(), nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+    return nn.Sequential(*pictures, nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(4 * 36, 10))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "perceptron": perceptron,
-    "normed": normed,
-    "recurrent": Recurrent,
+Make = tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer], dict[str, Any]]
+SGD: Make = (perceptron, torch.optim.SGD, {"lr": 0.1})
+MOMENTUM: Make = (normed, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
+ADAMW: Make = (normed, torch.optim.AdamW, {"lr": 0.01, "amsgrad": True})
+MADE: dict[str, Make] = {
+    "sgd": SGD,
+    "momentum": MOMENTUM,
+    "adam": (Recurrent, torch.optim.Adam, {"lr": 0.01}),
+    "adamw amsgrad": ADAMW,
+    "rmsprop": (perceptron, torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
 }
 
 
-PAIRS = [
-    *zip(["perceptron", "normed", "recurrent", "normed", "perceptron"], OPTIMIZERS, strict=True)
-]
-
-
 def a_run(
-    transform: Transform,
-    model: str = "perceptron",
-    optimizer: str = "sgd",
-    at: Selector | None = None,
-    schedule: Schedule = SHORT,
-    task: Task | None = None,
+    transform: Transform, make: Make = SGD, at: Selector | None = None, tears_at: int = 0
 ) -> Run:
-    return Run(
-        study="study",
-        arm="treated",
-        label="it",
-        seed=3,
-        identity={"transform": repr(transform), "model": model, "optimizer": optimizer},
-        tags=(),
-        task=task or Digits(),
-        make_model=lambda data: MODELS[model](),
-        make_optimizer=lambda made: OPTIMIZERS[optimizer](made.parameters()),
-        surgery=Surgery(Intervention(transform, at or gs.Parameters()), seed=3),
-        shadow=False,
-        schedule=schedule,
-        device=torch.device("cpu"),
+    model, optimizer, fields = make
+    return replace(
+        runs.a_run(transform, at, seed=3, schedule=SHORT, task=Wrapped(tears_at, "raise")),
+        make_model=lambda data: model(),
+        make_optimizer=lambda made: optimizer(made.parameters(), **fields),
     )
 
 
-def rows(record: Record, name: str = "metrics.jsonl") -> list[dict[str, object]]:
-    return RunDirectory(record.directory).read_rows(name)
+def rows(record: Record) -> list[dict[str, Any]]:
+    return lines(record, "metrics.jsonl")
 
 
-def without_update(row: dict[str, object]) -> dict[str, object]:
+def without_update(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key.split("/")[0] not in ("update", "time")}
 
 
 def assert_alike(asked: Record, plain: Record) -> None:
     """All that was written and kept is the same, the update effect apart."""
     assert asked.directory != plain.directory
-    for name in ("metrics.jsonl", "effects.jsonl"):
-        asked_rows = [without_update(row) for row in rows(asked, name)]
-        assert asked_rows == [without_update(row) for row in rows(plain, name)]
-        assert asked_rows or name == "effects.jsonl"  # captured gradients have none
-    checkpoints = [
-        untimed(RunDirectory(record.directory).load_checkpoint() or {}) for record in (asked, plain)
-    ]
-    assert flat(checkpoints[0]) == flat(checkpoints[1])
-    assert checkpoints[0]
-    assert asked.summary
-    assert plain.summary
-    assert without_update(asked.summary) == without_update(plain.summary)
-
-
-MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.01), gs.Clip(0.05))
+    assert [*map(without_update, rows(asked))] == [*map(without_update, rows(plain))] != []
+    assert lines(asked, "effects.jsonl") == lines(plain, "effects.jsonl")
+    found, expected = (flat(untimed(kept_in(one.directory))) for one in (asked, plain))
+    assert found == expected
+    assert without_update(ended(asked)) == without_update(ended(plain))
 
 
 def both(run: Run, out: Path) -> tuple[Record, Record]:
@@ -151,11 +102,9 @@ def both(run: Run, out: Path) -> tuple[Record, Record]:
     return execute(run, out / "asked", []), execute(never, out / "plain", [])
 
 
-@pytest.mark.parametrize(("model", "optimizer"), PAIRS)
-def test_measuring_the_update_effect_leaves_training_bit_identical(
-    tmp_path, model: str, optimizer: str
-) -> None:
-    asked, plain = both(a_run(MIXED, model, optimizer), tmp_path)
+@pytest.mark.parametrize("name", MADE)
+def test_measuring_the_update_effect_leaves_training_bit_identical(tmp_path, name: str) -> None:
+    asked, plain = both(a_run(MIXED, MADE[name]), tmp_path)
     assert_alike(asked, plain)
     assert [row[UPDATES_SAMPLED] for row in rows(asked)] == [2, 2, 2]
     assert not any(UPDATES_SAMPLED in row for row in rows(plain))
@@ -189,102 +138,69 @@ def test_measuring_the_update_effect_does_not_reach_any_kind_of_site(tmp_path, k
     assert (first["update/norm_ratio"] == 1) == (kind == "captured")
 
 
-@pytest.mark.parametrize(("model", "optimizer"), PAIRS)
-def test_a_surgery_that_does_nothing_has_cosine_and_ratio_one(
-    tmp_path, model: str, optimizer: str
-) -> None:
-    record = execute(a_run(gs.Identity(), model, optimizer), tmp_path, [])
-    for row in [*rows(record), record.summary]:
-        assert row
+@pytest.mark.parametrize("name", MADE)
+def test_a_surgery_that_does_nothing_has_cosine_and_ratio_one(tmp_path, name: str) -> None:
+    record = execute(a_run(gs.Identity(), MADE[name]), tmp_path, [])
+    for row in [*rows(record), ended(record)]:
         assert (row["update/cosine"], row["update/norm_ratio"]) == (1.0, 1.0)
         assert row["update/loss_change"] == row["update/loss_change_without"] != 0
+    control = replace(a_run(gs.Identity(), MADE[name]), shadow=True, label="control", identity={})
+    assert not any(UPDATES_SAMPLED in row for row in rows(execute(control, tmp_path, [])))
 
 
-def test_zero_gradients_give_no_update_with_sgd_and_one_with_momentum(tmp_path) -> None:
-    record = execute(a_run(gs.Zero(), "perceptron", "sgd"), tmp_path, [])
-    assert record.summary
-    assert record.summary["update/norm_ratio"] == 0
-    # the same dropout mask: else the loss would change with no weight changed
-    assert record.summary["update/loss_change"] == 0
-    assert record.summary["update/loss_change_without"] != 0
-    assert "update/cosine" not in record.summary
-    record = execute(a_run(gs.Zero(), "perceptron", "momentum"), tmp_path, [])
-    assert record.summary
-    ratio = record.summary["update/norm_ratio"]
-    assert isinstance(ratio, float)
-    assert 0 < ratio < 1  # weight decay
+def test_zero_gradients_give_no_update_with_sgd_and_one_with_weight_decay(tmp_path) -> None:
+    still = ended(execute(a_run(gs.Zero()), tmp_path / "sgd", []))
+    # The same dropout mask: else the loss would change with no weight changed.
+    assert still["update/norm_ratio"] == still["update/loss_change"] == 0
+    assert still["update/loss_change_without"] != 0
+    assert "update/cosine" not in still
+    moved = ended(execute(a_run(gs.Zero(), MOMENTUM), tmp_path / "decay", []))
+    assert 0 < moved["update/norm_ratio"] < 1
 
 
-def test_the_update_numbers_equal_those_of_two_steps_by_hand() -> None:
-    """The slow way: two copies of the model, one step each."""
-    inputs, targets = batch()
-    losses, updates = [], []
-    for scale in (0.25, 1.0):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        start = torch.cat([tensor.flatten() for tensor in weights(model)])
-        before = cross_entropy(model(inputs), targets)
-        before.backward()
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad *= scale if param.ndim > 1 else 1
-        optimizer.step()
-        updates.append(torch.cat([tensor.flatten() for tensor in weights(model)]) - start)
-        losses.append((cross_entropy(model(inputs), targets) - before).item())
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-    surgery = Surgery(Intervention(gs.Scale(0.25), gs.Parameters("*.weight")))
-    with surgery.attach(model, optimizer):
-        batches = Batches(inputs, targets, len(inputs), 0)
-        for _ in train(model, optimizer, cross_entropy, batches, 1, before=counterfactual.before):
+def step_by_hand(scale: float) -> tuple[Tensor, float]:
+    """The update of SGD with scaled gradients of the matrices, and the change of the loss."""
+    model, optimizer = trainee(0.3)
+    (inputs, targets), start = batch(), parameters_to_vector(model.parameters()).detach()
+    before = cross_entropy(model(inputs), targets)
+    before.backward()
+    for param in model.parameters():
+        grad_of(param).mul_(scale if param.ndim > 1 else 1)
+    optimizer.step()
+    change = cross_entropy(model(inputs), targets) - before
+    return parameters_to_vector(model.parameters()).detach() - start, change.item()
+
+
+def measured(parts: int, every: int = 1, steps: int = 1) -> dict[str, float]:
+    """The update effect of a surgery that scales the gradients of the weight matrices."""
+    model, optimizer = trainee(0.3)
+    counterfactual = Counterfactual(model, optimizer, cross_entropy, every)
+    size = len(batch()[0]) // parts
+    with attached(model, gs.Scale(0.25), gs.Parameters("*.weight"), optimizer):
+        batches = Batches(*batch(), size, 0, parts)
+        before = counterfactual.before
+        for _ in train(model, optimizer, cross_entropy, batches, steps, before=before):
             counterfactual.after()
     numbers = counterfactual.fetch()
-    cosine = torch.cosine_similarity(*updates, dim=0).item()
-    assert 0.5 < cosine < 0.99
-    expected = [cosine, (updates[0].norm() / updates[1].norm()).item(), *losses]
-    assert [numbers[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
     assert counterfactual.fetch() == {}
+    return numbers
 
 
-def test_several_batches_of_a_step_are_one_update() -> None:
-    inputs, targets = batch()
-    results = []
-    for parts in ([(inputs, targets)], list(zip(inputs.split(4), targets.split(4), strict=True))):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-        counterfactual.before(0, parts)
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        counterfactual.after()
-        results.append(counterfactual.fetch())
-    assert results[1] == pytest.approx(results[0], abs=1e-5)
-    assert results[1]["update/cosine"] == pytest.approx(1)
-
-
-def test_steps_between_samples_are_not_measured() -> None:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    counterfactual = Counterfactual(model, optimizer, cross_entropy, every=3)
-    for step in range(7):
-        counterfactual.before(step, [batch(step)])
-        counterfactual.after()
-    assert counterfactual.fetch()[UPDATES_SAMPLED] == 3
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_update_numbers_equal_those_of_two_steps_by_hand(parts: int) -> None:
+    numbers = measured(parts)
+    (update, *change), (other, *other_change) = (step_by_hand(k) for k in (0.25, 1.0))
+    cosine = torch.cosine_similarity(update, other, dim=0).item()
+    assert 0.5 < cosine < 0.99
+    expected = [cosine, (update.norm() / other.norm()).item(), *change, *other_change]
+    assert [numbers[name] for name in UPDATE_NAMES] == pytest.approx(expected, rel=1e-4)
+    assert measured(parts, every=3, steps=7)[UPDATES_SAMPLED] == 3
 
 
 @pytest.mark.parametrize("call", [1, 14, 28])
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, call: int) -> None:
-    whole = execute(a_run(MIXED, "normed", "adam"), tmp_path / "whole", [])
-    with pytest.raises(Torn):
-        execute(a_run(MIXED, "normed", "adam", task=Wrapped(call, "raise")), tmp_path / "torn", [])
-    torn = execute(a_run(MIXED, "normed", "adam"), tmp_path / "torn", [])
-    assert_alike(torn, whole)
-    assert rows(torn) == rows(whole)
-    assert torn.summary
-    assert whole.summary
-    numbers = [UPDATES_SAMPLED, *UPDATE_NAMES]
-    assert [torn.summary[name] for name in numbers] == [whole.summary[name] for name in numbers]
+    whole = assert_resumes(lambda at: a_run(MIXED, ADAMW, tears_at=at), tmp_path, call)
+    assert {UPDATES_SAMPLED, *UPDATE_NAMES} < ended(whole).keys()
 
 
 def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
@@ -301,31 +217,20 @@ def test_means_are_weighted_by_samples_and_skip_missing_numbers() -> None:
     assert means([{"train/loss": 1.0}]) == {}
 
 
-def test_a_control_run_has_no_update_effect(tmp_path) -> None:
-    record = execute(replace(a_run(gs.Identity()), shadow=True), tmp_path, [])
-    assert not any(UPDATES_SAMPLED in row for row in rows(record))
-
-
 def test_the_model_keeps_its_own_hooks_and_gets_no_other() -> None:
     model = noisy()
-    handle = model[0].register_forward_hook(_double)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = model[0].register_forward_hook(lambda *call: 2 * call[-1])
+    optimizer = sgd(model)
     hooks, before = num_hooks(model, optimizer), copy.deepcopy(model.state_dict())
     counterfactual = Counterfactual(model, optimizer, cross_entropy, every=1)
-    rng = torch.get_rng_state()
-    inputs, targets = batch()
+    rng, (inputs, targets) = torch.get_rng_state(), batch()
     counterfactual.before(0, [(inputs.view(-1, 2, 3), targets)])
     assert flat(model.state_dict()) == flat(before)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(param.grad is None for param in model.parameters())
-    optimizer.zero_grad()
-    cross_entropy(model(inputs.view(-1, 2, 3)), targets).backward()
+    backward(model)
     optimizer.step()
     counterfactual.after()
     assert counterfactual.fetch()["update/cosine"] == 1  # the hook doubles for both
     assert num_hooks(model, optimizer) == hooks
     handle.remove()
-
-
-def _double(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-    return output * 2

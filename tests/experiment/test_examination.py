@@ -1,6 +1,7 @@
 """An examination after the training: its effects, its numbers, and an unchanged training."""
 
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from tests.runs import (
     a_run,
     assert_same,
     flat,
+    kept_in,
+    lines,
     notes,
     raising,
     untimed,
@@ -58,98 +61,85 @@ class Looked(Classification, Examined):
         return Examination(numbers, {"first": grad[0, 0].tolist()})
 
 
-def examined(transform: Transform | None = None, task: Looked | None = None, seed: int = 0) -> Run:
-    return a_run(transform, RELUS, AFTER, seed=seed, task=task or Looked())
+def examined(transform: Transform | None = None, seed: int = 0, nan: bool = False) -> Run:
+    return a_run(transform, RELUS, AFTER, seed=seed, task=Looked(nan))
 
 
 def state(record: Record) -> object:
     """All that training has changed; the surgery's own is beside it."""
-    checkpoint = RunDirectory(record.directory).load_checkpoint() or {}
-    return flat({name: checkpoint[name] for name in ("model", "optimizer", "generators")})
+    return flat({name: kept_in(record.directory)[name] for name in STATES})
 
 
-def test_a_surgery_after_the_last_step_changes_the_examination_only(
-    tmp_path: Path,
-) -> None:
-    plain, treated = (execute(examined(t), tmp_path, []) for t in (None, gs.Clamp(0.0, None)))
-    assert state(plain) == state(treated)
-    rows = [RunDirectory(one.directory).read_rows("metrics.jsonl") for one in (plain, treated)]
-    assert rows[0] == rows[1]
-    same = {"examined/norm", "arm", "label"}
-    differ = {key for key in plain.summary if plain.summary[key] != treated.summary[key]}
-    assert {key for key in differ if not key.startswith("time/")} == same
-    firsts = [read(one.directory / "examined.json") for one in (plain, treated)]
-    assert firsts[0] != firsts[1]
-    assert notes(plain) == notes(treated) == []
+STATES = ("model", "optimizer", "generators")
+CUT = gs.Clamp(0.0, None)
 
 
-def test_an_examination_does_not_change_the_trained_weights(tmp_path: Path) -> None:
-    whole = execute(examined(), tmp_path, [])
-    plain = execute(replace(a_run(), study="plain"), tmp_path, [])
-    assert state(whole) == state(plain)
-    assert {key for key in whole.summary if key not in plain.summary} == {
+def saved(record: Record) -> object:
+    return read(record.directory / "examined.json")
+
+
+def test_a_surgery_after_the_last_step_changes_the_examination_only(tmp_path: Path) -> None:
+    treated, looked, plain = (
+        execute(replace(run, study=study), tmp_path, [])
+        for study, run in (("treated", examined(CUT)), ("looked", examined()), ("plain", a_run()))
+    )
+    assert state(treated) == state(looked) == state(plain)
+    assert lines(treated, "metrics.jsonl") == lines(looked, "metrics.jsonl")
+    differ = {key for key in looked.summary if looked.summary[key] != treated.summary[key]}
+    assert {key for key in differ if not key.startswith("time/")} == {
         "examined/norm",
-        "examined/drawn",
+        "arm",
+        "label",
     }
-    assert untimed(plain.summary) == {
-        key: value
-        for key, value in untimed(whole.summary).items()
-        if not key.startswith("examined/")
-    }
-    assert read(plain.directory / "examined.json") is None
+    assert saved(treated) != saved(looked)
+    assert notes(looked) == notes(treated) == []
+    numbers = {"examined/norm", "examined/drawn"}
+    assert looked.summary.keys() - plain.summary.keys() == numbers
+    trained = {key: value for key, value in untimed(looked.summary).items() if key not in numbers}
+    assert untimed(plain.summary) == trained
+    assert saved(plain) is None
 
 
-def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(
-    tmp_path: Path,
-) -> None:
-    drawn = []
-    for transform, seed in ((None, 0), (gs.Clamp(0.0, None), 0), (None, 1)):
-        record = execute(examined(transform, seed=seed), tmp_path, [])
-        drawn.append(record.summary["examined/drawn"])
-    assert drawn[0] == drawn[1] != drawn[2]
-    shorter = replace(a_run(task=Looked(), schedule=replace(SHORT, steps=10)), study="shorter")
-    assert execute(shorter, tmp_path, []).summary["examined/drawn"] == drawn[0]
+def test_the_random_numbers_of_an_examination_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    shorter = a_run(task=Looked(), schedule=replace(SHORT, steps=10))
+    runs = [examined(), examined(CUT), replace(shorter, study="shorter"), examined(seed=1)]
+    *same, other = (execute(run, tmp_path, []).summary["examined/drawn"] for run in runs)
     with random_state.preserved():
         random_state.seed(0)
-        assert torch.rand(()).item() != drawn[0]
+        assert len({*same, other, torch.rand(()).item()}) == 3
+    assert same[0] == same[1] == same[2]
 
 
 @pytest.mark.parametrize("broken", ["write_examined_effects", "write_summary"])
 def test_a_run_interrupted_in_its_examination_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    run = examined(gs.Clamp(0.0, None))
-    expected = execute(run, tmp_path / "whole", [])
+    expected = execute(examined(CUT), tmp_path / "whole", [])
     with monkeypatch.context() as patch, pytest.raises(Torn):
         patch.setattr(RunDirectory, broken, raising)
-        execute(run, tmp_path / "torn", [])
-    resumed = execute(run, tmp_path / "torn", [])
+        execute(examined(CUT), tmp_path / "torn", [])
+    resumed = execute(examined(CUT), tmp_path / "torn", [])
     assert_same(resumed, expected)
-    firsts = [read(one.directory / "examined.json") for one in (resumed, expected)]
-    assert firsts[0] == firsts[1]
+    assert saved(resumed) == saved(expected)
 
 
 def test_a_run_that_ends_early_is_examined_as_after_its_last_step(tmp_path: Path) -> None:
     early = replace(SHORT, eval_every=5, until=Until.of("test/loss <= 100"))
-    runs = [replace(examined(t), schedule=early) for t in (None, gs.Clamp(0.0, None))]
+    runs = [replace(examined(t), schedule=early) for t in (None, CUT)]
     plain, treated = (execute(run, tmp_path, []) for run in runs)
     assert plain.summary["steps"] == treated.summary["steps"] == 5
     assert plain.summary["train/loss"] == treated.summary["train/loss"]
     assert plain.summary["examined/norm"] != treated.summary["examined/norm"]
 
 
-def test_a_run_whose_examination_is_not_finite_has_diverged(tmp_path: Path) -> None:
-    at = gs.Nodes("Relu", side="leave")
-    broken = a_run(gs.Scale(1e38), at, AFTER, task=Looked())
-    record = execute(broken, tmp_path, [])
-    assert math.isfinite(float(str(record.summary["test/loss"])))
-    assert (record.summary["examined/norm"], record.summary["state"]) == (math.inf, "diverged")
-
-
-def test_a_run_that_diverged_is_not_examined(tmp_path: Path) -> None:
-    record = execute(examined(task=Looked(nan=True)), tmp_path, [])
-    assert record.summary["state"] == "diverged"
-    assert not [key for key in record.summary if key.startswith("examined/")]
+def test_a_run_diverges_in_its_examination_too_and_is_not_examined_after(tmp_path: Path) -> None:
+    late, early = (
+        execute(run, tmp_path, []).summary for run in (examined(gs.Scale(1e38)), examined(nan=True))
+    )
+    assert late["state"] == early["state"] == "diverged"
+    assert math.isfinite(float(str(late["test/loss"])))
+    assert late["examined/norm"] == math.inf
+    assert not [key for key in early if key.startswith("examined/")]
 
 
 def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
@@ -161,40 +151,38 @@ def told_at_sites(tmp_path: Path, when: Trigger, every: int) -> str:
     return " ".join(text[text.index("Gradients at") : text.index("2 runs in")].split())
 
 
-def test_the_effects_of_an_examination_have_a_table_of_their_own(tmp_path: Path) -> None:
-    text = told_at_sites(tmp_path, AFTER, every=5)
-    assert text.startswith(
-        "Gradients at each site in the examination after the training, means over 1 run (the "
-        "surgery acted on no gradient in the training): "
-    )
-    assert text.endswith("% 1")  # calls: the one backward of the examination
-    assert "fired" not in text
-    both = told_at_sites(tmp_path / "always", gs.Steps(), every=5)
-    assert both.startswith("Gradients at each site, means over 1 run at one step in 5: ")
-    assert f"% {SHORT.steps} Gradients" in both
-    assert "in the examination after the training, means over 1 run: " in both
-    assert both.endswith("% 1")
+HEAD = "Gradients at each site in the examination after the training, means over 1 run"
+ALWAYS = f"Gradients at each site, means over 1 run at one step in 5: .* {SHORT.steps} {HEAD}: .* 1"
 
 
-@pytest.mark.parametrize("when", [AFTER, gs.Steps()])
-def test_an_examination_that_is_not_measured_is_counted(tmp_path: Path, when: Trigger) -> None:
-    text = told_at_sites(tmp_path, when, every=0)
-    assert "(the surgery was not measured in the training)" in text
-    assert text.endswith(" - 1")
+@pytest.mark.parametrize(
+    ("when", "every", "pattern"),
+    [
+        (AFTER, 5, f"{HEAD} .the surgery acted on no gradient in the training.: .*% 1"),
+        (gs.Steps(), 5, ALWAYS),
+        (AFTER, 0, ".*.the surgery was not measured in the training.*- 1"),
+        (gs.Steps(), 0, ".*.the surgery was not measured in the training.*- 1"),
+    ],
+)
+def test_the_effects_of_an_examination_have_a_table_of_their_own(
+    tmp_path: Path, when: Trigger, every: int, pattern: str
+) -> None:
+    text = told_at_sites(tmp_path, when, every)
+    assert re.fullmatch(pattern, text)
+    assert (every > 0 and when is AFTER) <= ("fired" not in text)
 
 
 def test_the_effects_of_an_examination_do_not_count_for_the_training(tmp_path: Path) -> None:
-    examined, plain = (
+    looked, plain = (
         execute(replace(a_run(gs.Scale(2.0), RELUS, task=task), study=study), tmp_path, [])
         for task, study in ((Looked(), "looked"), (Digits(), "plain"))
     )
-    rows = [RunDirectory(one.directory).read_rows("effects.jsonl") for one in (examined, plain)]
-    assert rows[0] == rows[1]
-    (row,) = RunDirectory(examined.directory).read_rows("examined_effects.jsonl")
+    assert lines(looked, "effects.jsonl") == lines(plain, "effects.jsonl")
+    (row,) = lines(looked, "examined_effects.jsonl")
     assert (row["step"], row["calls"], row["seen"]) == (SHORT.steps, 1, 1)
     assert not (plain.directory / "examined_effects.jsonl").exists()
-    RunDirectory(examined.directory).clear()
-    assert not (examined.directory / "examined_effects.jsonl").exists()
+    RunDirectory(looked.directory).clear()
+    assert not (looked.directory / "examined_effects.jsonl").exists()
 
 
 def refused(*words: str) -> list[str]:

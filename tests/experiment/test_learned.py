@@ -13,7 +13,7 @@ from gradsurg.experiment.logged_numbers import learned_nothing
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.study import read_study
-from gradsurg.tasks.base import Classification, Data, Regression, Task
+from gradsurg.tasks.base import Classification, Data, Regression
 from gradsurg.tasks.digits import Digits
 from tests.report import studies
 from tests.runs import Wrapped, a_run
@@ -55,69 +55,56 @@ def test_chance_is_the_best_constant_guess() -> None:
     assert (constant.metric, constant.value) == ("r2", pytest.approx(metrics["r2"], abs=1e-6))
 
 
+GUESS = {"metric": "test/accuracy", "beside": 0.5, "what": "chance for 3 classes is"}
+FLAT = {
+    "metric": "train/loss",
+    "beside": 2.0,
+    "what": "the first one that was logged, at step 5, was",
+}
+
+
 @pytest.mark.parametrize(
-    ("loss", "train", "test", "dead"),
+    ("numbers", "dead"),
     [
-        (1.02, 0.5, 0.5, True),
-        (1.011, 0.54, 0.3, True),
-        (0.9, 0.5, 0.5, False),  # it knows more than the shares of the classes
-        (1.02, 0.9, 0.5, False),  # learnt by heart
-        (1.02, 0.5, 0.9, False),
+        ((1.02, 0.5, 0.5), True),
+        ((1.011, 0.54, 0.3), True),
+        ((0.9, 0.5, 0.5), False),  # it knows more than the shares of the classes
+        ((1.02, 0.9, 0.5), False),  # learnt by heart
+        ((1.02, 0.5, 0.9), False),
+        ((9.0,), False),  # without metrics it is not judged
     ],
 )
 def test_a_run_no_better_than_chance_in_any_metric_has_learned_nothing(
-    loss: float, train: float, test: float, dead: bool
+    numbers: tuple[float, ...], dead: bool
 ) -> None:
-    outcome = {"train/loss": loss, "train/accuracy": train, "test/accuracy": test}
-    outcome_note = learned_nothing(Classes(), data(UNEVEN), outcome, [])
-    expected = {"metric": "test/accuracy", "beside": 0.5, "what": "chance for 3 classes is"}
-    assert outcome_note == (expected if dead else {})
-
-
-def test_a_task_without_the_metric_or_the_loss_is_not_judged() -> None:
-    for outcome in ({"train/loss": 9.0}, {"train/accuracy": 0.1, "test/accuracy": 0.1}):
-        assert learned_nothing(Classes(), data(UNEVEN), outcome, []) == {}
+    last = dict(zip(("train/loss", "train/accuracy", "test/accuracy"), numbers, strict=False))
+    assert learned_nothing(Classes(), data(UNEVEN), last, []) == (GUESS if dead else {})
 
 
 @pytest.mark.parametrize(
-    ("losses", "last", "dead"),
+    ("losses", "dead"),
     [
-        ((2.0, 2.0, 2.5), 2.0, True),
-        ((2.0, 1.9, 2.5), 2.0, False),
-        ((2.0, 2.1), 1.9, False),
-        ((2.0,), 2.0, False),
-        ((2.0, None, 2.0), 2.0, False),
+        ((2.0, 2.0, 2.5, 2.0), True),
+        ((2.0, 1.9, 2.5, 2.0), False),
+        ((2.0, 2.1, 1.9), False),
+        ((2.0, 2.0), False),
+        ((2.0, None, 2.0, 2.0), False),
     ],
 )
-def test_a_task_without_a_chance_level_is_judged_by_its_losses(losses, last, dead: bool) -> None:
-    rows = [{"step": 5 * k, "train/loss": loss} for k, loss in enumerate(losses, 1)]
-    outcome_note = learned_nothing(Wrapped(), data(UNEVEN), {"train/loss": last}, rows)
-    what = "the first one that was logged, at step 5, was"
-    assert outcome_note == ({"metric": "train/loss", "beside": 2.0, "what": what} if dead else {})
+def test_a_task_without_a_chance_level_is_judged_by_its_losses(losses, dead: bool) -> None:
+    *rows, last = [{"step": 5 * k, "train/loss": loss} for k, loss in enumerate(losses, 1)]
+    assert learned_nothing(Wrapped(), data(UNEVEN), last, rows) == (FLAT if dead else {})
 
 
 @pytest.mark.parametrize(("transform", "dead"), [(gs.Zero(), True), (gs.Identity(), False)])
 def test_the_summary_records_that_a_run_has_learned_nothing(
     tmp_path: Path, transform: gs.Identity, dead: bool
 ) -> None:
-    task: Task = Digits()
-    record = execute(a_run(transform, task=task), tmp_path, [])
+    record = execute(a_run(transform, task=Digits()), tmp_path, [])
     assert bool(record.summary["learned_nothing"]) == dead
 
 
-def test_a_report_lists_each_arm_that_learned_nothing(tmp_path: Path) -> None:
-    dead = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
-    for seed in range(3):
-        place = studies.plan(tmp_path, "none", seed)
-        studies.end(place, "none", 0.1, learned_nothing=dead)
-        treated = studies.plan(tmp_path, "clip", seed, place.path.name)
-        more = {"learned_nothing": dead if seed else {}}
-        studies.end(treated, "clip", 0.5 - 0.2 * seed, **more)
-    assert told(tmp_path) == [
-        "Training did not learn anything with control in 3 of 3 seeds (test accuracy 10.00%, and "
-        "chance for 10 classes is 10.00%) and clip in 2 of 3 seeds (test accuracy 20.00%, and "
-        "chance for 10 classes is 10.00%): a comparison with a control at chance tells little."
-    ]
+DEAD = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
 
 
 def told(folder: Path) -> list[str]:
@@ -126,8 +113,7 @@ def told(folder: Path) -> list[str]:
 
 
 def test_diverged_and_older_runs_are_not_reported_as_unlearned(tmp_path: Path) -> None:
-    dead = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}
     diverged, older = (studies.plan(tmp_path, "clip", seed) for seed in range(2))
-    studies.end(diverged, "clip", 0.1, "diverged", learned_nothing=dead)
+    studies.end(diverged, "clip", 0.1, "diverged", learned_nothing=DEAD)
     studies.end(older, "clip", 0.1)
     assert told(tmp_path) == []

@@ -7,19 +7,16 @@ import pytest
 from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.experiment.execution import execute
-from gradsurg.experiment.run_directory import RunDirectory
 from tests.experiment.test_kills import several
+from tests.runs import lines, notes
 
 
 def test_skipped_updates_are_in_the_summary_and_the_conflicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(
-        self: SolvedOnRows, rows: Tensor, order: Tensor, ridge: float, least: float
-    ) -> Tensor:
+    def fails(*_: object) -> Tensor:
         raise NotConverged("a test", 1.0)
 
     def tries(gramian: Tensor) -> bool:
@@ -32,12 +29,8 @@ def test_skipped_updates_are_in_the_summary_and_the_conflicts(
     surgery = gs.Surgery(gs.Intervention(gs.UPGrad(), gs.SharedParameters(), names=("upgrad",)))
     run = replace(several("random"), label="upgrad", identity={}, surgery=surgery)
     record = execute(run, tmp_path, [], threads=1)
-    directory = RunDirectory(record.directory)
-    notes = directory.read_summary()["notes"]
-    assert isinstance(notes, list)
-    assert [note for note in notes if "no solver converged" in note] == [
+    assert [note for note in notes(record) if "no solver converged" in note] == [
         "upgrad: 0 updates are less exact than others, as the gradients were nearly dependent, "
         "and 3 were skipped, as no solver converged"
     ]
-    rows = directory.read_rows("conflicts.jsonl")
-    assert rows[-1]["fallbacks"] == 3
+    assert lines(record, "conflicts.jsonl")[-1]["fallbacks"] == 3
