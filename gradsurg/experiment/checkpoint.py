@@ -1,9 +1,5 @@
-"""Checkpoints: the whole state of a training, when to save it, and loading it.
+"""Checkpoints: the whole state of a training, and when to save it."""
 
-A checkpoint of another `FORMAT`, of an earlier version, is removed: the run starts from step 0.
-"""
-
-import logging
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -17,13 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.run import Schedule
-from gradsurg.experiment.run_directory import CHECKPOINT, PREVIOUS, RunDirectory
 from gradsurg.experiment.run_identity import environment
 from gradsurg.torch_internals.random_state import get_states, set_states
-
-FORMAT = 2
-_log = logging.getLogger("gradsurg")
-
 
 Checkpoint = dict[str, Any]
 """The state that a run resumes from. Any: each key has its own type.
@@ -35,19 +26,6 @@ generators. `step` is the number of steps done, `skipped` of those that the grad
 that computed it. `ranks` has what the processes other than the first resume from, without what is
 the same in all.
 """
-
-
-def load_checkpoint(directory: RunDirectory) -> Checkpoint | None:
-    """Return the checkpoint of a run, whose JSONL files are rewound to it, or None."""
-    state = directory.load_checkpoint()
-    if state is None or state.get("format") == FORMAT:
-        return state
-    file = directory.path / CHECKPOINT
-    _log.warning("%s was written by an earlier version: the run starts from step 0", file)
-    for name in (CHECKPOINT, PREVIOUS):
-        (directory.path / name).unlink(missing_ok=True)
-    directory.load_checkpoint()  # which empties the JSONL files
-    return None
 
 
 class CheckpointTimer:
@@ -85,7 +63,6 @@ class TrainingState:
     ) -> Checkpoint:
         """Return a checkpoint after step `done`."""
         return {
-            "format": FORMAT,
             "step": done,
             **{name: None if owner is None else owner.state_dict() for name, owner in self._owners},
             "surgery": self.surgery.state_dict(),

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.experiment.checkpoint import (
-    Checkpoint,
-    CheckpointTimer,
-    TrainingState,
-    load_checkpoint,
-)
+from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
@@ -104,7 +99,7 @@ def execute(
         )  # first: a full disk must not leave that of an earlier attempt
         directory.plan(run.facts, run.identity)
         try:
-            checkpoint = load_checkpoint(directory)
+            checkpoint = directory.load_checkpoint()
             summary = _execute(run, directory, loggers, threads, checkpoint)
         except Exception:  # the task, model and transforms are a user's: they may raise anything
             directory.write_error(traceback.format_exc())
