@@ -5,6 +5,7 @@ Modules that import torch are imported in functions: help does without them.
 
 import os
 import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -47,6 +48,17 @@ HAPPENED = {
 
 
 def main() -> None:
+    """Run the command; under torchrun the other processes train with the first, which runs it."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _command()
+        return
+    from gradsurg.experiment.execution import follow
+    from gradsurg.experiment.processes import run_in_all
+
+    run_in_all(_command, follow)
+
+
+def _command() -> None:
     """Check the whole command line, let Hydra run its jobs, and report on a sweep.
 
     The exit code is 0 if all runs finished, 1 if a run failed or, in a sweep, diverged, 2 if the
@@ -57,13 +69,14 @@ def main() -> None:
             _list(sys.argv[1:])
             return
         _refuse_dashes(sys.argv[1:])
+        _refuse_ranks(sys.argv[1:])
         sys.argv[1:] = _options_first(sys.argv[1:])
         arguments = hydra_utils.get_args_parser().parse_args()
         overrides.register()
         if arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion:
             _run_hydra()
             return
-        _join_torchrun(arguments)
+        _refuse_launchers(arguments)
         _check_names(arguments)
         from gradsurg.experiment.cli import read_command
 
@@ -105,31 +118,6 @@ def _check_names(arguments: Namespace) -> None:
     except ConfigError as error:
         tell("\n".join(error.faults))
         sys.exit(WRONG_INPUT)
-
-
-def _join_torchrun(arguments: Namespace) -> None:
-    """Under torchrun add `ranks` to the overrides of its first process; end the others.
-
-    The first process forks the ranks itself, so that it alone composes, prints and writes.
-    """
-    count = os.environ.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or count == "1":
-        return
-    if os.environ.get("LOCAL_WORLD_SIZE") != count:
-        tell(
-            f"torchrun: the {count} processes of a run must be on one machine; on several attach a "
-            "surgery in your own script (docs/distributed.md)"
-        )
-        sys.exit(WRONG_INPUT)
-    if os.environ.get("RANK") != "0":
-        sys.exit(0)
-    asked = [word for word in arguments.overrides if word.lstrip("+").startswith("ranks=")]
-    if any(word.partition("=")[2] != count for word in asked):
-        tell(f"ranks: must be {count} under torchrun --nproc_per_node={count}, found {asked[-1]}")
-        sys.exit(WRONG_INPUT)
-    if not asked:
-        arguments.overrides.append(f"ranks={count}")
-        sys.argv.append(f"ranks={count}")
 
 
 @hydra.main(config_path=str(overrides.CONFIG_DIR), config_name="config", version_base="1.3")
@@ -205,6 +193,29 @@ def _refuse_dashes(words: list[str]) -> None:
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
             tell(f"{word}: is a key, written {key}={given or value}")
+            sys.exit(WRONG_INPUT)
+
+
+def _refuse_ranks(words: list[str]) -> None:
+    """Exit if a number of processes is given as a key, with the command that starts them."""
+    for word in words:
+        key, _, count = word.lstrip("+").partition("=")
+        if key == "ranks":
+            rest = shlex.join(other for other in words if other != word)
+            tell(
+                "ranks: is no key, torchrun starts the processes: torchrun --nproc_per_node="
+                f"{count or 2} -m gradsurg.run {rest}"
+            )
+            sys.exit(WRONG_INPUT)
+
+
+def _refuse_launchers(arguments: Namespace) -> None:
+    """Exit if jobs would be started elsewhere, in an environment that is that of torchrun."""
+    for word in arguments.overrides:
+        key, _, name = word.partition("=")
+        if key == "hydra/launcher" and name != "basic" and "RANK" in os.environ:
+            rule = "starts processes of its own, which cannot be those of torchrun: leave out one"
+            tell(f"hydra/launcher: {name} {rule} of both")
             sys.exit(WRONG_INPUT)
 
 

@@ -2,13 +2,15 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Literal, cast
 
 import torch
@@ -17,11 +19,14 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment import processes
+from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.experiment.counterfactual import Counterfactual
+from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
-from gradsurg.experiment.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
+from gradsurg.experiment.processes import Team
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import METRICS, RunDirectory
 from gradsurg.experiment.run_identity import RESUMED, environment_changes
@@ -119,7 +124,9 @@ def _execute(
     summary: dict[str, object] = {}
     try:
         with restored_process(threads, run.device):
-            summary = _train(run, directory, loggers, checkpoint)
+            if team := processes.team():
+                team.broadcast((run.config, run.seed, run.name, checkpoint))
+            summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
     except KeyboardInterrupt:
@@ -161,48 +168,41 @@ def restored_process(threads: int | None, device: torch.device) -> Iterator[None
 
 
 def _train(
-    run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
-) -> dict[str, object]:
-    """Train in one process, or in several, of which the first alone logs and has a summary."""
-
-    def work(ranks: Ranks, folder: Path) -> dict[str, object]:
-        if ranks.rank:
-            return _train_rank(ranks, run, RunDirectory(folder), [], checkpoint)
-        return _train_rank(ranks, run, directory, loggers, checkpoint)
-
-    return in_ranks(run.compute.ranks, work)
-
-
-def _train_rank(
-    ranks: Ranks,
-    run: Run,
+    make_run: Callable[[], Run],
     directory: RunDirectory,
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
-    opened = OpenRun(run, directory, loggers, checkpoint, ranks)
-    model, training, log = opened.model, opened.training, opened.log
-    every = run.schedule.check_ranks if ranks.count > 1 else 0
-    with (
-        opened.recorded_warnings(),
-        opened.attach() as live,
-        run.compute.compiled(model) as compiled,
-    ):
-        inputs, targets = next(opened.batches.start(0))
-        wrapped = ranks.wrapped(compiled, lambda trial: run.task.loss(trial(inputs), targets))
-        for step in _steps(run, training, wrapped, opened.batches, log, live):
-            if every and step.done % every == 0:
-                check_ranks(model)
-            is_logged = opened.is_logged(step.done)
-            if is_logged and not opened.log_interval(step.done, log.fetch_loss(step)):
-                break
-        if ranks.rank:
-            live.abort()
+    """Train a run in all processes of the command, and return its summary; {} if another has it."""
+    with ExitStack() as attached:
+        with processes.together():
+            opened = OpenRun(make_run(), directory, loggers, checkpoint)
+            attached.enter_context(opened.recorded_warnings())
+            attached.enter_context(opened.attach())
+            compiled = attached.enter_context(opened.run.compute.compiled(opened.model))
+            opened.train(compiled)
+        if opened.rank:
             return {}
-        if ranks.count > 1:
-            leave_group()  # process 0 examines alone
-        opened.examine()
+        opened.examine()  # alone
     return opened.summary()
+
+
+def follow(team: Team) -> None:
+    """Train with rank 0 the runs that it executes, until its command ends."""
+    while order := team.broadcast(None):
+        config, seed, name, checkpoint = order
+
+        make_run = partial(_built, config, seed, name)
+        with TemporaryDirectory(prefix="gradsurg-") as folder, suppress(Exception):  # rank 0 tells
+            _train(make_run, RunDirectory(folder), [], checkpoint)
+
+
+def _built(config: Config, seed: int, name: str) -> Run:
+    """Return the run with this name of those that a config describes."""
+    one = {"seed": seed, "splits": 1, "attribute": False, "tune": None, "logger": {}}
+    experiment = build({**config, **one}, trial=False)
+    torch.set_num_threads(experiment.settings.threads or torch.get_num_threads())
+    return next(run for run in experiment.runs if run.name == name)
 
 
 class OpenRun:
@@ -219,32 +219,36 @@ class OpenRun:
         directory: RunDirectory,
         loggers: Sequence[Logger],
         checkpoint: Checkpoint | None,
-        ranks: Ranks = ALONE,
         like: "OpenRun | None" = None,
     ) -> None:
         random_state.seed(run.seed)
-        if checkpoint is not None and ranks.rank:
-            own = checkpoint.get("ranks", [])[ranks.rank - 1]
+        self.run, self.directory, self.rank = run, directory, processes.rank()
+        if checkpoint is not None and self.rank:
+            own = checkpoint.get("ranks", [])[self.rank - 1]
             checkpoint = cast("Checkpoint", checkpoint | own)
-        self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
+        self.checkpoint = checkpoint
         self._load_data(like)
         self.model = run.make_model(self.data).to(run.device)
-        self.batches = _batches(run, self.data, ranks)
+        self.batches = _batches(run, self.data)
         self.training = _training_state(run, self.model)
         self._warned: list[str] = []
         self._caught: list[list[warnings.WarningMessage]] = []
         if checkpoint is not None:
-            self.training.restore(checkpoint)
-            changes = environment_changes(checkpoint["made_with"])
-            self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
-            if ranks.count > 2:
-                self._warned.append(OTHER_ORDER.format(ranks.count))
-        elif ranks.rank:  # dropout differs between the parts of a batch
-            random_state.seed((RANK_SEED * ranks.rank + run.seed) % 2**63)
-        self.log = _run_log(run, directory, loggers, self.training, checkpoint, ranks)
+            self._warned = [*checkpoint["warnings"], *self._restored(checkpoint)]
+        elif self.rank:  # dropout differs between the parts of a batch
+            random_state.seed((RANK_SEED * self.rank + run.seed) % 2**63)
+        self.log = _run_log(run, directory, loggers, self.training, checkpoint)
         self.timer = CheckpointTimer(run.schedule)
         self._examined: dict[str, float] = {}
         self._notes: list[str] = []
+
+    def _restored(self, checkpoint: Checkpoint) -> list[str]:
+        """Load a checkpoint; return why the run can differ from an uninterrupted one."""
+        self.training.restore(checkpoint)
+        other_order = OTHER_ORDER.format(processes.count()) if processes.count() > 2 else ""
+        return [
+            note for note in (environment_changes(checkpoint["made_with"]), other_order) if note
+        ]
 
     def _load_data(self, like: "OpenRun | None") -> None:
         if like is not None and like._drew_nothing:
@@ -282,6 +286,18 @@ class OpenRun:
             live.effects.resume(self.checkpoint["effects"], live.ledger)
         return live
 
+    def train(self, compiled: nn.Module) -> None:
+        """Make the remaining steps with the compiled model, and log them."""
+        inputs, targets = next(self.batches.start(0))
+        task, every = self.run.task, self.run.schedule.check_ranks
+        model = processes.wrapped(compiled, lambda trial: task.loss(trial(inputs), targets))
+        for step in _steps(self.run, self.training, model, self.batches, self.log, self.live):
+            if every and step.done % every == 0:
+                processes.check_ranks(self.model)
+            is_logged = self.is_logged(step.done)
+            if is_logged and not self.log_interval(step.done, self.log.fetch_loss(step)):
+                break
+
     def is_logged(self, done: int) -> bool:
         """Whether a log is due after step `done`."""
         return done % self.run.schedule.log_every == 0 or done == self.run.schedule.steps
@@ -291,7 +307,7 @@ class OpenRun:
         the last one.
         """
         goes_on = self.log.interval(done, loss, self.live, self.data, self.model)
-        goes_on, is_due = self.ranks.from_first((goes_on, goes_on and self.timer.due(done)))
+        goes_on, is_due = processes.from_first((goes_on, goes_on and self.timer.due(done)))
         # Right after a log no measurement is pending, so checkpoints are saved here only.
         if is_due:
             self._save_checkpoint(done)
@@ -302,10 +318,10 @@ class OpenRun:
         checkpoint = self.training.checkpoint(
             done, self.live, self._surgery_warnings(), log.skipped, log.trained_s
         )
-        if self.ranks.count > 1:
+        if processes.count() > 1:
             own = {key: value for key, value in checkpoint.items() if key not in SHARED_BY_RANKS}
-            checkpoint["ranks"] = self.ranks.gathered(own)[1:]
-        if not self.ranks.rank:
+            checkpoint["ranks"] = processes.gathered(own)[1:]
+        if not self.rank:
             self.directory.save_checkpoint(checkpoint)
 
     def examine(self) -> None:
@@ -319,7 +335,11 @@ class OpenRun:
 
     def summary(self) -> dict[str, object]:
         """Emit the recorded warnings that are not the surgery's; return the outcome."""
-        _warn_again(chain.from_iterable(self._caught))
+        registry: dict[str | tuple[str, type[Warning], int], int] = {}  # each is emitted once
+        for item in chain.from_iterable(self._caught):
+            if item.category is not SurgeryWarning:
+                place = item.filename, item.lineno
+                warnings.warn_explicit(item.message, item.category, *place, registry=registry)
         notes = self._notes + self._surgery_warnings()
         return self.log.summary(self.data, self.model, self._examined, notes)
 
@@ -330,7 +350,7 @@ class OpenRun:
         return list(dict.fromkeys([*self._warned, *new]))
 
 
-def _batches(run: Run, data: Data, ranks: Ranks) -> Batches:
+def _batches(run: Run, data: Data) -> Batches:
     return Batches(
         data.train_inputs.to(run.device),
         data.train_targets.to(run.device),
@@ -339,8 +359,8 @@ def _batches(run: Run, data: Data, ranks: Ranks) -> Batches:
         run.compute.accumulate,
         order=data.order.batches if data.order is not None else None,
         epoch_size=data.epoch_size,
-        rank=ranks.rank,
-        ranks=ranks.count,
+        rank=processes.rank(),
+        ranks=processes.count(),
     )
 
 
@@ -358,7 +378,6 @@ def _run_log(
     loggers: Sequence[Logger],
     training: TrainingState,
     checkpoint: Checkpoint | None,
-    ranks: Ranks,
 ) -> RunLog:
     """Return the log of a run that starts, or that resumes from a checkpoint."""
     every = 0 if run.shadow else run.schedule.update_effect_every
@@ -367,7 +386,7 @@ def _run_log(
         counterfactual = Counterfactual(
             training.model, training.optimizer, run.task.loss, every, run.compute.autocast
         )
-    log = RunLog(run, directory, loggers, counterfactual=counterfactual, ranks=ranks)
+    log = RunLog(run, directory, loggers, counterfactual=counterfactual)
     if checkpoint is not None:
         log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
         log.trained_s = checkpoint["seconds"]
@@ -378,7 +397,7 @@ def _run_log(
 def _steps(
     run: Run,
     training: TrainingState,
-    compiled: nn.Module,
+    model: nn.Module,
     batches: Batches,
     log: RunLog,
     live: Live,
@@ -395,7 +414,7 @@ def _steps(
     before = counterfactual.before if counterfactual else None
     start, end = log.done, run.schedule.steps
     optimizer, loss_fn = training.optimizer, _labelled(loss_fn, run.task, live)
-    for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
+    for step in train(model, optimizer, loss_fn, batches, end, start, options, before):
         if counterfactual:
             counterfactual.after()
         log.add_step(step)
@@ -444,16 +463,6 @@ def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> 
         return {}
     numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
     return {f"test/{name}": value for name, value in numbers.items()}
-
-
-def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:
-    """Emit the caught warnings that are not the surgery's, once each."""
-    registry: dict[str | tuple[str, type[Warning], int], int] = {}
-    for item in caught:
-        if item.category is not SurgeryWarning:
-            warnings.warn_explicit(
-                item.message, item.category, item.filename, item.lineno, registry=registry
-            )
 
 
 def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:

@@ -50,7 +50,7 @@ class Batches:
         if not 1 <= self.size <= count:
             raise ValueError(f"batch_size: must be 1 to {count} examples, found {self.size}")
         if self.size % self.ranks:
-            rule = f"must be a multiple of ranks={self.ranks}"
+            rule = f"must be a multiple of {self.ranks}, the number of processes"
             raise ValueError(f"batch_size: {rule}, found {self.size}")
 
     @property

@@ -61,7 +61,7 @@ def run_refusal(run: Run) -> str:
     """Return the reason why a run cannot be a replica, as far as it is known without its model."""
     compute, schedule = run.compute, run.schedule
     checks = {
-        f"ranks={compute.ranks}": compute.ranks > 1,
+        f"{compute.ranks} processes": compute.ranks > 1,
         f"accumulate={compute.accumulate}": compute.accumulate > 1,
         f"precision={compute.precision}": compute.precision != "float32",
         "update_effect_every": schedule.update_effect_every > 0,

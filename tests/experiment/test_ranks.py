@@ -10,12 +10,12 @@ from time import monotonic, sleep
 
 import pytest
 import torch
+from gradsurg.experiment.ranks import Ranks, in_ranks, refuse_batch_norm
 from torch import Tensor, distributed, nn
 
 import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.loop import Batches
-from gradsurg.experiment.ranks import Ranks, in_ranks, refuse_batch_norm
 from gradsurg.experiment.run import ComputeOptions, Run
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector

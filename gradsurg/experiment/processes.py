@@ -1,0 +1,283 @@
+"""Several processes that torchrun has started train each run together, with a part of every batch.
+
+Rank 0 runs the command: it alone composes, decides what to train, logs and writes. The others wait
+for the next run and train it with rank 0 (`run_in_all`). Orders and outcomes go through a process
+group of their own; that of `torch.distributed` exists while a run is trained (`Team.together`), so
+that an error in one process ends the run in all, and the next run has a new one.
+"""
+
+import copy
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
+from datetime import timedelta
+from time import sleep
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurg.plugins.messages import full_message, tell
+from gradsurg.torch_internals import random_state
+
+Value = TypeVar("Value")
+
+FOREVER = timedelta(days=30)  # one process may evaluate or draw a report while the others wait
+GRACE = 2.0  # seconds for rank 0 to say that the command was interrupted
+LOST = "a process was lost; the same command resumes from the last checkpoint"
+
+_team: "Team | None" = None
+
+
+class LostProcess(KeyboardInterrupt):
+    """Another process has ended: an interruption of the command, not an error of the run."""
+
+
+class Team:
+    """The processes of a command. All call each method, in the same order."""
+
+    def __init__(self) -> None:
+        self.store, self.rank, self.count = next(iter(distributed.rendezvous("env://")))
+        store = distributed.PrefixStore("orders", self.store)
+        self._orders = distributed.ProcessGroupGloo(store, self.rank, self.count, FOREVER)
+        self._runs = 0
+        self.is_training = False
+
+    def broadcast(self, value: Value, source: int = 0) -> Value:
+        """Return the value that the process `source` has. Raises LostProcess if one has ended."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        try:
+            self._orders.broadcast(size, source).wait()
+            if self.rank != source:
+                content = torch.empty(int(size), dtype=torch.uint8)
+            self._orders.broadcast(content, source).wait()
+        except RuntimeError as error:
+            raise LostProcess from error
+        return pickle.loads(content.numpy().tobytes())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Be in the default process group of torch.distributed in a block.
+
+        An error in one process ends the block in all: raises the process's own error, or
+        RuntimeError with the error and the rank of the first process that has one.
+        """
+        self._runs, self.is_training = self._runs + 1, True
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=distributed.PrefixStore(f"run{self._runs}", self.store),
+            rank=self.rank,
+            world_size=self.count,
+            timeout=FOREVER,
+        )
+        error = None
+        try:
+            yield
+        except Exception as raised:  # of a user's code: any
+            error = raised
+            assert distributed.group.WORLD
+            distributed.group.WORLD.abort()  # the others may wait for this process
+        finally:
+            distributed.destroy_process_group()
+        own = error if error and not _is_consequence(error) else None
+        failure = own and (full_message(own), "".join(traceback.format_exception(own)))
+        failures = [self.broadcast(failure, source) for source in range(self.count)]
+        self.is_training = False
+        if own:
+            raise own
+        for number, told in enumerate(failures):
+            if told:
+                message, trace = told
+                raise RuntimeError(f"rank {number} of {self.count}: {message}") from _Remote(trace)
+        if error:
+            raise error
+
+    def end(self) -> None:
+        """End the command: the other processes end too."""
+        if not self.is_training:  # else they notice that this one has gone
+            with suppress(LostProcess):
+                self.broadcast(None)
+        self._orders.abort()
+
+
+class _Remote(Exception):
+    """The traceback of another process, to be shown as the cause of an error."""
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Whether a communication has failed, because another process has raised or ended."""
+    return isinstance(error, distributed.DistError) or "gloo/" in str(error)
+
+
+def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> None:
+    """Run a command in the processes of torchrun: rank 0 calls `command`, the others `follow`.
+
+    These print nothing and end with code 0, or 1 after an error; if rank 0 was killed, one of them
+    prints a line. A termination is an interruption, as by Ctrl-C.
+    """
+    global _team
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # device=cuda is this one
+    try:
+        team = _team = Team()
+    except ValueError as error:  # a variable is missing
+        tell(f"torchrun: {error}")
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if team.rank:
+        _follow(team, follow)
+    try:
+        command()
+    except KeyboardInterrupt:
+        team.is_training = True
+        raise
+    finally:
+        with suppress(RuntimeError):  # the store has ended
+            team.store.add("told", 1)
+        team.end()
+
+
+def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
+    code = 1
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            follow(team)
+        code = 0
+    except KeyboardInterrupt:
+        sleep(GRACE)
+        with suppress(RuntimeError):
+            if team.store.add("told", 1) == 1:
+                tell(LOST)
+    except BaseException as error:
+        tell(f"rank {team.rank} of {team.count}: {full_message(error)}")
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # gloo's threads abort some interpreters that end
+
+
+def team() -> Team | None:
+    """Return the processes of this command; None if it is one process."""
+    return _team
+
+
+def launched() -> int:
+    """Return the number of processes of this command."""
+    return _team.count if _team else 1
+
+
+def together() -> AbstractContextManager[None]:
+    """Return `Team.together` of this command; a block without effect if it is one process."""
+    return _team.together() if _team else nullcontext()
+
+
+def rank() -> int:
+    """Return the number of this process among those that train a run."""
+    return distributed.get_rank() if _is_joined() else 0
+
+
+def count() -> int:
+    """Return the number of processes that train a run."""
+    return distributed.get_world_size() if _is_joined() else 1
+
+
+def _is_joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def mean(values: Tensor) -> Tensor:
+    """Return the mean over the processes that train a run."""
+    if count() > 1:
+        distributed.all_reduce(values)
+        values /= count()
+    return values
+
+
+def from_first(value: Value) -> Value:
+    """Return the value that rank 0 has."""
+    values = [value]
+    if count() > 1:
+        distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the values of all processes to rank 0, an empty list to the others."""
+    if count() == 1:
+        return [value]
+    values: list[Value] | None = [value] * count() if rank() == 0 else None
+    distributed.gather_object(value, values)
+    return values or []
+
+
+def wrapped(model: nn.Module, first_loss: Callable[[nn.Module], Tensor]) -> nn.Module:
+    """Return the model for training, whose gradients are averaged over the processes.
+
+    `first_loss` returns the loss of a model for a batch: it tells whether there are parameters
+    without a gradient, which DistributedDataParallel has to search for in each step then.
+    """
+    if count() == 1:
+        return model
+    trial = copy.deepcopy(model)
+    with random_state.preserved():
+        first_loss(trial).backward()
+    unused = any(param.requires_grad and param.grad is None for param in trial.parameters())
+    is_searched = bool(mean(torch.tensor(float(unused))) > 0)
+    return DistributedDataParallel(model, find_unused_parameters=is_searched)
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Check that the weights and buffers of a model are bit-identical in all processes.
+
+    Every process of the default process group calls it, at the same step. It computes a checksum of
+    the bit patterns of each tensor and makes one all-reduce; a difference in one bit is noticed.
+    Raises RuntimeError with the names of tensors that differ. Without a process group it returns.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if not named or count() == 1:
+        return
+    sums = torch.stack([_checksum(tensor.detach()) for tensor in named.values()])
+    both = torch.cat([sums, -sums])
+    distributed.all_reduce(both, distributed.ReduceOp.MAX)
+    largest, smallest = both.chunk(2)
+    differs = (largest != -smallest).tolist()
+    differing = [name for name, is_other in zip(named, differs, strict=True) if is_other]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise RuntimeError(
+            f"the processes have different weights: {', '.join(differing[:3])}{more}. Something "
+            "that differs between them has changed an averaged gradient or a weight"
+        )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bit patterns as integers, each times a number that depends on its place."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.contiguous().view(kinds[real.element_size()]).flatten()
+    weights = torch.arange(bits.numel(), device=bits.device) % 1021 + 1
+    return (bits.to(torch.int64) * weights).sum()
+
+
+def refuse_batch_norm(model: nn.Module) -> str:
+    """Return why a model cannot be trained by several processes; empty if it can."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            return (
+                f"'{name}' ({type(module).__name__}) normalizes each process's part of the batch "
+                "by itself, so that the result depends on the number of processes"
+            )
+    return ""
