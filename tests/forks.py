@@ -1,5 +1,6 @@
 """Forks of a test's process that work together in a process group."""
 
+import gc
 import os
 import pickle
 import tempfile
@@ -64,6 +65,7 @@ def forked(work: Callable[[], object], name: Path) -> int:
     if child:
         return child
     try:
+        gc.freeze()  # a process group of an earlier test would wait for threads that are not here
         work()
         os._exit(0)
     except BaseException:

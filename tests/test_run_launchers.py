@@ -120,17 +120,6 @@ def test_a_parallel_sweep_is_bit_identical_to_one_in_a_single_process_also_if_a_
     assert not [*folder.rglob(LOCK)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_a_job_of_a_launcher_may_have_several_processes(folder: Path, launcher: str) -> None:
-    words = ("transform=clip,sign", "site.stage=backward_end", "ranks=2", *SHORT, "report=false")
-    for out, more in (("alone", ()), ("jobs", (f"hydra/launcher={launcher}",))):
-        code, said = ended(started(folder, *words, f"out={out}", *more))
-        assert code == 0, said
-    assert len([*folder.glob(f"jobs/*/*/{SUMMARY}")]) == 3
-    assert [*differences(folder / "alone", folder / "jobs")] == []
-
-
 @pytest.mark.slow
 def test_two_simultaneous_sweeps_of_one_study_train_each_run_once(folder: Path) -> None:
     words = ("transform=clip,sign,[clip,add_noise]", "seeds=2", "steps=400", "logger=console")

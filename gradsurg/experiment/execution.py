@@ -177,10 +177,11 @@ def _train(
     with ExitStack() as attached:
         with processes.together():
             opened = OpenRun(make_run(), directory, loggers, checkpoint)
-            attached.enter_context(opened.recorded_warnings())
-            attached.enter_context(opened.attach())
-            compiled = attached.enter_context(opened.run.compute.compiled(opened.model))
-            opened.train(compiled)
+            with ExitStack() as entered:
+                entered.enter_context(opened.recorded_warnings())
+                entered.enter_context(opened.attach())
+                opened.train(entered.enter_context(opened.run.compute.compiled(opened.model)))
+                attached.enter_context(entered.pop_all())
         if opened.rank:
             return {}
         opened.examine()  # alone

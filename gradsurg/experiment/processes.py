@@ -7,6 +7,7 @@ that an error in one process ends the run in all, and the next run has a new one
 """
 
 import copy
+import gc
 import os
 import pickle
 import signal
@@ -82,15 +83,15 @@ class Team:
             store=distributed.PrefixStore(f"run{self._runs}", self.store),
             rank=self.rank,
             world_size=self.count,
-            timeout=FOREVER,
         )
         error = None
         try:
             yield
-        except Exception as raised:  # of a user's code: any
+        except BaseException as raised:  # of a user's code: any
             error = raised
-            assert distributed.group.WORLD
-            distributed.group.WORLD.abort()  # the others may wait for this process
+            _clear(raised)
+            if not isinstance(raised, Exception):  # the command ends
+                raise
         finally:
             distributed.destroy_process_group()
         own = error if error and not _is_consequence(error) else None
@@ -112,13 +113,26 @@ class Team:
             with suppress(LostProcess):
                 self.broadcast(None)
         self._orders.abort()
+        del self._orders, self.store  # their threads abort an interpreter that ends before them
 
 
 class _Remote(Exception):
     """The traceback of another process, to be shown as the cause of an error."""
 
 
-def _is_consequence(error: Exception) -> bool:
+def _clear(error: BaseException | None) -> None:
+    """Release the objects in the frames of an error: others wait for this process until it has
+    closed its connections, which the wrapped model keeps open.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # destructors swallow it
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_consequence(error: BaseException) -> bool:
     """Whether a communication has failed, because another process has raised or ended."""
     return isinstance(error, distributed.DistError) or "gloo/" in str(error)
 
@@ -149,6 +163,7 @@ def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> N
         with suppress(RuntimeError):  # the store has ended
             team.store.add("told", 1)
         team.end()
+        _team = None
 
 
 def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
