@@ -2,7 +2,7 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import METRICS, RunDirectory
 from gradsurg.experiment.run_identity import RESUMED, environment_changes
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
-from gradsurg.tasks.base import Data, Examined, MultiTask, Task
+from gradsurg.tasks.base import Examined, MultiTask
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.identity import Identity
 
@@ -124,8 +124,7 @@ def _execute(
     summary: dict[str, object] = {}
     try:
         with restored_process(threads, run.device):
-            if team := processes.team():
-                team.broadcast((run.config, run.seed, run.name, checkpoint))
+            processes.tell_others((run.config, run.seed, run.name, checkpoint))
             summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
@@ -224,32 +223,58 @@ class OpenRun:
     ) -> None:
         random_state.seed(run.seed)
         self.run, self.directory, self.rank = run, directory, processes.rank()
-        if checkpoint is not None and self.rank:
-            own = checkpoint.get("ranks", [])[self.rank - 1]
-            checkpoint = cast("Checkpoint", checkpoint | own)
-        self.checkpoint = checkpoint
-        self._load_data(like)
-        self.model = run.make_model(self.data).to(run.device)
-        self.batches = _batches(run, self.data)
-        self.training = _training_state(run, self.model)
         self._warned: list[str] = []
         self._caught: list[list[warnings.WarningMessage]] = []
-        if checkpoint is not None:
-            self._warned = [*checkpoint["warnings"], *self._restored(checkpoint)]
-        elif self.rank:  # dropout differs between the parts of a batch
+        self._load_data(like)
+        self.model = run.make_model(self.data).to(run.device)
+        self.batches = self._make_batches()
+        optimizer = run.make_optimizer(self.model)
+        # A new surgery: that of the run has the state of an earlier execution.
+        surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+        schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
+        self.training = TrainingState(self.model, optimizer, surgery, run.device, schedule, scaler)
+        self.log = RunLog(run, directory, loggers, counterfactual=self._counterfactual())
+        self.checkpoint = self._restored(checkpoint) if checkpoint is not None else None
+        if checkpoint is None and self.rank:  # dropout differs between the parts of a batch
             random_state.seed((RANK_SEED * self.rank + run.seed) % 2**63)
-        self.log = _run_log(run, directory, loggers, self.training, checkpoint)
+        self.log.replay()
         self.timer = CheckpointTimer(run.schedule)
         self._examined: dict[str, float] = {}
         self._notes: list[str] = []
 
-    def _restored(self, checkpoint: Checkpoint) -> list[str]:
-        """Load a checkpoint; return why the run can differ from an uninterrupted one."""
+    def _restored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Load a checkpoint, and return it with the parts that are of this process."""
+        if self.rank:
+            own = checkpoint.get("ranks", [])[self.rank - 1]
+            checkpoint = cast("Checkpoint", checkpoint | own)
         self.training.restore(checkpoint)
+        self.log.done, self.log.skipped = checkpoint["step"], checkpoint["skipped"]
+        self.log.trained_s = checkpoint["seconds"]
         other_order = OTHER_ORDER.format(processes.count()) if processes.count() > 2 else ""
-        return [
-            note for note in (environment_changes(checkpoint["made_with"]), other_order) if note
-        ]
+        notes = [environment_changes(checkpoint["made_with"]), other_order]
+        self._warned = [*checkpoint["warnings"], *filter(None, notes)]
+        return checkpoint
+
+    def _make_batches(self) -> Batches:
+        data, run = self.data, self.run
+        return Batches(
+            data.train_inputs.to(run.device),
+            data.train_targets.to(run.device),
+            run.schedule.batch_size,
+            run.seed,
+            run.compute.accumulate,
+            order=data.order.batches if data.order is not None else None,
+            epoch_size=data.epoch_size,
+            rank=self.rank,
+            ranks=processes.count(),
+        )
+
+    def _counterfactual(self) -> Counterfactual | None:
+        run, every = self.run, self.run.schedule.update_effect_every
+        if run.shadow or not every:
+            return None
+        optimizer, autocast = self.training.optimizer, run.compute.autocast
+        return Counterfactual(self.model, optimizer, run.task.loss, every, autocast)
 
     def _load_data(self, like: "OpenRun | None") -> None:
         if like is not None and like._drew_nothing:
@@ -292,12 +317,39 @@ class OpenRun:
         inputs, targets = next(self.batches.start(0))
         task, every = self.run.task, self.run.schedule.check_ranks
         model = processes.wrapped(compiled, lambda trial: task.loss(trial(inputs), targets))
-        for step in _steps(self.run, self.training, model, self.batches, self.log, self.live):
+        for step in self._steps(model):
             if every and step.done % every == 0:
                 processes.check_ranks(self.model)
             is_logged = self.is_logged(step.done)
             if is_logged and not self.log_interval(step.done, self.log.fetch_loss(step)):
                 break
+
+    def _steps(self, model: nn.Module) -> Iterator[Step]:
+        """Yield the remaining steps; record each and compare it with one without the surgery."""
+        run, training, log, live = self.run, self.training, self.log, self.live
+        options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+        loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
+        if run.backward_per_task and isinstance(run.task, MultiTask):
+            loss_fn = run.task.losses
+            options = replace(
+                options, backward=lambda losses, last: live.backward(losses, aggregate=last)
+            )
+        if live.reads_example_labels:
+            unlabelled = loss_fn
+
+            def loss_fn(outputs: Tensor, targets: Tensor) -> Losses:
+                live.set_example_labels(run.task.labels(targets))
+                return unlabelled(outputs, targets)
+
+        before = log.counterfactual.before if log.counterfactual else None
+        steps = (run.schedule.steps, log.done)
+        for step in train(
+            model, training.optimizer, loss_fn, self.batches, *steps, options, before
+        ):
+            if log.counterfactual:
+                log.counterfactual.after()
+            log.add_step(step)
+            yield step
 
     def is_logged(self, done: int) -> bool:
         """Whether a log is due after step `done`."""
@@ -327,12 +379,34 @@ class OpenRun:
 
     def examine(self) -> None:
         """Examine the trained model with the surgery attached; note idle transforms."""
-        run, live = self.run, self.live
-        if not self.log.diverged:
-            self._examined = _examined(run, self.directory, self.data, self.model, live)
-        self._examined |= _trajectory_metrics(run, self.directory, self.batches)
-        every = run.schedule.effects_every
-        self._notes = [] if run.shadow else _idle_notes(self.training.surgery, live, every)
+        run = self.run
+        if isinstance(run.task, Examined) and not self.log.diverged:
+            self._examined = self._examination(run.task)
+        if run.task.trajectory_metric_names:  # of all tests, also before a resume
+            rows, epoch = self.directory.read_rows(METRICS), self.batches.steps_per_epoch
+            numbers = run.task.trajectory_metrics(rows, epoch)
+            self._examined |= {f"test/{name}": value for name, value in numbers.items()}
+        if not run.shadow:
+            every = run.schedule.effects_every
+            self._notes = _idle_notes(self.training.surgery, self.live, every)
+
+    def _examination(self, task: Examined) -> dict[str, float]:
+        """Run the task's examination of the trained model."""
+        run, live, model = self.run, self.live, self.model
+        while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
+            live.tick()
+        live.effects.fetch(counted=True)  # effects of the training that are not logged yet
+        model.eval()
+        with random_state.preserved(run.device):
+            random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
+            examination = task.examine(model, self.data)
+        if rows := live.effects.fetch(counted=True):
+            self.directory.write_examined_effects([{"step": live.step, **row} for row in rows])
+        live.tick()  # the examination counts as a step
+        model.train()
+        if examination.saved:
+            self.directory.write_examined(examination.saved)
+        return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
     def summary(self) -> dict[str, object]:
         """Emit the recorded warnings that are not the surgery's; return the outcome."""
@@ -351,163 +425,39 @@ class OpenRun:
         return list(dict.fromkeys([*self._warned, *new]))
 
 
-def _batches(run: Run, data: Data) -> Batches:
-    return Batches(
-        data.train_inputs.to(run.device),
-        data.train_targets.to(run.device),
-        run.schedule.batch_size,
-        run.seed,
-        run.compute.accumulate,
-        order=data.order.batches if data.order is not None else None,
-        epoch_size=data.epoch_size,
-        rank=processes.rank(),
-        ranks=processes.count(),
-    )
-
-
-def _training_state(run: Run, model: nn.Module) -> TrainingState:
-    # A new surgery: that of the run has the state of an earlier execution.
-    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    optimizer = run.make_optimizer(model)
-    schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
-    return TrainingState(model, optimizer, surgery, run.device, schedule, scaler)
-
-
-def _run_log(
-    run: Run,
-    directory: RunDirectory,
-    loggers: Sequence[Logger],
-    training: TrainingState,
-    checkpoint: Checkpoint | None,
-) -> RunLog:
-    """Return the log of a run that starts, or that resumes from a checkpoint."""
-    every = 0 if run.shadow else run.schedule.update_effect_every
-    counterfactual = None
-    if every:
-        counterfactual = Counterfactual(
-            training.model, training.optimizer, run.task.loss, every, run.compute.autocast
-        )
-    log = RunLog(run, directory, loggers, counterfactual=counterfactual)
-    if checkpoint is not None:
-        log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
-        log.trained_s = checkpoint["seconds"]
-    log.replay()
-    return log
-
-
-def _steps(
-    run: Run,
-    training: TrainingState,
-    model: nn.Module,
-    batches: Batches,
-    log: RunLog,
-    live: Live,
-) -> Iterator[Step]:
-    """Yield the remaining steps; record each and compare it with the one without the surgery."""
-    options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
-    loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
-    if run.backward_per_task and isinstance(run.task, MultiTask):
-        loss_fn = run.task.losses
-        options = replace(
-            options, backward=lambda losses, last: live.backward(losses, aggregate=last)
-        )
-    counterfactual = log.counterfactual
-    before = counterfactual.before if counterfactual else None
-    start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = training.optimizer, _labelled(loss_fn, run.task, live)
-    for step in train(model, optimizer, loss_fn, batches, end, start, options, before):
-        if counterfactual:
-            counterfactual.after()
-        log.add_step(step)
-        yield step
-
-
-def _labelled(
-    function: Callable[[Tensor, Tensor], Losses], task: Task, live: Live
-) -> Callable[[Tensor, Tensor], Losses]:
-    """Make a loss give the labels of its batch to the transforms, if one reads them."""
-    if not live.reads_example_labels:
-        return function
-
-    def labelled(outputs: Tensor, targets: Tensor) -> Losses:
-        live.set_example_labels(task.labels(targets))
-        return function(outputs, targets)
-
-    return labelled
-
-
-def _examined(
-    run: Run, directory: RunDirectory, data: Data, model: nn.Module, live: Live
-) -> dict[str, float]:
-    """Run the task's examination of the trained model, with the surgery attached."""
-    if not isinstance(run.task, Examined):
-        return {}
-    while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
-        live.tick()
-    live.effects.fetch(counted=True)  # effects of the training that are not logged yet
-    model.eval()
-    with random_state.preserved(run.device):
-        random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
-        examination = run.task.examine(model, data)
-    if rows := live.effects.fetch(counted=True):
-        directory.write_examined_effects([{"step": live.step, **row} for row in rows])
-    live.tick()  # the examination counts as a step
-    model.train()
-    if examination.saved:
-        directory.write_examined(examination.saved)
-    return {f"examined/{name}": value for name, value in examination.numbers.items()}
-
-
-def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> dict[str, float]:
-    """Return the numbers that the task derives from all tests of the run, also before a resume."""
-    if not run.task.trajectory_metric_names:
-        return {}
-    numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
-    return {f"test/{name}": value for name, value in numbers.items()}
-
-
 def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
     """Return a note for each transform that changed no entry at the steps that were measured, and
     for each that may skip steps.
 
     A note has quantiles of |g| and bounds that would have changed some gradients.
     """
-    identities = _identity_labels(surgery)
-    rows = live.effects.rows()
     where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
-    skipped = live.skipped_steps
-    notes = [
-        f"{label} skipped steps of the optimizer. {number} of {live.step} in the first of these"
-        if number
-        else f"{label} skipped no step of the optimizer"
-        for label, number in skipped.items()
-    ]
-    for transform in dict.fromkeys(str(row["transform"]) for row in rows):
-        effects = [row for row in rows if row["transform"] == transform]
-        if transform in (*identities, *skipped) or any(row["changed"] for row in effects):
-            continue
-        quantiles = live.effects.quantiles(transform, QUANTILES)
-        norms = [row["norm_before"] for row in effects]
-        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
-        if not quantiles or not norms:
-            continue
-        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(QUANTILES, quantiles, strict=True))
-        reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
-        notes.append(
-            f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
-            + suggested_bounds(quantiles, norms)
-        )
-    return notes
-
-
-def _identity_labels(surgery: Surgery) -> set[str]:
-    """Return the labels of the identity transforms, which should change nothing."""
-    return {
+    skipped, notes = live.skipped_steps, []
+    for label, number in skipped.items():
+        count = f"steps of the optimizer. {number} of {live.step} in the first of these"
+        notes.append(f"{label} skipped {count if number else 'no step of the optimizer'}")
+    identities = {  # which should change nothing
         label
         for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
         for label, link in zip(labels, item.links, strict=item.aggregator is None)
         if isinstance(link, Identity)
     }
+    effects: dict[str, list[Mapping[str, object]]] = {}
+    for row in live.effects.rows():
+        effects.setdefault(str(row["transform"]), []).append(row)
+    for transform, rows in effects.items():
+        if transform in (*identities, *skipped) or any(row["changed"] for row in rows):
+            continue
+        quantiles = live.effects.quantiles(transform, QUANTILES)
+        norms = [row["norm_before"] for row in rows]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
+        if quantiles and norms:
+            each = zip(QUANTILES, quantiles, strict=True)
+            shown = ", ".join(f"{share:.0%} {value:.2g}" for share, value in each)
+            reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
+            text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
+            notes.append(text + suggested_bounds(quantiles, norms))
+    return notes
 
 
 def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:

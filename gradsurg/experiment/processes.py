@@ -95,15 +95,15 @@ class Team:
         finally:
             distributed.destroy_process_group()
         own = error if error and not _is_consequence(error) else None
-        failure = own and (full_message(own), "".join(traceback.format_exception(own)))
+        failure = (full_message(own), "".join(traceback.format_exception(own))) if own else ("", "")
         failures = [self.broadcast(failure, source) for source in range(self.count)]
         self.is_training = False
         if own:
             raise own
-        for number, told in enumerate(failures):
-            if told:
-                message, trace = told
-                raise RuntimeError(f"rank {number} of {self.count}: {message}") from _Remote(trace)
+        for number, (line, trace) in enumerate(failures):
+            if line:
+                cause = RuntimeError(trace)
+                raise RuntimeError(f"rank {number} of {self.count}: {line}") from cause
         if error:
             raise error
 
@@ -114,10 +114,6 @@ class Team:
                 self.broadcast(None)
         self._orders.abort()
         del self._orders, self.store  # their threads abort an interpreter that ends before them
-
-
-class _Remote(Exception):
-    """The traceback of another process, to be shown as the cause of an error."""
 
 
 def _clear(error: BaseException | None) -> None:
@@ -184,9 +180,10 @@ def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
         os._exit(code)  # gloo's threads abort some interpreters that end
 
 
-def team() -> Team | None:
-    """Return the processes of this command; None if it is one process."""
-    return _team
+def tell_others(value: object) -> None:
+    """Send a value to the processes that wait for an order, if there are any."""
+    if _team:
+        _team.broadcast(value)
 
 
 def launched() -> int:
