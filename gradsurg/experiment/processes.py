@@ -170,9 +170,12 @@ def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
         code = 0
     except KeyboardInterrupt:
         sleep(GRACE)
-        with suppress(RuntimeError):
-            if team.store.add("told", 1) == 1:
-                tell(LOST)
+        try:
+            is_told = team.store.add("told", 1) > 1
+        except RuntimeError:  # the machine that had the store has gone
+            is_told = os.environ.get("LOCAL_RANK") != "0"
+        if not is_told:
+            tell(LOST)
     except BaseException as error:
         tell(f"rank {team.rank} of {team.count}: {full_message(error)}")
     finally:
