@@ -39,10 +39,6 @@ Action = Literal["trained", "resumed", "retried", "skipped", "not retried"]
 
 EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
 RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
-OTHER_ORDER = (
-    RESUMED + "{} processes: they may sum gradients in another order than before, so that the run "
-    "can differ from an uninterrupted one in the last bits"
-)
 SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
 """The parts of a checkpoint that are the same in all processes."""
 
@@ -250,9 +246,8 @@ class OpenRun:
         self.training.restore(checkpoint)
         self.log.done, self.log.skipped = checkpoint["step"], checkpoint["skipped"]
         self.log.trained_s = checkpoint["seconds"]
-        other_order = OTHER_ORDER.format(processes.count()) if processes.count() > 2 else ""
-        notes = [environment_changes(checkpoint["made_with"]), other_order]
-        self._warned = [*checkpoint["warnings"], *filter(None, notes)]
+        changes = environment_changes(checkpoint["made_with"])
+        self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
         return checkpoint
 
     def _make_batches(self) -> Batches:
@@ -314,10 +309,8 @@ class OpenRun:
 
     def train(self, compiled: nn.Module) -> None:
         """Make the remaining steps with the compiled model, and log them."""
-        inputs, targets = next(self.batches.start(0))
-        task, every = self.run.task, self.run.schedule.check_ranks
-        model = processes.wrapped(compiled, lambda trial: task.loss(trial(inputs), targets))
-        for step in self._steps(model):
+        every = self.run.schedule.check_ranks
+        for step in self._steps(processes.wrapped(compiled)):
             if every and step.done % every == 0:
                 processes.check_ranks(self.model)
             is_logged = self.is_logged(step.done)

@@ -6,13 +6,13 @@ group of their own; that of `torch.distributed` exists while a run is trained (`
 that an error in one process ends the run in all, and the next run has a new one.
 """
 
-import copy
 import gc
 import os
 import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -32,7 +32,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.messages import full_message, tell
-from gradsurg.torch_internals import random_state
 
 Value = TypeVar("Value")
 
@@ -141,7 +140,8 @@ def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> N
     """
     global _team
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # device=cuda is this one
+        # device=cuda is this one
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     try:
         team = _team = Team()
     except ValueError as error:  # a variable is missing
@@ -152,9 +152,6 @@ def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> N
         _follow(team, follow)
     try:
         command()
-    except KeyboardInterrupt:
-        team.is_training = True
-        raise
     finally:
         with suppress(RuntimeError):  # the store has ended
             team.store.add("told", 1)
@@ -238,20 +235,16 @@ def gathered(value: Value) -> list[Value]:
     return values or []
 
 
-def wrapped(model: nn.Module, first_loss: Callable[[nn.Module], Tensor]) -> nn.Module:
+def wrapped(model: nn.Module) -> nn.Module:
     """Return the model for training, whose gradients are averaged over the processes.
 
-    `first_loss` returns the loss of a model for a batch: it tells whether there are parameters
-    without a gradient, which DistributedDataParallel has to search for in each step then.
+    Searching for unused parameters also keeps the order of sums, so that a resumed run is
+    bit-identical with any number of processes.
     """
     if count() == 1:
         return model
-    trial = copy.deepcopy(model)
-    with random_state.preserved():
-        first_loss(trial).backward()
-    unused = any(param.requires_grad and param.grad is None for param in trial.parameters())
-    is_searched = bool(mean(torch.tensor(float(unused))) > 0)
-    return DistributedDataParallel(model, find_unused_parameters=is_searched)
+    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+    return DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def check_ranks(model: nn.Module) -> None:

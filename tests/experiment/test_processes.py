@@ -141,9 +141,9 @@ def test_two_processes_train_as_one_does_with_the_same_batches(
     assert two.summary["test/loss"] == pytest.approx(one.summary["test/loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(("count", "notes"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize("count", [2, 3])
 def test_an_interrupted_run_ends_as_a_whole_one_with_the_state_of_each_process(
-    tmp_path: Path, in_team, count: int, notes: int
+    tmp_path: Path, in_team, count: int
 ) -> None:
     records: dict[str, Record] = {}
 
@@ -158,11 +158,8 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_the_state_of_each_process(
     in_team(count, lambda: trained("torn"))
     torn = records["torn"]
     assert torn.action == "resumed"
-    told = [str(note) for note in torn.summary["notes"]]  # pyright: ignore[reportGeneralTypeIssues]
-    assert sum("sum gradients in another order" in note for note in told) == notes
-    if count == 2:
-        for name, weight in weights(records["whole"]).items():
-            assert torch.equal(weights(torn)[name], weight)
+    for name, weight in weights(records["whole"]).items():
+        assert torch.equal(weights(torn)[name], weight)
 
 
 @pytest.mark.parametrize(
