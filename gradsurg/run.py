@@ -52,6 +52,7 @@ def main() -> None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _command()
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
     from gradsurg.experiment.execution import follow
     from gradsurg.experiment.processes import run_in_all
 

@@ -186,11 +186,9 @@ def _train(
 def follow(team: Team) -> None:
     """Train with rank 0 the runs that it executes, until its command ends."""
     while order := team.broadcast(None):
-        config, seed, name, checkpoint = order
-
-        make_run = partial(_built, config, seed, name)
+        *words, checkpoint = order
         with TemporaryDirectory(prefix="gradsurg-") as folder, suppress(Exception):  # rank 0 tells
-            _train(make_run, RunDirectory(folder), [], checkpoint)
+            _train(partial(_built, *words), RunDirectory(folder), [], checkpoint)
 
 
 def _built(config: Config, seed: int, name: str) -> Run:
@@ -327,18 +325,15 @@ class OpenRun:
             options = replace(
                 options, backward=lambda losses, last: live.backward(losses, aggregate=last)
             )
-        if live.reads_example_labels:
-            unlabelled = loss_fn
 
-            def loss_fn(outputs: Tensor, targets: Tensor) -> Losses:
-                live.set_example_labels(run.task.labels(targets))
-                return unlabelled(outputs, targets)
+        def labelled(outputs: Tensor, targets: Tensor) -> Losses:
+            live.set_example_labels(run.task.labels(targets))
+            return loss_fn(outputs, targets)
 
+        loss = labelled if live.reads_example_labels else loss_fn
         before = log.counterfactual.before if log.counterfactual else None
         steps = (run.schedule.steps, log.done)
-        for step in train(
-            model, training.optimizer, loss_fn, self.batches, *steps, options, before
-        ):
+        for step in train(model, training.optimizer, loss, self.batches, *steps, options, before):
             if log.counterfactual:
                 log.counterfactual.after()
             log.add_step(step)

@@ -12,7 +12,6 @@ import pickle
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -24,10 +23,12 @@ from contextlib import (
 )
 from datetime import timedelta
 from time import sleep
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,13 +51,14 @@ class Team:
     """The processes of a command. All call each method, in the same order."""
 
     def __init__(self) -> None:
-        self.store, self.rank, self.count = next(iter(distributed.rendezvous("env://")))
-        store = distributed.PrefixStore("orders", self.store)
-        self._orders = distributed.ProcessGroupGloo(store, self.rank, self.count, FOREVER)
+        self.store, self.rank, self.count = next(rendezvous("env://"))
+        store = PrefixStore("orders", self.store)
+        # Any: its methods are not typed.
+        self._orders: Any = ProcessGroupGloo(store, self.rank, self.count, FOREVER)
         self._runs = 0
         self.is_training = False
 
-    def broadcast(self, value: Value, source: int = 0) -> Value:
+    def broadcast(self, value: Any, source: int = 0) -> Any:  # Any: what pickle can hold
         """Return the value that the process `source` has. Raises LostProcess if one has ended."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
@@ -79,7 +81,7 @@ class Team:
         self._runs, self.is_training = self._runs + 1, True
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=distributed.PrefixStore(f"run{self._runs}", self.store),
+            store=PrefixStore(f"run{self._runs}", self.store),
             rank=self.rank,
             world_size=self.count,
         )
@@ -166,6 +168,7 @@ def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
             follow(team)
         code = 0
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all
         sleep(GRACE)
         try:
             is_told = team.store.add("told", 1) > 1
@@ -243,7 +246,6 @@ def wrapped(model: nn.Module) -> nn.Module:
     """
     if count() == 1:
         return model
-    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
