@@ -29,7 +29,7 @@ HOMES = {
     "Surgery": "core.surgery",
     "SurgeryWarning": "effects.ledger",
     "Trigger": "triggers.base",
-    "check_ranks": "experiment.ranks",
+    "check_ranks": "experiment.processes",
     "compare": "comparison",
     "gpm_basis": "per_example.subspaces",
     "hook": "core.hook",

@@ -46,7 +46,7 @@ from gradsurg.core.live import Live as Live
 from gradsurg.core.surgery import Surgery as Surgery
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.experiment.catalogue import list as list
-from gradsurg.experiment.ranks import check_ranks as check_ranks
+from gradsurg.experiment.processes import check_ranks as check_ranks
 from gradsurg.experiment.recipes import load as load
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters
 from gradsurg.per_example.subspaces import gpm_basis as gpm_basis

@@ -36,12 +36,22 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line; under torchrun the other processes train each run with the first.
 
     The exit code is 0 if all runs finished, 1 if a run failed or diverged, 2 if the command line is
     wrong, 130 after an interruption.
     """
-    words = sys.argv[1:]
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _command(sys.argv[1:])
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported
+    from gradsurg.experiment.execution import follow
+    from gradsurg.experiment.processes import run_in_all
+
+    run_in_all(lambda: _command(sys.argv[1:]), follow)
+
+
+def _command(words: list[str]) -> None:
     try:
         if any(word.partition("=")[0] == "--list" for word in words):
             _list(words)
@@ -50,6 +60,9 @@ def main() -> None:
         sys.argv[1:] = prepared(words)
         with _errors_in_one_line():
             job()
+    except SystemExit as end:  # of a sweep that has nothing to train
+        if end.code:
+            raise
     except ConfigError as error:
         tell("\n".join(error.faults))
         sys.exit(WRONG_INPUT)

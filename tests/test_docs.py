@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.transforms import GroupTransform
 from tests.conftest import Here
+from tests.forks import Ranks, in_ranks
 from tests.test_readme import ROOT, blocks
 
 PAGE = "docs/own_code.md"

@@ -298,31 +298,18 @@ def test_notes_of_an_error_stand_behind_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "rank", "words", "code", "message"),
+    ("words", "message"),
     [
-        ("2", "1", [], 0, ""),  # the first process forks it
-        ("2", "0", ["ranks=4"], 2, "ranks: must be 2 under torchrun --nproc_per_node=2, found "),
-        ("1", "0", [], 2, "torchrun: the 2 processes of a run must be on one machine; "),
+        (["ranks=2"], "ranks: is no key, torchrun starts the processes: torchrun --nproc_per_node"),
+        (["-m", "hydra/launcher=joblib"], "hydra/launcher: joblib starts processes of its own, "),
     ],
-    ids=["second process", "another number", "two machines"],
 )
-def test_torchrun_trains_in_its_first_process(
-    here: Here, monkeypatch: pytest.MonkeyPatch, local, rank, words, code, message
+def test_several_processes_are_those_of_torchrun(
+    here: Here, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("RANK", "0")  # as in a process of torchrun
     ended = here("transform=clip", "logger=none", *words)
-    assert (ended.code or 0, ended.out) == (code, "")
+    assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith(message)
+    assert ended.err.count("\n") == 1
     assert not Path("runs").exists()
-
-
-def test_torchrun_adds_the_number_of_processes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0")):
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    ended = here("transform=clip", "batch_size=33", "logger=none")
-    assert ended.code == 2
-    assert "batch_size: must be a multiple of ranks=2" in ended.err

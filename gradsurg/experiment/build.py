@@ -15,12 +15,12 @@ from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment import processes
 from gradsurg.experiment.compose import GROUPS
 from gradsurg.experiment.controls import control_interventions
 from gradsurg.experiment.errors import ConfigError, ErrorCollector, joined
 from gradsurg.experiment.instantiate import Config, instantiate, user_code
 from gradsurg.experiment.overrides import MAX_RUNS, too_many
-from gradsurg.experiment.ranks import refuse_batch_norm
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.runs import Pair, Plan, create_model, split_plans
@@ -130,8 +130,8 @@ def build(config: Config, trial: bool = True) -> Experiment:
         check_settings(settings, selector, intervention, combining, device, data, errors)
         _check_attribute(settings, config, errors)
         _check_control(settings, intervention, combining, errors)
-        if settings.ranks > 1:
-            _check_ranks(settings, intervention, combining, task, model, device, errors)
+        if settings.compute.ranks > 1:
+            _check_processes(settings, intervention, combining, model, errors)
     finite = errors.passes("", lambda: _check_finite(config, errors))
     experiment = None
     if not errors.lines and settings and task and selector and device:
@@ -484,40 +484,35 @@ def _check_attribute(settings: Settings, config: Config, errors: ErrorCollector)
         )
 
 
-def _check_ranks(
+def _check_processes(
     settings: Settings,
     intervention: Intervention | None,
     combining: Intervention | None,
-    task: Task | None,
     model: nn.Module | None,
-    device: torch.device | None,
     errors: ErrorCollector,
 ) -> None:
     """Refuse what several processes do not train as one process does."""
-    found = f"found ranks={settings.ranks}"
-    if settings.batch_size % settings.ranks:
-        rule = f"must be a multiple of ranks={settings.ranks}, whose processes share each batch"
+    count = settings.compute.ranks
+    found = f"found {count} processes"
+    if settings.batch_size % count:
+        rule = f"must be a multiple of {count}, the processes that share each batch"
         errors.add("batch_size", f"{rule}, found {settings.batch_size}")
-    if settings.threads != 1:
-        errors.add("threads", f"must be 1 with several processes, found {settings.threads}")
-    if device is not None and device.type != "cpu":
-        errors.add("ranks", f"needs device=cpu, as a process with {device.type} cannot be forked")
     for key, is_set in (
         ("compile", settings.compile),
         ("precision", settings.precision == "float16"),
         ("update_effect_every", settings.update_effect_every > 0),
     ):
         if is_set:
-            errors.add(key, f"needs ranks=1, {found}")
+            errors.add(key, f"needs one process, {found}")
     at = combining.at if combining is not None else None
     if isinstance(at, SharedParameters) and at.engine == "feature" and at.reduce == "mean":
-        text = "feature has no mean over processes: needs ranks=1 or shared.reduce=local"
+        text = "feature has no mean over processes: needs one process or shared.reduce=local"
         errors.add("shared.engine", f"{text}, {found}")
     if intervention is not None and "examples" in intervention.needs:
         name = "+".join(intervention.names)
-        errors.add("transform", f"{name} needs all examples of a batch: ranks=1, {found}")
-    if model is not None and (reason := refuse_batch_norm(model)):
-        errors.add("model", f"{reason}: needs ranks=1, {found}")
+        errors.add("transform", f"{name} needs all examples of a batch: one process, {found}")
+    if model is not None and (reason := processes.refuse_batch_norm(model)):
+        errors.add("model", f"{reason}: needs one process, {found}")
 
 
 def _check_control(

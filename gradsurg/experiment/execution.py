@@ -2,13 +2,15 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Literal, cast
 
 import torch
@@ -17,11 +19,14 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.experiment import processes
+from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.experiment.counterfactual import Counterfactual
+from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
-from gradsurg.experiment.ranks import ALONE, Ranks, check_ranks, in_ranks, leave_group
+from gradsurg.experiment.processes import Team
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
     ERROR,
@@ -34,7 +39,7 @@ from gradsurg.experiment.run_directory import (
 from gradsurg.experiment.run_identity import RESUMED, environment_changes
 from gradsurg.experiment.run_reader import known
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
-from gradsurg.tasks.base import Data, Examined, MultiTask, Task
+from gradsurg.tasks.base import Examined, MultiTask
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.identity import Identity
 
@@ -42,10 +47,6 @@ Action = Literal["trained", "resumed", "retried", "skipped", "not retried", "bus
 
 EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
 RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
-OTHER_ORDER = (
-    RESUMED + "{} processes: they may sum gradients in another order than before, so that the run "
-    "can differ from an uninterrupted one in the last bits"
-)
 SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
 """The parts of a checkpoint that are the same in all processes."""
 
@@ -94,9 +95,8 @@ def execute(
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
         fault = "" if (directory.path / ERROR).is_file() else directory.reason
-        (directory.path / ERROR).unlink(
-            missing_ok=True
-        )  # first: a full disk must not leave that of an earlier attempt
+        # First: a full disk must not leave that of an earlier attempt.
+        (directory.path / ERROR).unlink(missing_ok=True)
         directory.plan(run.facts, run.identity)
         try:
             checkpoint = directory.load_checkpoint()
@@ -133,7 +133,8 @@ def _execute(
     summary: dict[str, object] = {}
     try:
         with restored_process(threads, run.device):
-            summary = _train(run, directory, loggers, checkpoint)
+            processes.tell_others((run.config, run.seed, run.name, checkpoint))
+            summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
     except Exception:
@@ -175,56 +176,47 @@ def restored_process(threads: int | None, device: torch.device) -> Iterator[None
 
 
 def _train(
-    run: Run, directory: RunDirectory, loggers: Sequence[Logger], checkpoint: Checkpoint | None
-) -> dict[str, object]:
-    """Train in one process, or in several, of which the first alone logs and has a summary."""
-
-    def work(ranks: Ranks, folder: Path) -> dict[str, object]:
-        if ranks.rank:
-            return _train_rank(ranks, run, RunDirectory(folder), [], checkpoint)
-        return _train_rank(ranks, run, directory, loggers, checkpoint)
-
-    return in_ranks(run.compute.ranks, work)
-
-
-def _train_rank(
-    ranks: Ranks,
-    run: Run,
+    make_run: Callable[[], Run],
     directory: RunDirectory,
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
-    opened = OpenRun(run, directory, loggers, checkpoint, ranks)
-    model, training, log = opened.model, opened.training, opened.log
-    every = run.schedule.check_ranks if ranks.count > 1 else 0
-    with (
-        opened.recorded_warnings(),
-        opened.attach() as live,
-        run.compute.compiled(model) as compiled,
-    ):
-        inputs, targets = next(opened.batches.start(0))
-        wrapped = ranks.wrapped(compiled, lambda trial: run.task.loss(trial(inputs), targets))
-        for step in _steps(run, training, wrapped, opened.batches, log, live):
-            if every and step.done % every == 0:
-                check_ranks(model)
-            is_logged = opened.is_logged(step.done)
-            if is_logged and not opened.log_interval(step.done, log.fetch_loss(step)):
-                break
-        if ranks.rank:
-            live.abort()
+    """Train a run in all processes of the command, and return its summary; {} if another has it."""
+    with ExitStack() as attached:
+        with processes.together():
+            opened = OpenRun(make_run(), directory, loggers, checkpoint)
+            with ExitStack() as entered:
+                entered.enter_context(opened.recorded_warnings())
+                entered.enter_context(opened.attach())
+                opened.train(entered.enter_context(opened.run.compute.compiled(opened.model)))
+                attached.enter_context(entered.pop_all())
+        if opened.rank:
             return {}
-        if ranks.count > 1:
-            leave_group()  # process 0 examines alone
-        opened.examine()
+        opened.examine()  # alone
     return opened.summary()
+
+
+def follow(team: Team) -> None:
+    """Train with rank 0 the runs that it executes, until its command ends."""
+    while order := team.broadcast(None):
+        *words, checkpoint = order
+        with TemporaryDirectory(prefix="gradsurg-") as folder, suppress(Exception):  # rank 0 tells
+            _train(partial(_built, *words), RunDirectory(folder), [], checkpoint)
+
+
+def _built(config: Config, seed: int, name: str) -> Run:
+    """Return the run with this name of those that a config describes."""
+    one = {"seed": seed, "splits": 1, "attribute": False, "tune": None, "logger": {}}
+    experiment = build({**config, **one}, trial=False)
+    torch.set_num_threads(experiment.settings.threads or torch.get_num_threads())
+    return next(run for run in experiment.runs if run.name == name)
 
 
 class OpenRun:
     """A run in training: its data, model, surgery and log, from a checkpoint or from step 0.
 
     Between `attach` and `summary` the caller makes the steps, adds each to `log`, and calls
-    `log_interval` after those that are logged. Data and landscape are those of `like`, a run of
-    the same task, if loading them drew no random numbers.
+    `log_interval` after those that are logged.
     """
 
     def __init__(
@@ -233,44 +225,62 @@ class OpenRun:
         directory: RunDirectory,
         loggers: Sequence[Logger],
         checkpoint: Checkpoint | None,
-        ranks: Ranks = ALONE,
-        like: "OpenRun | None" = None,
     ) -> None:
         random_state.seed(run.seed)
-        if checkpoint is not None and ranks.rank:
-            own = checkpoint.get("ranks", [])[ranks.rank - 1]
-            checkpoint = checkpoint | own
-        self.run, self.directory, self.checkpoint, self.ranks = run, directory, checkpoint, ranks
-        self._load_data(like)
-        self.model = run.make_model(self.data).to(run.device)
-        self.batches = _batches(run, self.data, ranks)
-        self.training = _training_state(run, self.model)
+        self.run, self.directory, self.rank = run, directory, processes.rank()
         self._warned: list[str] = []
         self._caught: list[list[warnings.WarningMessage]] = []
-        if checkpoint is not None:
-            self.training.restore(checkpoint)
-            changes = environment_changes(checkpoint["made_with"])
-            self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
-            if ranks.count > 2:
-                self._warned.append(OTHER_ORDER.format(ranks.count))
-        elif ranks.rank:  # dropout differs between the parts of a batch
-            random_state.seed((RANK_SEED * ranks.rank + run.seed) % 2**63)
-        self.log = _run_log(run, directory, loggers, self.training, checkpoint, ranks)
+        self.data = run.load_data()
+        if (landscape := run.task.landscape()) is not None:
+            directory.write_json(LANDSCAPE, landscape, indent=None)
+        self.model = run.make_model(self.data).to(run.device)
+        self.batches = self._make_batches()
+        optimizer = run.make_optimizer(self.model)
+        # A new surgery: that of the run has the state of an earlier execution.
+        surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
+        schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
+        self.training = TrainingState(self.model, optimizer, surgery, run.device, schedule, scaler)
+        self.log = RunLog(run, directory, loggers, counterfactual=self._counterfactual())
+        self.checkpoint = self._restored(checkpoint) if checkpoint is not None else None
+        if checkpoint is None and self.rank:  # dropout differs between the parts of a batch
+            random_state.seed((RANK_SEED * self.rank + run.seed) % 2**63)
+        self.log.replay()
         self.timer = CheckpointTimer(run.schedule)
         self._examined: dict[str, float] = {}
         self._notes: list[str] = []
 
-    def _load_data(self, like: "OpenRun | None") -> None:
-        if like is not None and like._drew_nothing:
-            self.data = like.data
-            if landscape := known(like.directory.path / LANDSCAPE):
-                self.directory.write_json(LANDSCAPE, landscape, indent=None)
-            return
-        before = torch.get_rng_state()
-        self.data, landscape = self.run.load_data(), self.run.task.landscape()
-        self._drew_nothing = torch.equal(before, torch.get_rng_state())
-        if landscape is not None:
-            self.directory.write_json(LANDSCAPE, landscape, indent=None)
+    def _restored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Load a checkpoint, and return it with the parts that are of this process."""
+        if self.rank:
+            own = checkpoint.get("ranks", [])[self.rank - 1]
+            checkpoint = checkpoint | own
+        self.training.restore(checkpoint)
+        self.log.done, self.log.skipped = checkpoint["step"], checkpoint["skipped"]
+        self.log.trained_s = checkpoint["seconds"]
+        changes = environment_changes(checkpoint["made_with"])
+        self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
+        return checkpoint
+
+    def _make_batches(self) -> Batches:
+        data, run = self.data, self.run
+        return Batches(
+            data.train_inputs.to(run.device),
+            data.train_targets.to(run.device),
+            run.schedule.batch_size,
+            run.seed,
+            run.compute.accumulate,
+            order=data.order.batches if data.order is not None else None,
+            epoch_size=data.epoch_size,
+            rank=self.rank,
+            ranks=processes.count(),
+        )
+
+    def _counterfactual(self) -> Counterfactual | None:
+        run, every = self.run, self.run.schedule.update_effect_every
+        if run.shadow or not every:
+            return None
+        optimizer, autocast = self.training.optimizer, run.compute.autocast
+        return Counterfactual(self.model, optimizer, run.task.loss, every, autocast)
 
     @contextmanager
     def recorded_warnings(self) -> Iterator[None]:
@@ -297,6 +307,40 @@ class OpenRun:
             live.effects.resume(self.checkpoint["effects"], live.ledger)
         return live
 
+    def train(self, compiled: nn.Module) -> None:
+        """Make the remaining steps with the compiled model, and log them."""
+        every = self.run.schedule.check_ranks
+        for step in self._steps(processes.wrapped(compiled)):
+            if every and step.done % every == 0:
+                processes.check_ranks(self.model)
+            is_logged = self.is_logged(step.done)
+            if is_logged and not self.log_interval(step.done, self.log.fetch_loss(step)):
+                break
+
+    def _steps(self, model: nn.Module) -> Iterator[Step]:
+        """Yield the remaining steps; record each and compare it with one without the surgery."""
+        run, training, log, live = self.run, self.training, self.log, self.live
+        options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+        loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
+        if run.backward_per_task and isinstance(run.task, MultiTask):
+            loss_fn = run.task.losses
+            options = replace(
+                options, backward=lambda losses, last: live.backward(losses, aggregate=last)
+            )
+
+        def labelled(outputs: Tensor, targets: Tensor) -> Losses:
+            live.set_example_labels(run.task.labels(targets))
+            return loss_fn(outputs, targets)
+
+        loss = labelled if live.reads_example_labels else loss_fn
+        before = log.counterfactual.before if log.counterfactual else None
+        steps = (run.schedule.steps, log.done)
+        for step in train(model, training.optimizer, loss, self.batches, *steps, options, before):
+            if log.counterfactual:
+                log.counterfactual.after()
+            log.add_step(step)
+            yield step
+
     def is_logged(self, done: int) -> bool:
         """Whether a log is due after step `done`."""
         return done % self.run.schedule.log_every == 0 or done == self.run.schedule.steps
@@ -306,7 +350,7 @@ class OpenRun:
         the last one.
         """
         goes_on = self.log.interval(done, loss, self.live, self.data, self.model)
-        goes_on, is_due = self.ranks.from_first((goes_on, goes_on and self.timer.due(done)))
+        goes_on, is_due = processes.from_first((goes_on, goes_on and self.timer.due(done)))
         # Right after a log no measurement is pending, so checkpoints are saved here only.
         if is_due:
             self._save_checkpoint(done)
@@ -317,24 +361,50 @@ class OpenRun:
         checkpoint = self.training.checkpoint(
             done, self.live, self._surgery_warnings(), log.skipped, log.trained_s
         )
-        if self.ranks.count > 1:
+        if processes.count() > 1:
             own = {key: value for key, value in checkpoint.items() if key not in SHARED_BY_RANKS}
-            checkpoint["ranks"] = self.ranks.gathered(own)[1:]
-        if not self.ranks.rank:
+            checkpoint["ranks"] = processes.gathered(own)[1:]
+        if not self.rank:
             self.directory.save_checkpoint(checkpoint)
 
     def examine(self) -> None:
         """Examine the trained model with the surgery attached; note idle transforms."""
-        run, live = self.run, self.live
-        if not self.log.diverged:
-            self._examined = _examined(run, self.directory, self.data, self.model, live)
-        self._examined |= _trajectory_metrics(run, self.directory, self.batches)
-        every = run.schedule.effects_every
-        self._notes = [] if run.shadow else _idle_notes(self.training.surgery, live, every)
+        run = self.run
+        if isinstance(run.task, Examined) and not self.log.diverged:
+            self._examined = self._examination(run.task)
+        if run.task.trajectory_metric_names:  # of all tests, also before a resume
+            rows, epoch = self.directory.read_rows(METRICS), self.batches.steps_per_epoch
+            numbers = run.task.trajectory_metrics(rows, epoch)
+            self._examined |= {f"test/{name}": value for name, value in numbers.items()}
+        if not run.shadow:
+            every = run.schedule.effects_every
+            self._notes = _idle_notes(self.training.surgery, self.live, every)
+
+    def _examination(self, task: Examined) -> dict[str, float]:
+        """Run the task's examination of the trained model."""
+        run, live, model = self.run, self.live, self.model
+        while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
+            live.tick()
+        live.effects.fetch(counted=True)  # effects of the training that are not logged yet
+        model.eval()
+        with random_state.preserved(run.device):
+            random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
+            examination = task.examine(model, self.data)
+        if rows := live.effects.fetch(counted=True):
+            self.directory.write_examined_effects([{"step": live.step, **row} for row in rows])
+        live.tick()  # the examination counts as a step
+        model.train()
+        if examination.saved:
+            self.directory.write_json(EXAMINED, examination.saved, indent=None)
+        return {f"examined/{name}": value for name, value in examination.numbers.items()}
 
     def summary(self) -> dict[str, object]:
         """Emit the recorded warnings that are not the surgery's; return the outcome."""
-        _warn_again(chain.from_iterable(self._caught))
+        registry: dict[str | tuple[str, type[Warning], int], int] = {}  # each is emitted once
+        for item in chain.from_iterable(self._caught):
+            if item.category is not SurgeryWarning:
+                place = item.filename, item.lineno
+                warnings.warn_explicit(item.message, item.category, *place, registry=registry)
         notes = self._notes + self._surgery_warnings()
         return self.log.summary(self.data, self.model, self._examined, notes)
 
@@ -345,174 +415,39 @@ class OpenRun:
         return list(dict.fromkeys([*self._warned, *new]))
 
 
-def _batches(run: Run, data: Data, ranks: Ranks) -> Batches:
-    return Batches(
-        data.train_inputs.to(run.device),
-        data.train_targets.to(run.device),
-        run.schedule.batch_size,
-        run.seed,
-        run.compute.accumulate,
-        order=data.order.batches if data.order is not None else None,
-        epoch_size=data.epoch_size,
-        rank=ranks.rank,
-        ranks=ranks.count,
-    )
-
-
-def _training_state(run: Run, model: nn.Module) -> TrainingState:
-    # A new surgery: that of the run has the state of an earlier execution.
-    surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
-    optimizer = run.make_optimizer(model)
-    schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
-    return TrainingState(model, optimizer, surgery, run.device, schedule, scaler)
-
-
-def _run_log(
-    run: Run,
-    directory: RunDirectory,
-    loggers: Sequence[Logger],
-    training: TrainingState,
-    checkpoint: Checkpoint | None,
-    ranks: Ranks,
-) -> RunLog:
-    """Return the log of a run that starts, or that resumes from a checkpoint."""
-    every = 0 if run.shadow else run.schedule.update_effect_every
-    counterfactual = None
-    if every:
-        counterfactual = Counterfactual(
-            training.model, training.optimizer, run.task.loss, every, run.compute.autocast
-        )
-    log = RunLog(run, directory, loggers, counterfactual=counterfactual, ranks=ranks)
-    if checkpoint is not None:
-        log.done, log.skipped = checkpoint["step"], checkpoint["skipped"]
-        log.trained_s = checkpoint["seconds"]
-    log.replay()
-    return log
-
-
-def _steps(
-    run: Run,
-    training: TrainingState,
-    compiled: nn.Module,
-    batches: Batches,
-    log: RunLog,
-    live: Live,
-) -> Iterator[Step]:
-    """Yield the remaining steps; record each and compare it with the one without the surgery."""
-    options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
-    loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
-    if run.backward_per_task and isinstance(run.task, MultiTask):
-        loss_fn = run.task.losses
-        options = replace(
-            options, backward=lambda losses, last: live.backward(losses, aggregate=last)
-        )
-    counterfactual = log.counterfactual
-    before = counterfactual.before if counterfactual else None
-    start, end = log.done, run.schedule.steps
-    optimizer, loss_fn = training.optimizer, _labelled(loss_fn, run.task, live)
-    for step in train(compiled, optimizer, loss_fn, batches, end, start, options, before):
-        if counterfactual:
-            counterfactual.after()
-        log.add_step(step)
-        yield step
-
-
-def _labelled(
-    function: Callable[[Tensor, Tensor], Losses], task: Task, live: Live
-) -> Callable[[Tensor, Tensor], Losses]:
-    """Make a loss give the labels of its batch to the transforms, if one reads them."""
-    if not live.reads_example_labels:
-        return function
-
-    def labelled(outputs: Tensor, targets: Tensor) -> Losses:
-        live.set_example_labels(task.labels(targets))
-        return function(outputs, targets)
-
-    return labelled
-
-
-def _examined(
-    run: Run, directory: RunDirectory, data: Data, model: nn.Module, live: Live
-) -> dict[str, float]:
-    """Run the task's examination of the trained model, with the surgery attached."""
-    if not isinstance(run.task, Examined):
-        return {}
-    while live.step < run.schedule.steps:  # the scaler skipped steps, or `until` ended the run
-        live.tick()
-    live.effects.fetch(counted=True)  # effects of the training that are not logged yet
-    model.eval()
-    with random_state.preserved(run.device):
-        random_state.seed((EXAMINATION_SEED + run.seed) % 2**63)  # a seed may fill 64 bits
-        examination = run.task.examine(model, data)
-    if rows := live.effects.fetch(counted=True):
-        directory.write_examined_effects([{"step": live.step, **row} for row in rows])
-    live.tick()  # the examination counts as a step
-    model.train()
-    if examination.saved:
-        directory.write_json(EXAMINED, examination.saved, indent=None)
-    return {f"examined/{name}": value for name, value in examination.numbers.items()}
-
-
-def _trajectory_metrics(run: Run, directory: RunDirectory, batches: Batches) -> dict[str, float]:
-    """Return the numbers that the task derives from all tests of the run, also before a resume."""
-    if not run.task.trajectory_metric_names:
-        return {}
-    numbers = run.task.trajectory_metrics(directory.read_rows(METRICS), batches.steps_per_epoch)
-    return {f"test/{name}": value for name, value in numbers.items()}
-
-
-def _warn_again(caught: Iterable[warnings.WarningMessage]) -> None:
-    """Emit the caught warnings that are not the surgery's, once each."""
-    registry: dict[str | tuple[str, type[Warning], int], int] = {}
-    for item in caught:
-        if item.category is not SurgeryWarning:
-            warnings.warn_explicit(
-                item.message, item.category, item.filename, item.lineno, registry=registry
-            )
-
-
 def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
     """Return a note for each transform that changed no entry at the steps that were measured, and
     for each that may skip steps.
 
     A note has quantiles of |g| and bounds that would have changed some gradients.
     """
-    identities = _identity_labels(surgery)
-    rows = live.effects.rows()
     where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
-    skipped = live.skipped_steps
-    notes = [
-        f"{label} skipped steps of the optimizer. {number} of {live.step} in the first of these"
-        if number
-        else f"{label} skipped no step of the optimizer"
-        for label, number in skipped.items()
-    ]
-    for transform in dict.fromkeys(str(row["transform"]) for row in rows):
-        effects = [row for row in rows if row["transform"] == transform]
-        if transform in (*identities, *skipped) or any(row["changed"] for row in effects):
-            continue
-        quantiles = live.effects.quantiles(transform, QUANTILES)
-        norms = [row["norm_before"] for row in effects]
-        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
-        if not quantiles or not norms:
-            continue
-        shown = ", ".join(f"{q:.0%} {v:.2g}" for q, v in zip(QUANTILES, quantiles, strict=True))
-        reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
-        notes.append(
-            f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
-            + suggested_bounds(quantiles, norms)
-        )
-    return notes
-
-
-def _identity_labels(surgery: Surgery) -> set[str]:
-    """Return the labels of the identity transforms, which should change nothing."""
-    return {
+    skipped, notes = live.skipped_steps, []
+    for label, number in skipped.items():
+        count = f"steps of the optimizer. {number} of {live.step} in the first of these"
+        notes.append(f"{label} skipped {count if number else 'no step of the optimizer'}")
+    identities = {  # which should change nothing
         label
         for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
         for label, link in zip(labels, item.links, strict=item.aggregator is None)
         if isinstance(link, Identity)
     }
+    effects: dict[str, list[Mapping[str, object]]] = {}
+    for row in live.effects.rows():
+        effects.setdefault(str(row["transform"]), []).append(row)
+    for transform, rows in effects.items():
+        if transform in (*identities, *skipped) or any(row["changed"] for row in rows):
+            continue
+        quantiles = live.effects.quantiles(transform, QUANTILES)
+        norms = [row["norm_before"] for row in rows]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
+        if quantiles and norms:
+            each = zip(QUANTILES, quantiles, strict=True)
+            shown = ", ".join(f"{share:.0%} {value:.2g}" for share, value in each)
+            reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
+            text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
+            notes.append(text + suggested_bounds(quantiles, norms))
+    return notes
 
 
 def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:

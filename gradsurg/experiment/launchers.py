@@ -17,12 +17,10 @@ LAUNCHERS = {
 
 
 def sweeper_fault(name: str) -> str:
-    """Return the error for a sweeper other than Hydra's own, '' for that.
+    """Return the error for a sweeper other than Hydra's own.
 
     Others choose each job by the results of earlier ones, so that no job is checked before.
     """
-    if name == "basic":
-        return ""
     return (
         f"hydra/sweeper: must be basic, found '{name}'; to search for values use tune= or "
         "`wandb sweep` (docs/sweeps.md)"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.effects.effects import NonFinite
 from gradsurg.effects.summary import Row, effects_by_path
+from gradsurg.experiment import processes
 from gradsurg.experiment.counterfactual import Counterfactual, means
 from gradsurg.experiment.loop import Step, outputs_of
-from gradsurg.experiment.ranks import ALONE, Ranks
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import CONFLICTS, EFFECTS, METRICS, RunDirectory
 from gradsurg.loggers.base import Logger
@@ -55,7 +55,6 @@ class RunLog:
     skipped: int = 0
     trained_s: float = 0.0
     counterfactual: Counterfactual | None = None
-    ranks: Ranks = ALONE
     diverged: bool = False
     bad_step: int | None = None
     nonfinite: NonFinite | None = None
@@ -81,7 +80,7 @@ class RunLog:
         """
         losses, self._losses = self._losses, []
         stacked = torch.stack([*(loss for _, loss in losses), step.loss]).flatten()
-        *values, last = self.ranks.mean(stacked).tolist()
+        *values, last = processes.mean(stacked).tolist()
         self._find_bad_step([done for done, _ in losses], values)
         return last
 

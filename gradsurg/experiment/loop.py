@@ -47,7 +47,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         if self.size % self.ranks:
-            rule = f"must be a multiple of ranks={self.ranks}"
+            rule = f"must be a multiple of {self.ranks}, the number of processes"
             raise ValueError(f"batch_size: {rule}, found {self.size}")
 
     @property

@@ -6,7 +6,9 @@ one line, `key: rule`, with the nearest name. Neither imports torch.
 
 import ast
 import json
+import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,8 +76,19 @@ def prepared(words: Sequence[str]) -> list[str]:
         except ValueError as error:
             faults.append(str(error))
         faults += _swallowed(word)
-        if word.startswith("hydra/sweeper=") and (fault := sweeper_fault(word.partition("=")[2])):
-            faults.append(fault)
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "hydra/sweeper" and value != "basic":
+            faults.append(sweeper_fault(value))
+        if key == "hydra/launcher" and value != "basic" and "TORCHELASTIC_RUN_ID" in os.environ:
+            faults.append(
+                f"hydra/launcher: {value} starts processes of its own: leave out torchrun"
+            )
+        if key == "ranks":
+            rest = shlex.join(other for other in words if other != word)
+            faults.append(
+                "ranks: is no key, torchrun starts the processes: torchrun --nproc_per_node="
+                f"{value or 2} -m gradsurg.run {rest}"
+            )
     if faults:
         raise ConfigError(faults)
     expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
+from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP, first_control
 from gradsurg.experiment.run_identity import directory_name, environment
 from gradsurg.sites.base import Selector
@@ -198,6 +199,7 @@ class Run:
     metric: str | None = None
     margin: str | None = None
     split_seed: int | None = None  # of the task, in a study of several splits
+    config: Config = field(default_factory=dict)  # by which other processes build the run
     make_lr_schedule: Callable[[Optimizer], LRScheduler | None] = lambda optimizer: None
 
     def load_data(self) -> Data:

@@ -183,6 +183,7 @@ class Plan:
             metric=settings.metric,
             margin=settings.margin,
             split_seed=self.split_seed,
+            config=self.config,
             make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
         )
 

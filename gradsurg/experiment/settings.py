@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.effects.summary import AUTO
+from gradsurg.experiment import processes
 from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.run import VALIDATION, Backend, ComputeOptions, Precision, Until
 from gradsurg.plugins.fields import Contradiction, validated
@@ -105,7 +106,6 @@ class Settings:
     tune: Annotated[Grid, BeforeValidator(_grid)] | None = None
     tune_seeds: Positive = 3
     threads: Positive | None = None
-    ranks: Positive = 1
     check_ranks: Annotated[int, Field(ge=0)] = 0
     force: bool = False
     retry_failed: bool = True
@@ -157,4 +157,4 @@ class Settings:
     def compute(self) -> ComputeOptions:
         """The computation of steps."""
         backend = self.compile_backend if self.compile else None
-        return ComputeOptions(self.accumulate, self.precision, backend, self.ranks)
+        return ComputeOptions(self.accumulate, self.precision, backend, processes.launched())

@@ -18,10 +18,10 @@ import torch
 from torch import distributed, nn
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.sites.contexts import CONTEXTS, ROWS, Row, rows_of
 from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import FACTOR, KINDS, Kind
+from tests.forks import Ranks, in_ranks
 
 README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"
 BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"

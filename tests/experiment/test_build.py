@@ -51,27 +51,6 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
             ],
         ),
         (["metric=test/acuracy"], ["metric: there is no test/acuracy. There are: test/loss, "]),
-        (["ranks=3"], ["batch_size: must be a multiple of ranks=3, whose processes share "]),
-        (
-            ["ranks=2", "threads=2", "compile=true", "update_effect_every=5"],
-            [
-                "threads: must be 1 with several processes, found 2",
-                "compile: needs ranks=1, found ranks=2",
-                "update_effect_every: needs ranks=1, found ranks=2",
-            ],
-        ),
-        (
-            [
-                "ranks=2",
-                "task=overlay",
-                "model=multi_head",
-                "aggregator=mgda",
-                "shared.engine=feature",
-            ],
-            ["shared.engine: feature has no mean over processes: needs ranks=1 or "],
-        ),
-        (["ranks=2", "transform=dp_sgd"], ["transform: "]),
-        (["ranks=2", "model=resnet"], ["model: 'norm' (BatchNorm2d) normalizes each process's "]),
         (["compile=true", "site=nodes"], ["site: Nodes cannot act in a compiled model: "]),
         (["accumulate=40"], ["accumulate: a step's batches must have <= 1347 examples together, "]),
         (["batch_size=2000", "accumulate=2"], ["batch_size: must be <= 1347 examples, "]),

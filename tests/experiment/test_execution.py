@@ -18,7 +18,7 @@ from gradsurg.experiment import logged_numbers
 from gradsurg.experiment.execution import execute, suggested_bounds
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_hash
-from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
+from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.models.point import Point
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
@@ -39,6 +39,8 @@ from tests.runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+IDLE = "changed nothing at the steps measured, one in 4"
 
 
 def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
@@ -109,20 +111,17 @@ def assert_effects_match(
     logged: Mapping[int, Mapping[str, object]], effects: Sequence[Mapping[str, object]]
 ) -> None:
     """Every number of every row is under `effect/<transform>/<site>/<number>`, and no other."""
-    expected: dict[int, dict[str, object]] = {step: {} for step in logged}
-    for row in effects:
-        step = row["step"]
-        assert isinstance(step, int)
-        prefix = f"effect/{row['transform']}/{row['site']}"
-        expected[step] |= {
-            f"{prefix}/{name}": row[name] for name in ("seen", "calls", *EFFECT_NAMES)
-        }
-    rows_by_name = {
-        step: {key: value for key, value in values.items() if key.startswith("effect/")}
-        for step, values in logged.items()
+    expected = {
+        (row["step"], f"effect/{row['transform']}/{row['site']}/{name}"): row[name]
+        for row in effects
+        for name in ("seen", "calls", *EFFECT_NAMES)
     }
-    assert rows_by_name == expected
-    assert any(rows_by_name.values())
+    assert expected == {
+        (step, key): value
+        for step, values in logged.items()
+        for key, value in values.items()
+        if key.startswith("effect/")
+    }
 
 
 @pytest.mark.parametrize(
@@ -228,20 +227,7 @@ class Rude(Listening):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.where = where
-
-    def start(self, run: RunInfo) -> None:
-        self._maybe("start")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._maybe("log")
-
-    def finish(self, state: RunEnd, summary: Mapping[str, float]) -> None:
-        self._maybe("finish")
-
-    def _maybe(self, name: str) -> None:
-        if name == self.where:
-            raise ConnectionError(name)
+        setattr(self, where, raising)
 
 
 @pytest.mark.parametrize(("where", "guard"), [("start", True), ("log", False), ("finish", True)])
@@ -253,18 +239,13 @@ def test_a_logger_that_raises_does_not_end_training(tmp_path, where, guard) -> N
     assert other.ended[0][0] == "finished"
 
 
-def test_a_logger_gets_the_state_of_a_failed_run(tmp_path) -> None:
+@pytest.mark.parametrize("at", [12, 0], ids=["training", "writing of the summary"])
+def test_a_logger_gets_the_state_of_a_failed_run(tmp_path, monkeypatch, at: int) -> None:
+    if not at:
+        monkeypatch.setattr(RunDirectory, "write_summary", raising)
     logger = Listening()
     with pytest.raises(Torn):
-        execute(a_run(task=Wrapped(12, "raise")), tmp_path, [logger])
-    assert logger.ended == [("failed", {})]
-
-
-def test_a_run_whose_summary_cannot_be_written_has_failed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(RunDirectory, "write_summary", raising)
-    logger = Listening()
-    with pytest.raises(Torn):
-        execute(a_run(), tmp_path, [logger])
+        execute(a_run(task=Wrapped(at, "raise")), tmp_path, [logger])
     assert [state for state, _ in logger.ended] == ["failed"]
 
 
@@ -277,9 +258,7 @@ def test_warnings_of_users_code_are_emitted_once(tmp_path) -> None:
 
 def test_a_transform_that_changes_nothing_is_noted_with_a_bound_that_would(tmp_path) -> None:
     (note,) = notes(execute(a_run(gs.Clip(1e9)), tmp_path, []))
-    assert note.startswith(
-        "clip changed nothing at the steps measured, one in 4. Quantiles of |g|: 50% "
-    )
+    assert note.startswith(f"clip {IDLE}. Quantiles of |g|: 50% ")
     words = note.partition("A bound of ")[2].split()
     entries, norms = float(words[0]), float(words[5])
     for transform in (gs.Clip(entries), gs.ClipNorm(norms)):
@@ -307,27 +286,32 @@ def test_a_suggested_bound_is_below_the_largest_value_also_as_printed(
     assert 0 < float(words[8]) < max(norms)
 
 
-def test_zero_gradients_have_no_suggested_bound(tmp_path) -> None:
-    chain = gs.Chain(gs.Zero(), gs.Clip(0.01))
-    (note,) = notes(execute(a_run(chain), tmp_path, []))
-    assert note.startswith("clip changed nothing at the steps measured, one in 4.")
-    assert note.endswith("norms from 0 to 0. The gradients were zero.")
-
-
-def test_each_transform_of_a_chain_that_changes_nothing_is_noted(tmp_path) -> None:
-    chain = gs.Chain(gs.Clip(1e9), gs.Scale(0.5), gs.Clip(1e8))
-    texts = notes(execute(a_run(chain), tmp_path, []))
-    starts = [note.partition(".")[0] for note in texts]
-    where = "at the steps measured, one in 4"
-    assert starts == [f"clip changed nothing {where}", f"clip_2 changed nothing {where}"]
-
-
-def test_a_trigger_that_never_fired_is_noted(tmp_path) -> None:
-    record = execute(a_run(gs.Clip(0.01), when=gs.Steps(start=10**6)), tmp_path, [])
-    assert notes(record) == ["clip: its trigger never fired in 120 gradients"]
-    rows = lines(record, "effects.jsonl")
-    assert {(row["calls"], row["norm_before"]) for row in rows} == {(0, None)}
-    assert sum(row["seen"] for row in rows) == 120
+@pytest.mark.parametrize(
+    ("transform", "when", "starts", "end"),
+    [
+        (
+            gs.Chain(gs.Zero(), gs.Clip(0.01)),
+            None,
+            [f"clip {IDLE}."],
+            "norms from 0 to 0. The gradients were zero.",
+        ),
+        (
+            gs.Chain(gs.Clip(1e9), gs.Scale(0.5), gs.Clip(1e8)),
+            None,
+            [f"clip {IDLE}.", f"clip_2 {IDLE}."],
+            "would change some.",
+        ),
+        (gs.Clip(0.01), gs.Steps(start=10**6), ["clip: its trigger never fired in 120"], ""),
+    ],
+    ids=["zeros", "chain", "trigger"],
+)
+def test_each_transform_that_changes_nothing_is_noted(
+    tmp_path, transform, when, starts: list[str], end: str
+) -> None:
+    texts = notes(execute(a_run(transform, when=when), tmp_path, []))
+    for text, start in zip(texts, starts, strict=True):
+        assert text.startswith(start)
+        assert text.endswith(end)
 
 
 def test_a_task_that_changes_the_current_folder_moves_no_file(tmp_path, monkeypatch) -> None:

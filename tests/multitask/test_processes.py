@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.experiment.ranks import ALONE, Ranks, in_ranks
+from tests.forks import ALONE, Ranks, in_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

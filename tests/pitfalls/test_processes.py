@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.sites.base import Selector
+from tests.forks import Ranks, in_ranks
 from tests.nets import attached, backward, num_hooks, sgd, small
 
 CLIP = gs.Clip(0.5)

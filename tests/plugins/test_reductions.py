@@ -11,7 +11,6 @@ import torch
 from einops import reduce
 from torch import Tensor, distributed
 
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.plugins import reductions
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.reductions import (
@@ -24,6 +23,7 @@ from gradsurg.plugins.reductions import (
     widened,
 )
 from gradsurg.transforms.norm_rescale import NormRescale
+from tests.forks import Ranks, in_ranks
 
 INF = float("inf")
 

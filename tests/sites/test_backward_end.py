@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
+from tests.forks import Ranks, in_ranks
 from tests.nets import attached, gradients, num_hooks, sgd
 from tests.sites.points import TEN, Made, TimesValue, calls_of, recomputed
 

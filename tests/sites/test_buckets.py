@@ -12,9 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, check_ranks, in_ranks
+from gradsurg.experiment.processes import check_ranks
 from gradsurg.sites import buckets
 from gradsurg.transforms.base import Transform
+from tests.forks import Ranks, in_ranks
 
 SIZES = (16, 32, 4)
 

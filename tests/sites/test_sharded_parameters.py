@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.transforms.base import Transform
+from tests.forks import Ranks, in_ranks
 
 STEPS = 3
 

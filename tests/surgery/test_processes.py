@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.experiment.ranks import Ranks, in_ranks
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Decision, Trigger, TriggerContext
+from tests.forks import Ranks, in_ranks
 from tests.nets import gradients
 
 STEP = gs.Parameters(stage="step")

@@ -1,0 +1,293 @@
+"""Several processes that torchrun has started train each run together, with a part of every batch.
+
+Rank 0 runs the command: it alone composes, decides what to train, logs and writes. The others wait
+for the next run and train it with rank 0 (`run_in_all`). Orders and outcomes go through a process
+group of their own; that of `torch.distributed` exists while a run is trained (`Team.together`), so
+that an error in one process ends the run in all, and the next run has a new one.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
+from datetime import timedelta
+from time import sleep
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurg.plugins.messages import full_message, tell
+
+Value = TypeVar("Value")
+
+FOREVER = timedelta(days=30)  # one process may evaluate or draw a report while the others wait
+GRACE = 2.0  # seconds for rank 0 to say that the command was interrupted
+LOST = "a process was lost; the same command resumes from the last checkpoint"
+
+_team: "Team | None" = None
+
+
+class LostProcess(KeyboardInterrupt):
+    """Another process has ended: an interruption of the command, not an error of the run."""
+
+
+class Team:
+    """The processes of a command. All call each method, in the same order."""
+
+    def __init__(self) -> None:
+        self.store, self.rank, self.count = next(rendezvous("env://"))
+        store = PrefixStore("orders", self.store)
+        # Any: its methods are not typed.
+        self._orders: Any = ProcessGroupGloo(store, self.rank, self.count, FOREVER)
+        self._runs = 0
+        self.is_training = False
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:  # Any: what pickle can hold
+        """Return the value that the process `source` has. Raises LostProcess if one has ended."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        try:
+            self._orders.broadcast(size, source).wait()
+            if self.rank != source:
+                content = torch.empty(int(size), dtype=torch.uint8)
+            self._orders.broadcast(content, source).wait()
+        except RuntimeError as error:
+            raise LostProcess from error
+        return pickle.loads(content.numpy().tobytes())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Be in the default process group of torch.distributed in a block.
+
+        An error in one process ends the block in all: raises the process's own error, or
+        RuntimeError with the error and the rank of the first process that has one.
+        """
+        self._runs, self.is_training = self._runs + 1, True
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore(f"run{self._runs}", self.store),
+            rank=self.rank,
+            world_size=self.count,
+        )
+        error = None
+        try:
+            yield
+        except BaseException as raised:  # of a user's code: any
+            error = raised
+            _clear(raised)
+            if not isinstance(raised, Exception):  # the command ends
+                raise
+        finally:
+            distributed.destroy_process_group()
+        own = error if error and not _is_consequence(error) else None
+        failure = (full_message(own), "".join(traceback.format_exception(own))) if own else ("", "")
+        failures = [self.broadcast(failure, source) for source in range(self.count)]
+        self.is_training = False
+        if own:
+            raise own
+        for number, (line, trace) in enumerate(failures):
+            if line:
+                cause = RuntimeError(trace)
+                raise RuntimeError(f"rank {number} of {self.count}: {line}") from cause
+        if error:
+            raise error
+
+    def end(self) -> None:
+        """End the command: the other processes end too."""
+        if not self.is_training:  # else they notice that this one has gone
+            with suppress(LostProcess):
+                self.broadcast(None)
+        self._orders.abort()
+        del self._orders, self.store  # their threads abort an interpreter that ends before them
+
+
+def _clear(error: BaseException | None) -> None:
+    """Release the objects in the frames of an error: others wait for this process until it has
+    closed its connections, which the wrapped model keeps open.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # destructors swallow it
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether a communication has failed, because another process has raised or ended."""
+    return isinstance(error, distributed.DistError) or "gloo/" in str(error)
+
+
+def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> None:
+    """Run a command in the processes of torchrun: rank 0 calls `command`, the others `follow`.
+
+    These print nothing and end with code 0, or 1 after an error; if rank 0 was killed, one of them
+    prints a line. A termination is an interruption, as by Ctrl-C.
+    """
+    global _team
+    if torch.cuda.is_available():
+        # device=cuda is this one
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    try:
+        team = _team = Team()
+    except ValueError as error:  # a variable is missing
+        tell(f"torchrun: {error}")
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if team.rank:
+        _follow(team, follow)
+    try:
+        command()
+    finally:
+        with suppress(RuntimeError):  # the store has ended
+            team.store.add("told", 1)
+        team.end()
+        _team = None
+
+
+def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
+    code = 1
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            follow(team)
+        code = 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all
+        sleep(GRACE)
+        try:
+            is_told = team.store.add("told", 1) > 1
+        except RuntimeError:  # the machine that had the store has gone
+            is_told = os.environ.get("LOCAL_RANK") != "0"
+        if not is_told:
+            tell(LOST)
+    except BaseException as error:
+        tell(f"rank {team.rank} of {team.count}: {full_message(error)}")
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # gloo's threads abort some interpreters that end
+
+
+def tell_others(value: object) -> None:
+    """Send a value to the processes that wait for an order, if there are any."""
+    if _team:
+        _team.broadcast(value)
+
+
+def launched() -> int:
+    """Return the number of processes of this command."""
+    return _team.count if _team else 1
+
+
+def together() -> AbstractContextManager[None]:
+    """Return `Team.together` of this command; a block without effect if it is one process."""
+    return _team.together() if _team else nullcontext()
+
+
+def rank() -> int:
+    """Return the number of this process among those that train a run."""
+    return distributed.get_rank() if _is_joined() else 0
+
+
+def count() -> int:
+    """Return the number of processes that train a run."""
+    return distributed.get_world_size() if _is_joined() else 1
+
+
+def _is_joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def mean(values: Tensor) -> Tensor:
+    """Return the mean over the processes that train a run."""
+    if count() > 1:
+        distributed.all_reduce(values)
+        values /= count()
+    return values
+
+
+def from_first(value: Value) -> Value:
+    """Return the value that rank 0 has."""
+    values = [value]
+    if count() > 1:
+        distributed.broadcast_object_list(values)
+    return values[0]
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the values of all processes to rank 0, an empty list to the others."""
+    if count() == 1:
+        return [value]
+    values: list[Value] | None = [value] * count() if rank() == 0 else None
+    distributed.gather_object(value, values)
+    return values or []
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Return the model for training, whose gradients are averaged over the processes.
+
+    Searching for unused parameters also keeps the order of sums, so that a resumed run is
+    bit-identical with any number of processes.
+    """
+    if count() == 1:
+        return model
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Check that the weights and buffers of a model are bit-identical in all processes.
+
+    Every process of the default process group calls it, at the same step. It computes a checksum of
+    the bit patterns of each tensor and makes one all-reduce; a difference in one bit is noticed.
+    Raises RuntimeError with the names of tensors that differ. Without a process group it returns.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if not named or count() == 1:
+        return
+    sums = torch.stack([_checksum(tensor.detach()) for tensor in named.values()])
+    both = torch.cat([sums, -sums])
+    distributed.all_reduce(both, distributed.ReduceOp.MAX)
+    largest, smallest = both.chunk(2)
+    differs = (largest != -smallest).tolist()
+    differing = [name for name, is_other in zip(named, differs, strict=True) if is_other]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise RuntimeError(
+            f"the processes have different weights: {', '.join(differing[:3])}{more}. Something "
+            "that differs between them has changed an averaged gradient or a weight"
+        )
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of the bit patterns as integers, each times a number that depends on its place."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.contiguous().view(kinds[real.element_size()]).flatten()
+    weights = torch.arange(bits.numel(), device=bits.device) % 1021 + 1
+    return (bits.to(torch.int64) * weights).sum()
+
+
+def refuse_batch_norm(model: nn.Module) -> str:
+    """Return why a model cannot be trained by several processes; empty if it can."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+            return (
+                f"'{name}' ({type(module).__name__}) normalizes each process's part of the batch "
+                "by itself, so that the result depends on the number of processes"
+            )
+    return ""
