@@ -155,9 +155,8 @@ def read_command(arguments: Namespace) -> Command:
     if arguments.cfg:
         return Command()
     if command.untrained:
-        # A trial step would import PyTorch's compiler, which takes longer than the check.
         jobs = f"{command.untrained} job{'s' if command.untrained > 1 else ''}"
-        print(f"steps=0: {jobs} checked without a trial step, nothing to train")
+        print(f"steps=0: {jobs} checked, nothing to train")
     if command.plans:
         return Command() if command.trains else Command(plans=command.plans)
     if command.untrained and not command.jobs:

@@ -97,7 +97,7 @@ def test_each_arm_chooses_its_best_value_and_a_diverged_seed_is_worst(tmp_path: 
     scores = {("clip", 0.1): 0.5, ("clip", 1): 0.8, ("clip", 10): 0.7}
     scores |= {("none", 0.1): 0.5, ("none", 1): None, ("none", 10): 0.4}  # None: 0.99, if it ends
     end(tuning, tmp_path, scores)
-    chosen = {choice.role: choice.candidate.values for choice in tuning.choices(tmp_path)}
+    chosen = {role: each.candidate.values for role, each in tuning.choices(tmp_path).items()}
     assert chosen == {"control": {"lr": 0.1}, "treated": {"lr": 1}}
 
 
@@ -128,7 +128,7 @@ def test_equal_scores_are_decided_by_the_loss_and_then_by_the_order(tmp_path: Pa
     scores: dict[tuple[str, object], object] = {("clip", lr): (0.5, 2.0) for lr in (0.1, 1, 2)}
     scores |= {("none", 0.1): (0.5, 2.0), ("none", 1): (0.5, 1.0), ("none", 2): (0.5, 1.0)}
     end(tuning, tmp_path, scores)
-    chosen = {choice.role: choice.candidate.values for choice in tuning.choices(tmp_path)}
+    chosen = {role: each.candidate.values for role, each in tuning.choices(tmp_path).items()}
     assert chosen == {"control": {"lr": 1}, "treated": {"lr": 0.1}}
 
 
@@ -140,7 +140,7 @@ def test_less_is_better_for_a_loss(tmp_path: Path) -> None:
         tmp_path,
         {(label, lr): (0.5, lr) for label in ("clip", "none") for lr in (0.1, 1)},
     )
-    assert {choice.candidate.values["lr"] for choice in tuning.choices(tmp_path)} == {0.1}
+    assert {each.candidate.values["lr"] for each in tuning.choices(tmp_path).values()} == {0.1}
 
 
 def test_a_key_of_the_transform_alone_leaves_the_control_as_it_is(tmp_path: Path) -> None:
