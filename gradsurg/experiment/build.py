@@ -126,9 +126,9 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
         with errors.at(f"logger.{key}"):
             logger = instantiate("loggers", fields, Logger)
             loggers.append(GuardedLogger(logger, json.dumps([key, fields])))
-    if errors.lines or not settings or not task or not selector or data is None or model is None:
+    device = settings and errors.made("device", lambda: _device(settings.device))
+    if errors.lines or not (settings and task and selector and device and data and model):
         raise ConfigError(errors.lines)
-    device = _device(settings.device)
     parts = (settings, task, device, selector, intervention, combining, content, (*loggers,))
     return Experiment(config, *parts), data, model
 
@@ -136,7 +136,9 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
 def _load(task: Task) -> Data:
     data = task.load()
     if not isinstance(data, Data):
-        raise FieldError("", [("", f"load() must return a gradsurg.tasks.base.Data, found {data!r}")])
+        raise FieldError(
+            "", [("", f"load() must return a gradsurg.tasks.base.Data, found {data!r}")]
+        )
     return data
 
 

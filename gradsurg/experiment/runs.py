@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -157,6 +157,8 @@ class Experiment:
     ) -> Run:
         """Make the run of an arm with seed 0; the controls of a treated arm are given later."""
         settings, schedule = self.settings, self.config["schedule"]
+        known = {each.name for each in fields(Schedule)} - {"validation"}
+        lengths = {name: getattr(settings, name) for name in known}
         return Run(
             study=settings.study,
             arm="treated" if kind == "treated" else "control",
@@ -169,21 +171,7 @@ class Experiment:
             make_optimizer=optimizer_maker(self.optimizer),
             surgery=Surgery(*items),
             shadow=kind == "control",
-            schedule=Schedule(
-                settings.steps,
-                settings.batch_size,
-                settings.log_every,
-                settings.checkpoint_every,
-                settings.effects_every,
-                settings.eval_every,
-                settings.update_effect_every,
-                settings.checkpoint_seconds,
-                settings.until,
-                settings.conflict_every,
-                settings.set_aside,
-                settings.check_ranks,
-                settings.log,
-            ),
+            schedule=Schedule(**lengths | {"validation": settings.set_aside}),
             device=self.device,
             compute=self._compute,
             metric=settings.metric,
@@ -227,19 +215,17 @@ def on_splits(experiment: Experiment, data: Data) -> Experiment:
 
     Raises ValueError for a task without several splits.
     """
-    fields, count = experiment.config["task"], experiment.settings.splits
+    config, count = experiment.config["task"], experiment.settings.splits
     if count == 1:
         return experiment
-    known = _parameters(target_of("tasks", fields))
+    known = _parameters(target_of("tasks", config))
     if "split_seed" not in known:
         others = [
-            name for name in names("tasks") if "split_seed" in _parameters(find("tasks", name))
+            each for each in names("tasks") if "split_seed" in _parameters(find("tasks", each))
         ]
-        raise ValueError(
-            f"must be 1 for a task without split_seed, found {count}; tasks with one: "
-            f"{', '.join(others)}"
-        )
-    first = fields.get("split_seed", known["split_seed"].default)
+        rule = f"must be 1 for a task without split_seed, found {count}"
+        raise ValueError(f"{rule}; tasks with one: {', '.join(others)}")
+    first = config.get("split_seed", known["split_seed"].default)
     splits = tuple(_on_split(experiment, seed) for seed in range(first, first + count))
     other = splits[1].task.load_with_validation(experiment.settings.set_aside)
     if torch.equal(data.train_inputs, other.train_inputs):
@@ -250,11 +236,11 @@ def on_splits(experiment: Experiment, data: Data) -> Experiment:
 
 def _on_split(experiment: Experiment, seed: int) -> Experiment:
     """Return the experiment with the same arms on another split of the data."""
-    fields = {**experiment.config["task"], "split_seed": seed}
+    task = {**experiment.config["task"], "split_seed": seed}
     return replace(
         experiment,
-        config={**experiment.config, "task": fields},
-        task=instantiate("tasks", fields, Task),
+        config={**experiment.config, "task": task},
+        task=instantiate("tasks", task, Task),
         split_seed=seed,
         without={link: _on_split(plan, seed) for link, plan in experiment.without.items()},
     )
@@ -266,39 +252,37 @@ def _parameters(task: object) -> Mapping[str, inspect.Parameter]:
 
 def create_model(config: Config, data: Data) -> nn.Module:
     """Create a model for the data, with weights drawn from the global generator."""
-    fields = config["model"]
-    target = target_of("models", fields)
-    options = data.model_options(target, fields_of(fields))
+    options = config["model"]
+    target = target_of("models", options)
+    given = data.model_options(target, fields_of(options))
     sizes = {"input_shape": data.input_shape, "num_outputs": data.num_outputs}
-    with user_code(fields):
-        if "_target_" in fields:
-            args, options = _model_arguments(target, sizes, options)
-        else:
-            args = (*sizes.values(),)
-        model = call_with_fields(target, args, options)
+    with user_code(options):
+        by_name = _sizes_by_name(target, given, sizes) if "_target_" in options else None
+        args = (*sizes.values(),) if by_name is None else ()
+        model = call_with_fields(target, args, {**(by_name or {}), **given})
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
 
 
-def _model_arguments(
-    target: object, sizes: Mapping[str, object], options: dict[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments of a user's model: `input_shape` and `num_outputs`, if it takes them.
+def _sizes_by_name(
+    target: object, given: Mapping[str, object], sizes: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Return those of `sizes` that a user's class or function takes by name.
 
-    It gets them by name, or in this order if it requires two arguments of other names.
+    None if it is to get both in their order: it requires two arguments of other names.
     """
-    known = _parameters(target).values()
-    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    taken = [param for param in known if param.name not in options and param.kind not in stars]
+    known = [param for param in _parameters(target).values() if param.name not in given]
+    taken = [
+        param for param in known if param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+    ]
     required = [param.name for param in taken if param.default is param.empty]
     positional = all(param.kind is not param.KEYWORD_ONLY for param in taken)
     if not taken and any(param.kind is param.VAR_POSITIONAL for param in known):
-        return (*sizes.values(),), options
+        return None
     if positional and len(required) == len(sizes) and not set(required) <= set(sizes):
-        return (*sizes.values(),), options
+        return None
     if missing := [name for name in required if name not in sizes]:
         text = "needs a value: a model is given input_shape and num_outputs, if it takes them"
         raise FieldError("", [(name, text) for name in missing])
-    given = {param.name: sizes[param.name] for param in taken if param.name in sizes}
-    return (), {**given, **options}
+    return {param.name: sizes[param.name] for param in taken if param.name in sizes}

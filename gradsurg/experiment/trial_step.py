@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from timeit import repeat
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -73,19 +74,22 @@ def try_step(
     A site without a gradient and a trigger that never fires are errors for a model and a task of
     gradsurg, and warnings for a user's own, whose later steps may differ.
     """
-    trial = _Trial(experiment, data, model, optimizer)
+    trial = _Trial.of(experiment, data)
     try:
         with random_state.preserved(), compiling.uncompiled(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run repeats these warnings
-            entries = trial.step()
+            entries = trial.step(model, optimizer)
     except FieldError as error:
         with errors.at("shared" if error.owner == "SharedParameters" else "site"):
             raise error
     except (Exception, SystemExit) as error:  # a user's transform, model or task may raise anything
         if _check_model(experiment.task, model, data, errors):
-            errors.add(trial.key_of(error), _text_of(error))
+            text = one_line(error)
+            if hasattr(error, "__notes__"):  # which name the transform and the site
+                text = full_message(error).removeprefix("ValueError: ")
+            errors.add(trial.key_of(error), text + place_in_user_code(error))
     else:
-        key, text, is_certain = trial.no_gradient(entries) or trial.never_fires() or ("", "", False)
+        key, text, is_certain = trial.warning(entries)
         is_known = all("name" in experiment.config[group] for group in ("model", "task"))
         if text and (is_known or is_certain):
             errors.add(key, text)
@@ -163,92 +167,59 @@ def step_seconds(run: Run) -> float:
         return min(repeat(step, number=1, repeat=3))
 
 
-Report = tuple[str, str, bool]
-"""The key of a fault, its text, and whether it is certain of a user's own model too."""
-
-
 @dataclass(frozen=True)
 class _Trial:
-    """The first step of the first run of an experiment."""
+    """The first step of the first run of an experiment; `triggers` are those of the treated arm."""
 
     experiment: Experiment
-    data: Data
-    model: nn.Module
-    optimizer: Optimizer
+    run: Run
+    batches: Batches
+    triggers: "Sequence[_Ever]"
 
-    @cached_property
-    def run(self) -> Run:
-        pair = self.experiment.pairs[0]
+    @classmethod
+    def of(cls, experiment: Experiment, data: Data) -> "_Trial":
+        pair, settings = experiment.pairs[0], experiment.settings
         run = pair.treated or pair.control
         assert run is not None
-        return run
-
-    @cached_property
-    def triggers(self) -> "list[_Ever]":
-        """The triggers of the treated arm."""
-        settings = self.experiment.settings
-        steps = max(1, settings.steps + isinstance(self.run.task, Examined))
-        return [_Ever(item.when, steps) for item in self.experiment.interventions]
-
-    @cached_property
-    def batches(self) -> Batches:
-        settings, data = self.experiment.settings, self.data
-        order = data.order.batches if data.order is not None else None
-        return Batches(
+        batches = Batches(
             data.train_inputs,
             data.train_targets,
             settings.batch_size,
-            self.run.seed,
+            run.seed,
             settings.accumulate,
-            order,
+            data.order.batches if data.order is not None else None,
             data.epoch_size,
         )
+        steps = max(1, settings.steps + isinstance(run.task, Examined))
+        triggers = [_Ever(item.when, steps) for item in experiment.interventions]
+        return cls(experiment, run, batches, triggers)
 
-    def step(self) -> list[Entry]:
+    def step(self, model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         """Make the step and return the ledger of the sites."""
-        task, optimizer = self.run.task, self.optimizer
-        inputs, targets = next(self.batches.start(0))
+        task, (inputs, targets) = self.run.task, next(self.batches.start(0))
         every = self.batches.steps_per_epoch
-        with self._surgery.attach(
-            self.model, optimizer, effects_every=0, steps_per_epoch=every
-        ) as live:
-            self.model.zero_grad(set_to_none=True)
-            outputs = self.model(inputs)
+        with self._surgery.attach(model, optimizer, effects_every=0, steps_per_epoch=every) as live:
+            model.zero_grad(set_to_none=True)
+            outputs = model(inputs)
             if live.reads_example_labels:
                 live.set_example_labels(task.labels(targets))
             if self.run.backward_per_task and isinstance(task, MultiTask):
                 live.backward(task.losses(outputs, targets))
             else:
                 task.loss(outputs, targets).backward()
-            self._update()
+            _update(optimizer, self.run.device)
             return live.ledger.of(" -> ".join(live.labels[0]))
 
     @property
     def _surgery(self) -> Surgery:
-        """The surgery of the run, with the triggers of a trial."""
-        items = [
-            replace(item, when=trigger)
-            for item, trigger in zip(self.experiment.interventions, self.triggers, strict=True)
-        ]
+        """The surgery of the run with the triggers of the trial; without a transform it watches."""
+        pairs = zip(self.experiment.interventions, self.triggers, strict=True)
+        items = [replace(item, when=trigger) for item, trigger in pairs]
         if not items:
             items = [*self.run.surgery.interventions]
         elif self.experiment.intervention is None:
             items.append(Intervention(Identity(), self.experiment.selector))
         return Surgery(*items, seed=self.run.seed)
-
-    def _update(self) -> None:
-        """Step the optimizer; FieldError of its own if it cannot."""
-        if self.run.device.type != "cpu":  # the trial is made on the CPU
-            for group in self.optimizer.param_groups:
-                group |= {"capturable": False} if "capturable" in group else {}
-        try:
-            with compiling.without_dynamo():
-                self.optimizer.step()
-        except Exception as error:  # PyTorch's own checks raise any class
-            if isinstance(error, FieldError) or hasattr(error, "__notes__"):
-                raise  # of a transform at stage step
-            text = f"{type(self.optimizer).__name__} cannot step: {one_line(error)}"
-            raise FieldError(self.optimizer, [("", text)]) from error
 
     def key_of(self, error: BaseException) -> str:
         """Return the key of an error that names no object."""
@@ -260,26 +231,38 @@ class _Trial:
             return "site"
         return f"transform.{item.names[0]}" if len(item.names) == 1 else "transform"
 
-    def no_gradient(self, entries: Sequence[Entry]) -> Report | None:
-        """Report sites at which no gradient arrived."""
-        if any(entry.calls for entry in entries):
-            return None
-        sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
-        reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
-        text = f"no gradient passes at {sites}" + (f" ({reasons})" if reasons else "")
-        return "site", text, False
-
-    def never_fires(self) -> Report | None:
-        """Report a trigger that fires at no step of the run."""
+    def warning(self, entries: Sequence[Entry]) -> tuple[str, str, bool]:
+        """Return the key and the text for sites without a gradient, or for a trigger that never
+        fires, and whether no other step can differ."""
+        if not any(entry.calls for entry in entries):
+            sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
+            reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
+            text = f"no gradient passes at {sites}" + (f" ({reasons})" if reasons else "")
+            return "site", text, False
         settings = self.experiment.settings
         silent = next((trigger for trigger in self.triggers if not trigger.fired), None)
         if silent is None or not settings.steps:
-            return None
+            return "", "", False
         length = f"{settings.steps} steps with batches of {settings.batch_size}"
-        after = ", nor in the examination after them" if isinstance(self.run.task, Examined) else ""
         epochs = f"epochs of {self.batches.steps_per_epoch} steps"
+        after = ", nor in the examination after them" if isinstance(self.run.task, Examined) else ""
         text = f"{silent.of!r} never fires in {length} and {epochs}{after}"
         return joined("when", only_changed_field(silent.of)), text, not silent.depends
+
+
+def _update(optimizer: Optimizer, device: torch.device) -> None:
+    """Step an optimizer; FieldError of its own if it cannot."""
+    if device.type != "cpu":  # the trial is made on the CPU
+        for group in optimizer.param_groups:
+            group |= {"capturable": False} if "capturable" in group else {}
+    try:
+        with compiling.without_dynamo():
+            optimizer.step()
+    except Exception as error:  # PyTorch's own checks raise any class
+        if isinstance(error, FieldError) or hasattr(error, "__notes__"):
+            raise  # of a transform at stage step
+        text = f"{type(optimizer).__name__} cannot step: {one_line(error)}"
+        raise FieldError(optimizer, [("", text)]) from error
 
 
 class _Ever(Trigger):
@@ -360,11 +343,3 @@ def _check_model(task: Task, model: nn.Module, data: Data, errors: ErrorCollecto
         )
         return False
     return True
-
-
-def _text_of(error: BaseException) -> str:
-    """Return the message of an error, with the notes that name a transform and its site."""
-    text = one_line(error)
-    if hasattr(error, "__notes__"):
-        text = full_message(error).removeprefix("ValueError: ")
-    return text + place_in_user_code(error)

@@ -158,7 +158,7 @@ class Tuning:
         """Return a hash of an arm without the values of its grid: a wider grid replaces a file."""
         identity: Mapping[str, object] = self.candidates[0].pair(0).roles[role].identity
         for key in (axis.key for axis in self.grid.axes):
-            identity = _with(identity, "optimizer.lr" if key == "lr" else key, None, known=False)
+            identity = _with(identity, "optimizer.lr" if key == "lr" else key, None)
         text = json.dumps([role, identity], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -211,25 +211,24 @@ def _check_key(key: str, config: Config) -> None:
         raise ValueError(f"{key} cannot be tuned; needs {rule}")
     if key == "optimizer.lr" and config.get("lr") is not None:
         raise ValueError(f"optimizer.lr is replaced by lr={config['lr']:g}; tune lr instead")
-    try:
-        _with(config, key, None)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
+    inside: Any = config
+    for part in key.split("."):
+        if not isinstance(inside, Mapping):
+            raise ValueError(f"{key}: '{part}' has no place in {inside!r}, with no keys below")
+        if part not in inside:
+            rule = f"'{part}' is not a key there. {nearest(part, [*map(str, inside)])}"
+            raise ValueError(f"{key}: {rule}")
+        inside = inside[part]
 
 
-def _with(config: Mapping[str, Any], path: str, value: object, known: bool = True) -> Values:
-    """Return a config with another value at a path; ValueError if it is not there and `known`."""
+def _with(config: Mapping[str, Any], path: str, value: object) -> Values:
+    """Return a config with another value at a path, if it goes so deep."""
     key, _, rest = path.partition(".")
-    if key not in config and known:
-        raise ValueError(f"'{key}' is not a key there. {nearest(key, [*map(str, config)])}")
     if not rest:
         return {**config, key: value}
     inside = config.get(key)
-    if not isinstance(inside, Mapping):
-        if known:
-            raise ValueError(f"'{key}' is {inside!r}, with no keys below")
-        return dict(config)
-    return {**config, key: _with(inside, rest, value, known)}
+    changed = {key: _with(inside, rest, value)} if isinstance(inside, Mapping) else {}
+    return {**config, **changed}
 
 
 def _score(summary: Mapping[str, object], key: str) -> float | None:
