@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -113,8 +113,10 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
     content = ""
     if task is not None:
         with errors.at("task"), user_code(config["task"], "load"):
-            data = _load(task)
-            content = task.content
+            data, content = task.load(), task.content
+    if not isinstance(data, Data | None):
+        errors.add("task", f"load() must return a gradsurg.tasks.base.Data, found {data!r}")
+        data = None
     if task is not None and data is not None and settings is not None and settings.set_aside:
         with errors.at("validation"), user_code(config["task"], "load_with_validation"):
             data = task.load_with_validation(settings.set_aside)
@@ -127,19 +129,10 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
             logger = instantiate("loggers", fields, Logger)
             loggers.append(GuardedLogger(logger, json.dumps([key, fields])))
     device = settings and errors.made("device", lambda: _device(settings.device))
-    if errors.lines or not (settings and task and selector and device and data and model):
+    if errors.lines or not (settings and task and selector and device and data) or model is None:
         raise ConfigError(errors.lines)
     parts = (settings, task, device, selector, intervention, combining, content, (*loggers,))
     return Experiment(config, *parts), data, model
-
-
-def _load(task: Task) -> Data:
-    data = task.load()
-    if not isinstance(data, Data):
-        raise FieldError(
-            "", [("", f"load() must return a gradsurg.tasks.base.Data, found {data!r}")]
-        )
-    return data
 
 
 def _interventions(
@@ -287,104 +280,76 @@ def _check_combinations(
     experiment: Experiment, data: Data, model: nn.Module, errors: ErrorCollector
 ) -> None:
     """Check the short keys against the device, the data, the site, the engine and the arms."""
-    settings = experiment.settings
-    count, size, batches = data.epoch_size, settings.batch_size, settings.accumulate
-    if size > count:
-        errors.add("batch_size", f"must be <= {count} examples, found {size}")
-    elif size * batches > count:
-        rule = f"a step's batches must have <= {count} examples together"
-        errors.add("accumulate", f"{rule}, found {batches} of {size}")
-    for item in experiment.interventions:
-        for part in item.when.parts:
-            if isinstance(part, ForTask):
-                with errors.at("when"):
-                    _check_task_name(part, experiment.task)
-    _check_compute(experiment, errors)
-    links = experiment.config.get("transform") or {}
-    if settings.attribute and len(links) < 2:
-        rule = "needs a chain of two transforms or more to leave one out of"
-        errors.add("attribute", f"{rule}, found {', '.join(links) or 'none'}")
-    if settings.attribute and settings.control not in ("none", "plain"):
-        errors.add(
-            "attribute",
-            f"the shorter chains have no {settings.control.replace('_', '-')} control, needs "
-            f"control=plain or control=none, found control={settings.control}",
-        )
-    _check_control(experiment, errors)
-    if settings.ranks > 1:
-        intervention, combining = experiment.intervention, experiment.combining
-        device, task = experiment.device, experiment.task
-        _check_ranks(settings, intervention, combining, task, model, device, errors)
-
-
-def _check_task_name(trigger: ForTask, task: Task) -> None:
-    known = task.names if isinstance(task, MultiTask) else ()
-    if trigger.task not in known:
-        choices = nearest(trigger.task, list(known)) if known else "The task has one loss."
-        raise FieldError(trigger, [("task", f"there is no loss '{trigger.task}'. {choices}")])
-
-
-def _check_compute(experiment: Experiment, errors: ErrorCollector) -> None:
-    """Check the precision, the compilation and the accumulation of steps."""
-    settings, device = experiment.settings, experiment.device.type
-    combining = experiment.combining
-    is_feature = combining is not None and getattr(combining.at, "engine", "") == "feature"
-    if is_feature and settings.accumulate > 1:
-        errors.add(
-            "shared.engine",
-            "feature makes its update of one forward and needs accumulate=1, found "
-            f"accumulate={settings.accumulate}; engine full takes several",
-        )
-    if settings.precision == "float16":
-        if device != "cuda":
-            errors.add(
-                "precision",
-                "float16 needs CUDA, where the loss is scaled; the device is "
-                f"{device}, which has bfloat16",
-            )
-        for item in experiment.interventions:
-            with errors.at("site" if item.aggregator is None else "aggregator"):
-                item.check_loss_scale(torch.amp.GradScaler("cpu"))
+    settings, device, task = experiment.settings, experiment.device, experiment.task
+    item, combining = experiment.intervention, experiment.combining
+    for key, is_wrong, text in _rules(experiment, data):
+        if is_wrong:
+            errors.add(key, text)
+    for trigger in (part for each in experiment.interventions for part in each.when.parts):
+        known = list(task.names) if isinstance(task, MultiTask) else []
+        if isinstance(trigger, ForTask) and trigger.task not in known:
+            choices = nearest(trigger.task, known) if known else "The task has one loss."
+            with errors.at("when"):
+                rule = f"there is no loss '{trigger.task}'. {choices}"
+                raise FieldError(trigger, [("task", rule)])
+    for each in experiment.interventions if settings.precision == "float16" else ():
+        with errors.at("site" if each is item else "aggregator"):
+            each.check_loss_scale(torch.amp.GradScaler("cpu"))
     if settings.compile:
         with errors.at("site"):
             check_compiled(experiment.selector)
-    if settings.compile and is_feature:
-        errors.add(
-            "shared.engine",
-            "feature goes on from a representation, which a model that is compiled as one does "
-            "not show: use full, or compile=false",
-        )
-
-
-def _check_control(experiment: Experiment, errors: ErrorCollector) -> None:
-    """Check that the control can be made for the arms."""
-    settings, kind = experiment.settings, experiment.settings.control
-    intervention, combining = experiment.intervention, experiment.combining
-    name = combining.names[0] if combining is not None else ""
-    if combining is not None and kind in ("placebo", "update_norm_matched"):
-        errors.add(
-            "control",
-            f"{kind} is for transforms, and {name} is an aggregator: needs "
-            f"control=plain, control=norm_matched or control=none, found control={kind}",
-        )
-    elif intervention is not None and kind == "update_norm_matched":
+    if item is not None and combining is None and settings.control == "update_norm_matched":
         with errors.at("control"):
-            control_interventions([intervention], kind)
-        is_linear = all("linear" in link.properties for link in intervention.links)
-        if settings.accumulate > 1 and intervention.stage != "step" and not is_linear:
-            errors.add(
-                "control",
-                f"{kind} transforms the sum of the {settings.accumulate} batches of a step "
-                "and the treated arm each of them: needs site.stage=step or accumulate=1",
-            )
-    weighs = combining is not None and isinstance(combining.aggregator, LossWeighting)
-    if weighs and kind == "norm_matched":
-        errors.add(
-            "control",
-            f"{name} weighs the losses, and so the gradients of the heads too, which "
-            "the norm-matched sum does not, needs control=plain or control=none, found "
-            "control=norm_matched",
-        )
+            control_interventions([item], settings.control)
+    if settings.ranks > 1:
+        _check_ranks(settings, item, combining, task, model, device, errors)
+
+
+def _rules(experiment: Experiment, data: Data) -> Iterator[tuple[str, object, str]]:
+    """Yield a key, whether its value fits no other, and the fault then."""
+    settings, device = experiment.settings, experiment.device.type
+    count, size, batches = data.epoch_size, settings.batch_size, settings.accumulate
+    yield "batch_size", size > count, f"must be <= {count} examples, found {size}"
+    rule = f"a step's batches must have <= {count} examples together"
+    yield "accumulate", size <= count < size * batches, f"{rule}, found {batches} of {size}"
+    item, combining = experiment.intervention, experiment.combining
+    name = combining.names[0] if combining else ""
+    is_feature = combining and getattr(combining.at, "engine", "") == "feature"
+    rule = "feature makes its update of one forward and needs accumulate=1"
+    text = f"{rule}, found accumulate={batches}; engine full takes several"
+    yield "shared.engine", is_feature and batches > 1, text
+    text = (
+        "feature goes on from a representation, which a model that is compiled as one does not "
+        "show: use full, or compile=false"
+    )
+    yield "shared.engine", is_feature and settings.compile, text
+    rule = "float16 needs CUDA, where the loss is scaled"
+    text = f"{rule}; the device is {device}, which has bfloat16"
+    yield "precision", settings.precision == "float16" and device != "cuda", text
+    links, kind = experiment.config.get("transform") or {}, settings.control
+    rule = "needs a chain of two transforms or more to leave one out of"
+    text = f"{rule}, found {', '.join(links) or 'none'}"
+    yield "attribute", settings.attribute and len(links) < 2, text
+    plain = "needs control=plain or control=none"
+    rule = f"the shorter chains have no {kind.replace('_', '-')} control, {plain}"
+    lacks_control = settings.attribute and kind not in ("none", "plain")
+    yield "attribute", lacks_control, f"{rule}, found control={kind}"
+    rule = f"{kind} is for transforms, and {name} is an aggregator: needs control=plain"
+    text = f"{rule}, control=norm_matched or control=none, found control={kind}"
+    yield "control", combining and kind in ("placebo", "update_norm_matched"), text
+    text = (
+        f"{kind} transforms the sum of the {batches} batches of a step and the treated arm each of "
+        "them: needs site.stage=step or accumulate=1"
+    )
+    sums = kind == "update_norm_matched" and batches > 1 and not combining
+    is_linear = item and all("linear" in link.properties for link in item.links)
+    yield "control", sums and item and item.stage != "step" and not is_linear, text
+    text = (
+        f"{name} weighs the losses, and so the gradients of the heads too, which the norm-matched "
+        f"sum does not, {plain}, found control=norm_matched"
+    )
+    weighs = combining and isinstance(combining.aggregator, LossWeighting)
+    yield "control", weighs and kind == "norm_matched", text
 
 
 def _check_ranks(
