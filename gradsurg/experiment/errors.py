@@ -1,6 +1,6 @@
 """Collect the errors of a config, each under its key, to report all of them at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -78,6 +78,17 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, object]]:
                 yield from parts_of(part, joined(path, field, str(index)))
         elif value is not None:
             yield from parts_of(value, joined(path, field))
+
+
+def leaves(value: object, *keys: str) -> Iterator[tuple[str, object]]:
+    """Yield each value in nested mappings and lists that is none of these, with its key."""
+    match value:
+        case Mapping() | list():
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items:
+                yield from leaves(item, *keys, str(key))
+        case _:
+            yield joined(*keys), value
 
 
 def joined(*keys: str) -> str:

@@ -5,11 +5,11 @@
 
 import ast
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 
-from gradsurg.experiment.errors import joined
+from gradsurg.experiment.errors import leaves
 from gradsurg.experiment.settings import Config
 from gradsurg.plugins.messages import nearest, one_line
 
@@ -41,7 +41,10 @@ def check_targets(config: Config) -> list[str]:
     Nothing is imported: a path that only its import can tell about passes.
     """
     faults = []
-    for key, path in _targets(config):
+    for place, path in leaves(config):
+        key, _, last = place.rpartition(".")
+        if last != "_target_":
+            continue
         try:
             _look_up(path)
         except ImportError as error:
@@ -52,17 +55,6 @@ def check_targets(config: Config) -> list[str]:
 def site_hint(path: object) -> str:
     """Return the end of the message for a dotted path as a site, which may be meant as names."""
     return f"; for names in the model write site=parameters site.pattern={path}"
-
-
-def _targets(value: object, *keys: str) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        if "_target_" in value:
-            yield joined(*keys), value["_target_"]
-        for key, item in value.items():
-            yield from _targets(item, *keys, str(key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _targets(item, *keys, str(index))
 
 
 def _look_up(path: object) -> None:

@@ -4,7 +4,7 @@ It is checked without torch, whose import takes seconds.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.effects.summary import AUTO
-from gradsurg.experiment.errors import joined
+from gradsurg.experiment.errors import leaves
 from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.overrides import GROUPS
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
@@ -70,12 +70,6 @@ def _number_of_seeds(told: object) -> object:
     return told
 
 
-def _until(told: object) -> object:
-    if told is None or isinstance(told, Until):
-        return told
-    return Until.of(told if isinstance(told, str) else repr(told))
-
-
 def _margin(told: object) -> object:
     """Return a margin as text; ValueError if it is none."""
     if told is None:
@@ -86,10 +80,6 @@ def _margin(told: object) -> object:
     except ValueError as error:
         raise ValueError(str(error).removeprefix("margin ").partition(". Found")[0]) from None
     return text
-
-
-def _grid(told: object) -> object:
-    return told if told is None or isinstance(told, Grid) else Grid.of(told)
 
 
 @dataclass(frozen=True)
@@ -103,12 +93,12 @@ class Until:
     at_most: bool = False
 
     @classmethod
-    def of(cls, text: str) -> "Until":
+    def of(cls, text: object) -> "Until":
         """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
 
         Raises ValueError if it has another form.
         """
-        match = UNTIL_FORM.fullmatch(text)
+        match = UNTIL_FORM.fullmatch(text if isinstance(text, str) else repr(text))
         rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
         if match is None:
             raise ValueError(rule)
@@ -124,11 +114,6 @@ class Until:
     def __str__(self) -> str:
         return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
 
-    def check(self, metrics: Collection[str]) -> None:
-        """Raise ValueError if a task with these metrics does not have this one."""
-        if self.metric not in metrics:
-            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
-
     def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
         """Whether a row of metrics reaches the bound; False for NaN or without the metric."""
         value = values.get(self.metric)
@@ -141,6 +126,12 @@ class Until:
         steps = [row["step"] for row in rows if self.holds(row)]
         outcome: dict[str, object] = {UNTIL: str(self), UNTIL_REACHED: int(bool(steps))}
         return outcome | {UNTIL_STEP: steps[0]} if steps else outcome
+
+
+def _parsed(kind: type[Until] | type[Grid]) -> BeforeValidator:
+    return BeforeValidator(
+        lambda told: told if told is None or isinstance(told, kind) else kind.of(told)
+    )
 
 
 @validated
@@ -165,9 +156,9 @@ class Settings:
     compile: bool = False
     compile_backend: Backend = "inductor"
     eval_every: Annotated[int, Field(ge=0)] = 0
-    until: Annotated[Until, BeforeValidator(_until)] | None = None
+    until: Annotated[Until, _parsed(Until)] | None = None
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    tune: Annotated[Grid, BeforeValidator(_grid)] | None = None
+    tune: Annotated[Grid, _parsed(Grid)] | None = None
     tune_seeds: Positive = 3
     threads: Positive | None = None
     ranks: Positive = 1
@@ -236,8 +227,11 @@ def check_settings_of(config: Config) -> list[str]:
         settings_of(config)
     except FieldError as error:
         faults += [f"{field}: {text}" for field, text in error.faults]
-    infinite = [(key, value) for key, value in _numbers(config) if not isfinite(value)]
-    return [*faults, *(f"{key}: must be finite, found {value}" for key, value in infinite)]
+    return faults + [
+        f"{key}: must be finite, found {value}"
+        for key, value in leaves(config)
+        if "." in key and isinstance(value, float) and not isfinite(value)
+    ]
 
 
 def settings_of(config: Config) -> Settings:
@@ -255,16 +249,3 @@ def check_seeds(words: Iterable[str]) -> list[str]:
         f"seeds: trains with 0, 1 .. and seed={seed} with that one alone; give one of them, or "
         f"-m seed=.., found seeds={seeds}"
     ]
-
-
-def _numbers(value: object, *keys: str) -> Iterator[tuple[str, float]]:
-    """Yield the floating-point numbers in the groups of a config with their keys."""
-    match value:
-        case float() if len(keys) > 1:
-            yield joined(*keys), value
-        case Mapping():
-            for key, item in value.items():
-                yield from _numbers(item, *keys, str(key))
-        case list():
-            for index, item in enumerate(value):
-                yield from _numbers(item, *keys, str(index))

@@ -126,7 +126,10 @@ def check_metrics(
                     f"with validation={settings.set_aside:g} the test data are looked at once, at "
                     f"the end: give {metric}, or validation=0"
                 )
-            settings.until.check([f"{watched}/{name}" for name in own])
+            has = [f"{watched}/{name}" for name in own]
+            if settings.until.metric not in has:
+                lacks = f"the task has no {settings.until.metric}"
+                raise ValueError(f"{lacks}, it has {', '.join(has)}")
 
 
 def few_examples(data: Data) -> tuple[Tensor, Tensor]:
