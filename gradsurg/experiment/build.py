@@ -74,11 +74,12 @@ def build(config: Config, trial: bool = True) -> Experiment:
     errors.raise_if_any()
     experiment = _with_all_arms(experiment, data, model, errors)
     errors.raise_if_any()
-    if not experiment.is_finished:
+    finished = experiment.is_finished
+    if not finished:
         optimizer = check_optimizer(experiment, model, errors)
         if trial and optimizer is not None and not errors.lines:
             try_step(experiment, data, model, optimizer, errors)
-    if trial and not errors.lines:
+    if trial and not errors.lines and not (finished and experiment.settings.metric is None):
         check_metrics(experiment, data, model, errors)
     errors.raise_if_any()
     return experiment

@@ -109,8 +109,11 @@ def check_metrics(
             examined = examined_names(task, model, data)
     if settings.metric is None and settings.until is None:
         return
-    with untouched(model):
+    own: list[str] = []
+    with errors.at("metric" if settings.metric is not None else "until"), untouched(model):
         own = metric_names(task, model, *few_examples(data))
+    if errors.lines:
+        return
     if settings.metric is not None and settings.tune is None:
         names = [f"{part}/{name}" for part in ("test", "train", watched) for name in own]
         names += [f"test/{name}" for name in task.trajectory_metric_names]
