@@ -14,7 +14,7 @@ from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment.controls import control_interventions
-from gradsurg.experiment.errors import ConfigError, ErrorCollector
+from gradsurg.experiment.errors import ConfigError, ErrorCollector, joined
 from gradsurg.experiment.instantiate import instantiate, user_code
 from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.ranks import refuse_batch_norm
@@ -151,7 +151,8 @@ def _interventions(
     trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
     item = None
     if transforms and None not in transforms.values() and selector is not None:
-        with errors.at(f"transform.{key}" if len(transforms) == 1 else "transform"):
+        only = next(iter(transforms)) if len(transforms) == 1 else ""
+        with errors.at(joined("transform", only)):
             item = _intervention(transforms, selector, trigger)
     combining = _combining(config, task, None if transforms else trigger, errors)
     return selector, item, combining

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -157,8 +157,11 @@ class Experiment:
     ) -> Run:
         """Make the run of an arm with seed 0; the controls of a treated arm are given later."""
         settings, schedule = self.settings, self.config["schedule"]
-        known = {each.name for each in fields(Schedule)} - {"validation"}
-        lengths = {name: getattr(settings, name) for name in known}
+        # Any: the values of fields by name; the share for validation has a default of its own.
+        lengths: dict[str, Any] = {
+            each.name: getattr(settings, each.name) for each in fields(Schedule)
+        }
+        lengths["validation"] = settings.set_aside
         return Run(
             study=settings.study,
             arm="treated" if kind == "treated" else "control",
@@ -171,7 +174,7 @@ class Experiment:
             make_optimizer=optimizer_maker(self.optimizer),
             surgery=Surgery(*items),
             shadow=kind == "control",
-            schedule=Schedule(**lengths | {"validation": settings.set_aside}),
+            schedule=Schedule(**lengths),
             device=self.device,
             compute=self._compute,
             metric=settings.metric,
