@@ -4,7 +4,7 @@ It is checked without torch, whose import takes seconds.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -113,6 +113,11 @@ class Until:
 
     def __str__(self) -> str:
         return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
+
+    def check(self, metrics: Collection[str]) -> None:
+        """Raise ValueError if a task with these metrics does not have this one."""
+        if self.metric not in metrics:
+            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
 
     def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
         """Whether a row of metrics reaches the bound; False for NaN or without the metric."""

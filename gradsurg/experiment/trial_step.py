@@ -129,10 +129,7 @@ def check_metrics(
                     f"with validation={settings.set_aside:g} the test data are looked at once, at "
                     f"the end: give {metric}, or validation=0"
                 )
-            has = [f"{watched}/{name}" for name in own]
-            if settings.until.metric not in has:
-                lacks = f"the task has no {settings.until.metric}"
-                raise ValueError(f"{lacks}, it has {', '.join(has)}")
+            settings.until.check([f"{watched}/{name}" for name in own])
 
 
 def few_examples(data: Data) -> tuple[Tensor, Tensor]:
