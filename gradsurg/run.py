@@ -28,7 +28,7 @@ from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
 if TYPE_CHECKING:
-    from gradsurg.experiment.build import Experiment
+    from gradsurg.experiment.runs import Experiment
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
@@ -132,11 +132,14 @@ def _errors_in_one_line() -> Iterator[None]:
 
 def _alone(config: DictConfig) -> "Experiment":
     """Check the only job of a command, and write down its runs as planned. Raises ConfigError."""
-    resolved = plain(config)
-    from gradsurg.experiment.command import Command
+    from gradsurg.experiment.sweep import check_config
+
+    words, resolved = [*HydraConfig.get().overrides.task], plain(config)
+    check_config(words, resolved)
+    from gradsurg.experiment.command import Command  # which imports torch
 
     command = Command()
-    experiment = command.add(HydraConfig.get().overrides.task, resolved)
+    experiment = command.add(words, resolved)
     command.plan()
     return experiment
 

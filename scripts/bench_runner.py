@@ -18,12 +18,13 @@ from torch import Tensor
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiment import compose
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
 from gradsurg.experiment.execution import execute
 from gradsurg.experiment.loop import Batches
 from gradsurg.experiment.planning import Job, outcome_table, plan_runs
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import SUMMARY, RunDirectory
+from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 from gradsurg import run
 from gradsurg.experiment import compose
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
+from gradsurg.experiment.runs import Experiment
 
 
 def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold

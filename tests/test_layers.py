@@ -64,6 +64,8 @@ WITHOUT_TORCH = (
     "effects.ledger",
     "plugins.registry",
     "experiment.catalogue",
+    "experiment.own_code",
+    "experiment.settings",
 )
 """Units and modules that may not import torch: reading and printing numbers works without it."""
 

@@ -347,12 +347,12 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
         (
             ("transform=clip", "schedule=one_cycle"),
             None,
-            "steps=0: 1 job checked without a trial step, nothing to train\n",
+            "steps=0: 1 job checked, nothing to train\n",
         ),
         (
             ("-m", "transform=clip,sign"),
             None,
-            "steps=0: 2 jobs checked without a trial step, nothing to train\n",
+            "steps=0: 2 jobs checked, nothing to train\n",
         ),
         (
             ("optimizer.lr=-1",),
@@ -371,10 +371,10 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_with_no_steps_prints_that_no_step_was_tried(command, capsys) -> None:
+def test_a_dry_run_with_no_steps_prints_that_nothing_is_trained(command, capsys) -> None:
     printed, _ = command("transform=clip", "when.start=5", "dry_run=true", "steps=0")
     told, _, plan = printed.partition("\n")
-    assert told == "steps=0: 1 job checked without a trial step, nothing to train"
+    assert told == "steps=0: 1 job checked, nothing to train"
     assert plan.startswith("clip at Parameters(")
     with pytest.raises(SystemExit) as ended:  # the trial step of another length finds it
         command("transform=clip", "when.start=5", "dry_run=true", "steps=5")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.planning import (
     Job,
@@ -20,6 +20,7 @@ from gradsurg.experiment.planning import (
     power_line,
     summary_line,
 )
+from gradsurg.experiment.runs import Experiment
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.messages import printable, tell
 
@@ -56,9 +57,8 @@ class Command:
     def plan(self) -> None:
         """Tell what will be trained, and write down each run as planned. Raises ConfigError."""
         if self.num_untrained:
-            # A trial step would import PyTorch's compiler, which takes longer than the check.
             jobs = f"{self.num_untrained} job{'s' if self.num_untrained > 1 else ''}"
-            print(f"steps=0: {jobs} checked without a trial step, nothing to train")
+            print(f"steps=0: {jobs} checked, nothing to train")
         if not self.jobs:
             return
         announce(self.experiments)

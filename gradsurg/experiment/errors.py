@@ -1,11 +1,6 @@
-"""Collect the errors of a config, each under its key, to report all of them at once.
+"""Collect the errors of a config, each under its key, to report all of them at once."""
 
-The texts are written where a value is checked: types and bounds in `plugins/fields.py`, options and
-override syntax in `config/overrides.py`, combinations in `config/build.py` and
-`config/trial_step.py`, and the rules of one plug-in in its `__post_init__`.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,8 +24,8 @@ class ErrorCollector:
     A FieldError that names one of these objects, or a part of one, is reported under its key.
     """
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    def __init__(self, lines: list[str] | None = None) -> None:
+        self.lines = lines or []
         self._objects: dict[str, object] = {}
 
     def add(self, key: str, text: str) -> None:
@@ -43,46 +38,31 @@ class ErrorCollector:
         try:
             yield
         except FieldError as error:
-            root = self._key_of(error.owner)
+            places = (
+                joined(name, path)
+                for name, whole in self._objects.items()
+                for path, part in parts_of(whole)
+                if part is error.owner
+            )
+            root = next(places, key)
             for field, text in error.faults:
-                self.add(joined(key if root is None else root, field), text)
+                self.add(joined(root, field), text)
         except (ValueError, TypeError, LookupError, ImportError, RuntimeError) as error:
             self.add(key, one_line(error))
         except MemoryError:
             self.add(key, "needs more memory than there is")
 
-    def attempt(self, key: str, make: Callable[[], Made]) -> Made | None:
-        """Call `make` and return its result; report its error under `key` and return None."""
-        with self.at(key):
-            return make()
-        return None
-
-    def passes(self, key: str, check: Callable[[], object]) -> bool:
-        """Call `check`, report its error under `key`, and return whether it raised none."""
-        before = len(self.lines)
-        with self.at(key):
-            check()
-        return len(self.lines) == before
-
     def made(self, key: str, make: Callable[[], Made]) -> Made | None:
-        """Call `make` as `attempt` does; later errors that name the result have its key."""
-        result = self.attempt(key, make)
-        if result is not None:
-            self._objects[key] = result
-        return result
+        """Return the object that `make` makes; report its error under `key` and return None."""
+        with self.at(key):
+            result = self._objects[key] = make()
+            return result
+        return None
 
     def raise_if_any(self) -> None:
         """Raise a ConfigError if there is an error."""
         if self.lines:
             raise ConfigError(self.lines)
-
-    def _key_of(self, owner: object) -> str | None:
-        """Return the key of an object, or of a part of one; None for an unknown object."""
-        for key, whole in self._objects.items():
-            for path, part in parts_of(whole):
-                if part is owner:
-                    return joined(key, path)
-        return None
 
 
 def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, object]]:
@@ -98,6 +78,17 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, object]]:
                 yield from parts_of(part, joined(path, field, str(index)))
         elif value is not None:
             yield from parts_of(value, joined(path, field))
+
+
+def leaves(value: object, *keys: str) -> Iterator[tuple[str, object]]:
+    """Yield each value in nested mappings and lists that is none of these, with its key."""
+    match value:
+        case Mapping() | list():
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items:
+                yield from leaves(item, *keys, str(key))
+        case _:
+            yield joined(*keys), value
 
 
 def joined(*keys: str) -> str:

@@ -1,10 +1,10 @@
 """The grammar of `tune`: keys of the config, and the values that each of them is tried with."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import isfinite
+from math import isfinite, nan, prod
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -55,7 +55,7 @@ class Grid:
             yield {axis.key: value for axis, value in zip(self.axes, values, strict=True)}
 
     def __len__(self) -> int:
-        return len(list(self.combinations()))
+        return prod(len(axis.values) for axis in self.axes)
 
 
 def _axis(text: str) -> Axis:
@@ -63,32 +63,28 @@ def _axis(text: str) -> Axis:
     if match is None:
         raise ValueError(RULE)
     key, written = match.groups()
-    if spaced := SPACED.fullmatch(written):
-        by_log = spaced[1] == "log"
-        values: Sequence[Any] = _spaced(written, by_log, spaced[2].split(","))
-    else:
-        by_log, values = False, _listed(written)
+    spaced = SPACED.fullmatch(written)
+    values = _spaced(written, *spaced.groups()) if spaced else _listed(written)
     if len(values) < 2 or any(value in values[:place] for place, value in enumerate(values)):
         raise ValueError(f"{key}: needs two values or more, each once")
     numbers = all(isinstance(value, int | float) for value in values)
-    by_log = by_log or (numbers and min(values) > 0 and max(values) >= 10 * min(values))
-    return Axis(key, tuple(values), by_log)
+    wide = numbers and min(values) > 0 and max(values) >= 10 * min(values)
+    return Axis(key, tuple(values), wide or (spaced is not None and spaced[1] == "log"))
 
 
-def _spaced(written: str, by_log: bool, ends: Sequence[str]) -> list[float]:
+def _spaced(written: str, kind: str, ends: str) -> list[float]:
     """Return the values of `log(1e-3,1,7)`; whole numbers if a linear grid has no others."""
+    by_log = kind == "log"
     try:
-        low, high, number = float(ends[0]), float(ends[1]), int(ends[2])
-        right = len(ends) == 3 and number >= 2 and isfinite(high - low) and low < high
-    except (ValueError, IndexError):
-        right, low, high, number = False, 0.0, 0.0, 0
-    if not right or (by_log and low <= 0):
+        first, last, count = ends.split(",")
+        low, high, number = float(first), float(last), int(count)
+    except ValueError:
+        low, high, number = nan, nan, 0
+    if not (number >= 2 and isfinite(high - low) and low < high) or (by_log and low <= 0):
         above = "0 < from < to" if by_log else "from < to"
         raise ValueError(f"{written}: needs (from,to,number) with {above} and 2 values or more")
-    if by_log:
-        inside = [low * (high / low) ** (k / (number - 1)) for k in range(1, number - 1)]
-    else:
-        inside = [low + (high - low) * k / (number - 1) for k in range(1, number - 1)]
+    shares = [k / (number - 1) for k in range(1, number - 1)]
+    inside = [low * (high / low) ** x if by_log else low + (high - low) * x for x in shares]
     values = [low, *(float(f"{value:.{DIGITS}g}") for value in inside), high]
     whole = not by_log and all(value.is_integer() for value in values)
     return [int(value) for value in values] if whole else values

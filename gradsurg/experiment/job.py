@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
 
-from gradsurg.experiment.build import Experiment
 from gradsurg.experiment.command import print_notes, report_study
 from gradsurg.experiment.execution import Record, execute
-from gradsurg.experiment.run import Run
+from gradsurg.experiment.run import Pair, Run
 from gradsurg.experiment.run_directory import ERROR
 from gradsurg.experiment.run_reader import BrokenFile
-from gradsurg.experiment.runs import Pair
+from gradsurg.experiment.runs import Experiment
 from gradsurg.plugins.messages import full_message, printable, tell
 
 HAPPENED = {

@@ -13,7 +13,6 @@ from statistics import stdev
 from typing import Any
 
 from gradsurg.effects.tables import aligned
-from gradsurg.experiment.build import Experiment
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.run import Run
@@ -29,6 +28,7 @@ from gradsurg.experiment.run_directory import (
 )
 from gradsurg.experiment.run_identity import edited_modules
 from gradsurg.experiment.run_reader import known
+from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.trial_step import step_seconds
 from gradsurg.experiment.tuning import HEADLINE
 from gradsurg.plugins.messages import printable, tell, terminal_width

@@ -1,12 +1,10 @@
 """A run: one arm of a study with one seed, with all that is needed to train it."""
 
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,76 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
-from gradsurg.experiment.instantiate import Config
-from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP, first_control
+from gradsurg.experiment.run_directory import first_control
 from gradsurg.experiment.run_identity import directory_name, environment
+from gradsurg.experiment.settings import Backend, Config, Precision, Until
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, Task
 from gradsurg.triggers.for_task import ForTask
 
 ArmName = Literal["treated", "control"]
-Precision = Literal["float32", "bfloat16", "float16"]
-Backend = Literal["eager", "aot_eager", "inductor"]
-
-VALIDATION = "validation/"
-UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 
 COMPILER_WARNINGS = (
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.jit.script_method` is deprecated",
 )
 """Warnings of PyTorch's compiler about PyTorch's own code."""
-
-
-@dataclass(frozen=True)
-class Until:
-    """A condition that ends a run: a validation or test metric is at least `bound`, or at most
-    `bound` if `at_most`.
-    """
-
-    metric: str
-    bound: float
-    at_most: bool = False
-
-    @classmethod
-    def of(cls, text: str) -> "Until":
-        """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
-
-        Raises ValueError if it has another form.
-        """
-        match = UNTIL_FORM.fullmatch(text)
-        rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
-        if match is None:
-            raise ValueError(rule)
-        part, metric, sign, bound = match.groups()
-        try:
-            number = float(bound)
-        except ValueError:
-            number = nan
-        if not isfinite(number):
-            raise ValueError(rule)
-        return cls(f"{part or VALIDATION}{metric}", number, sign == "<=")
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
-
-    def check(self, metrics: Collection[str]) -> None:
-        """Raise ValueError if a task with these metrics does not have this one."""
-        if self.metric not in metrics:
-            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
-
-    def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
-        """Whether a row of metrics reaches the bound; False for NaN or without the metric."""
-        value = values.get(self.metric)
-        if value is None:
-            return False
-        return value <= self.bound if self.at_most else value >= self.bound
-
-    def outcome(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-        """Return the summary entries: the condition, 1 or 0, and the first step that reached it."""
-        steps = [row["step"] for row in rows if self.holds(row)]
-        outcome: dict[str, object] = {UNTIL: str(self), UNTIL_REACHED: int(bool(steps))}
-        return outcome | {UNTIL_STEP: steps[0]} if steps else outcome
 
 
 @dataclass(frozen=True)
@@ -270,3 +212,28 @@ class Run:
     def directory(self, out: Path) -> Path:
         """Return the path of its directory: `<out>/<study>/<name>`."""
         return out / self.study / self.name
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
+
+    With `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
+    That run has the identity of the shorter chain, so a sweep over that chain reuses it.
+    """
+
+    seed: int
+    treated: Run | None
+    control: Run | None
+    without: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> dict[str, Run]:
+        """The runs by what they are in a comparison, in the order of execution."""
+        both = {"control": self.control, "treated": self.treated}
+        return {role: run for role, run in {**both, **self.without}.items() if run is not None}
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs in the order of execution."""
+        return (*self.roles.values(),)

@@ -1,23 +1,29 @@
-"""The runs of an experiment: for each seed a treated run and its control."""
+"""The experiment of a config: for each seed a treated run and its control."""
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradsurg.aggregators.sum import Sum
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
+from gradsurg.experiment import processes
 from gradsurg.experiment.controls import ActingControl, control_interventions
-from gradsurg.experiment.instantiate import Config, fields_of, instantiate, target_of, user_code
+from gradsurg.experiment.instantiate import fields_of, instantiate, target_of, user_code
 from gradsurg.experiment.optimizers import optimizer_maker
-from gradsurg.experiment.run import Run, Schedule
+from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
+from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_identity
 from gradsurg.experiment.schedules import schedule_maker
-from gradsurg.experiment.settings import Settings
+from gradsurg.experiment.settings import Config, Settings
+from gradsurg.experiment.tuning import Tuning
+from gradsurg.loggers.base import GuardedLogger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.registry import find, names
@@ -27,32 +33,12 @@ from gradsurg.transforms.identity import Identity
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
+class Experiment:
+    """The checked objects of one config. It holds no data and no model: a sweep keeps many.
 
-    With `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
-    That run has the identity of the shorter chain, so a sweep over that chain reuses it.
-    """
-
-    seed: int
-    treated: Run | None
-    control: Run | None
-    without: Mapping[str, Run] = field(default_factory=dict)
-
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """The runs in the order of execution."""
-        both = (run for run in (self.control, self.treated) if run is not None)
-        return (*both, *self.without.values())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings that the runs of an experiment share; makes the runs of each seed.
-
-    `combining` is the intervention of the aggregator, `data_hash` that of the files of the task,
-    `without` the plans of the chain without each of its links, `split_seed` that of the task if the
-    experiment has several.
+    `combining` is the intervention of the aggregator, `data_hash` that of the files of the task.
+    `without` has the experiments of the chain without each of its links, `splits` those of each
+    split of the data if there are several, and `split_seed` is that of the task then.
     """
 
     config: Config
@@ -63,33 +49,76 @@ class Plan:
     intervention: Intervention | None
     combining: Intervention | None
     data_hash: str
-    without: "Mapping[str, Plan]" = field(default_factory=dict)
+    loggers: tuple[GuardedLogger, ...] = ()
+    without: "Mapping[str, Experiment]" = field(default_factory=dict)
+    splits: "tuple[Experiment, ...]" = ()
     split_seed: int | None = None
+    tuning: Tuning | None = None
+
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """The runs with the values of the config, which with `tuning` are not trained."""
+        seeds = self.settings.all_seeds
+        return tuple(split.pair(seed) for split in self.splits or [self] for seed in seeds)
+
+    @property
+    def compared(self) -> tuple[Pair, ...] | None:
+        """The runs to compare, with tuning at the chosen values; None before tuning has ended."""
+        return self.tuning.pairs(self.settings) if self.tuning else self.pairs
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs that are known: those of the tuning, and those to compare."""
+        tuned = self.tuning.runs if self.tuning else []
+        return [*tuned, *(run for pair in self.compared or () for run in pair.runs)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all runs have finished before, so that nothing will be trained."""
+        out = Path(self.settings.out)
+        if self.settings.force or self.compared is None:
+            return False
+        return all(RunDirectory(run.directory(out)).finished for run in self.runs)
+
+    @cached_property
+    def interventions(self) -> tuple[Intervention, ...]:
+        """The interventions of the treated arm; a plain run has none."""
+        return tuple(item for item in (self.intervention, self.combining) if item is not None)
+
+    @cached_property
+    def surgery(self) -> Surgery:
+        """The surgery of the treated arm, with seed 0."""
+        return Surgery(*self.interventions)
+
+    @property
+    def example_input(self) -> Tensor:
+        """Two examples of the task's data."""
+        return self.load_data().train_inputs[:2]
+
+    def load_data(self) -> Data:
+        """Load the data of the task."""
+        return self.task.load()
+
+    def make_model(self, data: Data | None = None) -> nn.Module:
+        """Create a model, with weights drawn from the global generator."""
+        return create_model(self.config, data or self.load_data())
 
     def pair(self, seed: int) -> Pair:
         """Make the runs of one seed."""
-        if self.intervention is None and self.combining is None:
-            return Pair(seed, None, self._control(seed))
-        control = self._control(seed) if self.settings.control != "none" else None
-        treated = self._treated(seed)
-        if control is not None:
-            treated = replace(treated, controls={self.settings.control: control.name})
-        shorter = {link: plan.pair(seed).treated for link, plan in self.without.items()}
-        return Pair(seed, treated, control, {link: run for link, run in shorter.items() if run})
-
-    def at_split(self, fields: Config, task: Task, split_seed: int) -> "Plan":
-        """Return the plan of the same arms on another split of the data, `task` with `fields`."""
-        without = {k: plan.at_split(fields, task, split_seed) for k, plan in self.without.items()}
-        config = {**self.config, "task": fields}
-        return replace(self, config=config, task=task, split_seed=split_seed, without=without)
-
-    def surgery(self, seed: int) -> Surgery:
-        """Make the surgery of the treated run; a plain run has an empty one."""
-        return Surgery(*self._interventions, seed=seed)
+        treated, control = (arm and _with_seed(arm, seed) for arm in (self._treated, self._control))
+        if treated is None:
+            return Pair(seed, None, control)
+        controls = {self.settings.control: control.name} if control is not None else {}
+        shorter = {link: plan._treated for link, plan in self.without.items()}
+        arms = {link: _with_seed(arm, seed) for link, arm in shorter.items() if arm is not None}
+        without = {link: replace(run, controls=controls) for link, run in arms.items()}
+        return Pair(seed, replace(treated, controls=controls), control, without)
 
     @property
-    def _interventions(self) -> list[Intervention]:
-        return [item for item in (self.intervention, self.combining) if item is not None]
+    def optimizer(self) -> dict[str, object]:
+        """The name and fields of the optimizer; the short key `lr` replaces its own."""
+        lr = self.settings.lr
+        return {**self.config["optimizer"], **({} if lr is None else {"lr": lr})}
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -97,174 +126,171 @@ class Plan:
         combining = self.combining.names if self.combining is not None else ()
         return (*self.config["transform"], *combining)
 
-    def _treated(self, seed: int) -> Run:
-        label = "+".join(self._names)
-        identity = self._identity(seed, "treated")
-        return self._run("treated", label, seed, identity, self.surgery(seed), shadow=False)
+    @cached_property
+    def _treated(self) -> Run | None:
+        if not self.interventions:
+            return None
+        return self._run("treated", "+".join(self._names), self._names, self.interventions)
 
-    def _control(self, seed: int) -> Run:
-        """Make the control run: no surgery, or one of `ActingControl`.
+    @cached_property
+    def _control(self) -> Run | None:
+        """The control run: no surgery, or one of `ActingControl`; None with `control=none`.
 
         Without surgery the gradients are measured at the same sites.
         """
         kind = self.settings.control
-        if self._interventions and kind != "plain" and kind != "none":
-            surgery = Surgery(*control_interventions(self._interventions, kind), seed=seed)
-            label = f"{kind}-{'+'.join(self._names)}"
-            identity = self._identity(seed, kind)
-            return self._run("control", label, seed, identity, surgery, shadow=False)
-        measured = [Intervention(Identity(), self.selector, names=("none",))]
+        if self.interventions and kind == "none":
+            return None
+        if self.interventions and kind != "plain" and kind != "none":
+            items = control_interventions(self.interventions, kind)
+            return self._run(kind, f"{kind}-{'+'.join(self._names)}", (kind,), items)
+        items = (Intervention(Identity(), self.selector, names=("none",)),)
         if isinstance(self.task, MultiTask):
-            measured.append(Intervention(Sum(), SharedParameters()))
-        surgery = Surgery(*measured, seed=seed)
-        identity = self._identity(seed, "control")
-        return self._run("control", "none", seed, identity, surgery, shadow=True)
+            items += (Intervention(Sum(), SharedParameters()),)
+        return self._run("control", "none", ("none",), items)
 
-    def _identity(
-        self, seed: int, arm: Literal["treated", "control"] | ActingControl
-    ) -> dict[str, object]:
+    def _run(
+        self,
+        kind: Literal["treated", "control"] | ActingControl,
+        label: str,
+        tags: tuple[str, ...],
+        items: tuple[Intervention, ...],
+    ) -> Run:
+        """Make the run of an arm with seed 0; the controls of a treated arm are given later."""
+        settings, schedule = self.settings, self.config["schedule"]
+        # Any: the values of fields by name; the share for validation has a default of its own.
+        lengths: dict[str, Any] = {
+            each.name: getattr(settings, each.name) for each in fields(Schedule)
+        }
+        lengths["validation"] = settings.set_aside
+        return Run(
+            study=settings.study,
+            arm="treated" if kind == "treated" else "control",
+            label=label,
+            seed=0,
+            identity=self._identity(kind),
+            tags=tags,
+            task=self.task,
+            make_model=self.make_model,
+            make_optimizer=optimizer_maker(self.optimizer),
+            surgery=Surgery(*items),
+            shadow=kind == "control",
+            schedule=Schedule(**lengths),
+            device=self.device,
+            compute=self.compute,
+            metric=settings.metric,
+            margin=settings.margin,
+            split_seed=self.split_seed,
+            config=self.config,
+            make_lr_schedule=schedule_maker(schedule, settings.steps),
+        )
+
+    @property
+    def compute(self) -> ComputeOptions:
+        """The computation of steps."""
+        settings = self.settings
+        backend = settings.compile_backend if settings.compile else None
+        return ComputeOptions(
+            settings.accumulate, settings.precision, backend, processes.launched()
+        )
+
+    def _identity(self, kind: Literal["treated", "control"] | ActingControl) -> dict[str, object]:
         settings = self.settings
         chosen: dict[str, object] = {
-            "seed": seed,
+            "seed": 0,
             "steps": settings.steps,
             "batch_size": settings.batch_size,
             "device": self.device.type,
-            "optimizer": optimizer_config(self.config, settings),
+            "optimizer": self.optimizer,
             "schedule": self.config["schedule"],
-            **settings.compute.identity,
+            **self.compute.identity,
         }
         if settings.until is not None:
             chosen["until"] = f"{settings.until}, tested every {settings.eval_every} steps"
         if settings.set_aside:
             chosen["validation"] = settings.set_aside
         aggregated = self.combining is not None
-        return run_identity(self.config, arm, chosen, aggregated, self.data_hash)
-
-    def _run(
-        self,
-        arm: Literal["treated", "control"],
-        label: str,
-        seed: int,
-        identity: dict[str, object],
-        surgery: Surgery,
-        shadow: bool,
-    ) -> Run:
-        settings = self.settings
-        return Run(
-            study=settings.study,
-            arm=arm,
-            label=label,
-            seed=seed,
-            identity=identity,
-            # A control is of every treated arm that has its site and seed.
-            tags=self._names if arm == "treated" else (label.split("-")[0],),
-            task=self.task,
-            make_model=lambda data: create_model(self.config, data),
-            make_optimizer=optimizer_maker(optimizer_config(self.config, settings)),
-            surgery=surgery,
-            shadow=shadow,
-            schedule=Schedule(
-                settings.steps,
-                settings.batch_size,
-                settings.log_every,
-                settings.checkpoint_every,
-                settings.effects_every,
-                settings.eval_every,
-                settings.update_effect_every,
-                settings.checkpoint_seconds,
-                settings.until,
-                settings.conflict_every,
-                settings.set_aside,
-                settings.check_ranks,
-                settings.log,
-            ),
-            device=self.device,
-            compute=settings.compute,
-            metric=settings.metric,
-            margin=settings.margin,
-            split_seed=self.split_seed,
-            config=self.config,
-            make_lr_schedule=schedule_maker(self.config["schedule"], settings.steps),
-        )
+        return run_identity(self.config, kind, chosen, aggregated, self.data_hash)
 
 
-def split_plans(plan: Plan, data: Data | None) -> list[Plan]:
-    """Return the plan of each split of the data.
+def _with_seed(arm: Run, seed: int) -> Run:
+    surgery = Surgery(*arm.surgery.interventions, seed=seed)
+    return replace(arm, seed=seed, identity=arm.identity | {"seed": seed}, surgery=surgery)
 
-    `data` are those of the first split. Raises ValueError for a task without several splits.
+
+def on_splits(experiment: Experiment, data: Data) -> Experiment:
+    """Return the experiment with `splits=` splits of the data; `data` are those of the first.
+
+    Raises ValueError for a task without several splits.
     """
-    fields, count = plan.config["task"], plan.settings.splits
+    config, count = experiment.config["task"], experiment.settings.splits
     if count == 1:
-        return [plan]
-    known = _parameters(target_of("tasks", fields))
+        return experiment
+    known = _parameters(target_of("tasks", config))
     if "split_seed" not in known:
         others = [
-            name for name in names("tasks") if "split_seed" in _parameters(find("tasks", name))
+            each for each in names("tasks") if "split_seed" in _parameters(find("tasks", each))
         ]
-        raise ValueError(
-            f"must be 1 for a task without split_seed, found {count}; tasks with one: "
-            f"{', '.join(others)}"
-        )
-    first = fields.get("split_seed", known["split_seed"].default)
-    plans = []
-    for seed in range(first, first + count):
-        changed = {**fields, "split_seed": seed}
-        plans.append(plan.at_split(changed, instantiate("tasks", changed, Task), seed))
-    other = plans[1].task.load_with_validation(plan.settings.set_aside)
-    if data and torch.equal(data.train_inputs, other.train_inputs):
+        rule = f"must be 1 for a task without split_seed, found {count}"
+        raise ValueError(f"{rule}; tasks with one: {', '.join(others)}")
+    first = config.get("split_seed", known["split_seed"].default)
+    splits = tuple(_on_split(experiment, seed) for seed in range(first, first + count))
+    other = splits[1].task.load_with_validation(experiment.settings.set_aside)
+    if torch.equal(data.train_inputs, other.train_inputs):
         rule = "must be 1 where task.split_seed changes no training data, as with num_train=null"
         raise ValueError(f"{rule}, found {count}")
-    return plans
+    return replace(experiment, splits=splits)
+
+
+def _on_split(experiment: Experiment, seed: int) -> Experiment:
+    """Return the experiment with the same arms on another split of the data."""
+    task = {**experiment.config["task"], "split_seed": seed}
+    return replace(
+        experiment,
+        config={**experiment.config, "task": task},
+        task=instantiate("tasks", task, Task),
+        split_seed=seed,
+        without={link: _on_split(plan, seed) for link, plan in experiment.without.items()},
+    )
 
 
 def _parameters(task: object) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(task).parameters if callable(task) else {}
 
 
-def optimizer_config(config: Config, settings: Settings | None) -> dict[str, object]:
-    """Return the name and fields of the optimizer; the short key `lr` replaces its own."""
-    fields = dict(config["optimizer"])
-    if settings is not None and settings.lr is not None:
-        fields["lr"] = settings.lr
-    return fields
-
-
 def create_model(config: Config, data: Data) -> nn.Module:
     """Create a model for the data, with weights drawn from the global generator."""
-    fields = config["model"]
-    target = target_of("models", fields)
-    options = data.model_options(target, fields_of(fields))
-    with user_code(fields):
-        args, options = _model_arguments(target, data, options, "_target_" in fields)
-        model = call_with_fields(target, args, options)
+    options = config["model"]
+    target = target_of("models", options)
+    given = data.model_options(target, fields_of(options))
+    sizes = {"input_shape": data.input_shape, "num_outputs": data.num_outputs}
+    with user_code(options):
+        by_name = _sizes_by_name(target, given, sizes) if "_target_" in options else None
+        args = (*sizes.values(),) if by_name is None else ()
+        model = call_with_fields(target, args, {**(by_name or {}), **given})
     if not isinstance(model, nn.Module):
         raise TypeError(f"must make a torch.nn.Module, found {model!r}")
     return model
 
 
-def _model_arguments(
-    target: object, data: Data, options: dict[str, object], theirs: bool
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments of a model: `input_shape` and `num_outputs`, as far as it takes them.
+def _sizes_by_name(
+    target: object, given: Mapping[str, object], sizes: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Return those of `sizes` that a user's class or function takes by name.
 
-    A user's class or function (`theirs`) gets them by name, or if it requires two arguments of
-    other names, in this order.
+    None if it is to get both in their order: it requires two arguments of other names.
     """
-    sizes = {"input_shape": data.input_shape, "num_outputs": data.num_outputs}
-    both = tuple(sizes.values())
-    if not theirs or not callable(target):
-        return both, options
-    parameters = inspect.signature(target).parameters.values()
-    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    taken = [param for param in parameters if param.name not in options and param.kind not in stars]
+    known = [param for param in _parameters(target).values() if param.name not in given]
+    taken = [
+        param for param in known if param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+    ]
     required = [param.name for param in taken if param.default is param.empty]
     positional = all(param.kind is not param.KEYWORD_ONLY for param in taken)
+    if not taken and any(param.kind is param.VAR_POSITIONAL for param in known):
+        return None
     if positional and len(required) == len(sizes) and not set(required) <= set(sizes):
-        return both, options
-    if not taken and any(param.kind is param.VAR_POSITIONAL for param in parameters):
-        return both, options
+        return None
     if missing := [name for name in required if name not in sizes]:
         text = "needs a value: a model is given input_shape and num_outputs, if it takes them"
         raise FieldError("", [(name, text) for name in missing])
-    names = {param.name for param in taken}
-    return (), {**{name: size for name, size in sizes.items() if name in names}, **options}
+    return {param.name: sizes[param.name] for param in taken if param.name in sizes}

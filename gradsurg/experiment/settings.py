@@ -1,21 +1,34 @@
-"""The short keys at the top of the config, and their rules."""
+"""The schema of the config: its top-level keys, the short keys and their rules.
+
+It is checked without torch, whose import takes seconds.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from gradsurg.effects.summary import AUTO
-from gradsurg.experiment import processes
+from gradsurg.experiment.compose import GROUPS
+from gradsurg.experiment.errors import leaves
 from gradsurg.experiment.grid import Grid
-from gradsurg.experiment.run import VALIDATION, Backend, ComputeOptions, Precision, Until
-from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.plugins.messages import one_line
+from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
+from gradsurg.plugins.fields import Contradiction, FieldError, validated
+from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.stats import parse_margin
 
+Config = Mapping[str, Any]  # Any: what a YAML file can hold
+Precision = Literal["float32", "bfloat16", "float16"]
+Backend = Literal["eager", "aot_eager", "inductor"]
+
+REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
+VALIDATION = "validation/"
 DEFAULT_VALIDATION = 0.2  # of the training examples, where something is decided on them
+UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
@@ -57,12 +70,6 @@ def _number_of_seeds(told: object) -> object:
     return told
 
 
-def _until(told: object) -> object:
-    if told is None or isinstance(told, Until):
-        return told
-    return Until.of(told if isinstance(told, str) else repr(told))
-
-
 def _margin(told: object) -> object:
     """Return a margin as text; ValueError if it is none."""
     if told is None:
@@ -75,8 +82,61 @@ def _margin(told: object) -> object:
     return text
 
 
-def _grid(told: object) -> object:
-    return told if told is None or isinstance(told, Grid) else Grid.of(told)
+@dataclass(frozen=True)
+class Until:
+    """A condition that ends a run: a validation or test metric is at least `bound`, or at most
+    `bound` if `at_most`.
+    """
+
+    metric: str
+    bound: float
+    at_most: bool = False
+
+    @classmethod
+    def of(cls, text: object) -> "Until":
+        """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
+
+        Raises ValueError if it has another form.
+        """
+        match = UNTIL_FORM.fullmatch(text if isinstance(text, str) else repr(text))
+        rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
+        if match is None:
+            raise ValueError(rule)
+        part, metric, sign, bound = match.groups()
+        try:
+            number = float(bound)
+        except ValueError:
+            number = nan
+        if not isfinite(number):
+            raise ValueError(rule)
+        return cls(f"{part or VALIDATION}{metric}", number, sign == "<=")
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'<=' if self.at_most else '>='} {self.bound!r}"
+
+    def check(self, metrics: Collection[str]) -> None:
+        """Raise ValueError if a task with these metrics does not have this one."""
+        if self.metric not in metrics:
+            raise ValueError(f"the task has no {self.metric}, it has {', '.join(metrics)}")
+
+    def holds(self, values: Mapping[str, Any]) -> bool:  # Any: any JSON value
+        """Whether a row of metrics reaches the bound; False for NaN or without the metric."""
+        value = values.get(self.metric)
+        if value is None:
+            return False
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def outcome(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, object]:
+        """Return the summary entries: the condition, 1 or 0, and the first step that reached it."""
+        steps = [row["step"] for row in rows if self.holds(row)]
+        outcome: dict[str, object] = {UNTIL: str(self), UNTIL_REACHED: int(bool(steps))}
+        return outcome | {UNTIL_STEP: steps[0]} if steps else outcome
+
+
+def _parsed(kind: type[Until] | type[Grid]) -> BeforeValidator:
+    return BeforeValidator(
+        lambda told: told if told is None or isinstance(told, kind) else kind.of(told)
+    )
 
 
 @validated
@@ -101,9 +161,9 @@ class Settings:
     compile: bool = False
     compile_backend: Backend = "inductor"
     eval_every: Annotated[int, Field(ge=0)] = 0
-    until: Annotated[Until, BeforeValidator(_until)] | None = None
+    until: Annotated[Until, _parsed(Until)] | None = None
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    tune: Annotated[Grid, BeforeValidator(_grid)] | None = None
+    tune: Annotated[Grid, _parsed(Grid)] | None = None
     tune_seeds: Positive = 3
     threads: Positive | None = None
     check_ranks: Annotated[int, Field(ge=0)] = 0
@@ -119,6 +179,7 @@ class Settings:
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
     log: Annotated[Text, Field(min_length=1)] = AUTO
+    runner: Literal["sequential", "stacked"] = "sequential"
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:
@@ -153,8 +214,42 @@ class Settings:
             return DEFAULT_VALIDATION if self.decides_on_validation else 0.0
         return self.validation
 
-    @property
-    def compute(self) -> ComputeOptions:
-        """The computation of steps."""
-        backend = self.compile_backend if self.compile else None
-        return ComputeOptions(self.accumulate, self.precision, backend, processes.launched())
+
+def check_settings_of(config: Config) -> list[str]:
+    """Return a line `key: rule` for each fault of the keys at the top of a config."""
+    known = [*GROUPS, "shared", *Settings.__annotations__]
+    faults = [
+        "experiment: its file must begin with the line '# @package _global_'"
+        if key == "experiment"
+        else f"{key}: is not a key here. {nearest(key, known)}"
+        for key in config
+        if key not in known
+    ]
+    missing = [key for key in REQUIRED if not isinstance(config.get(key), Mapping)]
+    faults += [f"{key}: is required, a mapping with a name" for key in missing]
+    try:
+        settings_of(config)
+    except FieldError as error:
+        faults += [f"{field}: {text}" for field, text in error.faults]
+    return faults + [
+        f"{key}: must be finite, found {value}"
+        for key, value in leaves(config)
+        if "." in key and isinstance(value, float) and not isfinite(value)
+    ]
+
+
+def settings_of(config: Config) -> Settings:
+    """Return the short keys of a config. Raises FieldError with all wrong ones."""
+    return Settings(**{key: config[key] for key in Settings.__annotations__ if key in config})
+
+
+def check_seeds(words: Iterable[str]) -> list[str]:
+    """Return a line if the overrides of a command give both a seed and a number of seeds."""
+    given = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
+    seed, seeds = given.get("seed", "null"), given.get("seeds", "1")
+    if seed == "null" or seeds == "1":
+        return []
+    return [
+        f"seeds: trains with 0, 1 .. and seed={seed} with that one alone; give one of them, or "
+        f"-m seed=.., found seeds={seeds}"
+    ]

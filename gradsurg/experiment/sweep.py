@@ -3,7 +3,7 @@ end. `conf/config.yaml` names it under `hydra.callbacks`.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from omegaconf import DictConfig, open_dict
 from gradsurg.experiment.compose import CONFIG_DIR, key_in, options_of, plain, register
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, MAX_RUNS, explained, prepared, too_many
+from gradsurg.experiment.own_code import check_targets
+from gradsurg.experiment.settings import check_seeds, check_settings_of
 from gradsurg.plugins.messages import nearest, tell
 
 if TYPE_CHECKING:
@@ -102,6 +104,16 @@ def jobs_of_study(words: Sequence[str]) -> list[Job]:
         return _composed(_jobs(config) if sweeps else [[*words]], "config")
 
 
+def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # Any: any YAML
+    """Check the short keys and the dotted paths of a config, before torch is imported.
+
+    Raises ConfigError with all errors; `words` are the overrides.
+    """
+    faults = [*check_seeds(words), *check_settings_of(config), *check_targets(config)]
+    if faults:
+        raise ConfigError(faults)
+
+
 def _composed(jobs: Iterable[list[str]], config_name: str) -> list[Job]:
     """Compose the config of each job. Raises ConfigError with the errors of all jobs."""
     composed: list[Job] = []
@@ -109,7 +121,9 @@ def _composed(jobs: Iterable[list[str]], config_name: str) -> list[Job]:
     wrong = 0
     for words in jobs:
         try:
-            composed.append((words, plain(compose(config_name, prepared(words)))))
+            config = plain(compose(config_name, prepared(words)))
+            check_config(words, config)
+            composed.append((words, config))
         except ConfigError as error:
             faults |= dict.fromkeys(error.faults)
             wrong += 1

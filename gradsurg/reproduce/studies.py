@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
+from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.plugins.messages import nearest

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from time import process_time
 
 import numpy
 import pytest
@@ -27,11 +28,6 @@ GRAD = torch.tensor([3.0, -4.0])
 
 def links(*words: str) -> list[Transform]:
     return [link for part in built(*words).surgery.interventions for link in part.links]
-
-
-def labels(*words: str) -> tuple[str, ...]:
-    (own,) = built(*words).surgery.labels
-    return own
 
 
 def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
@@ -59,6 +55,7 @@ def applied(transform: Transform, grad: Tensor = GRAD) -> list[float]:
         (["schedule=step", "+schedule.gama=1"], ["schedule.gama: is not a field here. "]),
         (["schedule=warmup_cosine", "steps=40"], ["schedule.milestones: must be 1 rising "]),
         (["optimizer=adam", "optimizer.eps=x"], ["optimizer"]),
+        (["optimizer=adam", "+optimizer.capturable=true"], ["optimizer: Adam cannot step: "]),
     ],
 )
 def test_steps_that_cannot_be_made_are_refused_in_a_line_each(
@@ -72,19 +69,43 @@ def test_steps_that_cannot_be_made_are_refused_in_a_line_each(
 
 def test_a_metric_is_checked_also_if_all_runs_have_finished(tmp_path: Path) -> None:
     words = ("steps=1", "log_every=1", "eval_every=1", f"out={tmp_path}", "metric=test/acuracy")
-    finished = built(*words[:-1])
-    for run in finished.runs:
+    for run in built(*words[:-1]).runs:
         execute(run, tmp_path, [])
-    assert finished.is_finished
     with pytest.raises(ConfigError, match="metric: there is no test/acuracy"):
         built(*words)
 
 
-def test_transforms_act_in_the_order_of_the_command_line() -> None:
-    assert labels("transform=[clip,scale]") == ("clip", "scale")
-    assert labels("transform=[scale,clip]") == ("scale", "clip")
-    clip, scale = links("transform=[clip,scale]", "transform.clip.value=0.5")
-    assert (clip, scale) == (gs.Clip(0.5), gs.Scale(0.1))
+@pytest.mark.parametrize(
+    ("words", "expected", "names"),
+    [
+        ("transform=[clip,scale]", [gs.Clip(0.01), gs.Scale(0.1)], ("clip", "scale")),
+        ("transform=[scale,clip]", [gs.Scale(0.1), gs.Clip(0.01)], ("scale", "clip")),
+        (
+            "transform=[chain,sign] transform.chain.links.0.value=2",
+            [gs.Clip(2.0), gs.Scale(0.5), gs.Sign()],
+            ("chain.clip", "chain.scale", "sign"),
+        ),
+        ("transform=chain transform.chain.links=[]", [gs.Chain()], ("chain",)),
+        (
+            "transform=[clip,tests.theirs.Twice] +transform.twice.factor=7",
+            [gs.Clip(0.01), theirs.Twice(7.0)],
+            ("clip", "twice"),
+        ),
+        ("transform=tests.theirs.maker", [gs.Scale(0.25)], ("maker",)),
+        (
+            "transform=tests.theirs.maker +transform.maker.factor=0.75",
+            [gs.Scale(0.75)],
+            ("maker",),
+        ),
+    ],
+)
+def test_transforms_act_in_order_each_under_a_name_of_its_own(
+    words: str, expected: list[Transform], names: tuple[str, ...]
+) -> None:
+    experiment = built(*words.split())
+    (item,) = experiment.surgery.interventions
+    assert [*item.links] == expected
+    assert experiment.surgery.labels == (names,)
 
 
 @pytest.mark.parametrize("word", ["transform=[]", "transform=none"])
@@ -99,52 +120,35 @@ def test_without_a_transform_there_is_one_plain_run_a_seed(word: str) -> None:
     assert {pair.control.label for pair in experiment.pairs if pair.control} == {"none"}
 
 
-def test_each_link_of_a_chain_is_measured_under_a_name_of_its_own() -> None:
-    words = ("transform=[chain,sign]", "transform.chain.links.0.value=2")
-    assert links(*words)[:2] == [gs.Clip(2.0), gs.Scale(0.5)]
-    assert labels(*words) == ("chain.clip", "chain.scale", "sign")
-
-
-def test_a_chain_without_links_has_the_name_of_its_key() -> None:
-    assert labels("transform=chain", "transform.chain.links=[]") == ("chain",)
-
-
-def test_a_users_transform_gets_its_fields() -> None:
-    assert links("transform=tests.theirs.Twice") == [theirs.Twice(2.0)]
-    words = ("transform=[clip,tests.theirs.Twice]", "+transform.twice.factor=7")
-    assert links(*words) == [gs.Clip(0.01), theirs.Twice(7.0)]
-
-
 def test_a_users_field_may_be_called_name() -> None:
     (named,) = links("transform=tests.theirs.Named", "+transform.named.name=me")
     assert named.name == "me"
 
 
-def test_a_plain_callable_acts_on_gradients() -> None:
-    (halve,) = links("transform=tests.theirs.halve")
-    assert applied(halve) == [1.5, -2.0]
-    (sign,) = links("transform=torch.sign")
-    assert applied(sign) == [1.0, -1.0]
+@pytest.mark.parametrize(
+    ("words", "result"),
+    [
+        ("transform=tests.theirs.halve", [1.5, -2.0]),
+        ("transform=torch.sign", [1.0, -1.0]),
+        ("transform=tests.theirs.scaled +transform.scaled.factor=3", [9.0, -12.0]),
+    ],
+)
+def test_a_plain_callable_acts_on_gradients(words: str, result: list[float]) -> None:
+    (function,) = links(*words.split())
+    assert applied(function) == result
+    assert (
+        repr(function).rpartition(".")[2] == words.split()[0].rpartition(".")[2]
+    )  # not an address
 
 
-def test_a_plain_callable_gets_its_other_arguments_from_the_config() -> None:
-    (scaled,) = links("transform=tests.theirs.scaled", "+transform.scaled.factor=3")
-    assert applied(scaled) == [9.0, -12.0]
-    # A resumed run is told from another one by this.
-    assert repr(scaled) == "scaled"
-
-
-def test_a_function_that_makes_a_transform_is_called() -> None:
-    words = ("transform=tests.theirs.maker", "+transform.maker.factor=0.75")
-    assert links("transform=tests.theirs.maker") == [gs.Scale(0.25)]
-    assert links(*words) == [gs.Scale(0.75)]
-
-
-def test_a_plain_callable_can_stand_inside_another_transform() -> None:
+def test_a_plain_callable_can_stand_inside_another_transform_and_is_part_of_the_identity() -> None:
     words = ("transform=norm_matched", "~transform.norm_matched.of")
     of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
-    (matched,) = links(*words, of)
+    (pair,) = built(*words, of).pairs
+    assert pair.treated is not None
+    (matched,) = pair.treated.surgery.interventions[0].links
     assert applied(matched.of) == [1.5, -2.0]
+    assert list(pair.treated.identity["sources"]) == ["tests.theirs.halve"]
 
 
 def test_a_users_model_and_task_are_used() -> None:
@@ -152,20 +156,13 @@ def test_a_users_model_and_task_are_used() -> None:
     names = [name for name, _ in experiment.make_model().named_parameters()]
     assert names == ["1.weight"]
     experiment = built("task=tests.theirs.Lines", "transform=clip")
-    run = experiment.pairs[0].treated
-    assert run is not None
-    assert isinstance(run.task, theirs.Lines)
+    assert isinstance(experiment.pairs[0].runs[1].task, theirs.Lines)
 
 
-def test_lr_wins_over_the_optimizers_own() -> None:
-    run = built("transform=clip", "optimizer.lr=3", "lr=0.5").pairs[0].treated
-    assert run is not None
-    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    run = built("transform=clip", "optimizer.lr=3").pairs[0].treated
-    assert run is not None
-    optimizer = run.make_optimizer(torch.nn.Linear(1, 1))
-    assert optimizer.param_groups[0]["lr"] == 3
+@pytest.mark.parametrize(("word", "rate"), [("lr=0.5", 0.5), ("lr=null", 3)])
+def test_lr_wins_over_the_optimizers_own(word: str, rate: float) -> None:
+    run = built("transform=clip", "optimizer.lr=3", word).pairs[0].runs[1]
+    assert run.make_optimizer(torch.nn.Linear(1, 1)).param_groups[0]["lr"] == rate
 
 
 def test_seed_pins_one_seed_and_seeds_counts_from_zero() -> None:
@@ -294,26 +291,15 @@ SOURCE = (
 )
 
 
-def test_editing_a_file_behind_a_re_export_changes_the_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "their_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("from their_package.ops import gentle\n", encoding="utf-8")
-    file = package / "ops.py"
-    file.write_text(SOURCE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("their_package", "their_package.ops"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    first = identity("transform=their_package.gentle")
-    file.write_text(SOURCE.replace("0.5", "0.25"), encoding="utf-8")
-    assert identity("transform=their_package.gentle") != first
-
-
 @pytest.mark.parametrize(
     "files",
     [
         {"their_ops": ""},
+        {
+            "their_ops": "from inner.ops import gentle as _",
+            "inner/__init__": "from inner.ops import gentle",
+            "inner/ops": SOURCE,
+        },
         {"their_ops": "import helper", "helper": "from other import K", "other": "K = 1.0"},
         {"their_ops": "def later():\n    from helper import K", "helper": "K = 1.0"},
         {"their_ops": "import inner.part", "inner/__init__": "", "inner/part": "K = 1.0"},
@@ -330,7 +316,15 @@ def test_editing_a_file_behind_a_re_export_changes_the_hash(
             "inner/other": "K = 1.0",
         },
     ],
-    ids=["itself", "through another", "inside a function", "dotted", "relative", "deep"],
+    ids=[
+        "itself",
+        "re-export",
+        "through another",
+        "inside a function",
+        "dotted",
+        "relative",
+        "deep",
+    ],
 )
 def test_editing_what_a_users_file_imports_changes_the_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
@@ -353,35 +347,18 @@ def test_editing_what_a_users_file_imports_changes_the_hash(
     assert identity(word) != first
 
 
-def test_a_dotted_path_inside_another_transform_is_part_of_the_identity() -> None:
-    words = ("transform=norm_matched", "~transform.norm_matched.of")
-    of = "+transform.norm_matched.of={_target_: tests.theirs.halve}"
-    run = built(*words, of).pairs[0].treated
-    assert run is not None
-    assert list(run.identity["sources"]) == ["tests.theirs.halve"]
-
-
 def test_two_transforms_of_one_study_share_their_control() -> None:
-    first, second = (built(word).pairs[0].control for word in ("transform=clip", "transform=sign"))
-    third = built("transform=sign", "site=outputs").pairs[0].control
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    out = Path("runs")
-    assert first.directory(out) == second.directory(out)
+    words = ("transform=clip", "transform=sign", "transform=sign site=outputs")
+    first, second, third = (built(*word.split()).pairs[0].runs[0].name for word in words)
     # The control's gradients are measured at the treated sites, so these are two.
-    assert first.directory(out) != third.directory(out)
+    assert first == second != third
 
 
 @pytest.mark.parametrize("control", ["norm_matched", "update_norm_matched", "placebo"])
 def test_a_control_that_acts_is_a_transforms_own(control: str) -> None:
     words = (f"control={control}", "transform=clip", "seed=0")
-    first, second = (
-        built(*words, f"transform.clip.value={value}").pairs[0].control for value in (0.01, 0.02)
-    )
-    assert first is not None
-    assert second is not None
-    assert run_hash(first.identity) != run_hash(second.identity)
+    values = ("transform.clip.value=0.01", "transform.clip.value=0.02")
+    assert len({built(*words, value).pairs[0].runs[0].name for value in values}) == 2
 
 
 def test_a_config_with_a_missing_part_is_refused() -> None:
@@ -396,3 +373,14 @@ def test_each_fault_is_kept_once() -> None:
     error = ConfigError(["lr: wrong", "lr: wrong", "steps: wrong"])
     assert error.faults == ["lr: wrong", "steps: wrong"]
     assert str(error) == "lr: wrong\nsteps: wrong"
+
+
+def test_the_runs_of_ten_thousand_seeds_take_seconds() -> None:
+    experiment = built("transform=tests.theirs.halve", "seeds=10000", "yes=true", "force=true")
+    start = process_time()
+    names = {run.name for run in experiment.runs}
+    assert process_time() - start < 10
+    assert len(names) == 20_000
+    first, last = experiment.pairs[0].runs[1], experiment.pairs[-1].runs[1]
+    assert last.identity == {**first.identity, "seed": 9999}
+    assert last.surgery.seed == 9999

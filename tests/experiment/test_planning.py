@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from gradsurg.experiment import planning
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
 from gradsurg.experiment.compose import compose_config
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.planning import Job, announce, outcome_table, plan_runs
 from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.runs import Experiment
 
 SHORT = ("steps=20", "seeds=2", "logger=none")
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import build as build_module
-from gradsurg.experiment import cli, trial_step
-from tests.builds import built
+from gradsurg.experiment import cli
+from tests.builds import built, config
 from tests.conftest import Here
 
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
@@ -45,7 +45,7 @@ def test_a_command_builds_each_job_once_with_one_trial_step(
 ) -> None:
     by_compose = counted(monkeypatch, build_module, "build")
     by_job = counted(monkeypatch, cli, "build")
-    steps = counted(monkeypatch, build_module, "check_first_step")
+    steps = counted(monkeypatch, build_module, "try_step")
     assert here(*words, *SHORT).code == 0
     assert (len(by_compose), len(by_job), len(steps)) == (jobs, 0, jobs)
 
@@ -98,9 +98,7 @@ def test_a_key_that_was_renamed_gives_the_new_name(here: Here) -> None:
     assert (ended.code, ended.err) == (2, "plan: is now called dry_run\n")
 
 
-def test_a_run_without_steps_makes_no_trial_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = counted(monkeypatch, trial_step._Trial, "step")
-    built("transform=clip", "steps=0")
-    assert steps == []
-    built("transform=clip", "steps=10")
-    assert steps == ["step"]
+def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = counted(monkeypatch, Surgery, "attach")
+    build_module.build(config("transform=clip", "site.pattern=nope"), trial=False)
+    assert attached == []

@@ -1,6 +1,7 @@
 """The grammar of `tune`, the arms' choices, and what cannot be tuned."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def tuned(folder: Path, tune: str, *words: str) -> Tuning:
     return experiment.tuning
 
 
-def end(tuning: Tuning, folder: Path, scores: dict[tuple[str, object], object]) -> None:
+def end(tuning: Tuning, folder: Path, scores: Mapping[tuple[str, float], object]) -> None:
     """Write the summaries of all tuning runs; the scores are by label and learning rate."""
     for run in tuning.runs:
         lr = run.identity["optimizer"]["lr"]  # type: ignore[index]
@@ -92,22 +93,40 @@ def end(tuning: Tuning, folder: Path, scores: dict[tuple[str, object], object]) 
         directory.write_summary(summary)
 
 
-def test_each_arm_chooses_its_best_value_and_a_diverged_seed_is_worst(tmp_path: Path) -> None:
-    tuning = tuned(tmp_path, "lr=[0.1,1,10]")
-    scores = {("clip", 0.1): 0.5, ("clip", 1): 0.8, ("clip", 10): 0.7}
-    scores |= {("none", 0.1): 0.5, ("none", 1): None, ("none", 10): 0.4}  # None: 0.99, if it ends
+def choices(tuning: Tuning, folder: Path) -> dict[str, object]:
+    """Return the learning rate that each arm has chosen."""
+    return {role: each.candidate.values["lr"] for role, each in tuning.choices(folder).items()}
+
+
+@pytest.mark.parametrize(
+    ("clip", "none", "chosen"),
+    [
+        ([0.5, 0.8, 0.7], [0.5, None, 0.4], (1, 0.1)),  # a diverged seed is worst
+        ([(0.5, 2.0)] * 3, [(0.5, 2.0), (0.5, 1.0), (0.5, 1.0)], (0.1, 1)),  # loss, then order
+    ],
+)
+def test_each_arm_chooses_its_best_value(
+    tmp_path: Path, clip: list[object], none: list[object], chosen: tuple[float, float]
+) -> None:
+    tuning, rates = tuned(tmp_path, "lr=[0.1,1,10]"), (0.1, 1, 10)
+    scores = {("clip", lr): score for lr, score in zip(rates, clip, strict=True)}
+    scores |= {("none", lr): score for lr, score in zip(rates, none, strict=True)}
     end(tuning, tmp_path, scores)
-    chosen = {choice.role: choice.candidate.values for choice in tuning.choices(tmp_path)}
-    assert chosen == {"control": {"lr": 0.1}, "treated": {"lr": 1}}
+    assert choices(tuning, tmp_path) == {"treated": chosen[0], "control": chosen[1]}
+
+
+def test_less_is_better_for_a_loss(tmp_path: Path) -> None:
+    tuning = tuned(tmp_path, "lr=[0.1,1]", "metric=test/loss")
+    assert (tuning.metric, tuning.lower) == ("validation/loss", True)
+    scores = {(label, lr): (0.5, lr) for label in ("clip", "none") for lr in (0.1, 1)}
+    end(tuning, tmp_path, scores)
+    assert choices(tuning, tmp_path) == {"treated": 0.1, "control": 0.1}
 
 
 def test_the_arms_are_compared_at_their_values_with_other_seeds(tmp_path: Path) -> None:
     tuning = tuned(tmp_path, "lr=[0.1,1]")
-    end(
-        tuning,
-        tmp_path,
-        {("clip", 0.1): 0.5, ("clip", 1): 0.8, ("none", 0.1): 0.6, ("none", 1): 0.2},
-    )
+    scores = {("clip", 0.1): 0.5, ("clip", 1): 0.8, ("none", 0.1): 0.6, ("none", 1): 0.2}
+    end(tuning, tmp_path, scores)
     again = built("transform=clip", f"out={tmp_path}", 'tune="lr=[0.1,1]"', "tune_seeds=2")
     assert again.compared is not None
     (pair,) = again.compared
@@ -121,26 +140,6 @@ def test_the_arms_are_compared_at_their_values_with_other_seeds(tmp_path: Path) 
     assert {run.seed for run in tuning.runs} == {FIRST_SEED, FIRST_SEED + 1}
     assert all(run.schedule.validation == 0.2 for run in [*tuning.runs, *pair.runs])
     assert all(run.schedule.effects_every == 0 for run in tuning.runs)
-
-
-def test_equal_scores_are_decided_by_the_loss_and_then_by_the_order(tmp_path: Path) -> None:
-    tuning = tuned(tmp_path, "lr=[0.1,1,2]")
-    scores: dict[tuple[str, object], object] = {("clip", lr): (0.5, 2.0) for lr in (0.1, 1, 2)}
-    scores |= {("none", 0.1): (0.5, 2.0), ("none", 1): (0.5, 1.0), ("none", 2): (0.5, 1.0)}
-    end(tuning, tmp_path, scores)
-    chosen = {choice.role: choice.candidate.values for choice in tuning.choices(tmp_path)}
-    assert chosen == {"control": {"lr": 1}, "treated": {"lr": 0.1}}
-
-
-def test_less_is_better_for_a_loss(tmp_path: Path) -> None:
-    tuning = tuned(tmp_path, "lr=[0.1,1]", "metric=test/loss")
-    assert (tuning.metric, tuning.lower) == ("validation/loss", True)
-    end(
-        tuning,
-        tmp_path,
-        {(label, lr): (0.5, lr) for label in ("clip", "none") for lr in (0.1, 1)},
-    )
-    assert {choice.candidate.values["lr"] for choice in tuning.choices(tmp_path)} == {0.1}
 
 
 def test_a_key_of_the_transform_alone_leaves_the_control_as_it_is(tmp_path: Path) -> None:

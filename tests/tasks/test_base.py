@@ -16,9 +16,10 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from gradsurg.experiment import compose
-from gradsurg.experiment.build import Experiment, build
+from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.loop import outputs_of
+from gradsurg.experiment.runs import Experiment
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
