@@ -343,31 +343,19 @@ def test_a_folder_of_yaml_files_adds_options(command, tmp_path) -> None:
 
 
 def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
-    for words, code, told in (
-        (
-            ("transform=clip", "schedule=one_cycle"),
-            None,
-            "steps=0: 1 job checked, nothing to train\n",
-        ),
-        (
-            ("-m", "transform=clip,sign"),
-            None,
-            "steps=0: 2 jobs checked, nothing to train\n",
-        ),
-        (
-            ("optimizer.lr=-1",),
-            2,
-            "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: "
-            "Invalid learning rate: -1",
-        ),
-        (("schedule=step", "+schedule.gama=1"), 2, "schedule.gama: is not a field here."),
-        (("site.pattern=heads",), 2, "site.pattern: nothing matches 'heads'"),
+    line = "steps=0: {} checked, nothing to train\n"
+    none = ("steps=0", "logger=none")
+    assert command("transform=clip", "schedule=one_cycle", *none)[0] == line.format("1 job")
+    assert command("-m", "transform=clip,sign", *none)[0] == line.format("2 jobs")
+    for word, told in (
+        ("optimizer.lr=-1", "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: "),
+        ("+schedule.gama=1", "schedule.gama: is not a field here"),
+        ("site.pattern=heads", "site.pattern: nothing matches 'heads'"),
     ):
         with pytest.raises(SystemExit) as ended:
-            command(*words, "steps=0", "logger=none")
-        assert ended.value.code == code
-        shown = capsys.readouterr()
-        assert (shown.err if code else shown.out).startswith(told), shown
+            command(word, *none)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(told)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -384,12 +372,12 @@ def test_a_dry_run_with_no_steps_prints_that_nothing_is_trained(command, capsys)
 
 def test_all_wrong_overrides_are_reported_and_nothing_is_trained(command, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        command("transform=clip", "transform.clip.value=0", "lr=-1", "steps=-1")
+        command("transform=clip", "out=''", "lr=-1", "steps=-1")
     assert ended.value.code == 2
     told = capsys.readouterr()
     assert told.out == ""
     keys = [line.partition(":")[0] for line in told.err.splitlines()]
-    assert sorted(keys) == ["lr", "steps", "transform.clip.value"]
+    assert sorted(keys) == ["lr", "out", "steps"]
     assert list(tmp_path.iterdir()) == []
 
 

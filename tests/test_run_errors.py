@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.errors import MissingConfigException
 
 from gradsurg.experiment import run_directory
 from gradsurg.plugins.messages import full_message
@@ -199,7 +200,7 @@ def test_a_traceback_that_could_not_be_written_is_not_named(
     ended = here("transform=their_module.total", *SHORT)
     assert ended.code == 1
     (line,) = (line for line in ended.err.splitlines() if line.startswith("total, seed 0: "))
-    assert line.endswith(" (HYDRA_FULL_ERROR=1 shows the traceback)")
+    assert line.endswith(" (the traceback could not be written)")
     assert not list(folder.glob("runs/digits-mlp/total-*/error.log"))
 
 
@@ -264,12 +265,13 @@ def test_a_run_that_failed_goes_on_once_its_cause_is_gone(here: Here, folder: Pa
     assert (log.parent / "summary.json").is_file()
 
 
-def test_hydras_full_error_still_gives_the_traceback(
+def test_hydras_full_error_gives_the_traceback_of_hydra(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(TypeError, match="must return a tensor like the gradient"):
-        here("transform=their_module.total", *SHORT)
+    with pytest.raises(MissingConfigException, match="Could not find 'transform/clop'"):
+        here("transform=clop")
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
 
 
 def test_a_job_that_fails_does_not_stop_the_others_of_a_sweep(here: Here, folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_every_run_is_written_down_before_the_first_is_trained(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradsurg.experiment.execution.execute", interrupted)
+    monkeypatch.setattr("gradsurg.experiment.job.execute", interrupted)
     ended = here("-m", "transform=clip,sign", "seeds=2", "steps=20", "logger=none")
     assert ended.code == 130
     assert set(states(folder).values()) == {"planned"}
