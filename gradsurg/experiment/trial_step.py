@@ -7,6 +7,7 @@ task does not have.
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from timeit import repeat
@@ -210,7 +211,11 @@ class _Trial:
                 live.backward(task.losses(outputs, targets))
             else:
                 task.loss(outputs, targets).backward()
-            _update(optimizer, self.run.device)
+            items = self.experiment.interventions
+            acts = any(item.aggregator is None and item.stage == "step" for item in items)
+            # A transform in the step may differentiate, which needs the real Dynamo.
+            with nullcontext() if acts else compiling.without_dynamo():
+                _update(optimizer, self.run.device)
             return live.ledger.of(" -> ".join(live.labels[0]))
 
     @property
@@ -259,8 +264,7 @@ def _update(optimizer: Optimizer, device: torch.device) -> None:
         for group in optimizer.param_groups:
             group |= {"capturable": False} if "capturable" in group else {}
     try:
-        with compiling.without_dynamo():
-            optimizer.step()
+        optimizer.step()
     except Exception as error:  # PyTorch's own checks raise any class
         if isinstance(error, FieldError) or hasattr(error, "__notes__"):
             raise  # of a transform at stage step
