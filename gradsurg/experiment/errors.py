@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import one_line, printable
 
 Made = TypeVar("Made")
@@ -35,6 +34,8 @@ class ErrorCollector:
     @contextmanager
     def at(self, key: str) -> Iterator[None]:
         """Report errors raised in this block, under `key` unless the error names another object."""
+        from gradsurg.plugins.fields import FieldError  # imports pydantic, which help does without
+
         try:
             yield
         except FieldError as error:

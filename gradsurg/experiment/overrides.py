@@ -76,19 +76,7 @@ def prepared(words: Sequence[str]) -> list[str]:
         except ValueError as error:
             faults.append(str(error))
         faults += _swallowed(word)
-        key, _, value = word.lstrip("+").partition("=")
-        if key == "hydra/sweeper" and value != "basic":
-            faults.append(sweeper_fault(value))
-        if key == "hydra/launcher" and value != "basic" and "TORCHELASTIC_RUN_ID" in os.environ:
-            faults.append(
-                f"hydra/launcher: {value} starts processes of its own: leave out torchrun"
-            )
-        if key == "ranks":
-            rest = shlex.join(other for other in words if other != word)
-            faults.append(
-                "ranks: is no key, torchrun starts the processes: torchrun --nproc_per_node="
-                f"{value or 2} -m gradsurg.run {rest}"
-            )
+        faults += _refused(word, words)
     if faults:
         raise ConfigError(faults)
     expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]
@@ -167,6 +155,19 @@ def config_dirs_in(words: Sequence[str]) -> list[Path]:
     found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
     found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
     return [Path(folder) for folder in found if folder]
+
+
+def _refused(word: str, words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for a sweeper, for a launcher under torchrun, and for the key `ranks`."""
+    key, _, value = word.lstrip("+").partition("=")
+    if key == "hydra/sweeper" and value != "basic":
+        yield sweeper_fault(value)
+    if key == "hydra/launcher" and value != "basic" and "RANK" in os.environ:
+        yield f"{key}: {value} starts processes of its own, which cannot be those of torchrun"
+    if key == "ranks":
+        rest = shlex.join(other for other in words if other != word)
+        start = f"torchrun --nproc_per_node={value or 2} -m gradsurg.run {rest}"
+        yield f"ranks: is no key, torchrun starts the processes: {start}"
 
 
 def _swallowed(word: str) -> Iterator[str]:

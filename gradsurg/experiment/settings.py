@@ -179,7 +179,6 @@ class Settings:
     report: Literal["auto"] | bool = "auto"
     yes: bool = False
     log: Annotated[Text, Field(min_length=1)] = AUTO
-    runner: Literal["sequential", "stacked"] = "sequential"
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:

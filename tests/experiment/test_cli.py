@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gradsurg.experiment.compose import CONFIG_DIR
+from gradsurg.experiment.overrides import prepared
 from gradsurg.experiment.settings import Settings
 from gradsurg.multitask.shared_parameters import SharedParameters
 from tests.conftest import Here
@@ -67,10 +68,8 @@ def test_help_explains_each_key_and_each_word_that_it_can_be(here: Here) -> None
 
 
 def test_overrides_are_put_behind_options() -> None:
-    from gradsurg.run import _options_first
-
-    words = ["a=1", "--config-dir", "there", "b=2", "-m", "~c"]
-    assert _options_first(words) == ["--config-dir", "there", "-m", "~c", "a=1", "b=2"]
+    words = ["seeds=1", "--config-dir", "there", "steps=2", "-m", "~c"]
+    assert prepared(words) == ["--config-dir", "there", "-m", "~c", "seeds=1", "steps=2"]
 
 
 @pytest.mark.parametrize("words", [("transform=clop",), ("step=3",), ("transform=[clip",)])

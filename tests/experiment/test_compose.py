@@ -286,7 +286,7 @@ def test_a_valid_command_line_has_no_error(line: str) -> None:
     ("line", "keys"),
     [
         (
-            "lr=-1 steps=-1 study=a/b transform.clip.value=.nan",  # without torch
+            "lr=-1 steps=-1 study=a/b transform.clip.value=nan",  # without torch
             ["steps", "lr", "study", "transform.clip.value"],
         ),
         (
@@ -302,13 +302,11 @@ def test_all_errors_of_a_composed_config_are_reported_at_once(line: str, keys: l
 
 def test_the_errors_of_all_jobs_of_a_sweep_are_reported_once_each() -> None:
     told = faults("-m transform=clip,clop,nose lr=-1,-2")
-    assert [text.partition(". There")[0] for text in told] == [
-        "transform: there is no 'clop'",
-        "transform: there is no 'nose'",
-    ]
-    assert faults("-m transform=clip,sign lr=-1,-2") == [
+    assert sorted(text.partition(". There")[0] for text in told) == [
         "lr: must be > 0.0, found -1",
         "lr: must be > 0.0, found -2",
+        "transform: there is no 'clop'",
+        "transform: there is no 'nose'",
     ]
 
 

@@ -1,5 +1,7 @@
 """A job is built once in its process, with one trial step."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ from torch import nn
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import build as build_module
-from gradsurg.experiment import cli
+from gradsurg.experiment import command
 from tests.builds import built, config
 from tests.conftest import Here
 
@@ -34,20 +36,20 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: object, *names: str) -> list
 
 
 @pytest.mark.parametrize(
-    ("words", "jobs"),
+    ("words", "builds", "trials"),
     [
-        (("transform=clip", "dry_run=true"), 1),
-        (("-m", "transform=clip,none"), 2),
+        (("transform=clip", "dry_run=true"), 1, 1),
+        (("-m", "transform=clip,none", "dry_run=true"), 4, 2),
     ],
 )
-def test_a_command_builds_each_job_once_with_one_trial_step(
-    here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], jobs: int
+def test_each_job_of_a_command_is_tried_once(
+    here: Here, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], builds: int, trials: int
 ) -> None:
-    by_compose = counted(monkeypatch, build_module, "build")
-    by_job = counted(monkeypatch, cli, "build")
+    built_by = [counted(monkeypatch, owner, "build") for owner in (command, build_module)]
     steps = counted(monkeypatch, build_module, "try_step")
     assert here(*words, *SHORT).code == 0
-    assert (len(by_compose), len(by_job), len(steps)) == (jobs, 0, jobs)
+    assert sum(map(len, built_by)) == builds  # by the check of a sweep, and by its job
+    assert len(steps) == trials
 
 
 def test_a_command_computes_the_gradients_of_its_model_once_before_training(
@@ -102,3 +104,8 @@ def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) 
     attached = counted(monkeypatch, Surgery, "attach")
     build_module.build(config("transform=clip", "site.pattern=nope"), trial=False)
     assert attached == []
+
+
+def test_a_transform_that_differentiates_in_the_step_of_the_optimizer_is_tried() -> None:
+    line = "from tests.builds import built; built('transform=per_sample_clip', 'control=none')"
+    subprocess.run([sys.executable, "-c", line], check=True)  # where nothing has imported Dynamo
