@@ -123,7 +123,17 @@ def _execute(
     threads: int | None,
     checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
-    info = run_info(run, directory, checkpoint)
+    info = RunInfo(
+        run.study,
+        run.arm,
+        run.title,
+        run.seed,
+        directory.path,
+        run.identity,
+        run.tags,
+        run.schedule.steps,
+        resumed=checkpoint is not None,
+    )
     loggers = [
         logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
     ]
@@ -132,7 +142,7 @@ def _execute(
     state: RunEnd = "interrupted"  # by Ctrl-C, or by SystemExit: a launcher moves its job
     summary: dict[str, object] = {}
     try:
-        with restored_process(threads, run.device):
+        with _restored_process(threads, run.device):
             processes.tell_others((run.config, run.seed, run.name, checkpoint))
             summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
@@ -147,23 +157,8 @@ def _execute(
     return summary
 
 
-def run_info(run: Run, directory: RunDirectory, checkpoint: Checkpoint | None) -> RunInfo:
-    """Return the facts about a run that its loggers get."""
-    return RunInfo(
-        run.study,
-        run.arm,
-        run.title,
-        run.seed,
-        directory.path,
-        run.identity,
-        run.tags,
-        run.schedule.steps,
-        resumed=checkpoint is not None,
-    )
-
-
 @contextmanager
-def restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
+def _restored_process(threads: int | None, device: torch.device) -> Iterator[None]:
     """Restore the random generators and the number of threads after the block."""
     before = torch.get_num_threads()
     with random_state.preserved(device):
@@ -184,7 +179,7 @@ def _train(
     """Train a run in all processes of the command, and return its summary; {} if another has it."""
     with ExitStack() as attached:
         with processes.together():
-            opened = OpenRun(make_run(), directory, loggers, checkpoint)
+            opened = _OpenRun(make_run(), directory, loggers, checkpoint)
             with ExitStack() as entered:
                 entered.enter_context(opened.recorded_warnings())
                 entered.enter_context(opened.attach())
@@ -212,12 +207,8 @@ def _built(config: Config, seed: int, name: str) -> Run:
     return next(run for run in experiment.runs if run.name == name)
 
 
-class OpenRun:
-    """A run in training: its data, model, surgery and log, from a checkpoint or from step 0.
-
-    Between `attach` and `summary` the caller makes the steps, adds each to `log`, and calls
-    `log_interval` after those that are logged.
-    """
+class _OpenRun:
+    """A run in training: its data, model, surgery and log, from a checkpoint or from step 0."""
 
     def __init__(
         self,
@@ -313,8 +304,9 @@ class OpenRun:
         for step in self._steps(processes.wrapped(compiled)):
             if every and step.done % every == 0:
                 processes.check_ranks(self.model)
-            is_logged = self.is_logged(step.done)
-            if is_logged and not self.log_interval(step.done, self.log.fetch_loss(step)):
+            is_last = step.done == self.run.schedule.steps
+            is_logged = is_last or step.done % self.run.schedule.log_every == 0
+            if is_logged and not self._log_interval(step.done, self.log.fetch_loss(step)):
                 break
 
     def _steps(self, model: nn.Module) -> Iterator[Step]:
@@ -341,11 +333,7 @@ class OpenRun:
             log.add_step(step)
             yield step
 
-    def is_logged(self, done: int) -> bool:
-        """Whether a log is due after step `done`."""
-        return done % self.run.schedule.log_every == 0 or done == self.run.schedule.steps
-
-    def log_interval(self, done: int, loss: float) -> bool:
+    def _log_interval(self, done: int, loss: float) -> bool:
         """Log the interval that ends with step `done`, and save a due checkpoint; False if it was
         the last one.
         """

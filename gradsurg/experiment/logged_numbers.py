@@ -3,7 +3,7 @@
 import platform
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from math import inf, isfinite, nan
@@ -44,8 +44,7 @@ class RunLog:
     """The log of one run: step times, interval rows, divergence, and the summary.
 
     `trained_s` is the time of all steps, `bad_step` the first step with a loss that is not finite,
-    `nonfinite` the transform that made the first NaN or infinity. `tested` returns the metrics of a
-    part of the data in place of running the model.
+    `nonfinite` the transform that made the first NaN or infinity.
     """
 
     run: Run
@@ -58,7 +57,6 @@ class RunLog:
     diverged: bool = False
     bad_step: int | None = None
     nonfinite: NonFinite | None = None
-    tested: Callable[[Part], Mapping[str, float]] | None = None
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     _losses: list[tuple[int, Tensor]] = field(default_factory=list)  # since the last check
 
@@ -81,18 +79,10 @@ class RunLog:
         losses, self._losses = self._losses, []
         stacked = torch.stack([*(loss for _, loss in losses), step.loss]).flatten()
         *values, last = processes.mean(stacked).tolist()
-        self._find_bad_step([done for done, _ in losses], values)
+        if self.bad_step is None and not isfinite(sum(values)):
+            pairs = zip(losses, values, strict=True)
+            self.bad_step = next((done for (done, _), value in pairs if not isfinite(value)), None)
         return last
-
-    def add_losses(self, done: int, losses: Sequence[float], seconds: float) -> None:
-        """Record the losses of the steps up to `done`, and the seconds of all of them."""
-        self.trained_s += seconds
-        self._find_bad_step(range(done + 1 - len(losses), done + 1), losses)
-
-    def _find_bad_step(self, steps: Sequence[int], losses: Sequence[float]) -> None:
-        if self.bad_step is None and not isfinite(sum(losses)):
-            bad = (step for step, loss in zip(steps, losses, strict=True) if not isfinite(loss))
-            self.bad_step = next(bad, None)
 
     def interval(self, done: int, loss: float, live: Live, data: Data, model: nn.Module) -> bool:
         """Log the interval that ends with step `done`, with the task's metrics if they are due;
@@ -203,12 +193,9 @@ class RunLog:
 
         No surgery acts on this evaluation, and training continues as if it had not happened.
         """
-        if self.tested is not None:
-            metrics = self.tested(part)
-        else:
-            inputs, targets = (tensor.to(self.run.device) for tensor in data.part(part))
-            with untouched(model):
-                metrics = self.run.task.metrics(outputs_of(model, inputs), targets)
+        inputs, targets = (tensor.to(self.run.device) for tensor in data.part(part))
+        with untouched(model):
+            metrics = self.run.task.metrics(outputs_of(model, inputs), targets)
         return {f"{part}/{name}": value for name, value in metrics.items()}
 
 

@@ -11,11 +11,8 @@ ACCEPTED: dict[str, str] = {
     "runs *test_examples: only in the working tree": (
         "the verdict names the population, so a run's summary has its number of test examples"
     ),
-    "runs *: composed config splits: only in the working tree": (
-        "splits= trains the seeds of one study on several splits; 1, the default, is as before"
-    ),
-    "runs *: composed config margin: only in the working tree": (
-        "margin= asks for equivalence; null, the default, leaves the files of a run as before"
+    "runs *: composed config *: only in the *": (
+        "new keys whose defaults are as before: splits, margin, log; `ranks` and `runner` are gone"
     ),
     "runs report of * outcome.md*": (
         "the interval inverts the sign-flip test, below six seeds it is the range; median and "
@@ -23,9 +20,6 @@ ACCEPTED: dict[str, str] = {
     ),
     "runs loggers: W&B */report *study.*": ("the table of the study has the columns of that frame"),
     "runs report of * comparison.parquet*": ("the comparison is a frame, and written as one"),
-    "runs *: composed config log: only in the working tree": (
-        "a new key of the command line: which sites' effects the loggers get"
-    ),
     "*: *differs by up to *e-*": _ROUNDING,  # below 1e-4
     "*: rows: *": _ROUNDING,  # numbers of effects; Captured counts gradients of zeros too
     "* Orthogonalize: weights: *": "the same, of a gradient whose rank is not full",
