@@ -209,7 +209,7 @@ def resuming(_: int, place: Path) -> str:
     seconds += timed("the table at the end", lambda: outcome_table(jobs))
     rows.append(["all but the writing", f"{seconds:.2f}", f"{MAX_RESUME_S:g}"])
     stamps = [perf_counter()]
-    for _, config in jobs_of_study(["hydra.mode=MULTIRUN", *SWEEP, f"out={out}"]):
+    for _words, config in jobs_of_study(["hydra.mode=MULTIRUN", *SWEEP, f"out={out}"]):
         build(config)
         stamps.append(perf_counter())
     took = [1000 * (after - before) for before, after in pairwise(stamps[1:])]

@@ -204,7 +204,7 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
     content = f"{{_target_: {option}}}"
     files = [folder / group / f"{option}.yaml" for folder in CONFIG_DIRS]
     if file := next((file for file in files if file.is_file()), None):
-        fields = OmegaConf.to_container(OmegaConf.load(file)[option])
+        fields = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(file), option))
         content = json.dumps(fields).replace('"', "")
     return (
         f"{group}: {text} and would be merged into one; give the second a key of its own: "
@@ -285,12 +285,12 @@ def _as_override(value: object) -> str:
             return json.dumps(value)
 
 
-def _unknown_option(group: str, name: str, options: list[str]) -> str:
+def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and Path(f"{name}.py").is_file():
         return f"{name}.py is a module; choose something in it: {group}={name}.<name>"
-    return f"there is no '{name}'. {nearest(name, options)}"
+    return f"there is no '{name}'. {nearest(name, [*options])}"
 
 
 def _unreadable(error: OverrideParseException) -> str:

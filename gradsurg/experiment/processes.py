@@ -164,7 +164,11 @@ def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> N
 def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
     code = 1
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        with (
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(nowhere),
+            redirect_stderr(nowhere),
+        ):
             follow(team)
         code = 0
     except KeyboardInterrupt:
