@@ -7,6 +7,7 @@ import torch are imported in functions, so that `--help` and the error for a wro
 
 import os
 import sys
+import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -38,8 +39,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 def main() -> None:
     """Run the command line; under torchrun the other ranks train each run with rank 0.
 
-    The exit code is 0 if all runs finished, 1 if a run failed or diverged, 2 if the command line is
-    wrong, 130 after an interruption.
+    The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged,
+    2 if the command line is wrong, 130 after an interruption.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _command(sys.argv[1:])
@@ -80,15 +81,20 @@ def job(config: DictConfig) -> None:
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
         experiment = _of_sweep(config) if sweeping else _alone(config)
-    except ConfigError as error:
+        if experiment.settings.dry_run:
+            print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
+        elif experiment.settings.steps:
+            _train(experiment, sweeping)
+    except ConfigError as error:  # in a sweep: a launcher's process lacks what this one has
         tell("\n".join(error.faults))
-        if sweeping:  # in a launcher's process, where the checked config does not build
-            return
-        sys.exit(WRONG_INPUT)
-    if experiment.settings.dry_run:
-        print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
-    elif experiment.settings.steps:
-        _train(experiment, sweeping)
+        code = WRONG_INPUT
+    except Exception:  # a fault of gradsurg itself: those of runs and of configs end in one line
+        traceback.print_exc()
+        code = FAILED
+    else:
+        return
+    if not sweeping:
+        sys.exit(code)
 
 
 def _train(experiment: "Experiment", sweeping: bool) -> None:

@@ -14,6 +14,8 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from gradsurg.experiment import run_directory
+from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.overrides import prepared
 from gradsurg.plugins.messages import full_message
 from tests.conftest import Here
 from tests.runs import ROOT
@@ -299,22 +301,31 @@ def test_notes_of_an_error_stand_behind_it() -> None:
     assert full_message(ValueError()) == "ValueError: no message"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["ranks=2"],
-            "ranks: is not a key; start the processes with torchrun: torchrun --nproc_per",
-        ),
-        (["-m", "hydra/launcher=joblib"], "hydra/launcher: joblib starts processes of its own, "),
-    ],
-)
+@pytest.mark.parametrize("words", [["ranks=2"], ["-m", "hydra/launcher=joblib"]])
 def test_several_processes_are_those_of_torchrun(
-    here: Here, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "0")  # as in a process of torchrun
-    ended = here("transform=clip", "logger=none", *words)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith(message)
-    assert ended.err.count("\n") == 1
-    assert not Path("runs").exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as in a process of torchrun
+    with pytest.raises(ConfigError, match=r"torchrun( --nproc_per_node=2 -m|$)"):
+        prepared(["transform=clip", *words])
+
+
+def test_a_fault_of_gradsurg_itself_is_no_wrong_command_line(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> None:
+        raise IndexError("ours")
+
+    monkeypatch.setattr("gradsurg.experiment.command.report_study", broken)
+    monkeypatch.setattr("gradsurg.experiment.job.report_study", broken)
+    for words in (("transform=clip",), ("-m", "transform=clip")):
+        ended = here(*words, *SHORT[:-1])
+        assert ended.code == 1
+        assert ended.err.endswith("IndexError: ours\n")
+
+
+def test_runs_that_all_diverge_before_their_first_log_are_reported(here: Here) -> None:
+    words = ("optimizer.lr=1e30", "transform=none", "control=none", "log_every=5")
+    ended = here(*words, *SHORT[:-1])
+    assert (ended.code, "Traceback" in ended.err) == (0, False)
+    assert ended.out.endswith("report: runs/digits-mlp/report/index.html\n")

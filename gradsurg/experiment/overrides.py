@@ -163,7 +163,8 @@ def _refused(word: str, words: Sequence[str]) -> Iterator[str]:
     key, _, value = word.lstrip("+").partition("=")
     if key == "hydra/sweeper" and value != "basic":
         yield sweeper_fault(value)
-    if key == "hydra/launcher" and value != "basic" and "RANK" in os.environ:
+    under_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
+    if key == "hydra/launcher" and value != "basic" and under_torchrun:
         yield f"{key}: {value} starts processes of its own, which cannot be those of torchrun"
     if key == "ranks":
         rest = shlex.join(other for other in words if other != word)

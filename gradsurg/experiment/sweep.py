@@ -4,10 +4,11 @@
 """
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -52,6 +53,8 @@ class Sweep(Callback):
         except ConfigError as error:
             tell("\n".join(error.faults))
             sys.exit(WRONG_INPUT)
+        except Exception as error:  # Hydra only warns of what a callback raises, and would go on
+            _end_with(error)
         if self._command.jobs and not self._command.num_unfinished:
             self._end()  # here, as Hydra could not write its files into a read-only study
         if self._command.num_untrained and not self._command.jobs:
@@ -61,12 +64,20 @@ class Sweep(Callback):
         """Wait for the runs that other commands train, print the outcome of all jobs, report."""
         from gradsurg.experiment.job import train_left
 
-        train_left()
-        self._end()
+        try:
+            train_left()
+            self._end()
+        except Exception as error:  # as above
+            _end_with(error)
 
     def _end(self) -> None:
         if self._command is not None and self._command.jobs:
             sys.exit(0 if self._command.report() else FAILED)
+
+
+def _end_with(error: Exception) -> NoReturn:
+    traceback.print_exception(error)
+    sys.exit(FAILED)
 
 
 def _checked(jobs: Sequence[Job]) -> "Command":

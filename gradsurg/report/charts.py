@@ -320,6 +320,12 @@ def curve_metrics(metrics: pl.DataFrame) -> list[str]:
     return list(dict.fromkeys([*(name for name in HEADLINE if name in known), *known]))
 
 
+def has_curves(metrics: pl.DataFrame) -> bool:
+    """Return whether a run that has not diverged has a logged number, so that a mean exists."""
+    left = metrics.filter(pl.col("state").cast(pl.String) != "diverged")
+    return any(left[name].is_not_null().any() for name in curve_metrics(left))
+
+
 def curve_frames(metrics: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return the learning curves of arms, and of single seeds, at no more than 60 steps.
 

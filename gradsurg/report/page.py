@@ -244,8 +244,8 @@ def _training(study: Study) -> Iterator[Section]:
     controls = [arm.name for arm in study.arms if arm.is_control]
     ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)
-    if logged.is_empty():
-        yield Section("curves", "Learning curves", "Nothing has been logged yet.")
+    if not charts.has_curves(logged):
+        yield Section("curves", "Learning curves", "No run that goes on has logged a number yet.")
         return
     how = (
         "Means over seeds with their 95 % t interval, from three seeds on; controls are dashed. An "
