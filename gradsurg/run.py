@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 import gradsurg
 from gradsurg.experiment.compose import CONFIG_DIR, plain, register
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
 from gradsurg.plugins.messages import printable, tell
@@ -30,7 +30,7 @@ from gradsurg.plugins.pipes import ignore_closed_pipes
 if TYPE_CHECKING:
     from gradsurg.experiment.runs import Experiment
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+INTERRUPTED = 130
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -64,7 +64,7 @@ def _command(words: list[str]) -> None:
         if end.code:
             raise
     except ConfigError as error:
-        tell("\n".join(error.faults))
+        tell(str(error))
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
         tell(INTERRUPTION)
@@ -81,7 +81,7 @@ def job(config: DictConfig) -> None:
     try:
         experiment = _of_sweep(config) if sweeping else _alone(config)
     except ConfigError as error:
-        tell("\n".join(error.faults))
+        tell(str(error))
         if sweeping:  # in the process of a launcher, which lacks what the command has
             return
         sys.exit(WRONG_INPUT)

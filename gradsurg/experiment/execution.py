@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -181,7 +180,8 @@ def _train(
         with processes.together():
             opened = _OpenRun(make_run(), directory, loggers, checkpoint)
             with ExitStack() as entered:
-                entered.enter_context(opened.recorded_warnings())
+                opened.caught = entered.enter_context(warnings.catch_warnings(record=True))
+                warnings.simplefilter("always")
                 entered.enter_context(opened.attach())
                 opened.train(entered.enter_context(opened.run.compute.compiled(opened.model)))
                 attached.enter_context(entered.pop_all())
@@ -220,7 +220,7 @@ class _OpenRun:
         random_state.seed(run.seed)
         self.run, self.directory, self.rank = run, directory, processes.rank()
         self._warned: list[str] = []
-        self._caught: list[list[warnings.WarningMessage]] = []
+        self.caught: list[warnings.WarningMessage] = []  # while it is attached
         self.data = run.load_data()
         if (landscape := run.task.landscape()) is not None:
             directory.write_json(LANDSCAPE, landscape, indent=None)
@@ -272,14 +272,6 @@ class _OpenRun:
             return None
         optimizer, autocast = self.training.optimizer, run.compute.autocast
         return Counterfactual(self.model, optimizer, run.task.loss, every, autocast)
-
-    @contextmanager
-    def recorded_warnings(self) -> Iterator[None]:
-        """Record the warnings of a block for the summary."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            self._caught.append(caught)
-            yield
 
     def attach(self) -> Live:
         """Attach the surgery to the model, with the counts of the checkpoint."""
@@ -389,7 +381,7 @@ class _OpenRun:
     def summary(self) -> dict[str, object]:
         """Emit the recorded warnings that are not the surgery's; return the outcome."""
         registry: dict[str | tuple[str, type[Warning], int], int] = {}  # each is emitted once
-        for item in chain.from_iterable(self._caught):
+        for item in self.caught:
             if item.category is not SurgeryWarning:
                 place = item.filename, item.lineno
                 warnings.warn_explicit(item.message, item.category, *place, registry=registry)
@@ -398,8 +390,7 @@ class _OpenRun:
 
     def _surgery_warnings(self) -> list[str]:
         """Return the messages of all surgery warnings, each once."""
-        caught = chain.from_iterable(self._caught)
-        new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+        new = [str(item.message) for item in self.caught if item.category is SurgeryWarning]
         return list(dict.fromkeys([*self._warned, *new]))
 
 

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -12,12 +13,12 @@ import yaml
 
 import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
-from gradsurg.experiment.optimizers import optimizer_maker
+from gradsurg.experiment.optimizers import make_optimizer
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import environment
 from gradsurg.experiment.run_reader import known
-from gradsurg.experiment.schedules import schedule_maker
+from gradsurg.experiment.schedules import make_schedule
 from gradsurg.models.mlp import MLP
 from tests.runs import (
     MIXED,
@@ -128,9 +129,9 @@ def configured(path: Path) -> Run:
     """A run with an optimizer or a schedule of `conf/`, whose milestones are early."""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if path.parent.name == "optimizer":
-        return replace(a_run(gs.Clip(0.05)), make_optimizer=optimizer_maker(config))
+        return replace(a_run(gs.Clip(0.05)), make_optimizer=partial(make_optimizer, config))
     config |= {"milestones": MARKS[path.stem]} if path.stem in MARKS else {}
-    make_lr_schedule = schedule_maker(config, SHORT.steps)
+    make_lr_schedule = partial(make_schedule, config, SHORT.steps)
     return replace(a_run(gs.Clip(0.05)), make_lr_schedule=make_lr_schedule)
 
 
