@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradsurg.experiment import execution
+from gradsurg.experiment import job
 from gradsurg.experiment.run_reader import read
 from gradsurg.report.tuning import read_tunings
 from tests.conftest import Here
@@ -55,8 +55,7 @@ def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Pat
 def test_an_interrupted_tuning_goes_on_where_it_was(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    execute, calls = execution.execute, []
+    execute, calls = job.execute, []
 
     def third_interrupts(*args: object) -> object:
         calls.append(args)
@@ -64,11 +63,11 @@ def test_an_interrupted_tuning_goes_on_where_it_was(
             raise KeyboardInterrupt
         return execute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(execution, "execute", third_interrupts)
+    monkeypatch.setattr(job, "execute", third_interrupts)
     assert here("transform=clip", *SHORT, TUNE).code == 130
     first = {path: (path / "summary.json").stat().st_mtime_ns for path in summaries(folder)}
     assert len(first) == 3
-    monkeypatch.setattr(execution, "execute", execute)
+    monkeypatch.setattr(job, "execute", execute)
     assert here("transform=clip", *SHORT, TUNE).code == 0
     assert len(summaries(folder)) == 14
     assert {path: (path / "summary.json").stat().st_mtime_ns for path in first} == first

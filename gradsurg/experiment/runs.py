@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from gradsurg.aggregators.sum import Sum
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import processes
-from gradsurg.experiment.controls import ActingControl, control_interventions
+from gradsurg.experiment.controls import ArmKind, control_interventions
 from gradsurg.experiment.instantiate import fields_of, instantiate, target_of, user_code
 from gradsurg.experiment.optimizers import make_optimizer
 from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
@@ -133,7 +133,7 @@ class Experiment:
 
     @cached_property
     def _control(self) -> Run | None:
-        """The control run: no surgery, or one of `ActingControl`; None with `control=none`.
+        """The control run: no surgery, or one of `controls.ActingControl`; None with `control=none`.
 
         Without surgery the gradients are measured at the same sites.
         """
@@ -150,7 +150,7 @@ class Experiment:
 
     def _run(
         self,
-        kind: Literal["treated", "control"] | ActingControl,
+        kind: ArmKind,
         label: str,
         tags: tuple[str, ...],
         items: tuple[Intervention, ...],
@@ -193,7 +193,7 @@ class Experiment:
             settings.accumulate, settings.precision, backend, processes.launched()
         )
 
-    def _identity(self, kind: Literal["treated", "control"] | ActingControl) -> dict[str, object]:
+    def _identity(self, kind: ArmKind) -> dict[str, object]:
         settings = self.settings
         chosen: dict[str, object] = {
             "seed": 0,

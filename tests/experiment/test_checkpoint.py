@@ -1,14 +1,11 @@
 """Runs that were interrupted, resumed from a checkpoint."""
 
-import io
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import gradsurg as gs
@@ -70,39 +67,19 @@ def flip_a_bit(directory: RunDirectory, name: str) -> None:
     (directory.path / name).write_bytes(content)
 
 
-def make_older(directory: RunDirectory, name: str) -> None:
-    file = directory.path / name
-    content = io.BytesIO()
-    torch.save({**torch.load(io.BytesIO(file.read_bytes())), "format": 1}, content)
-    file.write_bytes(content.getvalue() + sha256(content.getvalue()).digest())
-
-
 @pytest.mark.parametrize(
-    ("damage", "names", "message"),
+    ("names", "message"),
     [
-        (
-            flip_a_bit,
-            CHECKPOINTS[:1],
-            "earlier version: trying checkpoint_previous.pt",
-        ),
-        (
-            flip_a_bit,
-            CHECKPOINTS,
-            "earlier version: the run starts from step 0",
-        ),
-        (
-            make_older,
-            CHECKPOINTS,
-            "earlier version: the run starts from step 0",
-        ),
+        (CHECKPOINTS[:1], "earlier version: trying checkpoint_previous.pt"),
+        (CHECKPOINTS, "earlier version: the run starts from step 0"),
     ],
 )
-def test_a_checkpoint_that_is_damaged_or_older_is_told_and_the_run_ends_the_same(
-    tmp_path, whole, caplog, damage, names, message
+def test_a_damaged_checkpoint_is_told_and_the_run_ends_the_same(
+    tmp_path, whole, caplog, names, message
 ) -> None:
     directory = torn_at(25, tmp_path)
     for name in names:
-        damage(directory, name)
+        flip_a_bit(directory, name)
     logger = Listening()
     record = execute(a_run(MIXED), tmp_path, [logger])
     resumed = message.endswith("previous.pt")
