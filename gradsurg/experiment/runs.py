@@ -133,7 +133,7 @@ class Experiment:
 
     @cached_property
     def _control(self) -> Run | None:
-        """The control run: no surgery, or one of `controls.ActingControl`; None with `control=none`.
+        """The control run: no surgery, or an `ActingControl`; None with `control=none`.
 
         Without surgery the gradients are measured at the same sites.
         """
