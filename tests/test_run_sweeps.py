@@ -270,11 +270,6 @@ def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) ->
     assert controls(folder) == BOTH
 
 
-def test_both_controls_of_one_sweep_are_known(here: Here, folder: Path) -> None:
-    assert here("-m", "transform=clip", "control=norm_matched,plain", "seed=0", *SHORT).code == 0
-    assert controls(folder) == BOTH
-
-
 def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: Path) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", *SHORT[2:])
     words = (*words, "log_every=1")

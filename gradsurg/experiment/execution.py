@@ -24,7 +24,7 @@ from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, Training
 from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
-from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
+from gradsurg.experiment.loop import Losses, Step, StepOptions, train
 from gradsurg.experiment.processes import Team
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
@@ -225,7 +225,7 @@ class _OpenRun:
         if (landscape := run.task.landscape()) is not None:
             directory.write_json(LANDSCAPE, landscape, indent=None)
         self.model = run.make_model(self.data).to(run.device)
-        self.batches = self._make_batches()
+        self.batches = run.batches(self.data, run.device, self.rank, processes.count())
         optimizer = run.make_optimizer(self.model)
         # A new surgery: that of the run has the state of an earlier execution.
         surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
@@ -251,20 +251,6 @@ class _OpenRun:
         changes = environment_changes(checkpoint["made_with"])
         self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
         return checkpoint
-
-    def _make_batches(self) -> Batches:
-        data, run = self.data, self.run
-        return Batches(
-            data.train_inputs.to(run.device),
-            data.train_targets.to(run.device),
-            run.schedule.batch_size,
-            run.seed,
-            run.compute.accumulate,
-            order=data.order.batches if data.order is not None else None,
-            epoch_size=data.epoch_size,
-            rank=self.rank,
-            ranks=processes.count(),
-        )
 
     def _counterfactual(self) -> Counterfactual | None:
         run, every = self.run, self.run.schedule.update_effect_every

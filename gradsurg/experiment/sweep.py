@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ComposedJob = tuple[list[str], dict[str, Any]]  # Any: any YAML
 """The overrides of a job, and its resolved config."""
-Job = TypeVar("Job")
+Given = TypeVar("Given")
 Made = TypeVar("Made")
 MAX_WRONG_JOBS = 20  # after which the other jobs of a sweep are not checked
 
@@ -78,7 +78,7 @@ def _checked(jobs: Sequence[ComposedJob]) -> "Command":
     return command
 
 
-def _for_each(jobs: Iterable[Job], action: Callable[[Job], Made]) -> list[Made]:
+def _for_each(jobs: Iterable[Given], action: Callable[[Given], Made]) -> list[Made]:
     """Return the results of an action. Raises ConfigError with the errors of all jobs."""
     results: list[Made] = []
     faults: list[str] = []

@@ -184,15 +184,7 @@ class _Trial:
         pair, settings = experiment.pairs[0], experiment.settings
         run = pair.treated or pair.control
         assert run is not None
-        batches = Batches(
-            data.train_inputs,
-            data.train_targets,
-            settings.batch_size,
-            run.seed,
-            settings.accumulate,
-            data.order.batches if data.order is not None else None,
-            data.epoch_size,
-        )
+        batches = run.batches(data, torch.device("cpu"))
         steps = max(1, settings.steps + isinstance(run.task, Examined))
         triggers = [_Ever(item.when, steps) for item in experiment.interventions]
         return cls(experiment, run, batches, triggers)

@@ -62,7 +62,6 @@ WRONG = (
         "transform.scheduled.of: cannot get other keys than it has.",
         "~transform.scheduled.of '+transform.scheduled.of={...}'",
     ),
-    Wrong("~model", "model: is required, a mapping with a name"),
     Wrong(
         "site=combined site.of.0.types=[Linear]",
         "site.of.0.types: 'types' is not a key here. There are: name, pattern.",
