@@ -55,6 +55,7 @@ def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Pat
 def test_an_interrupted_tuning_goes_on_where_it_was(
     here: Here, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+
     execute, calls = job.execute, []
 
     def third_interrupts(*args: object) -> object:

@@ -78,6 +78,7 @@ class Line:
         """The words with short defaults for the keys that they lack."""
         words = self.words.split()
         keys = {word.partition("=")[0] for word in words}
+        keys |= {"seeds"} if "seed" in keys else set()  # they exclude one another
         defaults = ["steps=12", "seeds=2", "log_every=4", "logger=none", "report=false"]
         return words + [word for word in defaults if word.partition("=")[0] not in keys]
 
