@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import gradsurg
-from gradsurg.experiment.compose import CONFIG_DIR, plain, register
+from gradsurg.experiment.compose import CONFIG_DIR, plain, register, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
@@ -134,7 +134,7 @@ def _alone(config: DictConfig) -> "Experiment":
     """Check the only job of a command, and write down its runs as planned. Raises ConfigError."""
     from gradsurg.experiment.sweep import check_config
 
-    words, resolved = [*HydraConfig.get().overrides.task], plain(config)
+    words, resolved = words_of(HydraConfig.get()), plain(config)
     check_config(words, resolved)
     from gradsurg.experiment.command import Command  # which imports torch
 
@@ -156,7 +156,7 @@ def _of_sweep(config: DictConfig) -> "Experiment":
     settings = experiment.settings
     if settings.steps and not settings.dry_run and not experiment.is_finished:
         number = 1 + HydraConfig.get().job.num
-        tell(f"job {number}: {printable(' '.join(HydraConfig.get().overrides.task))}")
+        tell(f"job {number}: {printable(' '.join(words_of(HydraConfig.get())))}")
         if _is_launched():
             for logger in experiment.loggers:
                 logger.expect(None, number)

@@ -115,6 +115,16 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in (resolved | named).items()}
 
 
+def words_of(hydra: Any) -> list[str]:
+    """Return the overrides of a command or of a job as typed, with their interpolations.
+
+    Any: the group `hydra` of a config.
+    """
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
+
+
 def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Path]:
     """Return the files of a group in gradsurg's folders and in these by their options, sorted."""
     folders = [*CONFIG_DIRS, *map(Path, config_dirs)]

@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from gradsurg.experiment.compose import CONFIG_DIR, files_of, key_in, plain, register
+from gradsurg.experiment.compose import CONFIG_DIR, files_of, key_in, plain, register, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.overrides import MAX_RUNS, composing, prepared, too_many
 from gradsurg.experiment.own_code import check_targets
@@ -134,7 +134,7 @@ def _composed(jobs: Iterable[list[str]], config_name: str) -> list[ComposedJob]:
 
 def _jobs(config: DictConfig) -> Iterator[list[str]]:
     """Yield the overrides of each job: those of the study file, replaced by those typed."""
-    typed = [str(word) for word in config.hydra.overrides.task]
+    typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}
     params = config.hydra.sweeper.get("params") or {}
     with open_dict(config.hydra.sweeper):

@@ -270,6 +270,8 @@ RIGHT = (
     "transform=tests.theirs.Twice +transform.twice.factor=3",
     "transform=tests.theirs.ready",
     "-m transform=none,clip,[clip,noise],tests.theirs.halve seed='range(0,2)'",
+    "transform=clip log_every='${steps}'",
+    "-m transform=clip,sign log_every='${steps}'",
     "-m transform='glob(sc*)'",
     "-m ++lr=0.1,0.2",
     "-m transform=clip,[clip,sign] transform.clip.value=0.1 model.hidden=[8,8]",
