@@ -1,8 +1,8 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Hydra composes the config of each job. `experiment/overrides.py` has the words that it cannot read
-and its errors, `experiment/sweep.py` the start and the end of a sweep. Modules that import torch
-are imported in the job: help and a wrong name do without them.
+Hydra composes the config of each job. `experiment/overrides.py` rewrites the overrides that Hydra
+cannot parse and explains its errors; `experiment/sweep.py` starts and ends a sweep. Modules that
+import torch are imported in functions, so that `--help` and the error for a wrong name are fast.
 """
 
 import os
@@ -36,7 +36,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def main() -> None:
-    """Run the command line; under torchrun the other processes train each run with the first.
+    """Run the command line; under torchrun the other ranks train each run with rank 0.
 
     The exit code is 0 if all runs finished, 1 if a run failed or diverged, 2 if the command line is
     wrong, 130 after an interruption.
@@ -60,7 +60,7 @@ def _command(words: list[str]) -> None:
         sys.argv[1:] = prepared(words)
         with _errors_in_one_line():
             job()
-    except SystemExit as end:  # of a sweep that has nothing to train
+    except SystemExit as end:  # code 0 or None: a sweep that has nothing to train
         if end.code:
             raise
     except ConfigError as error:
@@ -73,16 +73,16 @@ def _command(words: list[str]) -> None:
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
 def job(config: DictConfig) -> None:
-    """Run one job: all seeds of one config, treated and control.
+    """Run one job: the treated and the control runs of one config, with all seeds.
 
-    A job of a sweep records its outcome in the folders of its runs; `Sweep` reports on it.
+    A job of a sweep only writes the files of its runs; the callback `Sweep` reports on all jobs.
     """
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
         experiment = _of_sweep(config) if sweeping else _alone(config)
     except ConfigError as error:
         tell(str(error))
-        if sweeping:  # in the process of a launcher, which lacks what the command has
+        if sweeping:  # in a launcher's process, where the checked config does not build
             return
         sys.exit(WRONG_INPUT)
     if experiment.settings.dry_run:
@@ -92,14 +92,14 @@ def job(config: DictConfig) -> None:
 
 
 def _train(experiment: "Experiment", sweeping: bool) -> None:
-    """Train the runs of a job; exit with code 1 if one of a single job has not finished."""
+    """Train the runs of a job. Without a sweep, exit with code 1 if `train` returns False."""
     from gradsurg.experiment.job import train
 
     if not sweeping:
         if not train(experiment, in_sweep=False):
             sys.exit(FAILED)
     elif not _is_launched():
-        train(experiment, in_sweep=True, wait=False)  # `Sweep` trains those that are left
+        train(experiment, in_sweep=True, wait=False)  # `Sweep` trains the busy ones
     else:
         interrupt_at_time_limit()
         try:
@@ -109,7 +109,7 @@ def _train(experiment: "Experiment", sweeping: bool) -> None:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher has started this job of a sweep, perhaps in another process."""
+    """Whether a launcher other than Hydra's basic one has started this job of a sweep."""
     return not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
 
 
@@ -131,7 +131,10 @@ def _errors_in_one_line() -> Iterator[None]:
 
 
 def _alone(config: DictConfig) -> "Experiment":
-    """Check the only job of a command, and write down its runs as planned. Raises ConfigError."""
+    """Check the job of a command without a sweep and record its runs as planned.
+
+    Raises ConfigError.
+    """
     from gradsurg.experiment.sweep import check_config
 
     words, resolved = words_of(HydraConfig.get()), plain(config)
@@ -145,13 +148,13 @@ def _alone(config: DictConfig) -> "Experiment":
 
 
 def _of_sweep(config: DictConfig) -> "Experiment":
-    """Build a job of a sweep, which has been checked before the first job."""
+    """Build a job of a sweep; `Sweep` has checked it before the first job."""
     from gradsurg.effects.ledger import SurgeryWarning
     from gradsurg.experiment.build import build
     from gradsurg.experiment.command import with_shared_loggers
 
     with warnings.catch_warnings(), chdir(Path.cwd()):  # which a user's code may change
-        warnings.simplefilter("ignore", SurgeryWarning)  # told by the check
+        warnings.simplefilter("ignore", SurgeryWarning)  # the check has printed it
         experiment = with_shared_loggers(build(plain(config), trial=False))
     settings = experiment.settings
     if settings.steps and not settings.dry_run and not experiment.is_finished:

@@ -283,7 +283,10 @@ def test_notes_of_an_error_stand_behind_it() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["ranks=2"], "ranks: is no key, torchrun starts the processes: torchrun --nproc_per_node"),
+        (
+            ["ranks=2"],
+            "ranks: is not a key; start the processes with torchrun: torchrun --nproc_per",
+        ),
         (["-m", "hydra/launcher=joblib"], "hydra/launcher: joblib starts processes of its own, "),
     ],
 )

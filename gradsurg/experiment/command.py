@@ -25,16 +25,16 @@ from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.messages import printable, tell
 
 _loggers: dict[str, GuardedLogger] = {}
-"""The loggers of this process by their configs: the jobs of a sweep share them."""
+"""The loggers of this process, by `key` (their config): the jobs of a sweep share them."""
 
 
 @dataclass
 class Command:
-    """The jobs of one command line that train; a dry run and a job without steps are none."""
+    """The jobs of one command line; `jobs` has no dry runs and no jobs with steps=0."""
 
     sweeping: bool = False
     jobs: list[Job] = field(default_factory=list)
-    experiments: list[Experiment] = field(default_factory=list)  # of the jobs
+    experiments: list[Experiment] = field(default_factory=list)  # one for each of `jobs`
     num_untrained: int = 0  # the number of jobs with steps=0
     num_unfinished: int = 0
     has_new_runs: bool = False
@@ -55,7 +55,7 @@ class Command:
         return experiment
 
     def plan(self) -> None:
-        """Tell what will be trained, and write down each run as planned. Raises ConfigError."""
+        """Print what will be trained, and record each run as planned. Raises ConfigError."""
         if self.num_untrained:
             jobs = f"{self.num_untrained} job{'s' if self.num_untrained > 1 else ''}"
             print(f"steps=0: {jobs} checked, nothing to train")
@@ -124,9 +124,9 @@ def with_shared_loggers(experiment: Experiment) -> Experiment:
 def report_study(folder: Path, loggers: Iterable[GuardedLogger], figures: bool) -> None:
     """Write the report of a study, print its path, and send the study to the loggers.
 
-    Drawing figures can take as long as training: without `figures` those of an earlier report are
-    drawn anew, and no others. The loggers get the study also if no run is new: the command may have
-    been killed before.
+    Drawing figures can take as long as training: without `figures` they are drawn only if an
+    earlier report has some. The loggers get the study even if no run is new, because an earlier
+    command may have been killed before it sent it.
     """
     from gradsurg.report.export import figures_in, study_info, write_report
     from gradsurg.report.study import read_study
@@ -151,7 +151,7 @@ def print_notes(loggers: Iterable[Logger]) -> None:
 
 @contextmanager
 def _told_warnings() -> Iterator[None]:
-    """Print the surgery's warnings of a block, each once."""
+    """Print the SurgeryWarnings that are raised in a block, each once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         yield

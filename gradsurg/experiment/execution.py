@@ -1,4 +1,4 @@
-"""Run the arms of a study, each once per seed, and record how each run ended."""
+"""Execute one run: skip, resume or train it, and record how it ended."""
 
 import traceback
 import warnings
@@ -44,8 +44,8 @@ from gradsurg.transforms.identity import Identity
 
 Action = Literal["trained", "resumed", "retried", "skipped", "not retried", "busy"]
 
-EXAMINATION_SEED = 1_000_000_007  # added to the run's seed: the weights use that one
-RANK_SEED = 1_000_000_009  # times the number of the process, added to the run's seed
+EXAMINATION_SEED = 1_000_000_007  # added to the run's seed, which itself seeds the weights
+RANK_SEED = 1_000_000_009  # times the rank, added to the run's seed
 SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
 """The parts of a checkpoint that are the same in all processes."""
 
@@ -55,14 +55,14 @@ MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to 
 
 @dataclass(frozen=True)
 class Record:
-    """A run, its directory, the action of `execute`, and its summary (empty if it has failed)."""
+    """A run, its directory, what `execute` did, and its summary (empty if busy or not retried)."""
 
     run: Run
     directory: Path
     summary: dict[str, object]
     action: Action
-    reason: str = ""  # of a failure, also of an earlier one that left a broken summary
-    note: str = ""  # other measurement intervals than asked for, or resumed in another environment
+    reason: str = ""  # of a failure; after a retry, of the broken summary that the earlier try left
+    note: str = ""  # it lacks measurements asked for, or was resumed in another environment
 
 
 def execute(
@@ -73,9 +73,9 @@ def execute(
     retry_failed: bool = True,
     wait: bool = True,
 ) -> Record:
-    """Train a run, resume it, or skip it if it is finished; the process is left as it was.
+    """Train a run, resume it, or skip it if it has ended; restore random states and threads.
 
-    A run that another process trains is waited for, or without `wait` is left to it ("busy"). A
+    If another process is training it, wait, or without `wait` return a record with "busy". A
     resumed run ends bit-identical to an uninterrupted one. A failed run is trained again, unless
     `retry_failed` is False. An exception of the training is written to `error.log` and raised. A
     logger that raises is not used for the rest of the run.
@@ -94,7 +94,7 @@ def execute(
         if state == "failed" and not retry_failed:
             return Record(run, directory.path, {}, "not retried", directory.reason)
         fault = "" if (directory.path / ERROR).is_file() else directory.reason
-        # First: a full disk must not leave that of an earlier attempt.
+        # Before training: else, on a full disk, that of an earlier attempt would stay.
         (directory.path / ERROR).unlink(missing_ok=True)
         directory.plan(run.facts, run.identity)
         try:
@@ -175,7 +175,7 @@ def _train(
     loggers: Sequence[Logger],
     checkpoint: Checkpoint | None,
 ) -> dict[str, object]:
-    """Train a run in all processes of the command, and return its summary; {} if another has it."""
+    """Train a run in all processes of the command; return its summary, {} in ranks other than 0."""
     with ExitStack() as attached:
         with processes.together():
             opened = _OpenRun(make_run(), directory, loggers, checkpoint)
@@ -187,20 +187,21 @@ def _train(
                 attached.enter_context(entered.pop_all())
         if opened.rank:
             return {}
-        opened.examine()  # alone
+        opened.examine()  # in rank 0 alone
     return opened.summary()
 
 
 def follow(team: Team) -> None:
-    """Train with rank 0 the runs that it executes, until its command ends."""
+    """Wait for the orders of rank 0 and train each run with it, until the command ends."""
     while order := team.broadcast(None):
         *words, checkpoint = order
-        with TemporaryDirectory(prefix="gradsurg-") as folder, suppress(Exception):  # rank 0 tells
+        # Rank 0 prints the error.
+        with TemporaryDirectory(prefix="gradsurg-") as folder, suppress(Exception):
             _train(partial(_built, *words), RunDirectory(folder), [], checkpoint)
 
 
 def _built(config: Config, seed: int, name: str) -> Run:
-    """Return the run with this name of those that a config describes."""
+    """Build the run with this name and seed from the config of its job."""
     one = {"seed": seed, "splits": 1, "attribute": False, "tune": None, "logger": {}}
     experiment = build({**config, **one}, trial=False)
     torch.set_num_threads(experiment.settings.threads or torch.get_num_threads())
@@ -227,13 +228,13 @@ class _OpenRun:
         self.model = run.make_model(self.data).to(run.device)
         self.batches = run.batches(self.data, run.device, self.rank, processes.count())
         optimizer = run.make_optimizer(self.model)
-        # A new surgery: that of the run has the state of an earlier execution.
+        # A new surgery: `run.surgery` keeps the state of an earlier execution in this process.
         surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
         schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
         self.training = TrainingState(self.model, optimizer, surgery, run.device, schedule, scaler)
         self.log = RunLog(run, directory, loggers, counterfactual=self._counterfactual())
         self.checkpoint = self._restored(checkpoint) if checkpoint is not None else None
-        if checkpoint is None and self.rank:  # dropout differs between the parts of a batch
+        if checkpoint is None and self.rank:  # so that dropout differs between the parts of a batch
             random_state.seed((RANK_SEED * self.rank + run.seed) % 2**63)
         self.log.replay()
         self.timer = CheckpointTimer(run.schedule)
@@ -241,7 +242,7 @@ class _OpenRun:
         self._notes: list[str] = []
 
     def _restored(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Load a checkpoint, and return it with the parts that are of this process."""
+        """Load a checkpoint, and return it with this rank's parts in place of rank 0's."""
         if self.rank:
             own = checkpoint.get("ranks", [])[self.rank - 1]
             checkpoint = checkpoint | own
@@ -334,7 +335,7 @@ class _OpenRun:
             self.directory.save_checkpoint(checkpoint)
 
     def examine(self) -> None:
-        """Examine the trained model with the surgery attached; note idle transforms."""
+        """Run the task's examination of the trained model; note transforms that changed nothing."""
         run = self.run
         if isinstance(run.task, Examined) and not self.log.diverged:
             self._examined = self._examination(run.task)

@@ -1,4 +1,4 @@
-"""Train the runs of one job, each once in a process, and print what happened to them."""
+"""Train the runs of one job one after another, and print what happened to them."""
 
 import os
 from collections import Counter
@@ -19,14 +19,14 @@ HAPPENED = {
     "retried": "failed before, tried again",
 }
 _left: list[tuple[Experiment, list[Run]]] = []
-"""The runs of the jobs of this process that other processes were training."""
+"""The busy runs of each job: other processes were training them when the job came to them."""
 
 
 def train(experiment: Experiment, in_sweep: bool, wait: bool = True) -> bool:
     """Train the runs of a job, and report on it unless it is one of a sweep.
 
-    Without `wait` the runs that other processes train are left to `train_left`. Return whether all
-    runs have finished.
+    Without `wait` the runs that other processes train are left to `train_left`. Return False if a
+    run failed, or if a transform made NaN or infinity in it.
     """
     pairs = _tuned(experiment)
     if pairs is None:
@@ -46,15 +46,15 @@ def train(experiment: Experiment, in_sweep: bool, wait: bool = True) -> bool:
 
 
 def train_left() -> None:
-    """Wait for the runs that other processes were training, and train those they have not ended."""
+    """Wait for the busy runs of all jobs, and train those that the other processes did not end."""
     while _left:
         _train_all(*_left.pop(0))
 
 
 def _tuned(experiment: Experiment) -> Sequence[Pair] | None:
-    """Train the tuning runs that are not finished; return the runs to compare.
+    """Train the tuning runs that are not finished; return the pairs of runs to compare.
 
-    None if a tuning run failed: a choice without it could be another one.
+    Return None if a tuning run failed: it might have been the best one.
     """
     if experiment.tuning is None:
         return experiment.pairs
@@ -71,9 +71,10 @@ def _tuned(experiment: Experiment) -> Sequence[Pair] | None:
 def _train_all(
     experiment: Experiment, runs: Sequence[Run], wait: bool = True
 ) -> dict[str, Record | None]:
-    """Train runs, those first that no other process trains: equal commands divide them.
+    """Train the runs that no other process is training, then with `wait` wait for the busy ones.
 
-    Return the records by name, None for a run that failed. Without `wait` the others stay busy.
+    So equal commands divide the runs. Return the records by the name of the run, None for a run
+    that failed. Without `wait` the action in the record of a busy run is "busy".
     """
     records = {run.name: _train_one(experiment, run, wait=False) for run in runs}
     for run in runs if wait else ():
@@ -116,7 +117,7 @@ def _train_one(experiment: Experiment, run: Run, wait: bool = True) -> Record | 
 
 
 def _unmeasured(records: Iterable[Record]) -> list[str]:
-    """Return a line for each measurement that finished runs were trained without."""
+    """Return a line for each measurement that is asked for and that finished runs do not have."""
     notes = Counter(record.note for record in records if record.action == "skipped" and record.note)
     return [
         f"{number} finished run{'s were' if number > 1 else ' was'} {note}: the same command with "

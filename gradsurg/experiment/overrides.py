@@ -1,7 +1,8 @@
-"""The words of a command line: what Hydra's grammar cannot say or swallows, and its errors.
+"""Overrides that Hydra cannot parse or would silently change, and its exceptions in one line.
 
-`prepared` rewrites the words before Hydra reads them, `explained` turns an exception of Hydra into
-one line, `key: rule`, with the nearest name. Neither imports torch.
+A word is one argument of the command line. `prepared` rewrites and checks the words before Hydra
+reads them; `explained` turns an exception of Hydra into one line, `key: rule`, with the nearest
+name. Neither imports torch.
 """
 
 import ast
@@ -33,17 +34,17 @@ from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.messages import full_message, nearest, printable
 from gradsurg.plugins.registry import names as plugin_names
 
-MAX_RUNS = 10_000  # of a command without yes=true
+MAX_RUNS = 10_000  # a command with more runs needs yes=true
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
 FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
-"""An override of a field of an option, with no sweep over its values."""
+"""An override of one field of an option, such as transform.clip.value=1, with a single value."""
 GONE = {
     "plan": "is now called dry_run",
     "sink": "is now called logger",
-    "runner": "is gone: runs train one after another; -m with hydra/launcher=joblib, or several "
-    "commands on one study, train some at the same time",
+    "runner": "was removed: runs train one after another; -m with hydra/launcher=joblib, or "
+    "several commands on one study, train some at the same time",
 }
-"""The lines for keys of earlier versions."""
+"""Keys of earlier versions, and the error for each."""
 NO_KEY = "is not a key here."
 
 RULES = (
@@ -55,7 +56,7 @@ RULES = (
     (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
     (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
 )
-"""First lines of Hydra's messages, and ours for them."""
+"""Patterns of the first line of Hydra's messages, and the line that replaces each."""
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
 COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
 """What Hydra raises for wrong overrides and broken yaml files."""
@@ -64,10 +65,10 @@ COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
 def prepared(words: Sequence[str]) -> list[str]:
     """Return the words as Hydra reads them: `when` algebra expanded, `tune` and `until` quoted.
 
-    In a sweep `transform.clip.value=1` becomes a choice of one: Hydra composes the sweep itself
-    without the options that are swept. Raises ConfigError for what Hydra would take without a word:
-    a list with an option twice, a list for a group of one, a key given twice, a user's yaml that is
-    hidden by one of gradsurg's.
+    In a sweep `transform.clip.value=1` becomes `transform.clip.value=choice(1)`: Hydra first
+    composes a config without the swept options, in which that key would be missing. Raises
+    ConfigError for what Hydra accepts silently: an option twice in a list, a list for a group that
+    takes one option, a key given twice, a user's yaml file that one of gradsurg's hides.
     """
     faults = [*_dashes(words), *_repeated_keys(words), *_hidden_files(words)]
     expanded: list[str] = []
@@ -83,7 +84,7 @@ def prepared(words: Sequence[str]) -> list[str]:
     expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]
     if {"-m", "--multirun"} & {*words}:
         expanded = [FIELD.sub(r"\1=choice(\2)", word) for word in expanded]
-    # Hydra's parser reads overrides in one piece only: options come first.
+    # Hydra's argument parser needs all overrides in one block: put options before them.
     behind = [word for word in expanded if "=" in word and not word.startswith("-")]
     return [word for word in expanded if word not in behind] + behind
 
@@ -123,13 +124,13 @@ def _explained(error: Exception) -> str:
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {first_line(error)}"
     shown = first_line(error) if isinstance(error, HydraException) else full_message(error)
-    return f"hydra: {shown}; HYDRA_FULL_ERROR=1 shows where"
+    return f"hydra: {shown}; HYDRA_FULL_ERROR=1 shows the traceback"
 
 
 def too_many(count: int | str, things: str) -> str:
-    """Return the rule for more runs or jobs than `MAX_RUNS`."""
+    """Return the error for more runs, jobs or values than `MAX_RUNS`."""
     shown = f"{count:,}" if isinstance(count, int) else count
-    return f"{shown} {things} need yes=true, as more than {MAX_RUNS:,} do"
+    return f"{shown} {things} need yes=true; without it at most {MAX_RUNS:,} are allowed"
 
 
 def _dashes(words: Sequence[str]) -> Iterator[str]:
@@ -138,14 +139,14 @@ def _dashes(words: Sequence[str]) -> Iterator[str]:
     for word, value in zip(words, [*words[1:], ""], strict=False):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
-            yield f"{word}: is a key, written {key}={given or value}"
+            yield f"{word}: is a key, not an option: write {key}={given or value}"
 
 
 def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each key with two values: Hydra silently takes the last one."""
     first: dict[str, str] = {}
     for word in words:
-        key = word.partition("=")[0].lstrip("+")  # `~key` and `+key=` together replace a node
+        key = word.partition("=")[0].lstrip("+")  # `~key` with `+key=` replaces a node: no fault
         if "=" in word and not word.startswith("-") and first.setdefault(key, word) != word:
             yield f"{key}: is given twice, {first[key]} and {word}"
 
@@ -170,7 +171,7 @@ def config_dirs_in(words: Sequence[str]) -> list[Path]:
 
 
 def _refused(word: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield an error for a sweeper, for a launcher under torchrun, and for the key `ranks`."""
+    """Yield an error for a sweeper, for a launcher under torchrun, and for the old key `ranks`."""
     key, _, value = word.lstrip("+").partition("=")
     if key == "hydra/sweeper" and value != "basic":
         yield sweeper_fault(value)
@@ -179,11 +180,11 @@ def _refused(word: str, words: Sequence[str]) -> Iterator[str]:
     if key == "ranks":
         rest = shlex.join(other for other in words if other != word)
         start = f"torchrun --nproc_per_node={value or 2} -m gradsurg.run {rest}"
-        yield f"ranks: is no key, torchrun starts the processes: {start}"
+        yield f"ranks: is not a key; start the processes with torchrun: {start}"
 
 
 def _swallowed(word: str) -> Iterator[str]:
-    """Yield an error for `[clip,clip]`, which Hydra merges, and for a list of a group of one."""
+    """Yield an error for values of a group that Hydra accepts silently, such as `[clip,clip]`."""
     key, _, value = word.partition("=")
     if key not in GROUPS:
         return
@@ -210,7 +211,7 @@ def _swallowed(word: str) -> Iterator[str]:
 
 
 def _repeated_option(group: str, before: str, option: str, key: str) -> str:
-    text = f"'{option}' stands twice"
+    text = f"'{option}' is listed twice"
     if option != before:
         text = f"'{before}' and '{option}' have the same key '{key}'"
     content = f"{{_target_: {option}}}"
@@ -224,7 +225,7 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
 
 
 def _without_expression(word: str) -> list[str]:
-    """Return the overrides for `when=steps(start=9) & ~flag()`; any other word as it is.
+    """Return the overrides that `when=steps(start=9) & ~flag()` stands for; else the word itself.
 
     Raises ValueError, with a line for the user, for an expression that cannot be read.
     """
@@ -234,12 +235,12 @@ def _without_expression(word: str) -> list[str]:
     try:
         condition = _condition(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:
-        reason = "is no expression" if isinstance(error, SyntaxError) else str(error)
+        reason = "is not an expression" if isinstance(error, SyntaxError) else str(error)
         example = "when='steps(start=100) & ~threshold(above=0.05, measure=norm)'"
         raise ValueError(f"when: {reason}, found {text!r}; write {example}") from None
     words = [f"when={condition.pop('name')}"]
     for field, value in condition.items():
-        # An override of a mapping would keep the keys that stand there.
+        # Hydra merges a mapping into the one in the config: delete that first.
         words += ["~when.of"] if isinstance(value, dict) else []
         added = "+" if isinstance(value, dict) else ""
         words.append(f"{added}when.{field}={_as_override(value)}")
@@ -247,7 +248,7 @@ def _without_expression(word: str) -> list[str]:
 
 
 def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can hold
-    """Return the config of a trigger. Raises ValueError for what is no trigger."""
+    """Return the config of a trigger. Raises ValueError if the expression is not one."""
     match node:
         case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as sign, right):
             name = "all_of" if isinstance(sign, ast.BitAnd) else "any_of"
@@ -259,13 +260,13 @@ def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can h
         case ast.Name(name):
             return {"name": name}
         case ast.Call(ast.Name(name)):
-            raise ValueError(f"{name} takes fields by name, as steps(start=100)")
+            raise ValueError(f"{name} takes fields by name, such as steps(start=100)")
         case _:
-            raise ValueError(f"takes triggers with &, | and ~, and {ast.unparse(node)} is none")
+            raise ValueError(f"joins triggers by &, | and ~; {ast.unparse(node)} is not a trigger")
 
 
 def _named(node: ast.expr) -> dict[str, Any]:  # Any: as above
-    """Return the config of a trigger inside another one, whose name Hydra does not look up."""
+    """Return the config of a trigger inside another one; check its name, which Hydra does not."""
     condition = _condition(node)
     if condition["name"] not in (known := plugin_names("triggers")):
         raise ValueError(f"there is no '{condition['name']}'. {nearest(condition['name'], known)}")
@@ -283,7 +284,7 @@ def _field(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"needs a number or a word, and {ast.unparse(node)} is none") from None
+        raise ValueError(f"{ast.unparse(node)} is not a number, a word or a list") from None
 
 
 def _as_override(value: object) -> str:
@@ -300,7 +301,7 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and Path(f"{name}.py").is_file():
-        return f"{name}.py is a module; choose something in it: {group}={name}.<name>"
+        return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
     return f"there is no '{name}'. {nearest(name, [*options])}"
 
 
@@ -315,9 +316,9 @@ def _unreadable(error: OverrideParseException) -> str:
         except re.error as wrong:
             return f"{key}: is not a regular expression ({wrong}), found '{value}'"
     if value.startswith("~"):
-        return f"{word}: cannot be read: a shell leaves ~ alone behind a =; write $HOME"
+        return f"{word}: cannot be read: the shell does not expand ~ after =; write $HOME"
     reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
-    reason = reason[0] or "it has a sign that needs quotes"
+    reason = reason[0] or "it has a character that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"
     if not value.startswith(("[", "{")):
         advice += f" inside quotes: \"{key}='...'\""
@@ -325,17 +326,17 @@ def _unreadable(error: OverrideParseException) -> str:
 
 
 def _missing_key(path: str, key: str, place: object) -> str:
-    """Return the rule for an override of a key that `place`, where it was looked for, lacks."""
+    """Return the error for an override of `key`, which the config node `place` does not have."""
     if path in GONE:
         return GONE[path]
     if path.startswith("hydra.launcher."):
-        return f"'{key}' is none of this launcher's; choose another: hydra/launcher=joblib"
+        return f"'{key}' is not a key of this launcher; choose one: hydra/launcher=joblib"
     if not isinstance(place, DictConfig):
         length = f" of {len(place)}" if isinstance(place, ListConfig) else ""
         return f"{NO_KEY} There is no '{key}' in this list{length}."
     parts = path.split(".")
     if key not in parts:  # in the mapping that is given as value
-        return f"cannot get other keys than it has. Remove it first: ~{path} '+{path}={{...}}'"
+        return f"cannot get keys that it lacks. Replace it as a whole: ~{path} '+{path}={{...}}'"
     keys = [str(name) for name in place if name != "hydra"]
     depth = parts.index(key)
     group = parts[0]

@@ -1,6 +1,6 @@
 """Find a user's class or function by its dotted path, `my_package.my_module.MyTransform`.
 
-`check_targets` looks for it without importing anything, which torch would make slow.
+`check_targets` looks it up in the source without an import, because most such modules import torch.
 """
 
 import ast
@@ -14,7 +14,7 @@ from gradsurg.experiment.settings import Config
 from gradsurg.plugins.messages import nearest, one_line
 
 DYNAMIC = {"*", "__getattr__", "globals", "exec", "vars", "setattr"}
-"""Names by which a module can get others than those that are written in it."""
+"""A module that uses one of these names may define names that its source does not show."""
 
 
 def import_path(path: object) -> object:
@@ -42,7 +42,7 @@ def import_path(path: object) -> object:
 def check_targets(config: Config) -> list[str]:
     """Return a line `key: text` for each `_target_` of a config that cannot be imported.
 
-    Nothing is imported: a path that only its import can tell about passes.
+    Nothing is imported: a path that only an import can check passes.
     """
     faults = []
     for place, path in leaves(config):
@@ -57,12 +57,12 @@ def check_targets(config: Config) -> list[str]:
 
 
 def site_hint(path: object) -> str:
-    """Return the end of the message for a dotted path as a site, which may be meant as names."""
+    """Return a hint for a dotted path given as a site, which may be meant as a parameter's name."""
     return f"; for names in the model write site=parameters site.pattern={path}"
 
 
 def _look_up(path: object) -> None:
-    """Raise ImportError, as `import_path` does, if the files show that there is no such object."""
+    """Raise the ImportError of `import_path` if the source shows that the object is missing."""
     module_name, name = _parts(path)
     spec = _spec(module_name)
     if spec is None or not isinstance(spec.loader, SourceFileLoader):
@@ -113,12 +113,12 @@ def _parts(path: object) -> tuple[str, str]:
     """Return the module and the name of a dotted path."""
     module_name, _, name = str(path).rpartition(".")
     if not module_name or not all(part.isidentifier() for part in str(path).split(".")):
-        raise ImportError(f"'{path}' is not a dotted path, as my_package.my_module.MyTransform")
+        raise ImportError(f"'{path}' is not a dotted path, like my_package.my_module.MyTransform")
     return module_name, name
 
 
 def _no_module(name: str) -> ImportError:
-    return ImportError(f"there is no module '{name}' on the path, nor in this folder")
+    return ImportError(f"there is no module '{name}' on the path, or in this folder")
 
 
 def _no_name(module_name: str, name: str, own: list[str]) -> ImportError:

@@ -1,4 +1,4 @@
-"""The runs of a command: counted and written down before training, reported on after it."""
+"""Count the runs of a command and record them as planned; tabulate their states at the end."""
 
 import json
 import os
@@ -34,10 +34,10 @@ from gradsurg.experiment.tuning import HEADLINE
 from gradsurg.plugins.messages import printable, tell, terminal_width
 from gradsurg.stats import detectable_effect, seeds_needed
 
-ANNOUNCED_RUNS = 100  # more are announced with a time before they start
-ANNOUNCED_SECONDS = 3600  # and so are fewer that take longer than this
-TIMED_STEPS = 10_000  # of fewer no step is timed: that takes a few steps itself
-MIN_CONTROLS = 6  # finished control runs by whose spread an effect is told before training
+ANNOUNCED_RUNS = 100  # for more runs the number and the expected time are printed at the start
+ANNOUNCED_SECONDS = 3600  # and so they are for fewer runs that take longer than this
+TIMED_STEPS = 10_000  # with fewer steps in all none is timed: timing takes a few steps itself
+MIN_CONTROLS = 6  # finished control runs needed to estimate the detectable difference
 
 STATES: dict[RunState, str] = {
     "failed": "failed before",
@@ -47,7 +47,7 @@ STATES: dict[RunState, str] = {
     "diverged": "diverged before, skipped",
     "finished": "finished before, skipped",
 }
-"""The state of a run before the command, worst first."""
+"""What `summary_line` prints for each state of a run; worst first, the order of `_outcome`."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Job:
 
 
 def announce(experiments: Sequence[Experiment]) -> None:
-    """Print the number of runs left to train and about how long they take, if it is much.
+    """Print the number of runs left to train and the expected time, if they are many or take long.
 
-    A run that jobs share counts once. Raises ConfigError if there are very many without `yes`.
+    A run that jobs share counts once. Raises ConfigError for more than `MAX_RUNS` without `yes`.
     """
     settings = experiments[0].settings
     runs: dict[Path, Run] = {}
     for each in experiments:
-        later = () if each.compared else each.pairs  # once a tuning has chosen their values
+        later = () if each.compared else each.pairs  # runs to compare, known once tuning ends
         own = [*each.runs, *(run for pair in later for run in pair.runs)]
         runs |= {run.directory(each.settings.out_folder): run for run in own}
     if len(runs) > MAX_RUNS and not settings.yes:
@@ -89,13 +89,16 @@ def announce(experiments: Sequence[Experiment]) -> None:
     elif settings.splits > 1:
         seeds, arms = len(settings.all_seeds), len(experiments[0].pairs[0].runs)
         text += f" ({seeds} seeds x {settings.splits} splits x {arms} arms)"
-    tell(f"{text}: about {_duration(seconds)} on {left[0].device}, by a step without surgery")
+    tell(f"{text}: about {_duration(seconds)} on {left[0].device}, timed without surgery")
 
 
 def edited_lines(jobs: Iterable[Job]) -> list[str]:
-    """Return a line for each job whose first run was trained with other source of a user's code."""
+    """Return a line for each user's file that was edited since a run with this label and seed.
+
+    For each job the first run that depends on such files is looked up, if it is new.
+    """
     lines: dict[str, None] = {}
-    trained: dict[str, dict[str, Mapping[str, object]]] = {}  # their configs, by label and seed
+    trained: dict[str, dict[str, Mapping[str, object]]] = {}  # earlier configs, by label and seed
     for job in jobs:
         run = next((run for run in job.runs if run.identity["sources"]), None)
         if run is None or (path := run.directory(job.out)).exists():
@@ -112,8 +115,9 @@ def edited_lines(jobs: Iterable[Job]) -> list[str]:
 
 
 def power_line(experiments: Sequence[Experiment]) -> str:
-    """Return a line if the seeds or splits of a command are too few for its arms, else one with the
-    difference that they can find; empty if nothing is compared or known.
+    """Return a warning if the seeds or splits are too few for significance with so many arms.
+
+    Else return the difference that they can detect; empty if nothing is compared or known.
     """
     pairs = [pair for experiment in experiments for pair in experiment.pairs]
     treated = [pair.treated for pair in pairs if pair.treated and pair.treated.controls]
@@ -124,7 +128,7 @@ def power_line(experiments: Sequence[Experiment]) -> str:
         return ""
     if n < (least := seeds_needed(1)):
         rule = "no difference can be significant (p <= 0.05)"
-        return f"{n} {unit}: {rule}; {unit}={least} are the fewest that allow it"
+        return f"{n} {unit}: {rule}; that needs at least {unit}={least}"
     arms = len({_arm(run.identity, "model", "task") for run in treated})
     if arms < len({_arm(run.identity) for run in treated}):  # of several models or tasks
         return ""
@@ -135,11 +139,11 @@ def power_line(experiments: Sequence[Experiment]) -> str:
 
 
 def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
-    """Write down each run once as planned, and return how many runs are in each state.
+    """Record each run as planned, once, and return how many runs are in each state.
 
-    With `force` the files of earlier runs are removed here, once: two jobs may share a control, and
-    a job that is started again on another machine must resume from its checkpoint. A run that is
-    new has the number of finished runs of its arm as `looked`, if there are some.
+    With `force` the files of earlier runs are removed here and not in the jobs: two jobs may share
+    a control, and a job that is restarted on another machine must resume from its checkpoint. The
+    fact `looked` of a new run is the number of runs of its arm that had already ended, if any.
     """
     runs: dict[Path, Run] = {}
     facts: dict[Path, dict[str, Any]] = {}  # Any: any JSON value
@@ -148,7 +152,8 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
             now = run.facts | {"command": list(job.words)}
             runs[path], facts[path] = run, merged_facts(facts.get(path, {}), now)
     before = {path: "planned" if force else RunDirectory(path).recorded_state for path in runs}
-    arms = {path: (path.parent, _arm(run.identity)) for path, run in runs.items()}  # tunings apart
+    # Tuning runs are in another folder and count apart.
+    arms = {path: (path.parent, _arm(run.identity)) for path, run in runs.items()}
     looked = Counter(arms[path] for path, state in before.items() if state in ENDED)
     states: Counter[RunState] = Counter()
     for path, state in before.items():
@@ -197,7 +202,7 @@ def _duration(seconds: float) -> str:
 
 
 def _file_of(name: str) -> str:
-    """Return the file of a module, or of the module of a dotted path; the name without one."""
+    """Return the file of a module or of a dotted path's module; `name` itself if there is none."""
     modules = (sys.modules.get(module) for module in (name, name.rpartition(".")[0]))
     file = next(filter(None, (getattr(module, "__file__", None) for module in modules)), None)
     return printable(os.path.relpath(file)) if file else name
@@ -224,7 +229,7 @@ def _detectable(experiment: Experiment, seeds: int) -> str:
 
 
 def _arm(identity: Mapping[str, Any], *groups: str) -> str:  # Any: any JSON value
-    """Return a text that is equal for the runs of one arm, whatever the seed, split and groups."""
+    """Return a text that is equal for the runs of one arm: no seed, split or config of `groups`."""
     same = {**identity, "task": {**identity["task"], "split_seed": None}}
     return json.dumps(same | dict.fromkeys(("seed", *groups)), sort_keys=True, default=repr)
 

@@ -1,9 +1,10 @@
-"""Several processes that torchrun has started train each run together, with a part of every batch.
+"""Train each run in the processes that torchrun has started, each with a part of every batch.
 
 Rank 0 runs the command: it alone composes, decides what to train, logs and writes. The others wait
-for the next run and train it with rank 0 (`run_in_all`). Orders and outcomes go through a process
-group of their own; that of `torch.distributed` exists while a run is trained (`Team.together`), so
-that an error in one process ends the run in all, and the next run has a new one.
+for the next run and train it with rank 0 (`run_in_all`). An order says which run to train; orders
+and errors go through a gloo process group that lasts as long as the command. The default process
+group of `torch.distributed` is made for each run (`Team.together`): an error in one process ends
+the run in all, and the next run begins with a new group.
 """
 
 import gc
@@ -37,18 +38,21 @@ from gradsurg.plugins.messages import full_message, tell
 Value = TypeVar("Value")
 
 FOREVER = timedelta(days=30)  # one process may evaluate or draw a report while the others wait
-GRACE = 2.0  # seconds for rank 0 to say that the command was interrupted
+GRACE = 2.0  # seconds in which rank 0 may print that the command was interrupted
 LOST = "a process was lost; the same command resumes from the last checkpoint"
 
 _team: "Team | None" = None
 
 
 class LostProcess(KeyboardInterrupt):
-    """Another process has ended: an interruption of the command, not an error of the run."""
+    """Another process has ended. Handled as an interruption of the command: the run can resume."""
 
 
 class Team:
-    """The processes of a command. All call each method, in the same order."""
+    """All processes of the command, as seen from this one.
+
+    Every process calls `broadcast` and `together` in the same order.
+    """
 
     def __init__(self) -> None:
         self.store, self.rank, self.count = next(rendezvous("env://"))
@@ -59,7 +63,7 @@ class Team:
         self.is_training = False
 
     def broadcast(self, value: Any, source: int = 0) -> Any:  # Any: what pickle can hold
-        """Return the value that the process `source` has. Raises LostProcess if one has ended."""
+        """Return the value of the process `source`. Raises LostProcess if a process has ended."""
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([len(content)])
         try:
@@ -73,10 +77,10 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Be in the default process group of torch.distributed in a block.
+        """Make the default process group of torch.distributed for a block.
 
-        An error in one process ends the block in all: raises the process's own error, or
-        RuntimeError with the error and the rank of the first process that has one.
+        An error in one process ends the block in all. A process with an error of its own raises it;
+        the others raise RuntimeError with the rank and the error of the first such process.
         """
         self._runs, self.is_training = self._runs + 1, True
         distributed.init_process_group(
@@ -109,8 +113,8 @@ class Team:
             raise error
 
     def end(self) -> None:
-        """End the command: the other processes end too."""
-        if not self.is_training:  # else they notice that this one has gone
+        """Tell the other processes that the command has ended, and close the connections."""
+        if not self.is_training:  # else their communication fails
             with suppress(LostProcess):
                 self.broadcast(None)
         self._orders.abort()
@@ -118,8 +122,10 @@ class Team:
 
 
 def _clear(error: BaseException | None) -> None:
-    """Release the objects in the frames of an error: others wait for this process until it has
-    closed its connections, which the wrapped model keeps open.
+    """Release the objects in the frames of an error.
+
+    They include the wrapped model, which keeps connections open: until these are closed, the other
+    processes wait for this one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # destructors swallow it
     while error is not None:
@@ -130,23 +136,23 @@ def _clear(error: BaseException | None) -> None:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether a communication has failed, because another process has raised or ended."""
+    """Whether the error is a failed communication: another process has raised or ended."""
     return isinstance(error, distributed.DistError) or "gloo/" in str(error)
 
 
 def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> None:
     """Run a command in the processes of torchrun: rank 0 calls `command`, the others `follow`.
 
-    These print nothing and end with code 0, or 1 after an error; if rank 0 was killed, one of them
-    prints a line. A termination is an interruption, as by Ctrl-C.
+    The others print nothing but an error of their own, and exit with code 0, or 1 after an error or
+    an interruption. If rank 0 was killed, one of them prints `LOST`. SIGTERM acts as Ctrl-C does.
     """
     global _team
     if torch.cuda.is_available():
-        # device=cuda is this one
+        # so that device=cuda is the GPU of this process
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     try:
         team = _team = Team()
-    except ValueError as error:  # a variable is missing
+    except ValueError as error:  # an environment variable of torchrun is missing
         tell(f"torchrun: {error}")
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -155,7 +161,7 @@ def run_in_all(command: Callable[[], None], follow: Callable[[Team], None]) -> N
     try:
         command()
     finally:
-        with suppress(RuntimeError):  # the store has ended
+        with suppress(RuntimeError):  # the process with the store has ended
             team.store.add("told", 1)
         team.end()
         _team = None
@@ -172,7 +178,7 @@ def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
             follow(team)
         code = 0
     except KeyboardInterrupt:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends to all
         sleep(GRACE)
         try:
             is_told = team.store.add("told", 1) > 1
@@ -188,28 +194,28 @@ def _follow(team: Team, follow: Callable[[Team], None]) -> NoReturn:
 
 
 def tell_others(value: object) -> None:
-    """Send a value to the processes that wait for an order, if there are any."""
+    """Send an order to the other processes of the command, if there are any."""
     if _team:
         _team.broadcast(value)
 
 
 def launched() -> int:
-    """Return the number of processes of this command."""
+    """Return the number of processes of this command, also before a run is trained."""
     return _team.count if _team else 1
 
 
 def together() -> AbstractContextManager[None]:
-    """Return `Team.together` of this command; a block without effect if it is one process."""
+    """Return `Team.together` of this command; in a single process a context without effect."""
     return _team.together() if _team else nullcontext()
 
 
 def rank() -> int:
-    """Return the number of this process among those that train a run."""
+    """Return the rank of this process while a run is trained, else 0."""
     return distributed.get_rank() if _is_joined() else 0
 
 
 def count() -> int:
-    """Return the number of processes that train a run."""
+    """Return the number of processes while a run is trained, else 1."""
     return distributed.get_world_size() if _is_joined() else 1
 
 
@@ -218,7 +224,7 @@ def _is_joined() -> bool:
 
 
 def mean(values: Tensor) -> Tensor:
-    """Return the mean over the processes that train a run."""
+    """Return the mean over the processes that train a run; `values` is overwritten."""
     if count() > 1:
         distributed.all_reduce(values)
         values /= count()
@@ -243,9 +249,9 @@ def gathered(value: Value) -> list[Value]:
 
 
 def wrapped(model: nn.Module) -> nn.Module:
-    """Return the model for training, whose gradients are averaged over the processes.
+    """Return the model in DistributedDataParallel; the model itself in a single process.
 
-    Searching for unused parameters also keeps the order of sums, so that a resumed run is
+    `find_unused_parameters` also keeps the order of sums fixed, so that a resumed run is
     bit-identical with any number of processes.
     """
     if count() == 1:
@@ -257,8 +263,8 @@ def check_ranks(model: nn.Module) -> None:
     """Check that the weights and buffers of a model are bit-identical in all processes.
 
     Every process of the default process group calls it, at the same step. It computes a checksum of
-    the bit patterns of each tensor and makes one all-reduce; a difference in one bit is noticed.
-    Raises RuntimeError with the names of tensors that differ. Without a process group it returns.
+    the bits of each tensor and makes one all-reduce; a difference in a single bit is found. Raises
+    RuntimeError with the names of the tensors that differ. Without a process group it does nothing.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not named or count() == 1:
@@ -278,7 +284,7 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bit patterns as integers, each times a number that depends on its place."""
+    """The sum of the bit patterns as integers, each times a weight that depends on its position."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.contiguous().view(kinds[real.element_size()]).flatten()
@@ -287,7 +293,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def refuse_batch_norm(model: nn.Module) -> str:
-    """Return why a model cannot be trained by several processes; empty if it can."""
+    """Return why a model with batch normalization cannot be trained in several processes, or ''."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
             return (

@@ -1,6 +1,7 @@
-"""The schema of the config: its top-level keys, the short keys and their rules.
+"""The schema of the short keys, `steps=..` or `seeds=..`, and the check of all top-level keys.
 
-It is checked without torch, whose import takes seconds.
+Short keys are the keys at the top of the config that are not groups. They are checked without
+torch, whose import takes seconds.
 """
 
 import re
@@ -27,7 +28,7 @@ Backend = Literal["eager", "aot_eager", "inductor"]
 
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 VALIDATION = "validation/"
-DEFAULT_VALIDATION = 0.2  # of the training examples, where something is decided on them
+DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 Positive = Annotated[int, Field(ge=1)]
 # YAML reads `study=2024` as a number.
@@ -42,14 +43,14 @@ def _study_name(name: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """Return the absolute path, so that code which changes the current folder moves no run.
+    """Return the absolute path: a user's code may change the current folder.
 
-    Raises ValueError if there can be no folder.
+    Raises ValueError if there can be no folder at the path.
     """
     if not path:
         raise ValueError("must not be empty")
     if path.startswith("~"):
-        raise ValueError("must not begin with ~, which a shell leaves alone here; write $HOME")
+        raise ValueError("must not begin with ~, which the shell does not expand here; write $HOME")
     folder = Path(path).absolute()
     try:
         parent = next(place for place in (folder, *folder.parents) if place.exists())
@@ -71,7 +72,7 @@ def _number_of_seeds(told: object) -> object:
 
 
 def _margin(told: object) -> object:
-    """Return a margin as text; ValueError if it is none."""
+    """Return a margin as text. Raises ValueError if it is not a margin."""
     if told is None:
         return None
     text = str(told)
@@ -94,12 +95,12 @@ class Until:
 
     @classmethod
     def of(cls, text: object) -> "Until":
-        """Parse `validation/accuracy >= 0.95`; without a part it is that of the validation data.
+        """Parse `validation/accuracy >= 0.95`; `accuracy` alone means `validation/accuracy`.
 
-        Raises ValueError if it has another form.
+        Raises ValueError if the text has another form.
         """
         match = UNTIL_FORM.fullmatch(text if isinstance(text, str) else repr(text))
-        rule = 'must be as "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
+        rule = 'must be like "validation/accuracy >= 0.95": a metric, >= or <=, a finite number'
         if match is None:
             raise ValueError(rule)
         part, metric, sign, bound = match.groups()
@@ -127,7 +128,7 @@ class Until:
         return value <= self.bound if self.at_most else value >= self.bound
 
     def outcome(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-        """Return the summary entries: the condition, 1 or 0, and the first step that reached it."""
+        """Return the summary entries: the condition, 1 or 0 (reached or not), the first step."""
         steps = [row["step"] for row in rows if self.holds(row)]
         outcome: dict[str, object] = {UNTIL: str(self), UNTIL_REACHED: int(bool(steps))}
         return outcome | {UNTIL_STEP: steps[0]} if steps else outcome
@@ -141,7 +142,7 @@ def _parsed(kind: type[Until] | type[Grid]) -> BeforeValidator:
 
 @validated
 class Settings:
-    """The short keys at the top of the config."""
+    """The short keys: those at the top of the config that are not groups."""
 
     steps: Annotated[int, Field(ge=0)]
     batch_size: Positive
@@ -211,7 +212,7 @@ class Settings:
 
     @property
     def decides_on_validation(self) -> bool:
-        """Whether something is decided on validation data."""
+        """Whether `tune` or `until` decides on validation data."""
         if self.tune is not None:
             return True
         return self.until is not None and self.until.metric.startswith(VALIDATION)
@@ -253,12 +254,12 @@ def settings_of(config: Config) -> Settings:
 
 
 def check_seeds(words: Iterable[str]) -> list[str]:
-    """Return a line if the overrides of a command give both a seed and a number of seeds."""
+    """Return an error if the overrides of a command give both `seed` and `seeds`."""
     given = dict(word.lstrip("+").split("=", 1) for word in words if "=" in word)
     seed, seeds = given.get("seed", "null"), given.get("seeds", "1")
     if seed == "null" or seeds == "1":
         return []
     return [
-        f"seeds: trains with 0, 1 .. and seed={seed} with that one alone; give one of them, or "
-        f"-m seed=.., found seeds={seeds}"
+        f"seeds: contradicts seed={seed}: seeds=N trains with the seeds 0 to N-1, seed=N with that "
+        f"one only; for several of your choice write -m seed=.., found seeds={seeds}"
     ]

@@ -1,5 +1,6 @@
-"""A callback of Hydra that checks all jobs of a sweep before the first trains, and reports at the
-end. `conf/config.yaml` names it under `hydra.callbacks`.
+"""Hydra's callback `Sweep`: check all jobs of a sweep before training, report at the end.
+
+`conf/config.yaml` names it under `hydra.callbacks`.
 """
 
 import sys
@@ -31,13 +32,13 @@ ComposedJob = tuple[list[str], dict[str, Any]]  # Any: any YAML
 """The overrides of a job, and its resolved config."""
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-MAX_WRONG_JOBS = 20  # after which the other jobs of a sweep are not checked
+MAX_WRONG_JOBS = 20  # after more than these the other jobs of a sweep are not checked
 
 
 class Sweep(Callback):
-    """Ends the command with code 2 before a sweep with a wrong job, and with 1 after a failed one.
+    """Exits with code 2 if a job is wrong, before any trains; with 1 at the end unless all finish.
 
-    A job itself neither raises nor exits: Hydra would leave out the end of the sweep.
+    A job of a sweep must not raise or exit: Hydra would then not call `on_multirun_end`.
     """
 
     def __init__(self) -> None:
@@ -46,19 +47,19 @@ class Sweep(Callback):
     def on_multirun_start(
         self, config: DictConfig, config_name: str = "config", **_: object
     ) -> None:
-        """Compose, build and try each job, and write down all runs as planned."""
+        """Compose and build each job, try a training step of it, and record all runs as planned."""
         try:
             self._command = _checked(_composed(_jobs(config), config_name))
         except ConfigError as error:
             tell(str(error))
             sys.exit(WRONG_INPUT)
         if self._command.jobs and not self._command.num_unfinished:
-            self._end()  # also where Hydra could not write, in a study that is read-only
+            self._end()  # here, as Hydra could not write its files into a read-only study
         if self._command.num_untrained and not self._command.jobs:
             sys.exit()
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
-        """Train what other commands have left, print the outcome of all jobs, and report."""
+        """Wait for the runs that other commands train, print the outcome of all jobs, report."""
         from gradsurg.experiment.job import train_left
 
         train_left()
@@ -97,8 +98,9 @@ def _for_each(jobs: Iterable[Given], action: Callable[[Given], Made]) -> list[Ma
 
 
 def jobs_of_study(words: Sequence[str]) -> list[ComposedJob]:
-    """Return the jobs of a command line, composed and not run; those of its study file, if it
-    states a sweep. Raises ConfigError with the errors of all jobs.
+    """Compose the jobs of a command line without running them; a study file may state a sweep.
+
+    Raises ConfigError with the errors of all jobs.
     """
     register()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -133,7 +135,10 @@ def _composed(jobs: Iterable[list[str]], config_name: str) -> list[ComposedJob]:
 
 
 def _jobs(config: DictConfig) -> Iterator[list[str]]:
-    """Yield the overrides of each job: those of the study file, replaced by those typed."""
+    """Yield the overrides of each job: the sweep of a study file, then the words that are typed.
+
+    A typed key replaces that of the study file.
+    """
     typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}
     params = config.hydra.sweeper.get("params") or {}
@@ -152,7 +157,10 @@ def _jobs(config: DictConfig) -> Iterator[list[str]]:
 
 
 def _values(override: Override, most: int) -> list[str]:
-    """Return the overrides that one sweeps over; ConfigError for none, or for more than `most`."""
+    """Return an override for each value that one sweeps over, or the override if it does not sweep.
+
+    Raises ConfigError for no value, and for more than `most`.
+    """
     word, key = override.input_line or "", override.get_key_element()
     if not override.is_sweep_override():
         return [word]

@@ -34,10 +34,12 @@ WRONG = (
     Wrong("transform=", "transform: there is no ''. There are: adagc,", "zero."),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
-    Wrong("transform=[clip,clip]", "transform: 'clip' stands twice", "{name: clip, value: 0.01}'"),
+    Wrong(
+        "transform=[clip,clip]", "transform: 'clip' is listed twice", "{name: clip, value: 0.01}'"
+    ),
     Wrong(
         "transform=[tests.theirs.Twice,tests.theirs.Twice]",
-        "transform: 'tests.theirs.Twice' stands twice",
+        "transform: 'tests.theirs.Twice' is listed twice",
         "'+transform.twice_2={_target_: tests.theirs.Twice}'",
     ),
     Wrong(
@@ -59,7 +61,7 @@ WRONG = (
     ),
     Wrong(
         "transform=scheduled 'transform.scheduled.of={_target_: tests.theirs.halve}'",
-        "transform.scheduled.of: cannot get other keys than it has.",
+        "transform.scheduled.of: cannot get keys that it lacks.",
         "~transform.scheduled.of '+transform.scheduled.of={...}'",
     ),
     Wrong(
@@ -94,7 +96,7 @@ WRONG = (
     ),
     Wrong(
         "site=output.weight",
-        "site: there is no module 'output' on the path, nor in this folder; "
+        "site: there is no module 'output' on the path, or in this folder; "
         "for names in the model write site=parameters site.pattern=output.weight",
     ),
     Wrong("site=combined site.of=parameters", "site.of: must be a list, found 'parameters'"),
@@ -112,7 +114,7 @@ WRONG = (
         "or 'placebo', found",
     ),
     Wrong("plan=true", "plan: is now called dry_run"),
-    Wrong("runner=stacked", "runner: is gone: runs train ", "train some at the same time"),
+    Wrong("runner=stacked", "runner: was removed: runs train ", "train some at the same time"),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
     Wrong("out=''", "out: must not be empty"),
@@ -205,7 +207,7 @@ WRONG = (
         "site.pattern: is not a regular expression (missing ), unterminated subpattern at ",
         "found 're:('",
     ),
-    Wrong("out=~/runs", "out=~/runs: cannot be read: a shell leaves ~ alone", "write $HOME"),
+    Wrong("out=~/runs", "out=~/runs: cannot be read: the shell does not expand ~", "write $HOME"),
     Wrong("transform=./clip.py", "transform: there is no './clip.py'. There are: ", "?"),
     Wrong("-m lr=interval(0,1)", "lr=interval(0,1): cannot be swept: "),
     # a user's own

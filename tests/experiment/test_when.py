@@ -36,10 +36,13 @@ def test_an_expression_is_the_trigger_that_python_makes_of_it(
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("steps(10)", "when: steps takes fields by name, as steps(start=100), found 'steps(10)'"),
-        ("steps(start=1) and always()", "when: takes triggers with &, | and ~, and steps("),
-        ("steps(start=1+1j*2)", "when: needs a number or a word, and 1 + 1j * 2 is none"),
-        ("steps(start=1", "when: is no expression, found 'steps(start=1'; write when='steps("),
+        (
+            "steps(10)",
+            "when: steps takes fields by name, such as steps(start=100), found 'steps(10)'",
+        ),
+        ("steps(start=1) and always()", "when: joins triggers by &, | and ~; steps("),
+        ("steps(start=1+1j*2)", "when: 1 + 1j * 2 is not a number, a word or a list"),
+        ("steps(start=1", "when: is not an expression, found 'steps(start=1'; write when='steps("),
         ("stps(start=1)", "when: there is no 'stps'. There are: "),
         (
             "steps & ~(always | thrshold(above=1))",

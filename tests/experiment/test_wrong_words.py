@@ -43,9 +43,9 @@ CLIP = "transform=clip"
         (("logger=wandb,console",), "logger=wandb,console: a list is written logger=[wandb,"),
         (("clip.value=0.1",), "clip.value: is not a key here. 'clip' is an option: transform=clip"),
         ((CLIP, "clip.value=0.1"), "clip.value: is not a key here. Is it transform.clip.value?"),
-        ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is none of this"),
+        ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is not a key of"),
         ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
-        ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true, as more than 10,"),
+        ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true; without it at most"),
         (("-m", CLIP, "seeds=4000", "model=mlp,linear"), "sweep: 16,000 runs need yes=true"),
         ((CLIP, "logger=sys.exit"), "logger.exit: sys.exit raised SystemExit"),
         (("transform=sys.exit",), "transform.exit: sys.exit raised SystemExit"),
@@ -93,10 +93,10 @@ def test_a_wrong_word_is_told_before_torch_is_imported(folder: Path) -> None:
     (folder / "mine.py").write_text("def halve(grad):\n    return grad / 2\n", encoding="utf-8")
     told = {
         "transform=clpi": "transform: there is no 'clpi'. ",
-        "transform=mine": "transform: mine.py is a module; choose something in it: transform=mine.",
+        "transform=mine": "transform: mine.py is a module; name a class or function in it: ",
         "transfrom=clip": "transfrom: 'transfrom' is not a key here. ",
         "transform=clip; transform.value=1": "transform.value: is not a key here. Is it transform.",
-        "transform=clip; --seeds; 3": "--seeds: is a key, written seeds=3",
+        "transform=clip; --seeds; 3": "--seeds: is a key, not an option: write seeds=3",
         "transform=clip,sign": "transform=clip,sign: several values need a sweep: add -m",
         "-m; transform=glob(zz*)": "transform=glob(zz*): sweeps over no value. ",
         "clip": "clip: is not key=value",
@@ -116,7 +116,7 @@ def test_many_runs_are_counted_and_timed_before_they_start(
     ended = here("-m", CLIP, "model=mlp,linear", *SHORT)
     first = ended.err.splitlines()[0]
     assert first.startswith("2 jobs, 4 runs of 1 steps: about ")
-    assert first.endswith(" seconds on cpu, by a step without surgery")
+    assert first.endswith(" seconds on cpu, timed without surgery")
 
 
 def told(ended: Ended, about: str = "significant") -> list[str]:
@@ -125,7 +125,7 @@ def told(ended: Ended, about: str = "significant") -> list[str]:
 
 def test_too_few_seeds_for_any_arm_or_one_alone_are_told_before_training(here: Here) -> None:
     words = [word for word in SHORT if word != "seeds=1"]
-    rule = "no difference can be significant (p <= 0.05); seeds=6 are the fewest that allow it"
+    rule = "no difference can be significant (p <= 0.05); that needs at least seeds=6"
     assert told(here("-m", CLIP, "model=mlp,linear", *words, "seeds=2")) == [f"2 seeds: {rule}"]
     assert told(here(CLIP, *words, "seeds=5")) == [f"5 seeds: {rule}"]
     assert told(here("-m", CLIP, *words, "seed=7,8")) == [f"2 seeds: {rule}"]
