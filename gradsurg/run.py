@@ -21,8 +21,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import gradsurg
-from gradsurg.experiment.compose import CONFIG_DIR, plain, register
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.compose import CONFIG_DIR, plain, register, words_of
+from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
 from gradsurg.plugins.messages import printable, tell
@@ -31,7 +31,7 @@ from gradsurg.plugins.pipes import ignore_closed_pipes
 if TYPE_CHECKING:
     from gradsurg.experiment.runs import Experiment
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+INTERRUPTED = 130
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -65,7 +65,7 @@ def _command(words: list[str]) -> None:
         if end.code:
             raise
     except ConfigError as error:
-        tell("\n".join(error.faults))
+        tell(str(error))
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
         tell(INTERRUPTION)
@@ -86,7 +86,7 @@ def job(config: DictConfig) -> None:
         elif experiment.settings.steps:
             _train(experiment, sweeping)
     except ConfigError as error:  # in a sweep: a launcher's process lacks what this one has
-        tell("\n".join(error.faults))
+        tell(str(error))
         code = WRONG_INPUT
     except Exception:  # a fault of gradsurg itself: those of runs and of configs end in one line
         traceback.print_exc()
@@ -143,7 +143,7 @@ def _alone(config: DictConfig) -> "Experiment":
     """
     from gradsurg.experiment.sweep import check_config
 
-    words, resolved = [*HydraConfig.get().overrides.task], plain(config)
+    words, resolved = words_of(HydraConfig.get()), plain(config)
     check_config(words, resolved)
     from gradsurg.experiment.command import Command  # which imports torch
 
@@ -165,7 +165,7 @@ def _of_sweep(config: DictConfig) -> "Experiment":
     settings = experiment.settings
     if settings.steps and not settings.dry_run and not experiment.is_finished:
         number = 1 + HydraConfig.get().job.num
-        tell(f"job {number}: {printable(' '.join(HydraConfig.get().overrides.task))}")
+        tell(f"job {number}: {printable(' '.join(words_of(HydraConfig.get())))}")
         if _is_launched():
             for logger in experiment.loggers:
                 logger.expect(None, number)

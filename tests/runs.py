@@ -1,8 +1,6 @@
 """Small runs on real digits, also interrupted ones, and helpers that read and compare them."""
 
 import json
-import os
-import signal
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class Torn(Exception):
 
 @dataclass(frozen=True)
 class Wrapped(Task):
-    """Digits whose loss at call `at` (from 1) raises, kills the process or is NaN."""
+    """Digits whose loss at call `at` (from 1) raises, is an interruption or is NaN."""
 
     at: int = 0
     does: str = ""
@@ -63,8 +61,6 @@ class Wrapped(Task):
                     raise Torn
                 case "interrupt":
                     raise KeyboardInterrupt
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
         if self.does == "nan" and len(self.calls) >= self.at:
             return loss * float("nan")
         if self.does == "one nan" and len(self.calls) == self.at:

@@ -55,11 +55,11 @@ class TrainingState:
     optimizer: Optimizer
     surgery: Surgery
     device: torch.device
-    lr_schedule: LRScheduler | None = None
-    scaler: GradScaler | None = None
+    lr_schedule: LRScheduler | None
+    scaler: GradScaler | None
 
     def checkpoint(
-        self, done: int, live: Live, warned: list[str], skipped: int = 0, seconds: float = 0.0
+        self, done: int, live: Live, warned: list[str], skipped: int, seconds: float
     ) -> Checkpoint:
         """Return a checkpoint after step `done`."""
         return {

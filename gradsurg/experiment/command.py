@@ -50,7 +50,7 @@ class Command:
         if settings.steps == 0:
             self.num_untrained += 1
         elif not settings.dry_run:
-            self.jobs.append(Job([*words], experiment.runs, Path(settings.out)))
+            self.jobs.append(Job([*words], experiment.runs, settings.out_folder))
             self.experiments.append(experiment)
         return experiment
 
@@ -92,12 +92,9 @@ class Command:
         from gradsurg.report.study import read_study
         from gradsurg.report.terminal import overview
 
-        jobs = list(self.jobs)
-        for number, experiment in enumerate(self.experiments):
-            if experiment.tuning is not None:  # its choice is known now
-                out = Path(experiment.settings.out)
-                jobs[number] = Job(jobs[number].words, experiment.runs, out)
-        table, all_finished = outcome_table(jobs)
+        jobs = zip(self.jobs, self.experiments, strict=True)
+        # The choice of a tuning is known now.
+        table, all_finished = outcome_table([replace(job, runs=own.runs) for job, own in jobs])
         if self.has_new_runs:
             print(table)
         wants_report = all(each.settings.report is not False for each in self.experiments)
@@ -113,8 +110,7 @@ class Command:
         """Return the folder of each study with the loggers of its jobs, each once."""
         studies: dict[Path, dict[str, GuardedLogger]] = {}
         for experiment in self.experiments:
-            folder = Path(experiment.settings.out) / experiment.settings.study
-            loggers = studies.setdefault(folder, {})
+            loggers = studies.setdefault(experiment.settings.study_folder, {})
             loggers |= {logger.key: logger for logger in experiment.loggers}
         return {folder: [*loggers.values()] for folder, loggers in studies.items()}
 

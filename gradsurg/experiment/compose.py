@@ -3,7 +3,7 @@
 Help and wrong names need this module, so it imports no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,21 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in (resolved | named).items()}
 
 
-def options_of(group: str, config_dirs: Sequence[str | Path] = ()) -> list[str]:
-    """Return the options of a group in these folders and in gradsurg's; [] for any other key."""
+def words_of(hydra: Any) -> list[str]:
+    """Return the overrides of a command or of a job as typed, with their interpolations.
+
+    Any: the group `hydra` of a config.
+    """
+    words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
+
+
+def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Path]:
+    """Return the files of a group in gradsurg's folders and in these by their options, sorted."""
     folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
+    return dict(sorted(files.items()))
 
 
 def key_of(name: str) -> str:

@@ -12,6 +12,7 @@ from gradsurg.sites.updates import MatchedUpdates, Updates
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.placebo import Placebo
 
+ArmKind = Literal["treated", "control", "norm_matched", "update_norm_matched", "placebo"]
 ActingControl = Literal["norm_matched", "update_norm_matched", "placebo"]
 """Controls that change gradients; the plain control changes none.
 

@@ -8,6 +8,9 @@ from gradsurg.plugins.messages import one_line, printable
 
 Made = TypeVar("Made")
 
+FAILED, WRONG_INPUT = 1, 2
+"""Exit codes of the command: a run failed or diverged, or the command line is wrong."""
+
 
 class ConfigError(ValueError):
     """A config that cannot be run; `faults` holds one line, `key: rule`, for each error."""

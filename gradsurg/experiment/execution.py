@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -25,7 +24,7 @@ from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, Training
 from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
-from gradsurg.experiment.loop import Batches, Losses, Step, StepOptions, train
+from gradsurg.experiment.loop import Losses, Step, StepOptions, train
 from gradsurg.experiment.processes import Team
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
@@ -181,7 +180,8 @@ def _train(
         with processes.together():
             opened = _OpenRun(make_run(), directory, loggers, checkpoint)
             with ExitStack() as entered:
-                entered.enter_context(opened.recorded_warnings())
+                opened.caught = entered.enter_context(warnings.catch_warnings(record=True))
+                warnings.simplefilter("always")
                 entered.enter_context(opened.attach())
                 opened.train(entered.enter_context(opened.run.compute.compiled(opened.model)))
                 attached.enter_context(entered.pop_all())
@@ -221,12 +221,12 @@ class _OpenRun:
         random_state.seed(run.seed)
         self.run, self.directory, self.rank = run, directory, processes.rank()
         self._warned: list[str] = []
-        self._caught: list[list[warnings.WarningMessage]] = []
+        self.caught: list[warnings.WarningMessage] = []  # while it is attached
         self.data = run.load_data()
         if (landscape := run.task.landscape()) is not None:
             directory.write_json(LANDSCAPE, landscape, indent=None)
         self.model = run.make_model(self.data).to(run.device)
-        self.batches = self._make_batches()
+        self.batches = run.batches(self.data, run.device, self.rank, processes.count())
         optimizer = run.make_optimizer(self.model)
         # A new surgery: `run.surgery` keeps the state of an earlier execution in this process.
         surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
@@ -253,34 +253,12 @@ class _OpenRun:
         self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
         return checkpoint
 
-    def _make_batches(self) -> Batches:
-        data, run = self.data, self.run
-        return Batches(
-            data.train_inputs.to(run.device),
-            data.train_targets.to(run.device),
-            run.schedule.batch_size,
-            run.seed,
-            run.compute.accumulate,
-            order=data.order.batches if data.order is not None else None,
-            epoch_size=data.epoch_size,
-            rank=self.rank,
-            ranks=processes.count(),
-        )
-
     def _counterfactual(self) -> Counterfactual | None:
         run, every = self.run, self.run.schedule.update_effect_every
         if run.shadow or not every:
             return None
         optimizer, autocast = self.training.optimizer, run.compute.autocast
         return Counterfactual(self.model, optimizer, run.task.loss, every, autocast)
-
-    @contextmanager
-    def recorded_warnings(self) -> Iterator[None]:
-        """Record the warnings of a block for the summary."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            self._caught.append(caught)
-            yield
 
     def attach(self) -> Live:
         """Attach the surgery to the model, with the counts of the checkpoint."""
@@ -390,7 +368,7 @@ class _OpenRun:
     def summary(self) -> dict[str, object]:
         """Emit the recorded warnings that are not the surgery's; return the outcome."""
         registry: dict[str | tuple[str, type[Warning], int], int] = {}  # each is emitted once
-        for item in chain.from_iterable(self._caught):
+        for item in self.caught:
             if item.category is not SurgeryWarning:
                 place = item.filename, item.lineno
                 warnings.warn_explicit(item.message, item.category, *place, registry=registry)
@@ -399,8 +377,7 @@ class _OpenRun:
 
     def _surgery_warnings(self) -> list[str]:
         """Return the messages of all surgery warnings, each once."""
-        caught = chain.from_iterable(self._caught)
-        new = [str(item.message) for item in caught if item.category is SurgeryWarning]
+        new = [str(item.message) for item in self.caught if item.category is SurgeryWarning]
         return list(dict.fromkeys([*self._warned, *new]))
 
 

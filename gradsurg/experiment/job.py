@@ -89,8 +89,7 @@ def _is_busy(record: Record | None) -> bool:
 
 def _train_one(experiment: Experiment, run: Run, wait: bool = True) -> Record | None:
     """Execute one run and print what happened to it; return None if it failed."""
-    settings = experiment.settings
-    out = Path(settings.out)
+    settings, out = experiment.settings, experiment.settings.out_folder
     split = "" if run.split_seed is None else f", split {run.split_seed}"
     name = printable(f"{run.label}, seed {run.seed}{split}")
     try:
@@ -132,8 +131,7 @@ def _report(experiment: Experiment, pairs: Sequence[Pair], records: Sequence[Rec
     from gradsurg.report.terminal import Runs, failures, report
     from gradsurg.report.tuning import read_tunings, tuning_text
 
-    settings = experiment.settings
-    out = Path(settings.out)
+    settings, out = experiment.settings, experiment.settings.out_folder
     places = {record.run.name: record.directory for record in records}
     if experiment.tuning is not None:
         chosen = tuning_text(*read_tunings(experiment.tuning.write(settings)))
@@ -143,7 +141,7 @@ def _report(experiment: Experiment, pairs: Sequence[Pair], records: Sequence[Rec
     if records:
         print(report([Runs(*_places(pair, places)) for pair in pairs]))
     if settings.report is not False:
-        report_study(out / settings.study, experiment.loggers, settings.report is True)
+        report_study(settings.study_folder, experiment.loggers, settings.report is True)
     if skipped := sum(record.action == "skipped" for record in records):
         print(f"{skipped} of them had been finished before; force=true repeats them")
     print_notes(experiment.loggers)

@@ -31,8 +31,8 @@ class Batches:
     A step has `accumulate` batches of `size` examples, together those of one batch of
     `accumulate * size`. Each epoch is a new permutation, or the batches of `order`, and has
     `epoch_size` examples; an incomplete last step is dropped. Of each batch this process gets the
-    part `rank` of `ranks` equal ones. Raises ValueError if `order` yields fewer batches than an
-    epoch has.
+    part `rank` of `ranks`, which divides `size`. Raises ValueError if `order` yields fewer batches
+    than an epoch has.
     """
 
     inputs: Tensor
@@ -44,11 +44,6 @@ class Batches:
     epoch_size: int | None = None
     rank: int = 0
     ranks: int = 1
-
-    def __post_init__(self) -> None:
-        if self.size % self.ranks:
-            rule = f"must be a multiple of {self.ranks}, the number of processes"
-            raise ValueError(f"batch_size: {rule}, found {self.size}")
 
     @property
     def steps_per_epoch(self) -> int:

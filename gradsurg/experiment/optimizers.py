@@ -1,6 +1,6 @@
 """Create an optimizer of torch.optim from its name and its fields."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from types import ModuleType
 from typing import Any
@@ -13,28 +13,22 @@ from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import one_line
 from gradsurg.plugins.registry import check_choice
 
-MakeOptimizer = Callable[[nn.Module], Optimizer]
-
 REFUSED = {
     "LBFGS": "needs a closure that computes the loss again, several times a step",
     "SparseAdam": "takes sparse gradients alone, and those of the models are dense",
 }
 
 
-def optimizer_maker(config: Mapping[str, Any]) -> MakeOptimizer:
-    """Return a function that creates the optimizer of a model from `name` and its fields.
+def make_optimizer(config: Mapping[str, Any], model: nn.Module) -> Optimizer:
+    """Create the optimizer of a model from `name` and its fields; raises as `create`.
 
-    The function raises if the name or a field is wrong. (Any: what a YAML file can hold.)
+    (Any: what a YAML file can hold.)
     """
-
-    def make_optimizer(model: nn.Module) -> Optimizer:
-        classes = [key for key, value in vars(torch.optim).items() if isinstance(value, type)]
-        classes.remove("Optimizer")
-        optimizer = create(torch.optim, classes, REFUSED, (model.parameters(),), config)
-        assert isinstance(optimizer, Optimizer)
-        return optimizer
-
-    return make_optimizer
+    classes = [key for key, value in vars(torch.optim).items() if isinstance(value, type)]
+    classes.remove("Optimizer")
+    optimizer = create(torch.optim, classes, REFUSED, (model.parameters(),), config)
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
 
 
 def create(

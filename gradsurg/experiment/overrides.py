@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from gradsurg.experiment.compose import (
     CONFIG_DIRS,
     GROUPS,
     LISTS,
+    files_of,
     first_line,
     key_of,
-    options_of,
 )
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
@@ -88,6 +89,17 @@ def prepared(words: Sequence[str]) -> list[str]:
     return [word for word in expanded if word not in behind] + behind
 
 
+@contextmanager
+def composing() -> Iterator[None]:
+    """Raise an exception of Hydra or OmegaConf in this block as a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except COMPOSE_ERRORS as error:
+        raise ConfigError([explained(error)]) from error
+
+
 def explained(error: Exception) -> str:
     """Return an exception of Hydra or OmegaConf as one line."""
     return printable(_explained(error))
@@ -99,7 +111,7 @@ def _explained(error: Exception) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         folders = [place.strip() for place in re.findall(r"path=file://(.*)", message)]
         return (
-            f"{group}: {_unknown_option(group, name, error.options or options_of(group, folders))}"
+            f"{group}: {_unknown_option(group, name, error.options or [*files_of(group, folders)])}"
         )
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
@@ -184,7 +196,7 @@ def _swallowed(word: str) -> Iterator[str]:
         options = [option.strip(" '\"") for option in inside.split(",") if option.strip()]
         for option in options:
             if "/" in option:
-                yield f"{key}: there is no '{option}'. {nearest(option, options_of(key))}"
+                yield f"{key}: there is no '{option}'. {nearest(option, [*files_of(key)])}"
         if inside == value:
             continue
         if key not in LISTS:
@@ -204,8 +216,7 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
     if option != before:
         text = f"'{before}' and '{option}' have the same key '{key}'"
     content = f"{{_target_: {option}}}"
-    files = [folder / group / f"{option}.yaml" for folder in CONFIG_DIRS]
-    if file := next((file for file in files if file.is_file()), None):
+    if file := files_of(group).get(option):
         fields = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(file), option))
         content = json.dumps(fields).replace('"', "")
     return (
@@ -330,7 +341,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
     keys = [str(name) for name in place if name != "hydra"]
     depth = parts.index(key)
     group = parts[0]
-    if group in LISTS and depth == 1 and key in options_of(group):
+    if group in LISTS and depth == 1 and key in files_of(group):
         chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
         return f"'{key}' is not chosen; add {chosen}"
     if not keys:
@@ -341,7 +352,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
         if isinstance(value, Mapping) and key in value and name != "hydra":
             return f"{NO_KEY} Is it {above}{name}.{'.'.join(parts[depth:])}?"
     for group in GROUPS if depth == 0 and len(parts) > 1 else ():
-        if key in options_of(group):
+        if key in files_of(group):
             return f"{NO_KEY} '{key}' is an option: {group}={key} {group}.{path}=.."
     choices = nearest(key, keys)
     is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices

@@ -30,7 +30,11 @@ def import_path(path: object) -> object:
         kind = type(error).__name__
         raise ImportError(f"{module_name} cannot be imported: {kind}: {one_line(error)}") from error
     if not hasattr(module, name):
-        own = [key for key, it in vars(module).items() if _module_of(it) == module_name]
+        own = [
+            key
+            for key, it in vars(module).items()
+            if getattr(it, "__module__", None) == module_name
+        ]
         raise _no_name(module_name, name, own)
     return getattr(module, name)
 
@@ -111,10 +115,6 @@ def _parts(path: object) -> tuple[str, str]:
     if not module_name or not all(part.isidentifier() for part in str(path).split(".")):
         raise ImportError(f"'{path}' is not a dotted path, like my_package.my_module.MyTransform")
     return module_name, name
-
-
-def _module_of(value: object) -> object:
-    return getattr(value, "__module__", None)
 
 
 def _no_module(name: str) -> ImportError:

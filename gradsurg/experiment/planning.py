@@ -74,7 +74,7 @@ def announce(experiments: Sequence[Experiment]) -> None:
     for each in experiments:
         later = () if each.compared else each.pairs  # runs to compare, known once tuning ends
         own = [*each.runs, *(run for pair in later for run in pair.runs)]
-        runs |= {run.directory(Path(each.settings.out)): run for run in own}
+        runs |= {run.directory(each.settings.out_folder): run for run in own}
     if len(runs) > MAX_RUNS and not settings.yes:
         raise ConfigError([f"sweep: {too_many(len(runs), 'runs')}"])
     left = [run for path, run in runs.items() if settings.force or not (path / SUMMARY).is_file()]
@@ -210,7 +210,7 @@ def _file_of(name: str) -> str:
 
 def _detectable(experiment: Experiment, seeds: int) -> str:
     """Return a line with the difference that so many seeds can find, by the finished controls."""
-    out = Path(experiment.settings.out)
+    out = experiment.settings.out_folder
     controls = {pair.control.directory(out) for pair in experiment.pairs if pair.control}
     ended = [one for path in controls if (one := known(path / SUMMARY)).get("state") == "finished"]
     headline = [f"test/{name}" for name in HEADLINE if any(f"test/{name}" in one for one in ended)]

@@ -3,7 +3,6 @@
 Hydra is imported in functions: `gradsurg.load` is a name of the library.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy
 from tempfile import TemporaryDirectory
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from gradsurg.core.surgery import Surgery
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.errors import ConfigError, leaves
 from gradsurg.plugins.messages import nearest, one_line
 
 FOLDER = "experiment"
@@ -30,17 +29,20 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
     line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
     from gradsurg.experiment.build import build_surgery
+    from gradsurg.experiment.compose import files_of
 
-    path = _files().get(str(recipe), Path(recipe))
+    path = files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
         raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
     try:
         if fault := _fault(path):
             raise ConfigError([fault])
         config = _composed(path, overrides)
-        foreign = [line for key in KEYS for line in _own_code(config.get(key), key)]
+        parts = (part for key in KEYS for part in leaves(config.get(key), key))
+        foreign = [(place, path) for place, path in parts if "_target_" in place.split(".")]
         if foreign and not own_code:
-            raise ConfigError(foreign)
+            rule = "is imported and called only by load(..., own_code=True)"
+            raise ConfigError([f"{place}: {path} {rule}" for place, path in foreign])
         return build_surgery(config)
     except ConfigError as error:
         raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None
@@ -48,42 +50,25 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
 
 def recipes() -> list[str]:
     """Return the names of all recipes."""
-    return sorted(name for name, path in _files().items() if not _fault(path))
+    from gradsurg.experiment.compose import files_of
 
-
-def _files() -> dict[str, Path]:
-    """Return the files of the group `experiment` of gradsurg and of its experiments, by name."""
-    from gradsurg.experiment.compose import CONFIG_DIRS
-
-    return {path.stem: path for each in CONFIG_DIRS for path in (each / FOLDER).glob("*.yaml")}
+    return [name for name, path in files_of(FOLDER).items() if not _fault(path)]
 
 
 def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
     from gradsurg.experiment.compose import compose_config, key_in
-    from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
+    from gradsurg.experiment.overrides import composing, prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"
         raise ConfigError([f"{word}: {rule}" for word in wrong])
     words = prepared(overrides)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, composing():
         Path(folder, FOLDER).mkdir()
         copy(path, Path(folder, FOLDER, "recipe.yaml"))
         search = f"hydra.searchpath=[dotted://,'file://{folder}']"
-        try:
-            return compose_config(f"{FOLDER}=recipe", *words, search)
-        except COMPOSE_ERRORS as error:
-            raise ConfigError([explained(error)]) from None
-
-
-def _own_code(value: object, key: str) -> Iterator[str]:
-    """Yield a line for each `_target_` in a part of a config, without importing it."""
-    items = value.items() if isinstance(value, dict) else ()
-    for name, item in enumerate(value) if isinstance(value, list) else items:
-        if name == "_target_":
-            yield f"{key}.{name}: {item} is imported and called only by load(..., own_code=True)"
-        yield from _own_code(item, f"{key}.{name}")
+        return compose_config(f"{FOLDER}=recipe", *words, search)
 
 
 def _fault(path: Path) -> str:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.summary import AUTO
+from gradsurg.experiment.loop import Batches
 from gradsurg.experiment.run_directory import first_control
 from gradsurg.experiment.run_identity import directory_name, environment
 from gradsurg.experiment.settings import Backend, Config, Precision, Until
@@ -147,6 +148,20 @@ class Run:
     def load_data(self) -> Data:
         """Load the task's data, with the validation part of the schedule."""
         return self.task.load_with_validation(self.schedule.validation)
+
+    def batches(self, data: Data, device: torch.device, rank: int = 0, ranks: int = 1) -> Batches:
+        """Return the batches of the training examples, on a device."""
+        return Batches(
+            data.train_inputs.to(device),
+            data.train_targets.to(device),
+            self.schedule.batch_size,
+            self.seed,
+            self.compute.accumulate,
+            data.order.batches if data.order is not None else None,
+            data.epoch_size,
+            rank,
+            ranks,
+        )
 
     @property
     def backward_per_task(self) -> bool:

@@ -33,12 +33,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
 
 from gradsurg import __version__
+from gradsurg.experiment.controls import ArmKind
 
 MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
@@ -49,10 +50,10 @@ Config = Mapping[str, Any]  # Any: what YAML can hold
 
 def run_identity(
     config: Config,
-    arm: Literal["treated", "control", "norm_matched", "update_norm_matched", "placebo"],
+    arm: ArmKind,
     settings: Config,
-    aggregated: bool = False,
-    data_hash: str = "",
+    aggregated: bool,
+    data_hash: str,
 ) -> dict[str, object]:
     """Return the config by which a run is identified.
 

@@ -3,9 +3,8 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,13 @@ from gradsurg.aggregators.sum import Sum
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import processes
-from gradsurg.experiment.controls import ActingControl, control_interventions
+from gradsurg.experiment.controls import ArmKind, control_interventions
 from gradsurg.experiment.instantiate import fields_of, instantiate, target_of, user_code
-from gradsurg.experiment.optimizers import optimizer_maker
+from gradsurg.experiment.optimizers import make_optimizer
 from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_identity
-from gradsurg.experiment.schedules import schedule_maker
+from gradsurg.experiment.schedules import make_schedule
 from gradsurg.experiment.settings import Config, Settings
 from gradsurg.experiment.tuning import Tuning
 from gradsurg.loggers.base import GuardedLogger
@@ -75,9 +74,9 @@ class Experiment:
     @property
     def is_finished(self) -> bool:
         """Whether all runs have finished before, so that nothing will be trained."""
-        out = Path(self.settings.out)
         if self.settings.force or self.compared is None:
             return False
+        out = self.settings.out_folder
         return all(RunDirectory(run.directory(out)).finished for run in self.runs)
 
     @cached_property
@@ -134,7 +133,7 @@ class Experiment:
 
     @cached_property
     def _control(self) -> Run | None:
-        """The control run: no surgery, or one of `ActingControl`; None with `control=none`.
+        """The control run: no surgery, or an `ActingControl`; None with `control=none`.
 
         Without surgery the gradients are measured at the same sites.
         """
@@ -151,7 +150,7 @@ class Experiment:
 
     def _run(
         self,
-        kind: Literal["treated", "control"] | ActingControl,
+        kind: ArmKind,
         label: str,
         tags: tuple[str, ...],
         items: tuple[Intervention, ...],
@@ -172,7 +171,7 @@ class Experiment:
             tags=tags,
             task=self.task,
             make_model=self.make_model,
-            make_optimizer=optimizer_maker(self.optimizer),
+            make_optimizer=partial(make_optimizer, self.optimizer),
             surgery=Surgery(*items),
             shadow=kind == "control",
             schedule=Schedule(**lengths),
@@ -182,7 +181,7 @@ class Experiment:
             margin=settings.margin,
             split_seed=self.split_seed,
             config=self.config,
-            make_lr_schedule=schedule_maker(schedule, settings.steps),
+            make_lr_schedule=partial(make_schedule, schedule, settings.steps),
         )
 
     @property
@@ -194,7 +193,7 @@ class Experiment:
             settings.accumulate, settings.precision, backend, processes.launched()
         )
 
-    def _identity(self, kind: Literal["treated", "control"] | ActingControl) -> dict[str, object]:
+    def _identity(self, kind: ArmKind) -> dict[str, object]:
         settings = self.settings
         chosen: dict[str, object] = {
             "seed": 0,

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from gradsurg.experiment.optimizers import create
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import one_line
-
-MakeSchedule = Callable[[Optimizer], LRScheduler | None]
 
 CONSTANT = "constant"
 REFUSED = {
@@ -28,22 +26,19 @@ HIGHEST = "max_lr"
 MAX_CHECKED_STEPS = 10_000
 
 
-def schedule_maker(config: Mapping[str, Any], steps: int) -> MakeSchedule:
-    """Return a function that creates the schedule of an optimizer over a run of `steps` steps.
+def make_schedule(
+    config: Mapping[str, Any], steps: int, optimizer: Optimizer
+) -> LRScheduler | None:
+    """Create the schedule of an optimizer over a run of `steps` steps; None for `constant`.
 
-    The function returns None for `constant`, and raises if the name or a field is wrong. (Any:
-    what a YAML file can hold.)
+    Raises as `optimizers.create`. (Any: what a YAML file can hold.)
     """
-
-    def make(optimizer: Optimizer) -> LRScheduler | None:
-        if config.get("name") != CONSTANT:
-            return _schedule(config, optimizer, steps)
-        rule = f"is not a field here: {CONSTANT} has none"
-        if faults := [(key, rule) for key in config if key != "name"]:
-            raise FieldError("", faults)
-        return None
-
-    return make
+    if config.get("name") != CONSTANT:
+        return _schedule(config, optimizer, steps)
+    rule = f"is not a field here: {CONSTANT} has none"
+    if faults := [(key, rule) for key in config if key != "name"]:
+        raise FieldError("", faults)
+    return None
 
 
 def check_learning_rates(schedule: LRScheduler | None, steps: int) -> None:

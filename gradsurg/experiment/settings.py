@@ -201,6 +201,16 @@ class Settings:
         return range(self.seeds) if self.seed is None else [self.seed]
 
     @property
+    def out_folder(self) -> Path:
+        """The folder `out`."""
+        return Path(self.out)
+
+    @property
+    def study_folder(self) -> Path:
+        """The folder of the study in `out`."""
+        return self.out_folder / self.study
+
+    @property
     def decides_on_validation(self) -> bool:
         """Whether `tune` or `until` decides on validation data."""
         if self.tune is not None:

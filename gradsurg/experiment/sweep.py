@@ -5,10 +5,10 @@
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -19,9 +19,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from gradsurg.experiment.compose import CONFIG_DIR, key_in, options_of, plain, register
-from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiment.overrides import COMPOSE_ERRORS, MAX_RUNS, explained, prepared, too_many
+from gradsurg.experiment.compose import CONFIG_DIR, files_of, key_in, plain, register, words_of
+from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
+from gradsurg.experiment.overrides import MAX_RUNS, composing, prepared, too_many
 from gradsurg.experiment.own_code import check_targets
 from gradsurg.experiment.settings import check_seeds, check_settings_of
 from gradsurg.plugins.messages import nearest, tell
@@ -29,9 +29,10 @@ from gradsurg.plugins.messages import nearest, tell
 if TYPE_CHECKING:
     from gradsurg.experiment.command import Command
 
-FAILED, WRONG_INPUT = 1, 2
-Job = tuple[list[str], dict[str, Any]]  # Any: any YAML
+ComposedJob = tuple[list[str], dict[str, Any]]  # Any: any YAML
 """The overrides of a job, and its resolved config."""
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 MAX_WRONG_JOBS = 20  # after more than these the other jobs of a sweep are not checked
 
 
@@ -51,7 +52,7 @@ class Sweep(Callback):
         try:
             self._command = _checked(_composed(_jobs(config), config_name))
         except ConfigError as error:
-            tell("\n".join(error.faults))
+            tell(str(error))
             sys.exit(WRONG_INPUT)
         except Exception as error:  # Hydra only warns of what a callback raises, and would go on
             _end_with(error)
@@ -80,27 +81,34 @@ def _end_with(error: Exception) -> NoReturn:
     sys.exit(FAILED)
 
 
-def _checked(jobs: Sequence[Job]) -> "Command":
+def _checked(jobs: Sequence[ComposedJob]) -> "Command":
     from gradsurg.experiment.command import Command
 
     command = Command(sweeping=True)
-    faults: dict[str, None] = {}
-    wrong = 0
-    for words, config in jobs:
-        try:
-            command.add(words, config)
-        except ConfigError as error:
-            faults |= dict.fromkeys(error.faults)
-            wrong += 1
-        if wrong > MAX_WRONG_JOBS:
-            break
-    if faults:
-        raise ConfigError([*faults])
+    _for_each(jobs, lambda job: command.add(*job))
     command.plan()
     return command
 
 
-def jobs_of_study(words: Sequence[str]) -> list[Job]:
+def _for_each(jobs: Iterable[Given], action: Callable[[Given], Made]) -> list[Made]:
+    """Return the results of an action. Raises ConfigError with the errors of all jobs."""
+    results: list[Made] = []
+    faults: list[str] = []
+    wrong = 0
+    for job in jobs:
+        try:
+            results.append(action(job))
+        except ConfigError as error:
+            faults += error.faults
+            wrong += 1
+        if wrong > MAX_WRONG_JOBS:
+            break
+    if faults:
+        raise ConfigError(faults)
+    return results
+
+
+def jobs_of_study(words: Sequence[str]) -> list[ComposedJob]:
     """Compose the jobs of a command line without running them; a study file may state a sweep.
 
     Raises ConfigError with the errors of all jobs.
@@ -109,10 +117,8 @@ def jobs_of_study(words: Sequence[str]) -> list[Job]:
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        try:
+        with composing():
             config = hydra.compose_config("config", [*words], RunMode.MULTIRUN, False, False)
-        except COMPOSE_ERRORS as error:
-            raise ConfigError([explained(error)]) from error
         sweeps = config.hydra.mode is RunMode.MULTIRUN
         return _composed(_jobs(config) if sweeps else [[*words]], "config")
 
@@ -127,27 +133,16 @@ def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # An
         raise ConfigError(faults)
 
 
-def _composed(jobs: Iterable[list[str]], config_name: str) -> list[Job]:
+def _composed(jobs: Iterable[list[str]], config_name: str) -> list[ComposedJob]:
     """Compose the config of each job. Raises ConfigError with the errors of all jobs."""
-    composed: list[Job] = []
-    faults: dict[str, None] = {}
-    wrong = 0
-    for words in jobs:
-        try:
+
+    def composed(words: list[str]) -> ComposedJob:
+        with composing():
             config = plain(compose(config_name, prepared(words)))
             check_config(words, config)
-            composed.append((words, config))
-        except ConfigError as error:
-            faults |= dict.fromkeys(error.faults)
-            wrong += 1
-        except COMPOSE_ERRORS as error:
-            faults[explained(error)] = None
-            wrong += 1
-        if wrong > MAX_WRONG_JOBS:
-            break
-    if faults:
-        raise ConfigError([*faults])
-    return composed
+            return words, config
+
+    return _for_each(jobs, composed)
 
 
 def _jobs(config: DictConfig) -> Iterator[list[str]]:
@@ -155,7 +150,7 @@ def _jobs(config: DictConfig) -> Iterator[list[str]]:
 
     A typed key replaces that of the study file.
     """
-    typed = [str(word) for word in config.hydra.overrides.task]
+    typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}
     params = config.hydra.sweeper.get("params") or {}
     with open_dict(config.hydra.sweeper):
@@ -188,7 +183,7 @@ def _values(override: Override, most: int) -> list[str]:
     except (HydraException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError([f"{word}: cannot be swept: {error}"]) from error
     if not values:
-        choices = options_of(key_in(word))
+        choices = [*files_of(key_in(word))]
         listed = f". {nearest('', choices)}" if choices else ""
         raise ConfigError([f"{word}: sweeps over no value{listed}"])
     if len(values) > most:

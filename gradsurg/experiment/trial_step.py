@@ -22,10 +22,10 @@ from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.experiment.errors import ErrorCollector, joined
 from gradsurg.experiment.instantiate import user_code
 from gradsurg.experiment.loop import Batches, outputs_of
-from gradsurg.experiment.optimizers import optimizer_maker
+from gradsurg.experiment.optimizers import make_optimizer
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.runs import Experiment
-from gradsurg.experiment.schedules import MAX_CHECKED_STEPS, check_learning_rates, schedule_maker
+from gradsurg.experiment.schedules import MAX_CHECKED_STEPS, check_learning_rates, make_schedule
 from gradsurg.experiment.settings import VALIDATION
 from gradsurg.plugins.fields import FieldError, only_changed_field
 from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
@@ -44,9 +44,8 @@ def check_optimizer(
 ) -> Optimizer | None:
     """Make the optimizer and the schedule, and step through the learning rates."""
     settings = experiment.settings
-    make_optimizer = optimizer_maker(experiment.optimizer)
     with compiling.without_dynamo():
-        optimizer = errors.made("optimizer", lambda: make_optimizer(model))
+        optimizer = errors.made("optimizer", lambda: make_optimizer(experiment.optimizer, model))
         if optimizer is None:
             return None
         is_scaled = settings.precision == "float16"
@@ -58,7 +57,7 @@ def check_optimizer(
             )
         with errors.at("schedule"):
             steps = settings.steps or MAX_CHECKED_STEPS
-            schedule = schedule_maker(experiment.config["schedule"], steps)(optimizer)
+            schedule = make_schedule(experiment.config["schedule"], steps, optimizer)
             check_learning_rates(schedule, settings.steps)
     return optimizer
 
@@ -185,15 +184,7 @@ class _Trial:
         pair, settings = experiment.pairs[0], experiment.settings
         run = pair.treated or pair.control
         assert run is not None
-        batches = Batches(
-            data.train_inputs,
-            data.train_targets,
-            settings.batch_size,
-            run.seed,
-            settings.accumulate,
-            data.order.batches if data.order is not None else None,
-            data.epoch_size,
-        )
+        batches = run.batches(data, torch.device("cpu"))
         steps = max(1, settings.steps + isinstance(run.task, Examined))
         triggers = [_Ever(item.when, steps) for item in experiment.interventions]
         return cls(experiment, run, batches, triggers)

@@ -73,7 +73,7 @@ class Tuning:
 
     def pairs(self, settings: Settings) -> tuple[Pair, ...] | None:
         """Return the compared runs, each arm with its chosen values; None before tuning ended."""
-        out = Path(settings.out)
+        out = settings.out_folder
         if not all(RunDirectory(run.directory(out)).finished for run in self.runs):
             return None
         chosen = {role: choice.candidate for role, choice in self.choices(out).items()}
@@ -108,11 +108,10 @@ class Tuning:
 
     def write(self, settings: Settings) -> list[Path]:
         """Write the choice of each arm beside the tuning runs, for reports; return the files."""
-        out = Path(settings.out)
-        folder, pairs = out / settings.study / FOLDER, self.pairs(settings) or ()
+        folder, pairs = settings.study_folder / FOLDER, self.pairs(settings) or ()
         folder.mkdir(parents=True, exist_ok=True)
         files = []
-        for role, choice in self.choices(out).items():
+        for role, choice in self.choices(settings.out_folder).items():
             runs, keys = [pair.roles[role] for pair in pairs], self._keys(role)
             axes = [axis for axis in self.grid.axes if axis.key in keys]
             content = {

@@ -245,7 +245,9 @@ def _training(study: Study) -> Iterator[Section]:
     ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)
     if not charts.has_curves(logged):
-        yield Section("curves", "Learning curves", "No run that goes on has logged a number yet.")
+        why = "All runs diverged before they logged a number."
+        none = "Nothing has been logged yet." if logged.is_empty() else why
+        yield Section("curves", "Learning curves", none)
         return
     how = (
         "Means over seeds with their 95 % t interval, from three seeds on; controls are dashed. An "

@@ -117,7 +117,7 @@ def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
     try:
         for _, config in jobs_of_study([f"experiment={name}", *overrides]):
             experiment = build(config)
-            folders.add(Path(experiment.settings.out) / experiment.settings.study)
+            folders.add(experiment.settings.study_folder)
             for run in experiment.tuning.runs if experiment.tuning else ():
                 tuned[run.name] = run.schedule.steps
             runs |= plan_runs(experiment)

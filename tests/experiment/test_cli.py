@@ -97,31 +97,28 @@ def test_with_a_users_model_a_site_without_a_gradient_is_only_a_warning(here: He
     assert here(*own, "when.start=20").code == 2
 
 
+def into_closed_pipe(folder: Path, *words: str, first: bytes = b"") -> tuple[int, bytes]:
+    """Close the pipe after the first output; return the exit code and stderr."""
+    with subprocess.Popen(
+        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as begun:
+        assert begun.stdout is not None
+        assert begun.stderr is not None
+        assert begun.stdout.read(len(first)) == first
+        begun.stdout.close()
+        told = begun.stderr.read()
+    return begun.returncode, told
+
+
 def test_a_command_whose_output_pipe_is_closed_runs_to_its_end(folder: Path) -> None:
     program = "from gradsurg.plugins.pipes import ignore_closed_pipes; ignore_closed_pipes()\n"
     program += "import sys\nfor line in range(9999): print('a line', flush=True)\n"
     program += "print('and a word', file=sys.stderr); open('done', 'w').close(); sys.exit(3)"
-    words = [sys.executable, "-c", program]
-    with subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as begun:
-        assert begun.stdout is not None
-        assert begun.stderr is not None
-        assert begun.stdout.readline() == b"a line\n"
-        begun.stdout.close()
-        told = begun.stderr.read()
-    assert (begun.returncode, told) == (3, b"and a word\n")
+    told = into_closed_pipe(folder, "-c", program, first=b"a line\n")
+    assert told == (3, b"and a word\n")
     assert (folder / "done").is_file()
 
 
 @pytest.mark.parametrize("module", ["gradsurg.run", "gradsurg.report"])
 def test_help_into_a_closed_pipe_ends_with_code_0(folder: Path, module: str) -> None:
-    words = [sys.executable, "-u", "-m", module, "--help"]
-    with subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as begun:
-        assert begun.stdout is not None
-        assert begun.stderr is not None
-        begun.stdout.close()
-        told = begun.stderr.read()
-    assert (begun.returncode, told) == (0, b"")
+    assert into_closed_pipe(folder, "-u", "-m", module, "--help") == (0, b"")

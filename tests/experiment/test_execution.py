@@ -23,7 +23,6 @@ from gradsurg.models.point import Point
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.digits import Digits
 from tests.runs import (
-    MIXED,
     SHORT,
     Listening,
     Torn,
@@ -181,14 +180,6 @@ def seen_by_threads(wanted: int):
         return make_model(data)
 
     return make
-
-
-def test_the_state_of_the_global_generator_does_not_matter(tmp_path) -> None:
-    records = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        records.append(execute(a_run(MIXED), tmp_path / str(seed), []))
-    assert_same(*records)
 
 
 def test_a_loss_that_is_nan_ends_the_run_as_diverged(tmp_path) -> None:

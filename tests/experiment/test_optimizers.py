@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from gradsurg.experiment.loop import train
-from gradsurg.experiment.optimizers import optimizer_maker
+from gradsurg.experiment.optimizers import make_optimizer
 from tests.nets import small, weights
 from tests.runs import data
 
@@ -32,7 +32,7 @@ def test_it_trains_like_a_plain_loop(name: str) -> None:
         by_hand.step()
         losses.append(loss.item())
     before = weights(model)
-    optimizer = optimizer_maker(CONFIGS[name])(model)
+    optimizer = make_optimizer(CONFIGS[name], model)
     steps = list(train(model, optimizer, functional.cross_entropy, data(), 8))
     assert [step.loss.item() for step in steps] == losses
     assert all(map(torch.equal, weights(plain), weights(model)))
@@ -55,10 +55,10 @@ def test_an_unusable_optimizer_is_refused_with_the_reason(
     config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, LookupError), match=message) as caught:
-        optimizer_maker(config)(small())
+        make_optimizer(config, small())
     assert "LBFGS" not in str(caught.value).partition("There are: ")[2]
     assert "\n" not in str(caught.value)
 
 
 def test_muon_trains_matrices() -> None:
-    assert optimizer_maker({"name": "Muon", "lr": 0.01})(nn.Linear(2, 2, bias=False))
+    assert make_optimizer({"name": "Muon", "lr": 0.01}, nn.Linear(2, 2, bias=False))

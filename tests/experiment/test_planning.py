@@ -73,14 +73,6 @@ def test_each_run_is_written_down_once_with_the_controls_of_all_jobs(folder: Pat
     assert (facts["control"], facts["controls"]) == (plain, {"plain": plain, "placebo": placebo})
 
 
-def test_a_new_run_has_the_number_of_finished_runs_of_its_arm(folder: Path) -> None:
-    finish(jobs_of([built("transform=clip")])[0])
-    more = jobs_of([built("transform=clip", "seeds=3")])
-    assert plan_runs(more, force=False) == {"finished": 4, "planned": 2}
-    facts = [json.loads((path / "run.json").read_bytes()) for path in more[0].paths[-2:]]
-    assert [one["looked"] for one in facts] == [2, 2]
-
-
 def test_with_force_each_run_is_planned_anew(experiments: list[Experiment]) -> None:
     jobs = jobs_of(experiments)
     finish(jobs[0])

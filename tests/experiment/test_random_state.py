@@ -84,6 +84,7 @@ def test_a_run_depends_on_its_seed_and_leaves_the_generators_of_the_process(
     for number in (1, 2):
         random.seed(number)
         np.random.seed(number)
+        torch.manual_seed(number)
         with random_state.preserved():
             expected = draw()
         records.append(execute(drawing_run(), tmp_path / str(number), []))

@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch.optim import Optimizer
 
-from gradsurg.experiment.schedules import check_learning_rates, schedule_maker
+from gradsurg.experiment.schedules import check_learning_rates, make_schedule
 
 FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FOLDER.glob("*.yaml")}
@@ -36,7 +36,7 @@ def optimizer() -> Optimizer:
 
 def rates(config: dict[str, Any], steps: int) -> list[float]:
     """The learning rate of each step, and the one after the last."""
-    schedule = schedule_maker(config, steps)(owner := optimizer())
+    schedule = make_schedule(config, steps, owner := optimizer())
     lr_values = [owner.param_groups[0]["lr"]]
     for _ in range(steps):
         owner.step()
@@ -51,7 +51,7 @@ def test_units_are_optimizer_steps_and_null_is_to_the_end(name: str) -> None:
     lr_values = rates(CONFIGS[name], 500)
     found = {step: lr_values[step] for step in EXPECTED[name]}
     assert found == pytest.approx(EXPECTED[name], abs=1e-9)
-    schedule = schedule_maker(CONFIGS[name], 500)(optimizer())
+    schedule = make_schedule(CONFIGS[name], 500, optimizer())
     assert (schedule is None) == (name == "constant")
     check_learning_rates(schedule, 500)
 
@@ -82,4 +82,4 @@ def test_a_schedule_that_would_fail_in_a_run_is_refused_before(
     config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, LookupError), match=message):
-        check_learning_rates(schedule_maker(config, 20)(optimizer()), 20)
+        check_learning_rates(make_schedule(config, 20, optimizer()), 20)

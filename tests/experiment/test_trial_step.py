@@ -69,15 +69,6 @@ def test_a_command_computes_the_gradients_of_its_model_once_before_training(
     assert len(gradients) == 1
 
 
-def test_a_model_that_fails_in_the_trial_step_is_reported_once_and_not_as_a_fault_of_a_transform(
-    here: Here,
-) -> None:
-    ended = here("model=tests.theirs.misfit", "transform=clip", "control=norm_matched", *SHORT)
-    assert ended.code == 2
-    (line,) = ended.err.splitlines()
-    assert line.startswith("model: inputs [2, 1, 8, 8] do not pass through it")
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -93,11 +84,6 @@ def test_a_trial_attaches_one_surgery(
     attached = counted(monkeypatch, Surgery, "attach")
     built(*words, "steps=10")
     assert attached == ["attach"]
-
-
-def test_a_key_that_was_renamed_gives_the_new_name(here: Here) -> None:
-    ended = here("transform=clip", "plan=true")
-    assert (ended.code, ended.err) == (2, "plan: is now called dry_run\n")
 
 
 def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

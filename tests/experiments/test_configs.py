@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from gradsurg import experiments
-from gradsurg.experiment.compose import options_of
+from gradsurg.experiment.compose import files_of
 from gradsurg.tasks.base import Task
 from tests import papers
 
@@ -43,8 +43,8 @@ def test_an_option_has_one_file_whether_of_gradsurg_or_of_a_paper() -> None:
 
 
 def test_options_of_papers_stand_beside_those_of_gradsurg() -> None:
-    assert {"chen2021_half", "simple_transforms"} <= {*options_of("experiment", [])}
-    assert {"two_views", "digits"} <= {*options_of("task", [])}
+    assert {"chen2021_half", "simple_transforms"} <= {*files_of("experiment")}
+    assert {"two_views", "digits"} <= {*files_of("task")}
 
 
 def test_a_task_of_a_paper_is_unpickled_in_a_new_process(tmp_path: Path) -> None:
