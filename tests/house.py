@@ -20,8 +20,8 @@ ROOMS = {
     "aggregators": (("aggregators",), 3875),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 5150),
     "multitask per_example": (("multitask", "per_example"), 3839),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6670),
-    "report": (("report",), 5271),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6660),
+    "report": (("report",), 5279),
     "stats": (("stats.py",), 495),
     "reproduce": (("reproduce",), 1589),
 }
@@ -30,7 +30,7 @@ ROOMS = {
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2392, 47_430
+REST, TESTS = 2392, 47_270
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

@@ -51,13 +51,13 @@ class Sweep(Callback):
         """Compose and build each job, try a training step of it, and record all runs as planned."""
         try:
             self._command = _checked(_composed(_jobs(config), config_name))
+            if self._command.jobs and not self._command.num_unfinished:
+                self._end()  # here, as Hydra could not write its files into a read-only study
         except ConfigError as error:
             tell(str(error))
             sys.exit(WRONG_INPUT)
         except Exception as error:  # Hydra only warns of what a callback raises, and would go on
             _end_with(error)
-        if self._command.jobs and not self._command.num_unfinished:
-            self._end()  # here, as Hydra could not write its files into a read-only study
         if self._command.num_untrained and not self._command.jobs:
             sys.exit()
 
