@@ -375,7 +375,7 @@ def test_until_compares_a_metric_with_a_bound(text, values, holds) -> None:
     ],
 )
 def test_until_refuses_other_text(text: str) -> None:
-    with pytest.raises(ValueError, match='must be as "validation/accuracy >= 0.95": a metric, '):
+    with pytest.raises(ValueError, match='must be like "validation/accuracy >= 0.95": a metric, '):
         Until.of(text)
 
 
@@ -433,7 +433,7 @@ def test_until_needs_eval_every() -> None:
     with pytest.raises(ValueError, match="until: is decided at evaluations: give eval_every"):
         Settings(**fields, until="test/loss <= 1")
     for other in (0.9, {"metric": "test/loss", "bound": 1.0}):
-        with pytest.raises(ValueError, match='until: must be as "validation/accuracy >= 0.95"'):
+        with pytest.raises(ValueError, match='until: must be like "validation/accuracy >= 0.95"'):
             Settings(**fields, eval_every=5, until=other)
 
 
