@@ -316,7 +316,8 @@ def combine_by_gramian(
     Raises NotConverged if a solver does not find the weights.
     """
     gramian = gramian_of(blocks) / scale**2
-    if isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian):
+    if needs_rows(aggregator, gramian):
+        assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties
         solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless, context.tasks)
         return GramianResult(
@@ -324,6 +325,11 @@ def combine_by_gramian(
         )
     weights, state = checked_update(aggregator, gramian, state, context)
     return GramianResult(combine_safely(blocks, weights, gramian), state, weights, gramian)
+
+
+def needs_rows(aggregator: GramianAggregator, gramian: Tensor) -> bool:
+    """Whether the rows are so nearly dependent that the Gramian does not determine the update."""
+    return isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian)
 
 
 def checked_update(

@@ -138,17 +138,22 @@ def combine_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -
     Computed in float64 where the rows cancel, or where a weight that matters or a sum leaves the
     range of float32.
     """
+    exactly = cancels(weights, gramian)
+    return [(_combine_in_float64 if exactly else _combine)(rows, weights) for rows in blocks]
+
+
+def cancels(weights: Tensor, gramian: Tensor) -> bool:
+    """Whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a sum."""
     w, matrix = weights.numpy(), gramian.numpy()
     with np.errstate(all="ignore"):
         shares = (abs(w) * np.sqrt(matrix.diagonal())).tolist()
         square = max(float(w @ matrix @ w), 0.0)
     reach = sum(shares)
-    exactly = (
-        reach * reach > 64 * square
+    return (
+        reach * reach > 16 * max(4, len(w)) * square
         or reach > LARGE_NORM
         or not _fits_float32(weights, shares, 1e-8 * reach)
     )
-    return [(_combine_in_float64 if exactly else _combine)(rows, weights) for rows in blocks]
 
 
 def triangular_factor(blocks: Sequence[Tensor], order: Tensor) -> Tensor:
