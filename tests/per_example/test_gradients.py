@@ -1,6 +1,7 @@
 """Gradients of single examples equal those of a loop over the examples."""
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -131,14 +132,17 @@ def test_the_gramian_from_the_factors_is_that_of_the_rows(layer: nn.Module, inpu
         torch.testing.assert_close(rule.gramian(call, name), rows @ rows.T, rtol=1e-5, atol=1e-4)
 
 
-def test_an_aggregator_of_nearly_dependent_examples_gets_their_rows() -> None:
+def test_an_aggregator_of_nearly_dependent_examples_gets_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, inputs = models.make("mlp", 4)
     inputs, targets = torch.cat([inputs, inputs + 1e-5]), torch.arange(8) % 4
-    rows = loop(model, inputs, targets)
-    joint = torch.cat([row.flatten(1) for row in rows], dim=1)
+    joint = torch.cat([row.flatten(1) for row in loop(model, inputs, targets)], dim=1)
+    made = Mock(side_effect=ExampleGradients._matrices)
+    monkeypatch.setattr(ExampleGradients, "_matrices", lambda examples: made(examples))
     results = treated(model, inputs, targets, gs.PerSample(gs.UPGrad()))
     merged = torch.cat([result.flatten() for result in results])
-    assert float((joint @ merged).min()) >= -1e-6 * float(joint.norm() * merged.norm())
+    assert made.call_count == 1
     assert float((merged - gs.UPGrad()(joint)).norm()) < 1e-5 * float(merged.norm())
 
 
