@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, combinations
+from itertools import combinations
 from math import isfinite
 from operator import add
 
@@ -22,7 +22,15 @@ from gradsurg.aggregators.base import (
     combine_by_gramian,
     norm_matched_sums,
 )
-from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of, is_finite
+from gradsurg.aggregators.rows import (
+    Block,
+    at_least_float32,
+    combine,
+    gramian_of,
+    is_finite,
+    mapped,
+    pieces,
+)
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.core.session import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
@@ -184,10 +192,10 @@ class Aggregation:
         """Compute new weights at the next losses."""
         self._weights = None
 
-    def combine_with(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    def combine_with(self, parts: Sequence[Block], weights: Tensor) -> list[Tensor]:
         """Combine the rows of each part by given weights."""
-        with without_autocast(parts):
-            return [combine(rows, weights) for rows in parts]
+        with without_autocast(_first_rows(parts)):
+            return mapped(parts, lambda rows, _: combine(rows, weights), drop=True)
 
     def closing_warnings(self) -> list[str]:
         """Return a warning if solvers fell back or failed in a step so far."""
@@ -205,7 +213,7 @@ class Aggregation:
         ]
 
     def combine(
-        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+        self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
     ) -> list[Tensor] | None:
         """Combine the rows (T, p) of each part of a group into one gradient a part.
 
@@ -216,7 +224,7 @@ class Aggregation:
             return _sum(parts).grads
         if self.session.is_scaled and not all(map(is_finite, parts)):
             return _sum(parts).grads  # the scaler skips this step
-        with without_autocast(parts):
+        with without_autocast(_first_rows(parts)):
             context = self._context(group, losses)
             if fires:
                 result = self._aggregate(group, parts, losses)
@@ -234,7 +242,7 @@ class Aggregation:
     def observe(
         self,
         group: str,
-        parts: Sequence[Tensor],
+        parts: Sequence[Block],
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> None:
@@ -242,7 +250,7 @@ class Aggregation:
 
         Without weights, measure the update that the aggregator would compute.
         """
-        with without_autocast(parts):
+        with without_autocast(_first_rows(parts)):
             result = AggregationResult([], {}, weights)
             if weights is None and self._count(group):
                 computed = self._aggregate(group, parts, losses)
@@ -255,15 +263,15 @@ class Aggregation:
             self._measure(self._context(group, losses), parts, result)
 
     def _aggregate(
-        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+        self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
     ) -> AggregationResult | None:
         """Return the update of a group, None if a solver does not converge."""
         context = self._context(group, losses)
         try:
             state = self._state(group, context.tasks)
             scale = self.session.loss_scale
-            with self._watched(parts[0].device):
-                result = aggregate(self.aggregator, parts, state, context, scale)
+            with self._watched(parts[0][0].device):
+                result = aggregate(self.aggregator, parts, state, context, scale, drop=True)
             if result.fell_back:
                 self._count_outcome(group, "fallbacks")
             if note := self.aggregator.order_note(context.tasks):
@@ -299,7 +307,7 @@ class Aggregation:
         states[key] = counts | {outcome: counts[outcome] + 1}
 
     def _measure(
-        self, context: AggregatorContext, parts: Sequence[Tensor], result: AggregationResult
+        self, context: AggregatorContext, parts: Sequence[Block], result: AggregationResult
     ) -> None:
         scale, gramian, weights = self.session.loss_scale, result.gramian, result.weights
         if gramian is None:
@@ -430,51 +438,62 @@ class Aggregation:
 
 def aggregate(
     aggregator: Aggregator,
-    blocks: Sequence[Tensor],
+    blocks: Sequence[Block],
     state: AggregatorState,
     context: AggregatorContext,
     scale: float = 1.0,
+    drop: bool = False,
 ) -> AggregationResult:
-    """Apply an aggregator to the matrix with these blocks of columns (T, p).
+    """Apply an aggregator to the matrix with these blocks of columns.
 
-    The rows are multiplied by the loss `scale`, and so is the result.
+    The rows are multiplied by the loss `scale`, and so is the result. With `drop`, blocks that are
+    sequences of vectors may be empty afterwards, if the result has weights that are not `on_rows`.
     """
     match aggregator:
         case GramianAggregator():
             return AggregationResult(
-                **vars(combine_by_gramian(aggregator, blocks, state, context, scale))
+                **vars(combine_by_gramian(aggregator, blocks, state, context, scale, drop))
             )
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
-            return AggregationResult([combine(rows, weights) for rows in blocks], state, weights)
+            grads = mapped(blocks, lambda rows, _: combine(rows, weights))
+            return AggregationResult(grads, state, weights)
         case Entrywise():
-            starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
-            grads = [
-                aggregator.apply(rows, replace(context, start=start))
-                for rows, start in zip(blocks, starts, strict=False)
-            ]
+            grads = mapped(
+                blocks, lambda rows, start: aggregator.apply(rows, replace(context, start=start))
+            )
             return AggregationResult(grads, state)
         case NormMatchedSum():
             result = aggregate(aggregator.of, blocks, state, context, scale)
             grads = norm_matched_sums(blocks, result.grads)
             return AggregationResult(grads, result.state, fell_back=result.fell_back)
         case _:
-            if len(blocks) > 1:
-                kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
+            kinds = {f"{block[0].dtype} on {block[0].device}" for block in blocks}
+            if len(kinds) > 1:
                 raise TypeError(
                     f"{type(aggregator).__name__} needs parameters of one dtype and device, "
-                    f"found {kinds}"
+                    f"found {', '.join(sorted(kinds))}"
                 )
-            grad, state = aggregator.merge(blocks[0], state, context)
-            return AggregationResult([grad], state)
+            parts = [rows for _, _, rows in pieces(blocks)]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            grad, state = aggregator.merge(rows, state, context)
+            return AggregationResult(list(grad.split([len(block[0]) for block in blocks])), state)
 
 
-def _sum(parts: Sequence[Tensor]) -> AggregationResult:
+def _sum(parts: Sequence[Block]) -> AggregationResult:
     ones = torch.ones(len(parts[0]), dtype=torch.float64)
-    return AggregationResult([rows.sum(dim=0) for rows in parts], {}, ones)
+    return AggregationResult(mapped(parts, lambda rows, _: rows.sum(dim=0)), {}, ones)
 
 
-def _products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+def _first_rows(parts: Sequence[Block]) -> list[Tensor]:
+    """Return a row of each block, for its device."""
+    return [block[0] for block in parts]
+
+
+def _products(blocks: Sequence[Block], grads: Sequence[Tensor]) -> Tensor:
     """Return g_i . d (T,) in float64, for a gradient d of each block."""
-    pairs = zip(map(at_least_float32, blocks), grads, strict=True)
-    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in pairs])
+    products = []
+    for number, start, rows in pieces(blocks):
+        rows, grad = at_least_float32(rows), grads[number][start : start + rows.shape[1]]
+        products.append((rows @ grad.to(rows.dtype)).double().cpu())
+    return reduce(add, products)

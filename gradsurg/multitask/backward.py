@@ -23,12 +23,7 @@ from gradsurg.multitask.features import (
     stack_gradients,
     unstack_gradients,
 )
-from gradsurg.multitask.jacobian import (
-    Jacobian,
-    JacobianBlock,
-    JacobianBuilder,
-    check_repeatable,
-)
+from gradsurg.multitask.jacobian import Jacobian, JacobianBuilder, check_repeatable
 from gradsurg.multitask.losses import (
     BackwardCall,
     Losses,
@@ -296,8 +291,8 @@ class MultiTaskBackward:
         jacobian, losses = measured
         if self._group is not None:
             losses = average_jacobian(self._group, jacobian, losses)
-        for aggregation, group, blocks in self._builder.groups(jacobian):
-            tasks, parts = jacobian.rows_of(blocks)
+        for aggregation, group, members in self._builder.groups(jacobian):
+            tasks, parts = jacobian.take(members)
             used = weights[tasks] if weights is not None else None
             aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
         jacobian.reset(0)
@@ -316,11 +311,11 @@ class MultiTaskBackward:
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)
         combined: dict[int, Tensor] = {}
-        for owner, group, blocks in self._builder.groups(jacobian):
-            grads = self._combine(owner, group, jacobian, blocks, losses, weights)
-            for block, grad in zip(blocks, grads or (), strict=grads is not None):
-                combined |= block.split(grad, jacobian.params)
-        if self.aggregations and not jacobian.blocks:
+        for owner, group, members in self._builder.groups(jacobian):
+            grads = self._combine(owner, group, jacobian, members, losses, weights)
+            if grads is not None:
+                combined |= jacobian.split(members, grads)
+        if self.aggregations and not jacobian.members:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)
@@ -336,7 +331,7 @@ class MultiTaskBackward:
         aggregation: Aggregation,
         group: str,
         jacobian: Jacobian,
-        blocks: Sequence[JacobianBlock],
+        members: Sequence[int],
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> list[Tensor] | None:
@@ -344,7 +339,7 @@ class MultiTaskBackward:
 
         None if no solver converges.
         """
-        tasks, parts = jacobian.rows_of(blocks)
+        tasks, parts = jacobian.take(members)
         if weights is not None:
             if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])

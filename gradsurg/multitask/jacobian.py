@@ -1,7 +1,7 @@
 """The gradients of several tasks with respect to each parameter, one backward pass a task."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradsurg.aggregators.rows import Block
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
@@ -28,9 +29,14 @@ SINGLE_USE = (
 RECOMPILE = "Call torch.compiler.reset() and compile the model inside the block."
 
 
+LARGE = 1 << 20
+"""Entries from which the gradients of a parameter stay as autograd made them: a copy of each into
+one matrix would take their memory twice."""
+
+
 @dataclass
 class JacobianBlock:
-    """The rows (T, p) of the parameters of one group, dtype and device.
+    """The rows (T, p) of the small parameters of one group, dtype and device.
 
     `members` are the indices of the parameters, `starts` their first columns. `rows` is the first
     T rows of `buffer`, which keeps the largest number of tasks so far.
@@ -60,9 +66,10 @@ class JacobianBlock:
 class Jacobian:
     """The gradient of each task with respect to each parameter.
 
-    A parameter with a group that at least two tasks reach is stored in a block. Which parameters
-    these are is known only after the last task. Until then gradients go to the blocks of the
-    previous step (or of `preallocate`); those without a block are stored one by one.
+    A parameter with a group that at least two tasks reach is shared. Which parameters these are is
+    known only after the last task. Small ones are stored in blocks; until then, gradients go to the
+    blocks of the previous step (or of `preallocate`). All others are stored one by one, and are
+    free after the step.
 
     Attributes:
         groups: The group of each parameter, None for parameters without an aggregator.
@@ -76,6 +83,7 @@ class Jacobian:
         self.names = names
         self.groups = groups
         self.blocks: list[JacobianBlock] = []
+        self.large: list[int] = []  # the shared parameters without a block, the smallest first
         self._positions: dict[int, tuple[JacobianBlock, int]] = {}
         self.reset(0)
 
@@ -105,7 +113,7 @@ class Jacobian:
 
     def preallocate(self, reached: Sequence[set[int]]) -> None:
         """Create the blocks from the parameters that each task will reach."""
-        self._create_blocks(self._shared(reached))
+        self._create_blocks(self._small(self._shared(reached)))
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """Add one gradient of a task for each parameter, None for those that it does not reach."""
@@ -129,7 +137,7 @@ class Jacobian:
                 extra[leaf] = extra[leaf] + grad if leaf in extra else grad
 
     def finish(self, strict: bool = True) -> list[str]:
-        """Store exactly the shared parameters in blocks, after the last task.
+        """Store exactly the small shared parameters in blocks, after the last task.
 
         Raises TypeError for a gradient that is not dense and real; if not `strict`, leaves its
         parameter out of the blocks instead. Returns the names of those left out.
@@ -140,24 +148,63 @@ class Jacobian:
         if left_out and strict:
             raise TypeError(self._unsupported_text(left_out[0]))
         shared = [index for index in shared if index not in left_out]
-        if self._positions.keys() != set(shared):
-            self._create_blocks(shared)
+        small = self._small(shared)
+        if self._positions.keys() != set(small):
+            self._create_blocks(small)
+        large = [index for index in shared if index not in small]
+        self.large = sorted(large, key=lambda index: self.params[index].numel())
         return [self.names[index] for index in left_out]
 
-    def blocks_by_group(self) -> dict[str, list[JacobianBlock]]:
-        """Return the blocks of each group."""
-        by_group: dict[str, list[JacobianBlock]] = {}
-        for block in self.blocks:
-            by_group.setdefault(block.group, []).append(block)
+    @property
+    def members(self) -> set[int]:
+        """The indices of the shared parameters."""
+        return {*self._positions, *self.large}
+
+    def members_by_group(self) -> dict[str, list[int]]:
+        """Return the shared parameters of each group: those of blocks, then the large ones."""
+        by_group: dict[str, list[int]] = {}
+        for index in (*self._positions, *self.large):
+            group = self.groups[index]
+            assert group is not None
+            by_group.setdefault(group, []).append(index)
         return by_group
 
-    def rows_of(self, blocks: Sequence[JacobianBlock]) -> tuple[list[int], list[Tensor]]:
-        """Return the tasks that reach a parameter of these blocks, and their rows of each block."""
-        members = {index for block in blocks for index in block.members}
-        tasks = [task for task, reached in enumerate(self.reached) if reached & members]
-        if len(tasks) == self.num_tasks:
-            return tasks, [block.rows for block in blocks]
-        return tasks, [block.rows[tasks] for block in blocks]
+    def take(self, members: Collection[int]) -> tuple[list[int], list[Block]]:
+        """Return the tasks that reach one of these parameters, and the blocks with their rows.
+
+        The parameters are all those of one or more groups. The Jacobian keeps no reference to the
+        gradients of large ones.
+        """
+        tasks = [task for task, reached in enumerate(self.reached) if reached & {*members}]
+        blocks: list[Block] = [
+            block.rows if len(tasks) == self.num_tasks else block.rows[tasks]
+            for block in self._blocks_of(members)
+        ]
+        for index in (index for index in self.large if index in members):
+            absent = self.params[index].detach().new_zeros(1).expand(self.params[index].numel())
+            rows = [self._separate[task].pop(index, absent) for task in tasks]
+            blocks.append([row.reshape(-1) for row in rows])
+        return tasks, blocks
+
+    def map_large(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each gradient of a large shared parameter by a function of it."""
+        for separate in self._separate:
+            for index in (index for index in self.large if index in separate):
+                separate[index] = function(separate[index])
+
+    def split(self, members: Collection[int], grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the gradient of each parameter, in its shape, from one for each block of
+        `take(members)`."""
+        blocks, large = self._blocks_of(members), [i for i in self.large if i in members]
+        result = {}
+        for block, flat in zip(blocks, grads, strict=False):
+            result |= block.split(flat, self.params)
+        for index, flat in zip(large, grads[len(blocks) :], strict=True):
+            result[index] = flat.view_as(self.params[index])
+        return result
+
+    def _blocks_of(self, members: Collection[int]) -> list[JacobianBlock]:
+        return [block for block in self.blocks if block.members[0] in members]
 
     def assemble(
         self, combined: Mapping[int, Tensor], weights: Sequence[float]
@@ -185,6 +232,13 @@ class Jacobian:
                 tasks = part.any(dim=1).nonzero().flatten().tolist()
                 if len(tasks) == 1:
                     names.setdefault(tasks[0], self.names[index])
+        for index in self.large:
+            grads = {
+                task: grads[index] for task, grads in enumerate(self._separate) if index in grads
+            }
+            tasks = [task for task, grad in grads.items() if grad.any()]
+            if len(tasks) == 1:
+                names.setdefault(tasks[0], self.names[index])
         return names
 
     def nothing_shared(self, tasks: Iterable[str]) -> str:
@@ -204,6 +258,9 @@ class Jacobian:
         counts = Counter(chain.from_iterable(reached))
         groups = enumerate(self.groups)
         return [index for index, group in groups if group is not None and counts[index] >= least]
+
+    def _small(self, shared: Sequence[int]) -> list[int]:
+        return [index for index in shared if self.params[index].numel() < LARGE]
 
     def _write(self, task: int, index: int, grad: Tensor | None) -> None:
         row = self._view(task, index)
@@ -342,12 +399,12 @@ class JacobianBuilder:
             )
         return jacobian, losses
 
-    def groups(self, jacobian: Jacobian) -> Iterator[tuple[Aggregation, str, list[JacobianBlock]]]:
-        """Yield the aggregation, the name and the blocks of each group."""
+    def groups(self, jacobian: Jacobian) -> Iterator[tuple[Aggregation, str, list[int]]]:
+        """Yield the aggregation, the name and the parameters of each group."""
         by_label = {aggregation.label: aggregation for aggregation in self._aggregations}
-        for key, blocks in jacobian.blocks_by_group().items():
+        for key, members in jacobian.members_by_group().items():
             label, _, group = key.partition("/")
-            yield by_label[label], group, blocks
+            yield by_label[label], group, members
 
     def discard(self) -> bool:
         """Drop the gradients of a step that has not ended; return whether there were any."""
@@ -390,9 +447,9 @@ class JacobianBuilder:
         statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
         versions = [version_of(buffer) for buffer in statistics]  # of num_batches_tracked too
         reached: list[set[int]] = [set() for _ in losses]
-        if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.blocks):
+        if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.members):
             reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
-        if not jacobian.blocks:
+        if not jacobian.members:
             jacobian.preallocate(reached)
         leaves = [*jacobian.params, *extra_leaves]
         try:

@@ -20,8 +20,7 @@ def average_jacobian(
     Raises RuntimeError in every process if they have other tasks, or tasks that reach other
     parameters.
     """
-    blocks = jacobian.blocks
-    members = {index for block in blocks for index in block.members}
+    members = jacobian.members
     reached = [sorted(members & of_task) for of_task in jacobian.reached]
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
     # One length, so that the processes can be compared if they have other tasks.
@@ -40,8 +39,15 @@ def average_jacobian(
             f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
             "every process the same losses, or use SharedParameters(reduce='local')"
         )
-    average(group, [block.rows for block in blocks])
+    average(group, [block.rows for block in jacobian.blocks])
+    jacobian.map_large(lambda grad: _mean(group, grad))
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
+
+
+def _mean(group: "distributed.ProcessGroup", grad: Tensor) -> Tensor:
+    mean = grad.clone(memory_format=torch.contiguous_format)  # others may hold the gradient
+    average(group, [mean])
+    return mean
 
 
 def average(group: "distributed.ProcessGroup", tensors: Sequence[Tensor]) -> None:
