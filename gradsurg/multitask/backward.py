@@ -315,7 +315,7 @@ class MultiTaskBackward:
             grads = self._combine(owner, group, jacobian, members, losses, weights)
             if grads is not None:
                 combined |= jacobian.split(members, grads)
-        if self.aggregations and not jacobian.members:
+        if self.aggregations and not jacobian.shared:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)

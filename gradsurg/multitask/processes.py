@@ -6,7 +6,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, distributed
 
-from gradsurg.multitask.jacobian import Jacobian
+from gradsurg.multitask.jacobian import LARGE, Jacobian
 
 MAX_LOSSES = 62
 """Losses that are averaged together with the check; with more, a multiple of it."""
@@ -20,8 +20,7 @@ def average_jacobian(
     Raises RuntimeError in every process if they have other tasks, or tasks that reach other
     parameters.
     """
-    members = jacobian.members
-    reached = [sorted(members & of_task) for of_task in jacobian.reached]
+    reached = [sorted(of_task.intersection(jacobian.shared)) for of_task in jacobian.reached]
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
     # One length, so that the processes can be compared if they have other tasks.
     rest = [0.0] * (-len(losses) % MAX_LOSSES)
@@ -39,15 +38,24 @@ def average_jacobian(
             f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
             "every process the same losses, or use SharedParameters(reduce='local')"
         )
-    average(group, [block.rows for block in jacobian.blocks])
-    jacobian.map_large(lambda grad: _mean(group, grad))
+    bucket: list[tuple[dict[int, Tensor], int]] = []
+    for place in jacobian.shared_grads():
+        bucket.append(place)
+        if sum(grads[index].numel() for grads, index in bucket) >= LARGE:
+            _average_bucket(group, bucket)
+            bucket = []
+    _average_bucket(group, bucket)
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
 
 
-def _mean(group: "distributed.ProcessGroup", grad: Tensor) -> Tensor:
-    mean = grad.clone(memory_format=torch.contiguous_format)  # others may hold the gradient
-    average(group, [mean])
-    return mean
+def _average_bucket(
+    group: "distributed.ProcessGroup", bucket: Sequence[tuple[dict[int, Tensor], int]]
+) -> None:
+    """Replace gradients by their means; others may hold the gradients themselves."""
+    means = [grads[index].clone(memory_format=torch.contiguous_format) for grads, index in bucket]
+    average(group, means)
+    for (grads, index), mean in zip(bucket, means, strict=True):
+        grads[index] = mean
 
 
 def average(group: "distributed.ProcessGroup", tensors: Sequence[Tensor]) -> None:
