@@ -21,7 +21,7 @@ Block = Tensor | MutableSequence[Tensor]
 """Some columns of J: a matrix (T, p), or T vectors (p,), of which PIECE columns are stacked at a
 time, so that J is held once."""
 
-PIECE = 1 << 18
+PIECE = 1 << 16
 COLUMNS = 65_536
 """Columns processed at once where an intermediate result is as large as its input."""
 SUM_COLUMNS = 4096
@@ -248,9 +248,9 @@ def _combine(rows: Tensor, weights: Tensor) -> Tensor:
         # One pass; a vector product takes a quarter longer. Not for a first weight of 0, with which
         # addr would hide NaN and infinity in the first row.
         first, second = weights.tolist()
-        left, result = rows.new_ones(1), _empty_like(rows[:1])
+        left, result = rows.new_ones(1), uninitialized(rows[:1].shape, rows.dtype)
         return torch.addr(rows[:1], left, rows[1], beta=first, alpha=second, out=result)[0]
-    weights, result = weights.to(rows.dtype), _empty_like(rows[0])
+    weights, result = weights.to(rows.dtype), uninitialized(rows[0].shape, rows.dtype)
     if torch.get_num_threads() == 1:
         return torch.mv(rows.T, weights, out=result)
     # A CPU uses one thread for a vector product, and all threads for a batch of them.
@@ -262,12 +262,12 @@ def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def _empty_like(rows: Tensor) -> Tensor:
+def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized contiguous tensor on the CPU.
 
     NumPy asks Linux for huge pages: a first write to 40 MB takes 3 ms instead of 16.
     """
-    return torch.from_numpy(np.empty(rows.shape, str(rows.dtype).removeprefix("torch.")))
+    return torch.from_numpy(np.empty(tuple(shape), str(dtype).removeprefix("torch.")))
 
 
 def at_least_float32(rows: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The gradients of several tasks with respect to each parameter, one backward pass a task."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import accumulate, chain, pairwise, product
 from typing import TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradsurg.aggregators.rows import Block
+from gradsurg.aggregators.rows import Block, uninitialized
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
@@ -33,14 +33,16 @@ RECOMPILE = "Call torch.compiler.reset() and compile the model inside the block.
 
 LARGE = 1 << 20
 """Entries from which the gradients of a parameter stay as autograd made them; smaller ones are
-copied into matrices of about this width."""
+copied into blocks of about this width."""
+MATRIX = 1 << 26
+"""Entries up to which all gradients are copied into one matrix: a CPU reads that faster."""
 
 
 class Jacobian:
     """The gradient of each task with respect to each parameter.
 
     A parameter with a group that at least two tasks reach is shared; which these are is known only
-    after the last task. No gradient is kept between two steps.
+    after the last task.
 
     Attributes:
         groups: The group of each parameter, None for parameters without an aggregator.
@@ -54,6 +56,12 @@ class Jacobian:
         self.params = params
         self.names = names
         self.groups = groups
+        grouped = [index for index, group in enumerate(groups) if group is not None]
+        ends = [*accumulate([params[index].numel() for index in grouped], initial=0)]
+        self._columns = dict(zip(grouped, pairwise(ends), strict=True))
+        self._width = ends[-1]
+        kinds = {(params[index].dtype, params[index].device.type) for index in grouped}
+        self._fits = kinds == {(torch.float32, "cpu")}
         self.reset(0)
 
     @property
@@ -62,15 +70,24 @@ class Jacobian:
         return len(self.reached)
 
     def reset(self, num_tasks: int) -> None:
-        """Drop all gradients and expect `num_tasks` tasks."""
+        """Drop all gradients and expect `num_tasks` tasks; 0 frees the memory of the matrix."""
         self.shared: list[int] = []
         self.reached: list[set[int]] = []
         self._grads: list[dict[int, Tensor]] = []
         self._extra_leaves: list[dict[Tensor, Tensor]] = []
+        self._matrix: Tensor | None = None
+        if not num_tasks:
+            self._buffer = torch.empty(0, self._width)
+        elif self._fits and num_tasks * self._width <= MATRIX:
+            if len(self._buffer) < num_tasks:
+                self._buffer = uninitialized((num_tasks, self._width), torch.float32)
+            self._matrix = self._buffer[:num_tasks]
         self.add_tasks(num_tasks)
 
     def add_tasks(self, num_tasks: int) -> None:
         """Increase the number of tasks to `num_tasks`."""
+        if self._matrix is not None and num_tasks > len(self._matrix):
+            self._matrix = None  # its gradients stay where they are
         for _ in range(self.num_tasks, num_tasks):
             self.reached.append(set())
             self._grads.append({})
@@ -78,8 +95,9 @@ class Jacobian:
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """Add one gradient of a task for each parameter, None for those that it does not reach."""
+        grads = self._copied(task, grads) if self._matrix is not None else grads
         _add(self._grads[task], enumerate(grads))
-        self.reached[task] |= self._grads[task].keys()
+        self.reached[task] |= {*self._grads[task]}
 
     def add_extra_leaves(
         self, task: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -136,6 +154,10 @@ class Jacobian:
                 ]
                 for task in tasks
             ]
+            if self._matrix is not None:
+                block = self._matrix[:, self._columns[pack[0]][0] : self._columns[pack[-1]][1]]
+                blocks.append(block if len(tasks) == self.num_tasks else block[tasks])
+                continue
             if sizes[0] >= LARGE:
                 blocks.append([row for (row,) in rows])
                 continue
@@ -158,7 +180,17 @@ class Jacobian:
     def _packs(self, members: Sequence[int]) -> list[list[int]]:
         """Return the parameters of each block: several small ones of one dtype and device, or a
         large one. The large ones are last, by size, so that dropping one makes room for the next.
+        Of the matrix, a block holds parameters whose columns follow on one another.
         """
+        if self._matrix is not None:
+            runs: list[list[int]] = []
+            for index in members:
+                start, _ = self._columns[index]
+                if runs and self._columns[runs[-1][-1]][1] == start:
+                    runs[-1].append(index)
+                else:
+                    runs.append([index])
+            return runs
         small: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
         large: list[int] = []
         for index in members:
@@ -173,10 +205,41 @@ class Jacobian:
         large.sort(key=lambda index: self.params[index].numel())
         return [*chain.from_iterable(small.values()), *([index] for index in large)]
 
-    def shared_grads(self) -> Iterator[tuple[dict[int, Tensor], int]]:
-        """Yield the place of each gradient of a shared parameter: a dict and the key in it."""
-        for grads in self._grads:
-            yield from ((grads, index) for index in self.shared if index in grads)
+    def map_shared(self, function: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+        """Replace the gradients of the shared parameters by a function of some of them at a time,
+        of about LARGE entries."""
+        some: list[tuple[int, int]] = []
+        size, all_places = 0, product(range(self.num_tasks), self.shared)
+        places = [(task, index) for task, index in all_places if index in self._grads[task]]
+        for number, (task, index) in enumerate(places, 1):
+            some.append((task, index))
+            size += self.params[index].numel()
+            if size < LARGE and number < len(places):
+                continue
+            results = function([self._grads[task][index] for task, index in some])
+            for (task, index), result in zip(some, results, strict=True):
+                if self._matrix is not None:
+                    self._grads[task][index].copy_(result)
+                else:
+                    self._grads[task][index] = result
+            some, size = [], 0
+
+    def _copied(self, task: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Copy the gradients into the matrix, or add them to those in it; return the others."""
+        assert self._matrix is not None
+        rest, is_first = list(grads), not self.reached[task]
+        for index, (start, end) in self._columns.items():
+            grad = grads[index]
+            if grad is not None and not _is_dense(grad):
+                continue
+            place = self._matrix[task, start:end].view_as(self.params[index])
+            if is_first:
+                place.zero_() if grad is None else place.copy_(grad)
+            elif grad is not None:
+                place += grad
+            if grad is not None:
+                self._grads[task][index], rest[index] = place, None
+        return rest
 
     def assemble(
         self, combined: Mapping[int, Tensor], weights: Sequence[float]

@@ -1,12 +1,13 @@
 """Means of the tasks' gradients and losses over the processes of DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from zlib import crc32
 
 import torch
 from torch import Tensor, distributed
 
-from gradsurg.multitask.jacobian import LARGE, Jacobian
+from gradsurg.multitask.jacobian import Jacobian
 
 MAX_LOSSES = 62
 """Losses that are averaged together with the check; with more, a multiple of it."""
@@ -38,24 +39,15 @@ def average_jacobian(
             f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
             "every process the same losses, or use SharedParameters(reduce='local')"
         )
-    bucket: list[tuple[dict[int, Tensor], int]] = []
-    for place in jacobian.shared_grads():
-        bucket.append(place)
-        if sum(grads[index].numel() for grads, index in bucket) >= LARGE:
-            _average_bucket(group, bucket)
-            bucket = []
-    _average_bucket(group, bucket)
+    jacobian.map_shared(partial(_means, group))
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
 
 
-def _average_bucket(
-    group: "distributed.ProcessGroup", bucket: Sequence[tuple[dict[int, Tensor], int]]
-) -> None:
-    """Replace gradients by their means; others may hold the gradients themselves."""
-    means = [grads[index].clone(memory_format=torch.contiguous_format) for grads, index in bucket]
+def _means(group: "distributed.ProcessGroup", grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the means of gradients, which others may hold."""
+    means = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
     average(group, means)
-    for (grads, index), mean in zip(bucket, means, strict=True):
-        grads[index] = mean
+    return means
 
 
 def average(group: "distributed.ProcessGroup", tensors: Sequence[Tensor]) -> None:
