@@ -80,8 +80,10 @@ def plan_of(
     if at.features:
         module_of(model, at.features)  # raises if the module does not exist
         place = f" at {at.features!r}"
-    patterns = [] if isinstance(at.granularity, str) else at.granularity
-    granularity = plural(len(patterns), "group") if patterns else at.granularity
+    names = dict.fromkeys(groups.values()) if at.granularity == "layer" else at.granularity
+    names = [] if isinstance(names, str) else list(names)
+    granularity = plural(len(names), "layer" if at.granularity == "layer" else "group")
+    granularity = granularity if names else at.granularity
     is_distributed = distributed.is_available() and distributed.is_initialized()
     processes = distributed.get_world_size() if is_distributed else 1
     lines = [
@@ -93,11 +95,11 @@ def plan_of(
         lines.append(f"  on the mean gradient of each task over {processes} processes")
     elif processes > 1:
         lines.append(f"  in each of {processes} processes alone, whose results are averaged")
-    if not patterns:
+    if not names:
         return "\n".join([*lines, *(f"  {site}" for site in groups)])
-    for pattern in patterns:
-        lines.append(f"  {pattern}:")
-        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
+    for name in names:
+        lines.append(f"  {name}:")
+        lines += [f"    {site}" for site, group in groups.items() if group == name]
     return "\n".join(lines)
 
 
@@ -328,7 +330,7 @@ class Aggregation:
         measurement = Measurement(
             self.label, name, context, gramian, weights, products, norm, fallbacks
         )
-        compare = self.at.granularity not in ("module", "tensor")
+        compare = self.at.granularity not in ("layer", "module", "tensor")
         self.conflicts.add(measurement, compare)
 
     def _count(self, group: str) -> bool:

@@ -138,6 +138,15 @@ class MultiTaskBackward:
         if self.session.is_scaled:
             self._allow_step_without_gradients()
 
+    def jacobian(self, losses: Losses, interventions: Sequence[Attached]) -> dict[str, Tensor]:
+        """Implement `Live.jacobian`."""
+        call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
+        call.check_task_names(list(call.losses))
+        call.check_stateless(len(call.losses))
+        collected = JacobianBuilder(self.session, []).collect(call, strict=False)
+        assert collected is not None  # the call is the last of its step
+        return collected[0].rows()
+
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
         self._has_stepped = True

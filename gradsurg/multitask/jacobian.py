@@ -112,7 +112,8 @@ class Jacobian:
         is not shared instead. Returns the names of those left out.
         """
         least, counts = min(2, self.num_tasks), Counter(chain.from_iterable(self.reached))
-        self.shared, left_out = [], []
+        left_out: list[int] = []
+        self.shared = []
         for index, group in enumerate(self.groups):
             if group is None or counts[index] < least:
                 continue
@@ -255,6 +256,14 @@ class Jacobian:
             for leaf, grad in (of_params | extra).items():
                 weighted = grad if weight == 1 else grad * weight
                 result[leaf] = result[leaf] + weighted if leaf in result else weighted
+        return result
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return the gradients of all tasks for each parameter (T, *shape), and drop them."""
+        result = {}
+        for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
+            zeros = param.detach().new_zeros(1).expand_as(param)
+            result[name] = torch.stack([grads.pop(index, zeros) for grads in self._grads])
         return result
 
     def params_of_single_tasks(self) -> dict[int, str]:

@@ -1,5 +1,6 @@
 """SharedParameters: select the parameters whose gradients an aggregator combines."""
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -33,7 +34,7 @@ def _in_order(given: Any) -> Any:  # Any: not validated yet
 
 
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_in_order)]
-Granularity = Literal["whole", "module", "tensor"] | Patterns
+Granularity = Literal["whole", "layer", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 Reduce = Literal["mean", "local"]
 
@@ -48,9 +49,11 @@ class SharedParameters(ParamSelector):
     fields of the selection are those of `Parameters`.
 
     `granularity` defines which parameters are aggregated together: the `whole`, those of each
-    `module`, each `tensor`, or groups given by one name pattern each, as in `("encoder.*", "*")`: a
-    parameter belongs to the first pattern that matches, and one without a match is not selected. To
-    use another aggregator for each group, attach several, each with its own selection.
+    `layer`, each `module`, each `tensor`, or groups given by one name pattern each, as in
+    `("encoder.*", "*")`: a parameter belongs to the first pattern that matches, and one without a
+    match is not selected. A layer is a member of the outermost `ModuleList` or `Sequential` of two
+    or more modules of one class, as the blocks of a transformer; parameters outside are grouped by
+    module. To use another aggregator for each group, attach several, each with its own selection.
 
     The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
     kept between steps. The engine `feature` combines the gradients at the representation that the
@@ -119,6 +122,12 @@ class SharedParameters(ParamSelector):
         match self.granularity:
             case "whole":
                 return dict.fromkeys(names, SHARED)
+            case "layer":
+                layers = _layers(model)
+                if not layers:
+                    text = "found no ModuleList or Sequential of modules of one class: use 'module'"
+                    raise SelectionError(self, "granularity", text)
+                return {name: _layer_of(name, layers) for name in names}
             case "module":
                 return {name: name.rpartition(".")[0] or ROOT for name in names}
             case "tensor":
@@ -164,3 +173,21 @@ class SharedParameters(ParamSelector):
 
     def hook(self, attached: Attached) -> None:
         raise AssertionError("transforms do not act on SharedParameters")
+
+
+def _layers(model: nn.Module) -> set[str]:
+    """Return the paths of the members of each list of modules of one class, lists in lists too."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if len({type(member) for member in module}) == 1
+        for name, _ in module.named_children()
+    }
+
+
+def _layer_of(param: str, layers: Collection[str]) -> str:
+    """Return the outermost layer that has a parameter, else its module."""
+    parts = param.split(".")[:-1]
+    paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return next((path for path in paths if path in layers), ".".join(parts) or ROOT)
