@@ -210,6 +210,17 @@ def test_the_geometric_median_is_that_of_a_general_minimizer() -> None:
         assert distance(median, best.x) <= 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("apart", [1e-7, 3e-7, 1e-6, 3e-6])
+def test_the_geometric_median_of_nearly_equal_rows_is_near_them(
+    apart: float, dtype: torch.dtype
+) -> None:
+    for seed in range(10):
+        matrix = rows(3 + seed % 6, 1, 1.0, seed)[:1] + apart * rows(3 + seed % 6, 9, 1.0, seed)
+        median = by(made("geometric_median"), matrix, dtype)
+        assert distance(median, matrix[0]) <= 20 * apart
+
+
 def test_a_faulty_row_of_any_length_moves_the_geometric_median_as_little() -> None:
     matrix = rows(5, 5, 1.0, seed=0, lean=1.0)
     medians = [by(made("geometric_median"), matrix * [[s], [1], [1], [1], [1]]) for s in (1e2, 1e6)]
