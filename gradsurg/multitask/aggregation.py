@@ -1,5 +1,6 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -49,6 +50,10 @@ SOLVER = "/solver"
 """End of the key of the state that counts the updates of a group without an exact solution."""
 
 
+NONFINITE = "/nonfinite"
+"""The same for the tasks and steps that were left out."""
+
+
 def check_trigger(trigger: Trigger, label: str) -> None:
     """Raise FieldError if a trigger reads a gradient: an aggregator has several."""
     for part in trigger.parts:
@@ -86,10 +91,11 @@ def plan_of(
     granularity = granularity if names else at.granularity
     is_distributed = distributed.is_available() and distributed.is_initialized()
     processes = distributed.get_world_size() if is_distributed else 1
+    skip = ", a task with a NaN or infinity is left out" if at.on_nonfinite == "skip" else ""
     lines = [
         f"{label}: {aggregator!r} for those of {plural(len(groups), 'parameter')} that several "
         "tasks reach",
-        f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}",
+        f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}{skip}",
     ]
     if processes > 1 and at.reduce == "mean":
         lines.append(f"  on the mean gradient of each task over {processes} processes")
@@ -155,6 +161,23 @@ class Aggregation:
         """Whether this step has weights for further losses."""
         return self._weights is not None
 
+    @property
+    def needs_all_tasks(self) -> bool:
+        """Whether the aggregator cannot act without one of the tasks."""
+        return self.aggregator.num_tasks is not None or bool(self.aggregator.init(2))
+
+    def count_nonfinite(self, tasks: Sequence[str], is_step: bool) -> None:
+        """Count tasks left out of a step, or a step left out, and tell the first."""
+        self.has_failed |= is_step
+        for _ in tasks[:1] if is_step else tasks:
+            self._count_outcome("", "steps" if is_step else "tasks", NONFINITE)
+        what = "the step was skipped" if is_step else "left out of the step"
+        self.session.warn_once(
+            f"{self.label}: a NaN or infinity in the loss or the gradient of {', '.join(tasks)} at "
+            f"step {self.session.clock.step}: {what}",
+            key=f"{self.label} nonfinite",
+        )
+
     def select(self, model: nn.Module) -> None:
         """Set `groups`, the group of each selected parameter that requires a gradient."""
         self.groups = self.at.groups(model)
@@ -200,19 +223,26 @@ class Aggregation:
             return mapped(parts, lambda rows, _: combine(rows, weights), drop=True)
 
     def closing_warnings(self) -> list[str]:
-        """Return a warning if solvers fell back or failed in a step so far."""
-        prefix, states = f"{self.label}/", self.session.states
-        keys = [key for key in states if key.startswith(prefix)]
-        counts = [states[key] for key in keys if key.removeprefix(prefix).endswith(SOLVER)]
-        if not counts:
-            return []
-        fallbacks, skipped = (
-            sum(int(count[name]) for count in counts) for name in ("fallbacks", "skipped")
-        )
-        return [
-            f"{self.label}: {fallbacks} updates are less exact than others, as the gradients were "
-            f"nearly dependent, and {skipped} were skipped, as no solver converged"
-        ]
+        """Return a warning if solvers fell back or failed, or tasks were left out, so far."""
+        total: Counter[str] = Counter()
+        prefix = f"{self.label}/"
+        for key, counts in self.session.states.items():
+            ending = key.removeprefix(prefix).endswith((SOLVER, NONFINITE))
+            if key.startswith(prefix) and ending:
+                total.update({name: int(count) for name, count in counts.items()})
+        texts = []
+        if total["fallbacks"] or total["skipped"]:
+            texts.append(
+                f"{self.label}: {total['fallbacks']} updates are less exact than others, as the "
+                f"gradients were nearly dependent, and {total['skipped']} were skipped, as no "
+                "solver converged"
+            )
+        if total["steps"] or total["tasks"]:
+            texts.append(
+                f"{self.label}: {total['steps']} steps were skipped, and the gradient of one task "
+                f"was left out {total['tasks']} times, for a NaN or infinity"
+            )
+        return texts
 
     def combine(
         self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
@@ -302,11 +332,11 @@ class Aggregation:
         way_out = "Draw from context.generator(), which is seeded by (seed, group, step)."
         return random_state.untouched(f"{self.label}: {self.aggregator!r}", device, way_out)
 
-    def _count_outcome(self, group: str, outcome: str) -> None:
-        """Count an update that fell back or was skipped; a state, so that checkpoints hold it."""
-        states, key, zero = self.session.states, f"{self.label}/{group}{SOLVER}", torch.tensor(0)
-        counts = states.get(key, {"fallbacks": zero, "skipped": zero})
-        states[key] = counts | {outcome: counts[outcome] + 1}
+    def _count_outcome(self, group: str, outcome: str, end: str = SOLVER) -> None:
+        """Count an outcome, by default of a solver; a state, so that checkpoints hold it."""
+        states, key, zero = self.session.states, f"{self.label}/{group}{end}", torch.tensor(0)
+        counts = states.get(key, {})
+        states[key] = counts | {outcome: counts.get(outcome, zero) + 1}
 
     def _measure(
         self, context: AggregatorContext, parts: Sequence[Block], result: AggregationResult

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradsurg.aggregators.rows import Block, uninitialized
+from gradsurg.aggregators.rows import Block, is_finite, uninitialized
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
@@ -127,6 +127,22 @@ class Jacobian:
                 )
             (left_out if wrong else self.shared).append(index)
         return [self.names[index] for index in left_out]
+
+    def nonfinite_tasks(self) -> list[int]:
+        """Return the tasks with a gradient that has a NaN or infinity."""
+        every = (
+            [*grads.values(), *extra.values()]
+            for grads, extra in zip(self._grads, self._extra_leaves, strict=True)
+        )
+        return [
+            task
+            for task, grads in enumerate(every)
+            if not all(is_finite(grad) for grad in grads if _is_dense(grad))
+        ]
+
+    def drop(self, task: int) -> None:
+        """Drop the gradients of a task, as if it reached nothing."""
+        self.reached[task], self._grads[task], self._extra_leaves[task] = set(), {}, {}
 
     def members_by_group(self) -> dict[str, list[int]]:
         """Return the shared parameters of each group."""

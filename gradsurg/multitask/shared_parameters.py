@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from torch import nn
 
@@ -37,6 +37,7 @@ Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_in_order)]
 Granularity = Literal["whole", "layer", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 Reduce = Literal["mean", "local"]
+OnNonfinite = Literal["propagate", "skip"]
 
 
 @validated
@@ -69,6 +70,12 @@ class SharedParameters(ParamSelector):
     averaged, which is another update for an aggregator that is not linear. The engine `feature`
     has no mean, as its gradients are those of single examples, and needs `"local"`.
 
+    A NaN or infinity in the loss or in a gradient of one task makes the update NaN, so that a run
+    that diverges shows it. `on_nonfinite="skip"` leaves such a task out of the step instead, its
+    own parameters too; an aggregator with a state or with a fixed number of tasks skips the step.
+    Both are counted, and warned about at the end. It reads every gradient once more, and waits for
+    the device.
+
     With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
     those above the representation do; at and below it they see the combined gradient, except those
     with a `ForTask`, which see their task at the representation too.
@@ -78,6 +85,7 @@ class SharedParameters(ParamSelector):
     engine: Engine = "full"
     features: str = ""
     reduce: Reduce = "mean"
+    on_nonfinite: Annotated[OnNonfinite, Field(repr=False)] = "propagate"
 
     stages: ClassVar[tuple[Stage, ...]] = ()
     for_aggregators: ClassVar[bool] = True
@@ -97,6 +105,8 @@ class SharedParameters(ParamSelector):
                 "granularity",
                 f"must be 'whole' with engine='feature', found {self.granularity!r}",
             )
+        if self.engine == "feature" and self.on_nonfinite == "skip":
+            raise Contradiction("on_nonfinite", "'skip' needs engine='full', found 'feature'")
         if self.engine == "feature" and not self.all:
             raise Contradiction(
                 "pattern", "engine='feature' acts on all parameters below it and takes no selection"
