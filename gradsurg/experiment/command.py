@@ -38,13 +38,14 @@ class Command:
     num_untrained: int = 0  # the number of jobs with steps=0
     num_unfinished: int = 0
     has_new_runs: bool = False
+    _told: set[str] = field(default_factory=set)  # warnings, each printed once
 
     def __post_init__(self) -> None:
         _loggers.clear()
 
     def add(self, words: Iterable[str], config: Mapping[str, Any]) -> Experiment:  # Any: any YAML
         """Build the experiment of a job and try a training step. Raises ConfigError."""
-        with _told_warnings(), chdir(Path.cwd()):  # which a user's code may change
+        with _told_warnings(self._told), chdir(Path.cwd()):  # which a user's code may change
             experiment = with_shared_loggers(build(config))
         settings = experiment.settings
         if settings.steps == 0:
@@ -150,10 +151,12 @@ def print_notes(loggers: Iterable[Logger]) -> None:
 
 
 @contextmanager
-def _told_warnings() -> Iterator[None]:
-    """Print the SurgeryWarnings that are raised in a block, each once."""
+def _told_warnings(told: set[str]) -> Iterator[None]:
+    """Print the SurgeryWarnings that are raised in a block and not yet `told`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SurgeryWarning)
         yield
     for text in dict.fromkeys(str(item.message) for item in caught):
-        tell(f"warning: {text}")
+        if text not in told:
+            told.add(text)
+            tell(f"warning: {text}")

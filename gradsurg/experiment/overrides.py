@@ -301,7 +301,7 @@ def _as_override(value: object) -> str:
 def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
-    if name.isidentifier() and Path(f"{name}.py").is_file():
+    if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
     return f"there is no '{name}'. {nearest(name, [*options])}"
 
