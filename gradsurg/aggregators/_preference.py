@@ -4,6 +4,7 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field
+from torch import Tensor
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.aggregators.solvers import Array
@@ -32,6 +33,11 @@ def shares_of(aggregator: Aggregator, preference: Preference, count: int) -> Arr
         text = f"must be one share for each task, found {len(preference)} for {count} tasks"
         raise FieldError(aggregator, [("preference", text)])
     return np.array(preference)
+
+
+def nonzero_shares(aggregator: Aggregator, preference: Preference, gramian: Tensor) -> Array:
+    """Return the shares of the tasks whose gradient is not zero."""
+    return shares_of(aggregator, preference, len(gramian))[gramian.diagonal().numpy() > 0]
 
 
 def is_symmetric(preference: Preference) -> bool:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from gradsurg.aggregators.rows import (
+    Block,
     SolvedOnRows,
     at_least_float32,
     combine,
     combine_safely,
     gramian_of,
+    mapped,
     solve_on_rows,
 )
 from gradsurg.aggregators.solvers import is_nearly_dependent
@@ -279,13 +281,13 @@ class NormMatchedSum(Aggregator):
         return norm_matched_sums([rows], [merged])[0], state
 
 
-def norm_matched_sums(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def norm_matched_sums(blocks: Sequence[Block], grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of the rows of each block, rescaled to the joint norm of `grads`."""
     ones = torch.ones(len(blocks[0]), dtype=torch.float64)
-    sums = [combine(at_least_float32(rows), ones).double() for rows in blocks]
+    sums = mapped(blocks, lambda rows, _: combine(at_least_float32(rows), ones).double())
     norm = _norm(sums)
     ratio = _norm(grads) / (norm if norm > 0 else 1.0)
-    return [(total * ratio).to(rows.dtype) for total, rows in zip(sums, blocks, strict=True)]
+    return [(total * ratio).to(grad.dtype) for total, grad in zip(sums, grads, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -306,24 +308,33 @@ class GramianResult:
 
 def combine_by_gramian(
     aggregator: GramianAggregator,
-    blocks: Sequence[Tensor],
+    blocks: Sequence[Block],
     state: AggregatorState,
     context: AggregatorContext,
     scale: float = 1.0,
+    drop: bool = False,
 ) -> GramianResult:
-    """Combine the rows of J, given as blocks of columns (T, p) and multiplied by a loss `scale`.
+    """Combine the rows of J, given as blocks of columns and multiplied by a loss `scale`.
 
-    Raises NotConverged if a solver does not find the weights.
+    `drop` is that of `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
+    not find the weights.
     """
     gramian = gramian_of(blocks) / scale**2
-    if isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian):
+    if needs_rows(aggregator, gramian):
+        assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties
         solution = solve_on_rows(aggregator, blocks, gramian, scale, harmless, context.tasks)
         return GramianResult(
             solution.grads, state, solution.weights, gramian, True, solution.fell_back
         )
     weights, state = checked_update(aggregator, gramian, state, context)
-    return GramianResult(combine_safely(blocks, weights, gramian), state, weights, gramian)
+    grads = combine_safely(blocks, weights, gramian, drop)
+    return GramianResult(grads, state, weights, gramian)
+
+
+def needs_rows(aggregator: GramianAggregator, gramian: Tensor) -> bool:
+    """Whether the rows are so nearly dependent that the Gramian does not determine the update."""
+    return isinstance(aggregator, SolvedOnRows) and is_nearly_dependent(gramian)
 
 
 def checked_update(

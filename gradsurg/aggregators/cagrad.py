@@ -1,7 +1,6 @@
 """CAGrad: near the mean of the gradients, maximize the decrease of the worst task."""
 
 from dataclasses import KW_ONLY
-from functools import partial
 from math import sqrt
 from typing import Annotated, Literal
 
@@ -10,6 +9,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from gradsurg.aggregators._preference import (
+    Preference,
+    check_preference,
+    is_symmetric,
+    nonzero_shares,
+    shares_of,
+)
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
@@ -22,30 +28,29 @@ from gradsurg.aggregators.solvers import (
     OnRows,
     factor,
     nonnegative_least_squares,
-    project_pair,
     solve_weights,
     solve_weights_of_rows,
 )
 from gradsurg.plugins.fields import validated
 
 MAX_TURNS = 100
-EQUAL = 1e-14  # two rows are equal if |g_1 - g_2|² is below this share of |g_1|² + |g_2|²
 
 
 @validated
 class CAGrad(Weighting, SolvedOnRows):
-    """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, where g_0 is the mean of the gradients.
+    """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, g_0 = Σ p_i g_i.
 
-    In the paper's letters d = g_0 + c |g_0| g_w / |g_w| with w = argmin of g_w · g_0 + c |g_0|
-    |g_w| over the simplex. Algorithm 1 of Liu et al., NeurIPS 2021 (arXiv 2110.14048). With c < 1
-    it converges where the mean does; with c >= 1 no task's loss increases. `rescale` divides d at
-    the end: `none` (the paper, TorchJD), `1+c`, or `1+c^2` (the default of the official code and of
-    LibMTL).
+    `preference` is p, by default 1 / T each (the paper). In the paper's letters d = g_0 + c |g_0|
+    g_w / |g_w| with w = argmin of g_w · g_0 + c |g_0| |g_w| over the simplex. Algorithm 1 of Liu et
+    al., NeurIPS 2021 (arXiv 2110.14048). With c < 1 it converges where g_0 does; with c >= 1 no
+    task's loss increases. `rescale` divides d at the end: `none` (the paper, TorchJD), `1+c`, or
+    `1+c^2` (the default of the official code and of LibMTL).
 
     The maximizer is not unique if no direction improves every task (0 is in the convex hull of the
     gradients, as always when one of them is zero) but some d in the ball make none worse: then d is
-    the one nearest to g_0, as in DualProj. Identical tasks, and one task, give (1 + c) g; opposite
-    ones with c >= 1 give zero. c = 0 is Mean. A NaN or infinity makes every weight NaN.
+    the one nearest to g_0, as in DualProj. Without a preference identical tasks, and one task, give
+    (1 + c) g, opposite ones with c >= 1 zero, and c = 0 is Mean. A NaN or infinity makes every
+    weight NaN.
 
     Of three or more nearly dependent gradients (smallest eigenvalue of the matrix of cosines below
     1e-6 T) the Gramian has too few digits: there the same problem is solved on a triangular factor
@@ -58,15 +63,22 @@ class CAGrad(Weighting, SolvedOnRows):
     c: Annotated[float, Field(ge=0)] = 0.5
     _: KW_ONLY
     rescale: Literal["none", "1+c", "1+c^2"] = "none"
+    preference: Preference = None
+
+    def __post_init__(self) -> None:
+        check_preference(self.preference)
+
+    @property
+    def num_tasks(self) -> int | None:
+        return None if self.preference is None else len(self.preference)
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "permutation_invariant",
-            "homogeneous",
-            "strongly_stationary",
-            "deterministic",
-        }
+        properties: set[AggregatorProperty] = {"homogeneous", "deterministic"}
+        if is_symmetric(self.preference):
+            properties |= {"permutation_invariant"}
+        if min(self.preference or (1.0,)) > 0:
+            properties |= {"strongly_stationary"}
         if self.c >= 1:
             properties |= {"non_conflicting"}
         if self.c == 0:
@@ -74,26 +86,28 @@ class CAGrad(Weighting, SolvedOnRows):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        count = len(gramian)
+        count, shares = len(gramian), nonzero_shares(self, self.preference, gramian)
 
         def averse(cosines: Array, norms: Array) -> Array:
             still = len(norms) < count
-            return _conflict_averse(cosines, norms, norms / count, self.c, still)
+            return _conflict_averse(cosines, norms, norms * shares, self.c, still)
 
-        pair = partial(_conflict_averse_pair, c=self.c)
-        return solve_weights(gramian, averse, pair, 1 / count, self._on_rows(count)) / self._divisor
+        on_rows = self._on_rows(shares, count)
+        return solve_weights(gramian, averse, None, 1 / count, on_rows) / self._divisor
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
-        on_rows = self._on_rows(len(rows))
+        shares = shares_of(self, self.preference, len(rows))[order]
+        on_rows = self._on_rows(shares[np.linalg.norm(rows.numpy(), axis=1) > 0], len(rows))
         return solve_weights_of_rows(rows, on_rows, ridge, least, 1 / len(rows)) / self._divisor
 
     def largest_norm(self, rows: Tensor, order: Tensor) -> float:
-        return (1 + self.c) * float(rows.mean(dim=0).norm()) / self._divisor
+        shares = shares_of(self, self.preference, len(rows))[order]
+        return (1 + self.c) * float(np.linalg.norm(shares @ rows.numpy())) / self._divisor
 
-    def _on_rows(self, count: int) -> OnRows:
+    def _on_rows(self, shares: Array, count: int) -> OnRows:
         def averse(unit: Array, norms: Array, ridge: float, least: float) -> Array:
             still = len(norms) < count
-            return _conflict_averse_rows(unit, norms, ridge, least, norms / count, self.c, still)
+            return _conflict_averse_rows(unit, norms, ridge, least, norms * shares, self.c, still)
 
         return averse
 
@@ -128,33 +142,6 @@ def _conflict_averse(cosines: Array, norms: Array, mean: Array, c: float, still:
             return mean + y
     unit = factor(cosines, np.finfo(float).eps)
     return _conflict_averse_rows(unit, norms, GRAMIAN_RIDGE, sqrt(RANK), mean, c, still)
-
-
-def _conflict_averse_pair(
-    cosine: float, norm: float, other: float, c: float
-) -> tuple[float, float]:
-    """Return the d in the ball |d - g_0| <= c |g_0| that maximizes min(g_1 · d, g_2 · d)."""
-    first, second = norm / 2, other / 2
-    inner = cosine * norm * other
-    radius = c * sqrt(max(norm**2 + other**2 + 2 * inner, 0.0)) / 2
-    on_first, on_second = first + cosine * second, second + cosine * first
-    if norm * (on_first + radius) <= other * (on_second + cosine * radius):
-        return first + radius, second
-    if other * (on_second + radius) <= norm * (on_first + cosine * radius):
-        return first, second + radius
-    # Equal decrease: d is on the line perpendicular to g_1 - g_2, at the boundary of the ball.
-    apart = norm**2 + other**2 - 2 * inner
-    if apart <= EQUAL * (norm**2 + other**2):
-        return first + radius / 2, second + radius / 2
-    back = (first - second) * (first + second) * 2 / apart
-    shares = (other**2 - inner) / apart, (norm**2 - inner) / apart
-    reach = sqrt(max(radius**2 - back**2 * apart, 0.0))
-    height = norm * other * sqrt((1 - cosine) * (1 + cosine) / apart)  # distance of the line from 0
-    # No direction improves both tasks: take the one nearest to the mean that harms neither.
-    y = norm * (shares[0] * reach - back * height), other * (shares[1] * reach + back * height)
-    if height == 0 or (radius * height) ** 2 <= RANK * (y[0] + y[1]) ** 2:
-        return project_pair(cosine, first, second)
-    return first + y[0] / height, second + y[1] / height
 
 
 def _conflict_averse_rows(

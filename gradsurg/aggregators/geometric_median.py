@@ -13,7 +13,8 @@ EQUAL = 1e-7
 TOLERANCE = 1e-9
 """Norm of a sum of unit vectors that counts as zero."""
 ROUNDED = 1e-5
-"""The same where rounding prevents a further descent."""
+"""The same where rounding prevents a further descent; more where gradients are so close that their
+distances, from a Gramian in float64, have fewer digits."""
 MAX_STEPS = 100
 
 
@@ -85,7 +86,8 @@ def _descend(matrix: Array, w: Array) -> Array:
         if not reached.sum() < distances.sum():
             ahead = inverse / inverse.sum()  # Weiszfeld's step, which never ascends
             reached = _norms(ahead - eye, matrix)
-            if size <= ROUNDED and not reached.sum() < distances.sum():
+            rounded = max(ROUNDED, len(w) * 1e-14 / float(distances.min()) ** 2)
+            if size <= rounded and not reached.sum() < distances.sum() * (1 - 1e-12):
                 return ahead
         w, distances = ahead, reached
     raise NotConverged("the geometric median", size)

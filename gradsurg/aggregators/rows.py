@@ -5,7 +5,7 @@ down to 1e-16: `solve_on_rows` combines nearly dependent rows by a triangular fa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import inf
@@ -17,6 +17,11 @@ from torch import Tensor
 
 from gradsurg.aggregators.solvers import NotConverged
 
+Block = Tensor | MutableSequence[Tensor]
+"""Some columns of J: a matrix (T, p), or T vectors (p,), of which PIECE columns are stacked at a
+time, so that J is held once."""
+
+PIECE = 1 << 16
 COLUMNS = 65_536
 """Columns processed at once where an intermediate result is as large as its input."""
 SUM_COLUMNS = 4096
@@ -48,10 +53,44 @@ LARGEST_LEAST = 1e-3
 """Bound of the same for rows in half precision."""
 
 
-def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
+def pieces(blocks: Sequence[Block]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield matrices (T, c) with all columns of the blocks: the number of the block, the first
+    column in it, and the matrix."""
+    for number, block in enumerate(blocks):
+        if isinstance(block, Tensor):
+            yield number, 0, block
+            continue
+        for start in range(0, len(block[0]), PIECE):
+            yield number, start, torch.stack([row[start : start + PIECE] for row in block])
+
+
+def mapped(
+    blocks: Sequence[Block], function: Callable[[Tensor, int], Tensor], drop: bool = False
+) -> list[Tensor]:
+    """Return a vector (p,) for each block, from `function(matrix, its first column in J)`.
+
+    With `drop`, vectors of a block are dropped as soon as the block is done.
+    """
+    results, first = [], 0
+    for block in blocks:
+        width = len(block[0])
+        if isinstance(block, Tensor):
+            results.append(function(block, first))
+        else:
+            result = torch.empty_like(block[0], memory_format=torch.contiguous_format)
+            for _, start, rows in pieces([block]):
+                result[start : start + PIECE] = function(rows, first + start)
+            results.append(result)
+            if drop:
+                block.clear()
+        first += width
+    return results
+
+
+def gramian_of(blocks: Sequence[Block]) -> Tensor:
     """Return G = J Jᵀ (T, T) in float64 on the CPU.
 
-    `blocks` are the blocks of columns (T, p) of J, of any floating dtype and device. Products of at
+    `blocks` are the blocks of columns of J, of any floating dtype and device. Products of at
     most 4096 columns are summed in the dtype of the rows and these sums in float64: the error of
     float32 rows is about 1e-7 |g_i| |g_j| (2e-4 for one float32 product over 1e7 columns). All
     products are computed in float64, at three times the cost, if the rows are so nearly dependent
@@ -59,14 +98,15 @@ def gramian_of(blocks: Sequence[Tensor]) -> Tensor:
     Half-precision rows are multiplied in float32.
     """
     gramian = _sum_over(blocks, _in_their_dtype)
-    if all(rows.dtype == torch.float64 for rows in blocks):
+    if all(block[0].dtype == torch.float64 for block in blocks):
         return gramian
     again = _out_of_range(gramian, blocks) or _nearly_dependent(gramian)
     return _sum_over(blocks, _in_float64) if again else gramian
 
 
-def _sum_over(blocks: Sequence[Tensor], pieces_of: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
-    return reduce(add, (reduce(add, map(_product, pieces_of(rows))).cpu() for rows in blocks))
+def _sum_over(blocks: Sequence[Block], split: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
+    matrices = (rows for _, _, rows in pieces(blocks))
+    return reduce(add, (reduce(add, map(_product, split(rows))).cpu() for rows in matrices))
 
 
 def _in_their_dtype(rows: Tensor) -> Sequence[Tensor]:
@@ -84,17 +124,17 @@ def _in_float64(rows: Tensor, order: Tensor | None = None) -> Iterator[Tensor]:
         yield part.double() if order is None else part[order].double()
 
 
-def _out_of_range(gramian: Tensor, blocks: Sequence[Tensor]) -> bool:
+def _out_of_range(gramian: Tensor, blocks: Sequence[Block]) -> bool:
     """Whether products of float32 numbers overflowed or underflowed, so that G is wrong."""
     sizes = gramian.numpy().diagonal().tolist()
-    least = LEAST_SQUARE * sum([rows.shape[1] for rows in blocks])
+    least = LEAST_SQUARE * sum([len(block[0]) for block in blocks])
     if min(sizes) > least and max(sizes) < inf:  # products of two rows are between these
         return False
     if any(0 < size <= least or size == inf for size in sizes):
         return True
     # A size of 0 means zeros, or numbers whose squares underflow: read these few rows to decide.
     suspects = [index for index, size in enumerate(sizes) if size == 0]
-    return any(bool(rows[index].any()) for index in suspects for rows in blocks)
+    return any(bool(block[index].any()) for index in suspects for block in blocks)
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
@@ -132,33 +172,40 @@ def _product(block: Tensor) -> Tensor:
     return product + torch.cat([left, torch.cat([left[half:].T, last])], dim=1)
 
 
-def combine_safely(blocks: Sequence[Tensor], weights: Tensor, gramian: Tensor) -> list[Tensor]:
-    """Return Jᵀ w (p,) for each block of J, given its Gramian.
+def combine_safely(
+    blocks: Sequence[Block], weights: Tensor, gramian: Tensor, drop: bool = False
+) -> list[Tensor]:
+    """Return Jᵀ w (p,) for each block of J, given its Gramian; `drop` is that of `mapped`.
 
     Computed in float64 where the rows cancel, or where a weight that matters or a sum leaves the
     range of float32.
     """
+    function = _combine_in_float64 if cancels(weights, gramian) else _combine
+    return mapped(blocks, lambda rows, _: function(rows, weights), drop)
+
+
+def cancels(weights: Tensor, gramian: Tensor) -> bool:
+    """Whether Jᵀ w needs float64: the rows cancel, or float32 does not hold a weight or a sum."""
     w, matrix = weights.numpy(), gramian.numpy()
     with np.errstate(all="ignore"):
         shares = (abs(w) * np.sqrt(matrix.diagonal())).tolist()
         square = max(float(w @ matrix @ w), 0.0)
     reach = sum(shares)
-    exactly = (
-        reach * reach > 64 * square
+    return (
+        reach * reach > 16 * max(4, len(w)) * square
         or reach > LARGE_NORM
         or not _fits_float32(weights, shares, 1e-8 * reach)
     )
-    return [(_combine_in_float64 if exactly else _combine)(rows, weights) for rows in blocks]
 
 
-def triangular_factor(blocks: Sequence[Tensor], order: Tensor) -> Tensor:
+def triangular_factor(blocks: Sequence[Block], order: Tensor) -> Tensor:
     """Return L (T, r) with L Lᵀ = J Jᵀ for the rows of J in this order, in float64 on the CPU.
 
     By QR decompositions of blocks of columns, which keep all digits of float64 also for nearly
     dependent rows; a Gramian keeps half of them.
     """
     upper = torch.empty(0, len(order), dtype=torch.float64)
-    for rows in blocks:
+    for _, _, rows in pieces(blocks):
         for part in _in_float64(rows, order):
             # On a CPU a decomposition is faster within the cache.
             for piece in part.split(COLUMNS // 4, dim=1) if rows.is_cpu else [part]:
@@ -201,9 +248,9 @@ def _combine(rows: Tensor, weights: Tensor) -> Tensor:
         # One pass; a vector product takes a quarter longer. Not for a first weight of 0, with which
         # addr would hide NaN and infinity in the first row.
         first, second = weights.tolist()
-        left, result = rows.new_ones(1), _empty_like(rows[:1])
+        left, result = rows.new_ones(1), uninitialized(rows[:1].shape, rows.dtype)
         return torch.addr(rows[:1], left, rows[1], beta=first, alpha=second, out=result)[0]
-    weights, result = weights.to(rows.dtype), _empty_like(rows[0])
+    weights, result = weights.to(rows.dtype), uninitialized(rows[0].shape, rows.dtype)
     if torch.get_num_threads() == 1:
         return torch.mv(rows.T, weights, out=result)
     # A CPU uses one thread for a vector product, and all threads for a batch of them.
@@ -215,12 +262,12 @@ def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     return result
 
 
-def _empty_like(rows: Tensor) -> Tensor:
+def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized contiguous tensor on the CPU.
 
     NumPy asks Linux for huge pages: a first write to 40 MB takes 3 ms instead of 16.
     """
-    return torch.from_numpy(np.empty(rows.shape, str(rows.dtype).removeprefix("torch.")))
+    return torch.from_numpy(np.empty(tuple(shape), str(dtype).removeprefix("torch.")))
 
 
 def at_least_float32(rows: Tensor) -> Tensor:
@@ -228,11 +275,13 @@ def at_least_float32(rows: Tensor) -> Tensor:
     return rows.float() if rows.dtype in HALVES else rows
 
 
-def is_finite(rows: Tensor) -> bool:
+def is_finite(block: Block) -> bool:
     """Whether all entries are finite, in one pass (`rows.isfinite().all()` takes 30 times as long
     on a CPU).
     """
-    return not rows.numel() or bool(torch.stack(rows.aminmax()).isfinite().all())
+    if not isinstance(block, Tensor):
+        return all(map(is_finite, block))
+    return not block.numel() or bool(torch.stack(block.aminmax()).isfinite().all())
 
 
 class SolvedOnRows(ABC):
@@ -268,7 +317,7 @@ class RowSolution:
 
 def solve_on_rows(
     problem: SolvedOnRows,
-    blocks: Sequence[Tensor],
+    blocks: Sequence[Block],
     gramian: Tensor,
     scale: float,
     harmless: bool,
@@ -285,7 +334,7 @@ def solve_on_rows(
     norms = rows.norm(dim=1)
     places = torch.from_numpy(problem.places(tasks, len(gramian)))[order]
     bound = problem.largest_norm(rows, places)
-    precision = max(torch.finfo(block.dtype).eps for block in blocks)
+    precision = max(torch.finfo(block[0].dtype).eps for block in blocks)
     least = min(max(8 * precision, LEAST), LARGEST_LEAST)
     longest = bound * (1 + TOO_LONG + precision) + 1e-15 * float(norms.max())
     excess = torch.inf
@@ -296,7 +345,7 @@ def solve_on_rows(
         except NotConverged as error:
             excess = error.residual
             continue
-        grads = [_combine_in_float64(block, weights, order) for block in blocks]
+        grads = mapped(blocks, lambda part, _: _combine_in_float64(part, weights, order))
         norm = _norm(grads) / scale
         fell_back, conflict = ridge != RIDGES[0], 0.0
         if fell_back and harmless and bound:
@@ -312,12 +361,15 @@ def _norm(grads: Sequence[Tensor]) -> float:
     return sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
 
 
-def _products(blocks: Sequence[Tensor], grads: Sequence[Tensor], order: Tensor) -> Tensor:
+def _products(blocks: Sequence[Block], grads: Sequence[Tensor], order: Tensor) -> Tensor:
     """Return g_i · d (T,) for the rows in this order, in float64 on the CPU."""
-    pairs = zip(blocks, grads, strict=True)
     products = [
         (part @ piece[0]).cpu()
-        for rows, grad in pairs
-        for part, piece in zip(_in_float64(rows, order), _in_float64(grad[None]), strict=True)
+        for number, start, rows in pieces(blocks)
+        for part, piece in zip(
+            _in_float64(rows, order),
+            _in_float64(grads[number][None, start : start + rows.shape[1]]),
+            strict=True,
+        )
     ]
     return reduce(add, products)

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradsurg.aggregators._preference import (
     Preference,
     check_preference,
-    is_symmetric,
     shares_of,
 )
 from gradsurg.aggregators.base import (
@@ -40,6 +39,10 @@ class SDMGrad(GramianAggregator):
     Both papers take A = J_1 J_2ᵀ of two independent batches, which is unbiased; here A is that of
     one batch, so noise between batches adds to its diagonal.
 
+    The steps converge if no eigenvalue of A exceeds 2 (1 + momentum) / lr. The default `lr` is far
+    above that bound: w then jumps between corners of the simplex, and rounding, and with it the
+    order of the tasks, decides between them. `lr=0.3` converges for up to ten normalized gradients.
+
     Zero gradients attract weight. Identical tasks give that gradient and one task is unchanged
     without a `preference`; opposite ones cancel only after enough steps. A NaN or infinity makes
     every weight NaN and keeps the state.
@@ -64,8 +67,6 @@ class SDMGrad(GramianAggregator):
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
         properties: set[AggregatorProperty] = {"deterministic"}
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
         if self.normalize:
             properties |= {"homogeneous"}
         if self.pull and min(self.preference or (1.0,)) > 0:

@@ -163,16 +163,16 @@ def _eigen(matrix: bytes, count: int) -> tuple[Array, Array]:
     return values, vectors
 
 
-def equiangular(cosines: Array) -> tuple[Array, Array]:
-    """Return v = C⁺ 1, the direction with the same cosine to all rows, and C v.
+def equiangular(cosines: Array, target: Array | float = 1.0) -> tuple[Array, Array]:
+    """Return v = C⁺ t, the direction with cosines to the rows in the ratio of `target`, and C v.
 
-    C v is 1 if the rows are independent, else its least-squares approximation, with the
+    C v is t if the rows are independent, else its least-squares approximation, with the
     minimum-norm v.
     """
     values, vectors = _eigen(cosines.tobytes(), len(cosines))
     kept = values > RANK * values[-1]
     vectors = vectors[:, kept]
-    sums = vectors.sum(0)
+    sums = np.broadcast_to(target, len(cosines)) @ vectors
     return vectors @ (sums / values[kept]), vectors @ sums
 
 

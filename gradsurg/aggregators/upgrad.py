@@ -10,6 +10,7 @@ from gradsurg.aggregators._preference import (
     Preference,
     check_preference,
     is_symmetric,
+    nonzero_shares,
     shares_of,
 )
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
@@ -69,7 +70,7 @@ class UPGrad(Weighting, SolvedOnRows):
 
     def weights(self, gramian: Tensor) -> Tensor:
         shares = shares_of(self, self.preference, len(gramian))
-        nonzero = shares[gramian.diagonal().numpy() > 0]
+        nonzero = nonzero_shares(self, self.preference, gramian)
 
         def projected(cosines: Array, norms: Array) -> Array:
             return (nonzero * norms) @ project_onto_dual_cone(cosines, np.eye(len(norms)))

@@ -156,6 +156,17 @@ class Live:
         self.session.check_attached()
         self.multi_task.backward(losses, self._attached, scale, aggregate, retain_graph)
 
+    def jacobian(self, losses: "Losses") -> dict[str, Tensor]:
+        """Return the gradient of each of T losses by each parameter (T, *shape), by name.
+
+        `losses` are those of `backward`. Transforms act on the gradient of each task, aggregators
+        do not; rows of a task that does not reach a parameter are zeros. `.grad` does not change,
+        and the graph is kept. Only parameters that require a gradient are returned. Raises as
+        `backward` does.
+        """
+        self.session.check_attached()
+        return self.multi_task.jacobian(losses, self._attached)
+
     @property
     def reads_example_labels(self) -> bool:
         """Whether a transform reads the labels given to `set_batch` or `set_example_labels`."""

@@ -261,6 +261,10 @@ class Surgery:
                 sites = item.at.find(model)
                 text += _state_size(item, {site: params.get(site) for site in sites}, params)
                 text += _copies_size(item, [params[site] for site in sites if site in params])
+                if "examples" in item.needs:
+                    from gradsurg.per_example.gradients import plan_of
+
+                    text += plan_of(item.links[0], model, sites)
                 below = [f"  {line}" for line in (text, *sites)]
             else:
                 modules = tree(model, example_input, item.at)

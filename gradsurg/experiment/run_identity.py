@@ -45,6 +45,9 @@ MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
 RESUMED = "resumed from a checkpoint made with "
 
+ADDED = {"reduce": "mean", "on_nonfinite": "propagate"}
+"""Fields of `shared` that are later than others: their defaults are not part of an identity."""
+
 Config = Mapping[str, Any]  # Any: what YAML can hold
 
 
@@ -67,7 +70,7 @@ def run_identity(
         groups |= {key: config[key] for key in ("transform", "site", "when")}
         if aggregated:
             items = config["shared"].items()
-            shared = {key: value for key, value in items if (key, value) != ("reduce", "mean")}
+            shared = {key: value for key, value in items if ADDED.get(key) != value}
             groups |= {"aggregator": config["aggregator"], "shared": shared}
         groups["order"] = [*config["transform"]]
         if arm != "treated":

@@ -1,10 +1,11 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, combinations
+from itertools import combinations
 from math import isfinite
 from operator import add
 
@@ -22,7 +23,15 @@ from gradsurg.aggregators.base import (
     combine_by_gramian,
     norm_matched_sums,
 )
-from gradsurg.aggregators.rows import at_least_float32, combine, gramian_of, is_finite
+from gradsurg.aggregators.rows import (
+    Block,
+    at_least_float32,
+    combine,
+    gramian_of,
+    is_finite,
+    mapped,
+    pieces,
+)
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.core.session import Session
 from gradsurg.multitask.conflict import Conflicts, Measurement
@@ -39,6 +48,10 @@ from gradsurg.triggers.for_task import ForTask
 
 SOLVER = "/solver"
 """End of the key of the state that counts the updates of a group without an exact solution."""
+
+
+NONFINITE = "/nonfinite"
+"""The same for the tasks and steps that were left out."""
 
 
 def check_trigger(trigger: Trigger, label: str) -> None:
@@ -72,24 +85,27 @@ def plan_of(
     if at.features:
         module_of(model, at.features)  # raises if the module does not exist
         place = f" at {at.features!r}"
-    patterns = [] if isinstance(at.granularity, str) else at.granularity
-    granularity = plural(len(patterns), "group") if patterns else at.granularity
+    names = dict.fromkeys(groups.values()) if at.granularity == "layer" else at.granularity
+    names = [] if isinstance(names, str) else list(names)
+    granularity = plural(len(names), "layer" if at.granularity == "layer" else "group")
+    granularity = granularity if names else at.granularity
     is_distributed = distributed.is_available() and distributed.is_initialized()
     processes = distributed.get_world_size() if is_distributed else 1
+    skip = ", a task with a NaN or infinity is left out" if at.on_nonfinite == "skip" else ""
     lines = [
         f"{label}: {aggregator!r} for those of {plural(len(groups), 'parameter')} that several "
         "tasks reach",
-        f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}",
+        f"  engine {at.engine}{place}, granularity {granularity}, when {trigger!r}{skip}",
     ]
     if processes > 1 and at.reduce == "mean":
         lines.append(f"  on the mean gradient of each task over {processes} processes")
     elif processes > 1:
         lines.append(f"  in each of {processes} processes alone, whose results are averaged")
-    if not patterns:
+    if not names:
         return "\n".join([*lines, *(f"  {site}" for site in groups)])
-    for pattern in patterns:
-        lines.append(f"  {pattern}:")
-        lines += [f"    {site}" for site, group in groups.items() if group == pattern]
+    for name in names:
+        lines.append(f"  {name}:")
+        lines += [f"    {site}" for site, group in groups.items() if group == name]
     return "\n".join(lines)
 
 
@@ -145,6 +161,23 @@ class Aggregation:
         """Whether this step has weights for further losses."""
         return self._weights is not None
 
+    @property
+    def needs_all_tasks(self) -> bool:
+        """Whether the aggregator cannot act without one of the tasks."""
+        return self.aggregator.num_tasks is not None or bool(self.aggregator.init(2))
+
+    def count_nonfinite(self, tasks: Sequence[str], is_step: bool) -> None:
+        """Count tasks left out of a step, or a step left out, and tell the first."""
+        self.has_failed |= is_step
+        for _ in tasks[:1] if is_step else tasks:
+            self._count_outcome("", "steps" if is_step else "tasks", NONFINITE)
+        what = "the step was skipped" if is_step else "left out of the step"
+        self.session.warn_once(
+            f"{self.label}: a NaN or infinity in the loss or the gradient of {', '.join(tasks)} at "
+            f"step {self.session.clock.step}: {what}",
+            key=f"{self.label} nonfinite",
+        )
+
     def select(self, model: nn.Module) -> None:
         """Set `groups`, the group of each selected parameter that requires a gradient."""
         self.groups = self.at.groups(model)
@@ -184,28 +217,35 @@ class Aggregation:
         """Compute new weights at the next losses."""
         self._weights = None
 
-    def combine_with(self, parts: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    def combine_with(self, parts: Sequence[Block], weights: Tensor) -> list[Tensor]:
         """Combine the rows of each part by given weights."""
-        with without_autocast(parts):
-            return [combine(rows, weights) for rows in parts]
+        with without_autocast(_first_rows(parts)):
+            return mapped(parts, lambda rows, _: combine(rows, weights), drop=True)
 
     def closing_warnings(self) -> list[str]:
-        """Return a warning if solvers fell back or failed in a step so far."""
-        prefix, states = f"{self.label}/", self.session.states
-        keys = [key for key in states if key.startswith(prefix)]
-        counts = [states[key] for key in keys if key.removeprefix(prefix).endswith(SOLVER)]
-        if not counts:
-            return []
-        fallbacks, skipped = (
-            sum(int(count[name]) for count in counts) for name in ("fallbacks", "skipped")
-        )
-        return [
-            f"{self.label}: {fallbacks} updates are less exact than others, as the gradients were "
-            f"nearly dependent, and {skipped} were skipped, as no solver converged"
-        ]
+        """Return a warning if solvers fell back or failed, or tasks were left out, so far."""
+        total: Counter[str] = Counter()
+        prefix = f"{self.label}/"
+        for key, counts in self.session.states.items():
+            ending = key.removeprefix(prefix).endswith((SOLVER, NONFINITE))
+            if key.startswith(prefix) and ending:
+                total.update({name: int(count) for name, count in counts.items()})
+        texts = []
+        if total["fallbacks"] or total["skipped"]:
+            texts.append(
+                f"{self.label}: {total['fallbacks']} updates are less exact than others, as the "
+                f"gradients were nearly dependent, and {total['skipped']} were skipped, as no "
+                "solver converged"
+            )
+        if total["steps"] or total["tasks"]:
+            texts.append(
+                f"{self.label}: {total['steps']} steps were skipped, and the gradient of one task "
+                f"was left out {total['tasks']} times, for a NaN or infinity"
+            )
+        return texts
 
     def combine(
-        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+        self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
     ) -> list[Tensor] | None:
         """Combine the rows (T, p) of each part of a group into one gradient a part.
 
@@ -216,7 +256,7 @@ class Aggregation:
             return _sum(parts).grads
         if self.session.is_scaled and not all(map(is_finite, parts)):
             return _sum(parts).grads  # the scaler skips this step
-        with without_autocast(parts):
+        with without_autocast(_first_rows(parts)):
             context = self._context(group, losses)
             if fires:
                 result = self._aggregate(group, parts, losses)
@@ -234,7 +274,7 @@ class Aggregation:
     def observe(
         self,
         group: str,
-        parts: Sequence[Tensor],
+        parts: Sequence[Block],
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> None:
@@ -242,7 +282,7 @@ class Aggregation:
 
         Without weights, measure the update that the aggregator would compute.
         """
-        with without_autocast(parts):
+        with without_autocast(_first_rows(parts)):
             result = AggregationResult([], {}, weights)
             if weights is None and self._count(group):
                 computed = self._aggregate(group, parts, losses)
@@ -255,15 +295,15 @@ class Aggregation:
             self._measure(self._context(group, losses), parts, result)
 
     def _aggregate(
-        self, group: str, parts: Sequence[Tensor], losses: Mapping[str, float]
+        self, group: str, parts: Sequence[Block], losses: Mapping[str, float]
     ) -> AggregationResult | None:
         """Return the update of a group, None if a solver does not converge."""
         context = self._context(group, losses)
         try:
             state = self._state(group, context.tasks)
             scale = self.session.loss_scale
-            with self._watched(parts[0].device):
-                result = aggregate(self.aggregator, parts, state, context, scale)
+            with self._watched(parts[0][0].device):
+                result = aggregate(self.aggregator, parts, state, context, scale, drop=True)
             if result.fell_back:
                 self._count_outcome(group, "fallbacks")
             if note := self.aggregator.order_note(context.tasks):
@@ -292,14 +332,14 @@ class Aggregation:
         way_out = "Draw from context.generator(), which is seeded by (seed, group, step)."
         return random_state.untouched(f"{self.label}: {self.aggregator!r}", device, way_out)
 
-    def _count_outcome(self, group: str, outcome: str) -> None:
-        """Count an update that fell back or was skipped; a state, so that checkpoints hold it."""
-        states, key, zero = self.session.states, f"{self.label}/{group}{SOLVER}", torch.tensor(0)
-        counts = states.get(key, {"fallbacks": zero, "skipped": zero})
-        states[key] = counts | {outcome: counts[outcome] + 1}
+    def _count_outcome(self, group: str, outcome: str, end: str = SOLVER) -> None:
+        """Count an outcome, by default of a solver; a state, so that checkpoints hold it."""
+        states, key, zero = self.session.states, f"{self.label}/{group}{end}", torch.tensor(0)
+        counts = states.get(key, {})
+        states[key] = counts | {outcome: counts.get(outcome, zero) + 1}
 
     def _measure(
-        self, context: AggregatorContext, parts: Sequence[Tensor], result: AggregationResult
+        self, context: AggregatorContext, parts: Sequence[Block], result: AggregationResult
     ) -> None:
         scale, gramian, weights = self.session.loss_scale, result.gramian, result.weights
         if gramian is None:
@@ -320,7 +360,7 @@ class Aggregation:
         measurement = Measurement(
             self.label, name, context, gramian, weights, products, norm, fallbacks
         )
-        compare = self.at.granularity not in ("module", "tensor")
+        compare = self.at.granularity not in ("layer", "module", "tensor")
         self.conflicts.add(measurement, compare)
 
     def _count(self, group: str) -> bool:
@@ -430,51 +470,62 @@ class Aggregation:
 
 def aggregate(
     aggregator: Aggregator,
-    blocks: Sequence[Tensor],
+    blocks: Sequence[Block],
     state: AggregatorState,
     context: AggregatorContext,
     scale: float = 1.0,
+    drop: bool = False,
 ) -> AggregationResult:
-    """Apply an aggregator to the matrix with these blocks of columns (T, p).
+    """Apply an aggregator to the matrix with these blocks of columns.
 
-    The rows are multiplied by the loss `scale`, and so is the result.
+    The rows are multiplied by the loss `scale`, and so is the result. With `drop`, blocks that are
+    sequences of vectors may be empty afterwards, if the result has weights that are not `on_rows`.
     """
     match aggregator:
         case GramianAggregator():
             return AggregationResult(
-                **vars(combine_by_gramian(aggregator, blocks, state, context, scale))
+                **vars(combine_by_gramian(aggregator, blocks, state, context, scale, drop))
             )
         case LossWeighting():
             weights, state = aggregator.weigh(len(blocks[0]), state, context)
-            return AggregationResult([combine(rows, weights) for rows in blocks], state, weights)
+            grads = mapped(blocks, lambda rows, _: combine(rows, weights))
+            return AggregationResult(grads, state, weights)
         case Entrywise():
-            starts = [0, *accumulate(rows.shape[1] for rows in blocks)]
-            grads = [
-                aggregator.apply(rows, replace(context, start=start))
-                for rows, start in zip(blocks, starts, strict=False)
-            ]
+            grads = mapped(
+                blocks, lambda rows, start: aggregator.apply(rows, replace(context, start=start))
+            )
             return AggregationResult(grads, state)
         case NormMatchedSum():
             result = aggregate(aggregator.of, blocks, state, context, scale)
             grads = norm_matched_sums(blocks, result.grads)
             return AggregationResult(grads, result.state, fell_back=result.fell_back)
         case _:
-            if len(blocks) > 1:
-                kinds = ", ".join(f"{rows.dtype} on {rows.device}" for rows in blocks)
+            kinds = {f"{block[0].dtype} on {block[0].device}" for block in blocks}
+            if len(kinds) > 1:
                 raise TypeError(
                     f"{type(aggregator).__name__} needs parameters of one dtype and device, "
-                    f"found {kinds}"
+                    f"found {', '.join(sorted(kinds))}"
                 )
-            grad, state = aggregator.merge(blocks[0], state, context)
-            return AggregationResult([grad], state)
+            parts = [rows for _, _, rows in pieces(blocks)]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            grad, state = aggregator.merge(rows, state, context)
+            return AggregationResult(list(grad.split([len(block[0]) for block in blocks])), state)
 
 
-def _sum(parts: Sequence[Tensor]) -> AggregationResult:
+def _sum(parts: Sequence[Block]) -> AggregationResult:
     ones = torch.ones(len(parts[0]), dtype=torch.float64)
-    return AggregationResult([rows.sum(dim=0) for rows in parts], {}, ones)
+    return AggregationResult(mapped(parts, lambda rows, _: rows.sum(dim=0)), {}, ones)
 
 
-def _products(blocks: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+def _first_rows(parts: Sequence[Block]) -> list[Tensor]:
+    """Return a row of each block, for its device."""
+    return [block[0] for block in parts]
+
+
+def _products(blocks: Sequence[Block], grads: Sequence[Tensor]) -> Tensor:
     """Return g_i . d (T,) in float64, for a gradient d of each block."""
-    pairs = zip(map(at_least_float32, blocks), grads, strict=True)
-    return reduce(add, [(rows @ grad.to(rows.dtype)).double().cpu() for rows, grad in pairs])
+    products = []
+    for number, start, rows in pieces(blocks):
+        rows, grad = at_least_float32(rows), grads[number][start : start + rows.shape[1]]
+        products.append((rows @ grad.to(rows.dtype)).double().cpu())
+    return reduce(add, products)

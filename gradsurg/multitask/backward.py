@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
+from math import isfinite
 from operator import add
 
 import torch
@@ -23,12 +24,7 @@ from gradsurg.multitask.features import (
     stack_gradients,
     unstack_gradients,
 )
-from gradsurg.multitask.jacobian import (
-    Jacobian,
-    JacobianBlock,
-    JacobianBuilder,
-    check_repeatable,
-)
+from gradsurg.multitask.jacobian import Jacobian, JacobianBuilder, check_repeatable
 from gradsurg.multitask.losses import (
     BackwardCall,
     Losses,
@@ -142,6 +138,15 @@ class MultiTaskBackward:
             self.session.clock.backwards += 1
         if self.session.is_scaled:
             self._allow_step_without_gradients()
+
+    def jacobian(self, losses: Losses, interventions: Sequence[Attached]) -> dict[str, Tensor]:
+        """Implement `Live.jacobian`."""
+        call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
+        call.check_task_names(list(call.losses))
+        call.check_stateless(len(call.losses))
+        collected = JacobianBuilder(self.session, []).collect(call, strict=False)
+        assert collected is not None  # the call is the last of its step
+        return collected[0].rows()
 
     def after_step(self) -> None:
         """End the step of all aggregators; call it after each optimizer step."""
@@ -296,8 +301,8 @@ class MultiTaskBackward:
         jacobian, losses = measured
         if self._group is not None:
             losses = average_jacobian(self._group, jacobian, losses)
-        for aggregation, group, blocks in self._builder.groups(jacobian):
-            tasks, parts = jacobian.rows_of(blocks)
+        for aggregation, group, members in self._builder.groups(jacobian):
+            tasks, parts = jacobian.take(members)
             used = weights[tasks] if weights is not None else None
             aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
         jacobian.reset(0)
@@ -313,14 +318,18 @@ class MultiTaskBackward:
         if self._group is not None:
             losses = average_jacobian(self._group, jacobian, losses)
         self._max_losses = max(self._max_losses, len(losses))
+        if aggregation is not None and aggregation.at.on_nonfinite == "skip":
+            self._drop_nonfinite(aggregation, jacobian, losses)
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)
         combined: dict[int, Tensor] = {}
-        for owner, group, blocks in self._builder.groups(jacobian):
-            grads = self._combine(owner, group, jacobian, blocks, losses, weights)
-            for block, grad in zip(blocks, grads or (), strict=grads is not None):
-                combined |= block.split(grad, jacobian.params)
-        if self.aggregations and not jacobian.blocks:
+        for owner, group, members in self._builder.groups(jacobian):
+            if not any(reached.intersection(members) for reached in jacobian.reached):
+                continue  # all tasks that reach the group were dropped
+            grads = self._combine(owner, group, jacobian, members, losses, weights)
+            if grads is not None:
+                combined |= jacobian.split(members, grads)
+        if self.aggregations and not jacobian.shared:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)
@@ -331,12 +340,26 @@ class MultiTaskBackward:
         with paused(call.at_leaves):
             torch.autograd.backward(list(grads), list(grads.values()))
 
+    def _drop_nonfinite(
+        self, aggregation: Aggregation, jacobian: Jacobian, losses: Mapping[str, float]
+    ) -> None:
+        """Drop the tasks with a NaN or infinity; all if an aggregator needs them all."""
+        dropped = {task for task, loss in enumerate(losses.values()) if not isfinite(loss)}
+        dropped.update(jacobian.nonfinite_tasks())
+        if not dropped:
+            return
+        names = [name for task, name in enumerate(losses) if task in dropped]
+        is_step = any(each.needs_all_tasks for each in self.aggregations)
+        aggregation.count_nonfinite(names, is_step or len(dropped) == len(losses))
+        for task in range(len(losses)) if is_step else dropped:
+            jacobian.drop(task)
+
     def _combine(
         self,
         aggregation: Aggregation,
         group: str,
         jacobian: Jacobian,
-        blocks: Sequence[JacobianBlock],
+        members: Sequence[int],
         losses: Mapping[str, float],
         weights: Tensor | None,
     ) -> list[Tensor] | None:
@@ -344,12 +367,18 @@ class MultiTaskBackward:
 
         None if no solver converges.
         """
-        tasks, parts = jacobian.rows_of(blocks)
+        tasks, parts = jacobian.take(members)
         if weights is not None:
             if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
             return aggregation.combine_with(parts, weights[tasks])
-        self._warn_absent(aggregation, losses, tasks, f"the shared parameters of '{group}'")
+        names = list(losses)
+        absent = [
+            names[task]
+            for task, reached in enumerate(jacobian.reached)
+            if reached and task not in tasks
+        ]
+        self._warn_absent(aggregation, absent, f"the shared parameters of '{group}'")
         return aggregation.combine(group, parts, _of_tasks(losses, tasks))
 
     def _backward_at_features(self, aggregation: Aggregation, call: BackwardCall) -> None:
@@ -377,7 +406,8 @@ class MultiTaskBackward:
                 head_grads |= of_head
         cut.check_dense(task_grads, self.session.model)
         tasks = _tasks_with_gradients(losses, task_grads)
-        self._warn_absent(aggregation, losses, tasks, "the representation that others share")
+        absent = [name for task, name in enumerate(losses) if task not in tasks]
+        self._warn_absent(aggregation, absent, "the representation that others share")
         parts = stack_gradients([task_grads[task] for task in tasks])
         self._warn_if_disjoint(aggregation, parts)
         values = _of_tasks(loss_values(losses, self.session.loss_scale), tasks)
@@ -392,11 +422,9 @@ class MultiTaskBackward:
                 edges, list(edge_grads.values()), retain_graph=call.retain_graph
             )
 
-    def _warn_absent(
-        self, aggregation: Aggregation, losses: Iterable[str], tasks: Sequence[int], place: str
-    ) -> None:
-        """Warn about each task that is not in `tasks`."""
-        for name in (name for index, name in enumerate(losses) if index not in tasks):
+    def _warn_absent(self, aggregation: Aggregation, names: Iterable[str], place: str) -> None:
+        """Warn about each of these tasks."""
+        for name in names:
             self.session.warn_once(
                 f"{aggregation.label}: {name} does not reach {place}, and does not contribute to "
                 "the combined gradient"

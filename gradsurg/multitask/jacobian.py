@@ -1,16 +1,17 @@
 """The gradients of several tasks with respect to each parameter, one backward pass a task."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise, product
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
+from gradsurg.aggregators.rows import Block, is_finite, uninitialized
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
@@ -21,6 +22,8 @@ from gradsurg.torch_internals.autograd import version_of
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
 
+Key = TypeVar("Key", int, Tensor)
+
 SINGLE_USE = (
     "a graph was compiled before the surgery was attached, for one backward pass only, which may "
     "overwrite saved tensors"
@@ -28,45 +31,23 @@ SINGLE_USE = (
 RECOMPILE = "Call torch.compiler.reset() and compile the model inside the block."
 
 
-@dataclass
-class JacobianBlock:
-    """The rows (T, p) of the parameters of one group, dtype and device.
-
-    `members` are the indices of the parameters, `starts` their first columns. `rows` is the first
-    T rows of `buffer`, which keeps the largest number of tasks so far.
-    """
-
-    group: str
-    members: list[int]
-    starts: list[int]
-    buffer: Tensor
-    rows: Tensor
-
-    def resize(self, num_tasks: int) -> None:
-        """Set the number of rows; rows that stay keep their content."""
-        if len(self.buffer) < num_tasks:
-            self.buffer = self.buffer.new_empty(num_tasks, self.buffer.shape[1])
-            self.buffer[: len(self.rows)] = self.rows
-        self.rows = self.buffer[:num_tasks]
-
-    def split(self, flat: Tensor, params: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Split a flat gradient (p,) into views in the shapes of the parameters, by index."""
-        return {
-            index: flat[start : start + params[index].numel()].view_as(params[index])
-            for index, start in zip(self.members, self.starts, strict=True)
-        }
+LARGE = 1 << 20
+"""Entries from which the gradients of a parameter stay as autograd made them; smaller ones are
+copied into blocks of about this width."""
+MATRIX = 1 << 26
+"""Entries up to which all gradients are copied into one matrix: a CPU reads that faster."""
 
 
 class Jacobian:
     """The gradient of each task with respect to each parameter.
 
-    A parameter with a group that at least two tasks reach is stored in a block. Which parameters
-    these are is known only after the last task. Until then gradients go to the blocks of the
-    previous step (or of `preallocate`); those without a block are stored one by one.
+    A parameter with a group that at least two tasks reach is shared; which these are is known only
+    after the last task.
 
     Attributes:
         groups: The group of each parameter, None for parameters without an aggregator.
         reached: For each task, the indices of the parameters with a gradient.
+        shared: The indices of the shared parameters, after `finish`.
     """
 
     def __init__(
@@ -75,116 +56,242 @@ class Jacobian:
         self.params = params
         self.names = names
         self.groups = groups
-        self.blocks: list[JacobianBlock] = []
-        self._positions: dict[int, tuple[JacobianBlock, int]] = {}
+        grouped = [index for index, group in enumerate(groups) if group is not None]
+        ends = [*accumulate([params[index].numel() for index in grouped], initial=0)]
+        self._columns = dict(zip(grouped, pairwise(ends), strict=True))
+        self._width = ends[-1]
+        kinds = {(params[index].dtype, params[index].device.type) for index in grouped}
+        self._fits = kinds == {(torch.float32, "cpu")}
         self.reset(0)
 
+    @property
+    def num_tasks(self) -> int:
+        """The number of tasks."""
+        return len(self.reached)
+
     def reset(self, num_tasks: int) -> None:
-        """Drop all gradients and expect `num_tasks` tasks; 0 frees the buffers."""
-        self.num_tasks = num_tasks
-        self._separate: list[dict[int, Tensor]] = [{} for _ in range(num_tasks)]
-        self._extra_leaves: list[dict[Tensor, Tensor]] = [{} for _ in range(num_tasks)]
-        self.reached: list[set[int]] = [set() for _ in range(num_tasks)]
-        self._written: list[bool] = [False] * num_tasks
-        for block in self.blocks:
-            block.rows = block.rows[:0]
-            if not num_tasks:
-                block.buffer = block.buffer.new_empty(0, block.buffer.shape[1])
-            block.resize(num_tasks)
+        """Drop all gradients and expect `num_tasks` tasks; 0 frees the memory of the matrix."""
+        self.shared: list[int] = []
+        self.reached: list[set[int]] = []
+        self._grads: list[dict[int, Tensor]] = []
+        self._extra_leaves: list[dict[Tensor, Tensor]] = []
+        self._matrix: Tensor | None = None
+        if not num_tasks:
+            self._buffer = torch.empty(0, self._width)
+        elif self._fits and num_tasks * self._width <= MATRIX:
+            if len(self._buffer) < num_tasks:
+                self._buffer = uninitialized((num_tasks, self._width), torch.float32)
+            self._matrix = self._buffer[:num_tasks]
+        self.add_tasks(num_tasks)
 
     def add_tasks(self, num_tasks: int) -> None:
         """Increase the number of tasks to `num_tasks`."""
-        added = num_tasks - self.num_tasks
-        self.num_tasks = num_tasks
-        self._separate += [{} for _ in range(added)]
-        self._extra_leaves += [{} for _ in range(added)]
-        self.reached += [set() for _ in range(added)]
-        self._written += [False] * added
-        for block in self.blocks:
-            block.resize(num_tasks)
-
-    def preallocate(self, reached: Sequence[set[int]]) -> None:
-        """Create the blocks from the parameters that each task will reach."""
-        self._create_blocks(self._shared(reached))
+        if self._matrix is not None and num_tasks > len(self._matrix):
+            self._matrix = None  # its gradients stay where they are
+        for _ in range(self.num_tasks, num_tasks):
+            self.reached.append(set())
+            self._grads.append({})
+            self._extra_leaves.append({})
 
     def add(self, task: int, grads: Sequence[Tensor | None]) -> None:
         """Add one gradient of a task for each parameter, None for those that it does not reach."""
-        self.reached[task] |= {index for index, grad in enumerate(grads) if grad is not None}
-        separate = self._separate[task]
-        for index, grad in enumerate(grads):
-            if index in self._positions and (grad is None or _is_dense(grad)):
-                self._write(task, index, grad)
-            elif grad is not None:
-                earlier = separate.get(index)
-                separate[index] = grad if earlier is None else earlier + grad
-        self._written[task] = True
+        grads = self._copied(task, grads) if self._matrix is not None else grads
+        _add(self._grads[task], enumerate(grads))
+        self.reached[task] |= {*self._grads[task]}
 
     def add_extra_leaves(
         self, task: int, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> None:
         """Add the gradients of a task for leaves that are not parameters."""
-        extra = self._extra_leaves[task]
-        for leaf, grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                extra[leaf] = extra[leaf] + grad if leaf in extra else grad
+        _add(self._extra_leaves[task], zip(leaves, grads, strict=True))
 
     def finish(self, strict: bool = True) -> list[str]:
-        """Store exactly the shared parameters in blocks, after the last task.
+        """Find the shared parameters, after the last task.
 
-        Raises TypeError for a gradient that is not dense and real; if not `strict`, leaves its
-        parameter out of the blocks instead. Returns the names of those left out.
+        Raises TypeError for a gradient that is not dense and real; if not `strict`, its parameter
+        is not shared instead. Returns the names of those left out.
         """
-        shared = self._shared(self.reached)
-        unsupported = self._unsupported()
-        left_out = [index for index in shared if any(index in grads for grads in unsupported)]
-        if left_out and strict:
-            raise TypeError(self._unsupported_text(left_out[0]))
-        shared = [index for index in shared if index not in left_out]
-        if self._positions.keys() != set(shared):
-            self._create_blocks(shared)
+        least, counts = min(2, self.num_tasks), Counter(chain.from_iterable(self.reached))
+        left_out: list[int] = []
+        self.shared = []
+        for index, group in enumerate(self.groups):
+            if group is None or counts[index] < least:
+                continue
+            present = [grads[index] for grads in self._grads if index in grads]
+            wrong = [grad for grad in present if not _is_dense(grad)]
+            if wrong and strict:
+                raise TypeError(
+                    f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
+                    f"found {wrong[0].dtype} with layout {wrong[0].layout}: select others "
+                    "(SharedParameters('<pattern>')), or use engine='feature'"
+                )
+            (left_out if wrong else self.shared).append(index)
         return [self.names[index] for index in left_out]
 
-    def blocks_by_group(self) -> dict[str, list[JacobianBlock]]:
-        """Return the blocks of each group."""
-        by_group: dict[str, list[JacobianBlock]] = {}
-        for block in self.blocks:
-            by_group.setdefault(block.group, []).append(block)
+    def nonfinite_tasks(self) -> list[int]:
+        """Return the tasks with a gradient that has a NaN or infinity."""
+        every = (
+            [*grads.values(), *extra.values()]
+            for grads, extra in zip(self._grads, self._extra_leaves, strict=True)
+        )
+        return [
+            task
+            for task, grads in enumerate(every)
+            if not all(is_finite(grad) for grad in grads if _is_dense(grad))
+        ]
+
+    def drop(self, task: int) -> None:
+        """Drop the gradients of a task, as if it reached nothing."""
+        self.reached[task], self._grads[task], self._extra_leaves[task] = set(), {}, {}
+
+    def members_by_group(self) -> dict[str, list[int]]:
+        """Return the shared parameters of each group."""
+        by_group: dict[str, list[int]] = {}
+        for index in self.shared:
+            group = self.groups[index]
+            assert group is not None
+            by_group.setdefault(group, []).append(index)
         return by_group
 
-    def rows_of(self, blocks: Sequence[JacobianBlock]) -> tuple[list[int], list[Tensor]]:
-        """Return the tasks that reach a parameter of these blocks, and their rows of each block."""
-        members = {index for block in blocks for index in block.members}
-        tasks = [task for task, reached in enumerate(self.reached) if reached & members]
-        if len(tasks) == self.num_tasks:
-            return tasks, [block.rows for block in blocks]
-        return tasks, [block.rows[tasks] for block in blocks]
+    def take(self, members: Sequence[int]) -> tuple[list[int], list[Block]]:
+        """Return the tasks that reach one of these parameters, and the blocks with their rows.
+
+        The gradients are taken out of the Jacobian; those of a task that does not reach a parameter
+        are zeros.
+        """
+        tasks = [task for task, reached in enumerate(self.reached) if reached & {*members}]
+        blocks: list[Block] = []
+        for pack in self._packs(members):
+            sizes = [self.params[index].numel() for index in pack]
+            absent = self.params[pack[0]].detach().new_zeros(1)
+            rows = [
+                [
+                    self._grads[task].pop(index, absent.expand(size)).reshape(-1)
+                    for index, size in zip(pack, sizes, strict=True)
+                ]
+                for task in tasks
+            ]
+            if self._matrix is not None:
+                block = self._matrix[:, self._columns[pack[0]][0] : self._columns[pack[-1]][1]]
+                blocks.append(block if len(tasks) == self.num_tasks else block[tasks])
+                continue
+            if sizes[0] >= LARGE:
+                blocks.append([row for (row,) in rows])
+                continue
+            block = absent.new_empty(len(tasks), sum(sizes))
+            for target, row in zip(block, rows, strict=True):
+                torch.cat(row, out=target)
+            blocks.append(block)
+        return tasks, blocks
+
+    def split(self, members: Sequence[int], grads: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the gradient of each parameter, from one for each block of `take(members)`."""
+        result = {}
+        for pack, flat in zip(self._packs(members), grads, strict=True):
+            params = [self.params[index] for index in pack]
+            parts = flat.split([param.numel() for param in params])
+            for index, param, part in zip(pack, params, parts, strict=True):
+                result[index] = part.view_as(param)
+        return result
+
+    def _packs(self, members: Sequence[int]) -> list[list[int]]:
+        """Return the parameters of each block: several small ones of one dtype and device, or a
+        large one. The large ones are last, by size, so that dropping one makes room for the next.
+        Of the matrix, a block holds parameters whose columns follow on one another.
+        """
+        if self._matrix is not None:
+            runs: list[list[int]] = []
+            for index in members:
+                start, _ = self._columns[index]
+                if runs and self._columns[runs[-1][-1]][1] == start:
+                    runs[-1].append(index)
+                else:
+                    runs.append([index])
+            return runs
+        small: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+        large: list[int] = []
+        for index in members:
+            param = self.params[index]
+            if param.numel() >= LARGE:
+                large.append(index)
+                continue
+            packs = small.setdefault((param.dtype, param.device), [[]])
+            if sum(self.params[other].numel() for other in packs[-1]) >= LARGE:
+                packs.append([])
+            packs[-1].append(index)
+        large.sort(key=lambda index: self.params[index].numel())
+        return [*chain.from_iterable(small.values()), *([index] for index in large)]
+
+    def map_shared(self, function: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+        """Replace the gradients of the shared parameters by a function of some of them at a time,
+        of about LARGE entries."""
+        some: list[tuple[int, int]] = []
+        size, all_places = 0, product(range(self.num_tasks), self.shared)
+        places = [(task, index) for task, index in all_places if index in self._grads[task]]
+        for number, (task, index) in enumerate(places, 1):
+            some.append((task, index))
+            size += self.params[index].numel()
+            if size < LARGE and number < len(places):
+                continue
+            results = function([self._grads[task][index] for task, index in some])
+            for (task, index), result in zip(some, results, strict=True):
+                if self._matrix is not None:
+                    self._grads[task][index].copy_(result)
+                else:
+                    self._grads[task][index] = result
+            some, size = [], 0
+
+    def _copied(self, task: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Copy the gradients into the matrix, or add them to those in it; return the others."""
+        assert self._matrix is not None
+        rest, is_first = list(grads), not self.reached[task]
+        for index, (start, end) in self._columns.items():
+            grad = grads[index]
+            if grad is not None and not _is_dense(grad):
+                continue
+            place = self._matrix[task, start:end].view_as(self.params[index])
+            if is_first:
+                place.zero_() if grad is None else place.copy_(grad)
+            elif grad is not None:
+                place += grad
+            if grad is not None:
+                self._grads[task][index], rest[index] = place, None
+        return rest
 
     def assemble(
         self, combined: Mapping[int, Tensor], weights: Sequence[float]
     ) -> dict[Tensor, Tensor]:
         """Return the gradient of each leaf that a task reaches.
 
-        `combined` holds those of the blocks; all others are the weighted sums over the tasks.
+        `combined` holds those of the shared parameters; all others are the weighted sums over the
+        tasks.
         """
         result = {self.params[index]: grad for index, grad in combined.items()}
-        for weight, separate, extra in zip(
-            weights, self._separate, self._extra_leaves, strict=True
-        ):
-            of_params = {self.params[index]: grad for index, grad in separate.items()}
+        for weight, grads, extra in zip(weights, self._grads, self._extra_leaves, strict=True):
+            of_params = {self.params[index]: grad for index, grad in grads.items()}
             for leaf, grad in (of_params | extra).items():
                 weighted = grad if weight == 1 else grad * weight
                 result[leaf] = result[leaf] + weighted if leaf in result else weighted
         return result
 
+    def rows(self) -> dict[str, Tensor]:
+        """Return the gradients of all tasks for each parameter (T, *shape), and drop them."""
+        result = {}
+        for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
+            zeros = param.detach().new_zeros(1).expand_as(param)
+            result[name] = torch.stack([grads.pop(index, zeros) for grads in self._grads])
+        return result
+
     def params_of_single_tasks(self) -> dict[int, str]:
         """Return, for each task, a shared parameter for which all others have a zero gradient."""
         names: dict[int, str] = {}
-        for block in self.blocks:
-            sizes = [self.params[index].numel() for index in block.members]
-            for index, part in zip(block.members, block.rows.split(sizes, dim=1), strict=True):
-                tasks = part.any(dim=1).nonzero().flatten().tolist()
-                if len(tasks) == 1:
-                    names.setdefault(tasks[0], self.names[index])
+        for index in self.shared:
+            flags = {
+                task: grads[index].any() for task, grads in enumerate(self._grads) if index in grads
+            }
+            tasks = [task for task, flag in flags.items() if flag]
+            if len(tasks) == 1:
+                names.setdefault(tasks[0], self.names[index])
         return names
 
     def nothing_shared(self, tasks: Iterable[str]) -> str:
@@ -198,73 +305,11 @@ class Jacobian:
             f"to combine; of all {len(self.params)} parameters {counts}"
         )
 
-    def _shared(self, reached: Sequence[set[int]]) -> list[int]:
-        """Return the parameters with a group that at least two tasks (or the only one) reach."""
-        least = min(2, self.num_tasks)
-        counts = Counter(chain.from_iterable(reached))
-        groups = enumerate(self.groups)
-        return [index for index, group in groups if group is not None and counts[index] >= least]
 
-    def _write(self, task: int, index: int, grad: Tensor | None) -> None:
-        row = self._view(task, index)
-        if not self._written[task]:
-            row.zero_() if grad is None else row.copy_(grad)
-        elif grad is not None:
-            row += grad
-
-    def _view(self, task: int, index: int) -> Tensor:
-        """Return the gradient of a parameter in its block, in the shape of the parameter."""
-        block, start = self._positions[index]
-        param = self.params[index]
-        return block.rows[task, start : start + param.numel()].view(param.shape)
-
-    def _create_blocks(self, shared: Sequence[int]) -> None:
-        """Replace the blocks by blocks of these parameters, in their order.
-
-        The order does not depend on earlier steps, so neither does the rounding of sums.
-        """
-        for index in self._positions:
-            for task, separate in enumerate(self._separate):
-                if index in self.reached[task] and index not in separate:
-                    separate[index] = self._view(task, index)
-        members: dict[tuple[str, torch.dtype, torch.device], list[int]] = {}
-        for index in shared:
-            group, param = self.groups[index], self.params[index]
-            assert group is not None
-            members.setdefault((group, param.dtype, param.device), []).append(index)
-        self.blocks, self._positions = [], {}
-        for (group, _, _), indices in members.items():
-            self._create_block(group, indices)
-
-    def _create_block(self, group: str, indices: list[int]) -> None:
-        sizes = [self.params[index].numel() for index in indices]
-        starts = [0, *accumulate(sizes)][:-1]
-        rows = self.params[indices[0]].new_empty(self.num_tasks, sum(sizes))
-        block = JacobianBlock(group, indices, starts, rows, rows)
-        self.blocks.append(block)
-        for index, start in zip(indices, starts, strict=True):
-            self._positions[index] = block, start
-            for task, separate in enumerate(self._separate):
-                grad = separate.pop(index, None)
-                if grad is not None:
-                    self._view(task, index).copy_(grad)
-                elif self._written[task]:
-                    self._view(task, index).zero_()
-
-    def _unsupported(self) -> list[dict[int, Tensor]]:
-        """Return, for each task, the gradients that a block cannot store."""
-        return [
-            {index: grad for index, grad in separate.items() if not _is_dense(grad)}
-            for separate in self._separate
-        ]
-
-    def _unsupported_text(self, index: int) -> str:
-        grad = next(grads[index] for grads in self._unsupported() if index in grads)
-        return (
-            f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
-            f"found {grad.dtype} with layout {grad.layout}: select others "
-            "(SharedParameters('<pattern>')), or use engine='feature'"
-        )
+def _add(total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]]) -> None:
+    for key, grad in grads:
+        if grad is not None:
+            total[key] = total[key] + grad if key in total else grad
 
 
 def _is_dense(grad: Tensor) -> bool:
@@ -342,12 +387,12 @@ class JacobianBuilder:
             )
         return jacobian, losses
 
-    def groups(self, jacobian: Jacobian) -> Iterator[tuple[Aggregation, str, list[JacobianBlock]]]:
-        """Yield the aggregation, the name and the blocks of each group."""
+    def groups(self, jacobian: Jacobian) -> Iterator[tuple[Aggregation, str, list[int]]]:
+        """Yield the aggregation, the name and the parameters of each group."""
         by_label = {aggregation.label: aggregation for aggregation in self._aggregations}
-        for key, blocks in jacobian.blocks_by_group().items():
+        for key, members in jacobian.members_by_group().items():
             label, _, group = key.partition("/")
-            yield by_label[label], group, blocks
+            yield by_label[label], group, members
 
     def discard(self) -> bool:
         """Drop the gradients of a step that has not ended; return whether there were any."""
@@ -390,10 +435,8 @@ class JacobianBuilder:
         statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
         versions = [version_of(buffer) for buffer in statistics]  # of num_batches_tracked too
         reached: list[set[int]] = [set() for _ in losses]
-        if (len(tasks) > 1 or not call.last) and (self.compiled or not jacobian.blocks):
+        if self.compiled and (len(tasks) > 1 or not call.last):
             reached = [_reached_params(loss, jacobian.params) for loss in losses.values()]
-        if not jacobian.blocks:
-            jacobian.preallocate(reached)
         leaves = [*jacobian.params, *extra_leaves]
         try:
             for index, (name, loss) in enumerate(losses.items()):

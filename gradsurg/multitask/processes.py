@@ -1,6 +1,7 @@
 """Means of the tasks' gradients and losses over the processes of DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -20,9 +21,7 @@ def average_jacobian(
     Raises RuntimeError in every process if they have other tasks, or tasks that reach other
     parameters.
     """
-    blocks = jacobian.blocks
-    members = {index for block in blocks for index in block.members}
-    reached = [sorted(members & of_task) for of_task in jacobian.reached]
+    reached = [sorted(of_task.intersection(jacobian.shared)) for of_task in jacobian.reached]
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
     # One length, so that the processes can be compared if they have other tasks.
     rest = [0.0] * (-len(losses) % MAX_LOSSES)
@@ -40,8 +39,15 @@ def average_jacobian(
             f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
             "every process the same losses, or use SharedParameters(reduce='local')"
         )
-    average(group, [block.rows for block in blocks])
+    jacobian.map_shared(partial(_means, group))
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
+
+
+def _means(group: "distributed.ProcessGroup", grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the means of gradients, which others may hold."""
+    means = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+    average(group, means)
+    return means
 
 
 def average(group: "distributed.ProcessGroup", tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,9 @@
 """SharedParameters: select the parameters whose gradients an aggregator combines."""
 
+from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from torch import nn
 
@@ -33,9 +34,10 @@ def _in_order(given: Any) -> Any:  # Any: not validated yet
 
 
 Patterns = Annotated[tuple[Pattern, ...], BeforeValidator(_in_order)]
-Granularity = Literal["whole", "module", "tensor"] | Patterns
+Granularity = Literal["whole", "layer", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 Reduce = Literal["mean", "local"]
+OnNonfinite = Literal["propagate", "skip"]
 
 
 @validated
@@ -48,9 +50,11 @@ class SharedParameters(ParamSelector):
     fields of the selection are those of `Parameters`.
 
     `granularity` defines which parameters are aggregated together: the `whole`, those of each
-    `module`, each `tensor`, or groups given by one name pattern each, as in `("encoder.*", "*")`: a
-    parameter belongs to the first pattern that matches, and one without a match is not selected. To
-    use another aggregator for each group, attach several, each with its own selection.
+    `layer`, each `module`, each `tensor`, or groups given by one name pattern each, as in
+    `("encoder.*", "*")`: a parameter belongs to the first pattern that matches, and one without a
+    match is not selected. A layer is a member of the outermost `ModuleList` or `Sequential` of two
+    or more modules of one class, as the blocks of a transformer; parameters outside are grouped by
+    module. To use another aggregator for each group, attach several, each with its own selection.
 
     The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
     kept between steps. The engine `feature` combines the gradients at the representation that the
@@ -66,6 +70,12 @@ class SharedParameters(ParamSelector):
     averaged, which is another update for an aggregator that is not linear. The engine `feature`
     has no mean, as its gradients are those of single examples, and needs `"local"`.
 
+    A NaN or infinity in the loss or in a gradient of one task makes the update NaN, so that a run
+    that diverges shows it. `on_nonfinite="skip"` leaves such a task out of the step instead, its
+    own parameters too; an aggregator with a state or with a fixed number of tasks skips the step.
+    Both are counted, and warned about at the end. It reads every gradient once more, and waits for
+    the device.
+
     With `full`, transforms before the optimizer step see the gradient of each task. With `feature`,
     those above the representation do; at and below it they see the combined gradient, except those
     with a `ForTask`, which see their task at the representation too.
@@ -75,6 +85,7 @@ class SharedParameters(ParamSelector):
     engine: Engine = "full"
     features: str = ""
     reduce: Reduce = "mean"
+    on_nonfinite: Annotated[OnNonfinite, Field(repr=False)] = "propagate"
 
     stages: ClassVar[tuple[Stage, ...]] = ()
     for_aggregators: ClassVar[bool] = True
@@ -94,6 +105,8 @@ class SharedParameters(ParamSelector):
                 "granularity",
                 f"must be 'whole' with engine='feature', found {self.granularity!r}",
             )
+        if self.engine == "feature" and self.on_nonfinite == "skip":
+            raise Contradiction("on_nonfinite", "'skip' needs engine='full', found 'feature'")
         if self.engine == "feature" and not self.all:
             raise Contradiction(
                 "pattern", "engine='feature' acts on all parameters below it and takes no selection"
@@ -119,6 +132,12 @@ class SharedParameters(ParamSelector):
         match self.granularity:
             case "whole":
                 return dict.fromkeys(names, SHARED)
+            case "layer":
+                layers = _layers(model)
+                if not layers:
+                    text = "found no ModuleList or Sequential of modules of one class: use 'module'"
+                    raise SelectionError(self, "granularity", text)
+                return {name: _layer_of(name, layers) for name in names}
             case "module":
                 return {name: name.rpartition(".")[0] or ROOT for name in names}
             case "tensor":
@@ -164,3 +183,21 @@ class SharedParameters(ParamSelector):
 
     def hook(self, attached: Attached) -> None:
         raise AssertionError("transforms do not act on SharedParameters")
+
+
+def _layers(model: nn.Module) -> set[str]:
+    """Return the paths of the members of each list of modules of one class, lists in lists too."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if len({type(member) for member in module}) == 1
+        for name, _ in module.named_children()
+    }
+
+
+def _layer_of(param: str, layers: Collection[str]) -> str:
+    """Return the outermost layer that has a parameter, else its module."""
+    parts = param.split(".")[:-1]
+    paths = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return next((path for path in paths if path in layers), ".".join(parts) or ROOT)

@@ -12,11 +12,26 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from gradsurg.aggregators.base import Aggregator, AggregatorContext
+from gradsurg.aggregators.base import (
+    Aggregator,
+    AggregatorContext,
+    GramianAggregator,
+    checked_update,
+    needs_rows,
+)
+from gradsurg.aggregators.rows import cancels, gramian_of
 from gradsurg.core.session import Session
 from gradsurg.effects.tables import aligned
 from gradsurg.multitask.aggregation import aggregate
-from gradsurg.per_example.layers import LayerCall, Rule, flat, rule_of
+from gradsurg.per_example.layers import (
+    ConvolutionRule,
+    EmbeddingRule,
+    LayerCall,
+    LinearRule,
+    Rule,
+    flat,
+    rule_of,
+)
 from gradsurg.per_example.recorder import BackwardRecord, Recorder, UnitCall, tensors_in
 from gradsurg.sites.selection import params_of
 from gradsurg.torch_internals import autograd, random_state
@@ -127,6 +142,19 @@ class ExampleSource:
         """Return the numbers as a text table."""
         values = [f"{value:.4g}" for value in self.numbers().values()]
         return aligned([list(NUMBERS), values]) if values else "no step was measured"
+
+
+def plan_of(transform: Transform, model: nn.Module, sites: Sequence[str]) -> str:
+    """Return the sentence of a plan about the memory of an aggregator of the examples."""
+    if not isinstance(transform, PerSample) or not isinstance(transform.of, Aggregator):
+        return ""
+    if not isinstance(transform.of, GramianAggregator):
+        return ", stores the gradients of all examples"
+    text = ", on the Gramian of the examples, without their gradients"
+    factored = LinearRule | ConvolutionRule | EmbeddingRule
+    layers = [path for path, layer in model.named_modules() if isinstance(rule_of(layer), factored)]
+    rows = [site for site in sites if site.rpartition(".")[0] not in layers]
+    return f"{text} except those of one parameter at a time of {', '.join(rows)}" if rows else text
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,18 +294,65 @@ class ExampleGradients:
             )
 
     def merged(self, aggregator: Aggregator, context: TransformContext) -> list[Tensor]:
-        """Return the aggregate of the rows, for each parameter."""
-        blocks = [flat(torch.cat(parts)) for parts in zip(*self.rows(1.0), strict=True)]
-        alike = len({(rows.dtype, rows.device) for rows in blocks}) == 1
-        parts = [torch.cat(blocks, dim=1)] if alike else blocks
+        """Return the aggregate of the rows, for each parameter.
+
+        An aggregator that needs the Gramian alone gets it without the rows, which are made only if
+        they are so nearly dependent that the Gramian does not determine the update.
+        """
         of_step = AggregatorContext(context.step, context.seed, context.key)
-        with autograd.without_autocast(parts):
-            grads = aggregate(aggregator, parts, aggregator.init(self.count), of_step).grads
-        if alike:
-            grads = list(grads[0].split([rows.shape[1] for rows in blocks]))
+        state = aggregator.init(self.count)
+        with autograd.without_autocast(self.grads):
+            if isinstance(aggregator, GramianAggregator):
+                gramian = self.gramian()
+                if not needs_rows(aggregator, gramian):
+                    weights = checked_update(aggregator, gramian, state, of_step)[0]
+                    if not cancels(weights, gramian):
+                        weights = weights.to(self.grads[0].device)
+                        return self._weighted(weights / (1 if self.shares is None else self.shares))
+            parts, joint = self._matrices()
+            grads = aggregate(aggregator, joint, state, of_step).grads
+        if len(joint) < len(parts):
+            grads = grads[0].split([part.shape[1] for part in parts])
         return [
             grad.view(param.shape) for grad, param in zip(grads, self.params.values(), strict=True)
         ]
+
+    def gramian(self) -> Tensor:
+        """Return the Gramian of the rows without their shares, (n, n) in float64 on the CPU.
+
+        Of a layer with a rule it is computed from the inputs and output gradients where that is
+        cheaper than from the rows; these are made for one parameter at a time.
+        """
+        total = torch.zeros(self.count, self.count, dtype=torch.float64)
+        for param in self.params.values():
+            uses = self._uses[0][param]
+            if len(self.recorder.records) == 1 and len(uses) == 1:
+                total += uses[0].rule.gramian(uses[0].call, uses[0].name)
+            else:
+                total += gramian_of([torch.cat([flat(rows) for rows in self._all_rows(param)])])
+        return total
+
+    def _all_rows(self, param: nn.Parameter) -> Iterator[Tensor]:
+        """Yield the rows of a parameter without their shares, for each backward pass."""
+        for index, share in enumerate(self.pass_shares):
+            yield self._rows(index, param, scale=1 / share)
+
+    def _matrices(self) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """Return the rows of each parameter (n, entries), and the blocks that hold them: one if all
+        parameters have one dtype and device."""
+        params = list(self.params.values())
+        sizes = [param.numel() for param in params]
+        if len({(param.dtype, param.device) for param in params}) == 1:
+            joint = [params[0].new_empty(self.count, sum(sizes))]
+            parts: Sequence[Tensor] = joint[0].split(sizes, dim=1)
+        else:
+            parts = joint = [param.new_empty(self.count, param.numel()) for param in params]
+        start = 0
+        for some in self.rows(1.0):
+            for part, rows in zip(parts, some, strict=True):
+                part[start : start + len(rows)] = flat(rows)
+            start += len(some[0])
+        return parts, joint
 
     # Helpers.
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradsurg.aggregators.rows import gramian_of
+
 Module = Any  # Any: the attributes of a layer depend on its kind
 
 
@@ -50,6 +52,10 @@ class Rule:
         rows = self.rows(call, name)
         return (weights @ flat(rows)).view(rows.shape[1:])
 
+    def gramian(self, call: LayerCall, name: str) -> Tensor:
+        """Return the products of all pairs of rows, (n, n) in float64 on the CPU."""
+        return gramian_of([flat(self.rows(call, name))])
+
 
 class LinearRule(Rule):
     """y = x Wᵀ + b, with any number of positions t between the batch and the features."""
@@ -75,6 +81,11 @@ class LinearRule(Rule):
             return weights @ (dy if dy.ndim == 2 else _positions(dy).sum(1))
         dy = dy * weights.view(-1, *[1] * (dy.ndim - 1))
         return dy.flatten(0, -2).T @ call.inputs.flatten(0, -2)
+
+    def gramian(self, call: LayerCall, name: str) -> Tensor:
+        if name == "bias":
+            return super().gramian(call, name)
+        return _product_gramian(_positions(call.inputs), _positions(call.grad))
 
 
 class ConvolutionRule(Rule):
@@ -102,6 +113,12 @@ class ConvolutionRule(Rule):
         if name == "bias" or layer.groups > 1:
             return super().squares(call, name)
         return _product_squares(self._patches(call).mT, call.grad.flatten(2).mT)
+
+    def gramian(self, call: LayerCall, name: str) -> Tensor:
+        layer: Module = call.layer
+        if name == "bias" or layer.groups > 1:
+            return super().gramian(call, name)
+        return _product_gramian(self._patches(call).mT, call.grad.flatten(2).mT)
 
     def weighted(self, call: LayerCall, name: str, weights: Tensor) -> Tensor:
         layer: Module = call.layer
@@ -162,6 +179,16 @@ class EmbeddingRule(Rule):
             return dy[:, 0].square().sum(1)
         same = indices[:, :, None] == indices[:, None, :]
         return ((dy @ dy.mT) * same).sum((1, 2))
+
+    def gramian(self, call: LayerCall, name: str) -> Tensor:
+        layer: Module = call.layer
+        dy, indices = self._by_position(call)
+        n, t = indices.shape
+        if n * t * t > layer.weight.numel():
+            return super().gramian(call, name)
+        rows, places = dy.flatten(0, 1).double(), indices.flatten()
+        products = (rows @ rows.T) * (places[:, None] == places)
+        return products.view(n, t, n, t).sum((1, 3)).cpu()
 
     def weighted(self, call: LayerCall, name: str, weights: Tensor) -> Tensor:
         layer: Module = call.layer
@@ -268,3 +295,16 @@ def _product_squares(x: Tensor, dy: Tensor) -> Tensor:
     if t * (p + q) < p * q:
         return ((x @ x.mT) * (dy @ dy.mT)).sum((1, 2))
     return (dy.mT @ x).flatten(1).square().sum(1)
+
+
+def _product_gramian(x: Tensor, dy: Tensor) -> Tensor:
+    """Return the products of the matrices dyᵢᵀ xᵢ, (n, n), for x (n, t, p) and dy (n, t, q).
+
+    They are (X Xᵀ) o (Y Yᵀ) summed over the positions of each pair of examples, for all positions
+    of all examples as the rows of X and Y. With many positions the matrices themselves are cheaper.
+    """
+    (n, t, p), q = x.shape, dy.shape[2]
+    if n * t * t * (p + q) > p * q * (t + n):
+        return gramian_of([flat(dy.mT @ x)])
+    products = [rows @ rows.T for rows in (x.flatten(0, 1).double(), dy.flatten(0, 1).double())]
+    return (products[0] * products[1]).view(n, t, n, t).sum((1, 3)).cpu()

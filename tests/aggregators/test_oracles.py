@@ -51,9 +51,9 @@ def gem(matrix: Array, margin: float) -> Array:
     return projected(memories, target) if len(memories) else target
 
 
-def con_fig(matrix: Array) -> Array:
+def con_fig(matrix: Array, shares: Array | float = 1.0) -> Array:
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
-    direction = np.linalg.pinv(unit, rcond=1e-8) @ np.ones(len(matrix))
+    direction = np.linalg.pinv(unit, rcond=1e-8) @ (shares * np.ones(len(matrix)))
     direction /= np.linalg.norm(direction)
     return (matrix @ direction).sum() * direction
 
@@ -66,10 +66,11 @@ def imtlg(matrix: Array) -> Array:
     return (1 - alpha.sum()) * matrix[0] + alpha @ matrix[1:]
 
 
-def aligned_mtl(matrix: Array) -> Array:
-    """The mean of the rows of sigma U Vᵀ, from the decomposition of J itself."""
+def aligned_mtl(matrix: Array, shares: Array | None = None) -> Array:
+    """A sum, by default the mean, of the rows of sigma U Vᵀ, from the decomposition of J itself."""
     left, sigmas, right = np.linalg.svd(matrix, full_matrices=False)
-    return sigmas[-1] * (left @ right).mean(0)
+    shares = np.full(len(matrix), 1 / len(matrix)) if shares is None else shares
+    return sigmas[-1] * shares @ left @ right
 
 
 def krum(matrix: Array) -> Array:
@@ -119,6 +120,34 @@ def test_a_preference_gives_the_result_of_the_oracle(count: int) -> None:
             assert apart <= 1e-6 * np.linalg.norm(scaled, axis=1).max(), (name, seed)
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_preference_of_independent_gradients_gives_the_result_of_the_oracle(count: int) -> None:
+    for seed in range(6):
+        matrix = rows(count, count, (1.0, 1e3)[seed % 2], seed, lean=seed / 6)
+        shares = np.random.default_rng(seed).uniform(0.1, 2.0, count)
+        for name, slow in (("con_fig", con_fig), ("aligned_mtl", aligned_mtl)):
+            found = by(made(name, preference=shares.tolist()), matrix)
+            assert distance(found, slow(matrix, shares)) <= 1e-6, (name, seed)
+
+
+@pytest.mark.parametrize("rank", [4, 3])
+def test_cagrad_with_a_preference_stays_in_its_ball_and_is_best_there(rank: int) -> None:
+    generator = np.random.default_rng(0)
+    for seed in range(5):
+        matrix = rows(4, rank, 3.0, seed, lean=1.0)
+        shares = generator.uniform(0.1, 1.0, 4)
+        center = shares @ matrix
+        radius = 0.4 * np.linalg.norm(center)
+        found = by(made("cagrad", c=0.4, preference=shares.tolist()), matrix)
+        assert np.linalg.norm(found - center) <= radius * (1 + 1e-6)
+        for _ in range(300):  # of points in the ball, none has a larger worst product
+            step = generator.standard_normal(len(matrix)) @ matrix
+            other = found + generator.uniform(0, 0.3) * radius * step / np.linalg.norm(step)
+            apart = other - center
+            other = center + apart * min(1, radius / np.linalg.norm(apart))
+            assert (matrix @ other).min() <= (matrix @ found).min() + 1e-9
+
+
 @pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6])
 @pytest.mark.parametrize("name", ["upgrad", "dual_proj", "gem"])
 def test_tasks_are_told_apart_where_gradients_are_nearly_dependent(name: str, noise: float) -> None:
@@ -149,7 +178,7 @@ def test_gem_solves_the_dual_problem_of_its_paper(count: int, margin: float) -> 
             assert apart <= 1e-6 * np.linalg.norm(matrix, axis=1).sum(), (ratio, rank)
 
 
-@pytest.mark.parametrize("name", ["upgrad", "dual_proj"])
+@pytest.mark.parametrize("name", ["upgrad", "dual_proj", "cagrad", "con_fig", "aligned_mtl"])
 def test_a_preference_is_one_share_for_each_task(name: str) -> None:
     message = "preference: must be one share for each task, found 2 for 3 tasks"
     with pytest.raises(ValueError, match=message):
@@ -208,6 +237,17 @@ def test_the_geometric_median_is_that_of_a_general_minimizer() -> None:
         median = by(made("geometric_median"), matrix)
         assert total(median) <= best.fun + 1e-12
         assert distance(median, best.x) <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("apart", [1e-7, 3e-7, 1e-6, 3e-6])
+def test_the_geometric_median_of_nearly_equal_rows_is_near_them(
+    apart: float, dtype: torch.dtype
+) -> None:
+    for seed in range(10):
+        matrix = rows(3 + seed % 6, 1, 1.0, seed)[:1] + apart * rows(3 + seed % 6, 9, 1.0, seed)
+        median = by(made("geometric_median"), matrix, dtype)
+        assert distance(median, matrix[0]) <= 20 * apart
 
 
 def test_a_faulty_row_of_any_length_moves_the_geometric_median_as_little() -> None:

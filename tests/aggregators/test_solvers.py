@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, product
 
+import mpmath
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize, nnls
 
-from gradsurg.aggregators import aligned_mtl, cagrad, con_fig, imtlg, mgda, solvers, upgrad
+from gradsurg.aggregators import aligned_mtl, cagrad, imtlg, mgda, solvers, upgrad
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
@@ -138,26 +139,7 @@ CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
         solvers.bargain_pair,
         lambda cosines, norms: solvers.bargain(cosines, norms, 1.0),
     ),
-    **{
-        f"averse, c = {c}": (
-            lambda cosine, norm, other, c=c: cagrad._conflict_averse_pair(cosine, norm, other, c),
-            lambda cosines, norms, c=c: cagrad._conflict_averse(
-                cosines, norms, norms / 2, c, still=False
-            ),
-        )
-        for c in (0.0, 0.4, 0.9, 1.0, 2.0)
-    },
     "impartial": (imtlg._equal_projections_pair, imtlg._equal_projections),
-    "conflict-free": (con_fig._conflict_free_pair, con_fig._conflict_free),
-    **{
-        f"aligned, {scale}": (
-            lambda cosine, norm, other, scale=scale: aligned_mtl._aligned_pair(
-                cosine, norm, other, scale
-            ),
-            lambda cosines, norms, scale=scale: aligned_mtl._aligned(cosines, norms, 2, scale),
-        )
-        for scale in ("min", "median", "rmse")
-    },
 }
 
 
@@ -394,10 +376,17 @@ def test_independent_rows_use_the_fast_algorithms(monkeypatch: pytest.MonkeyPatc
 def test_small_rows_keep_their_precision_beside_large_ones(
     scale: aligned_mtl.Scale, norms: tuple[float, float]
 ) -> None:
-    cosines = np.array([[1.0, 0.9], [0.9, 1.0]])
-    closed = aligned_mtl._aligned_pair(0.9, *norms, scale)
-    found = aligned_mtl._aligned(cosines, np.array(norms), 2, scale)
-    assert found == pytest.approx(closed, rel=1e-12)
+    shares = np.array([0.5, 0.5])
+    found = aligned_mtl._aligned(np.array([[1.0, 0.9], [0.9, 1.0]]), np.array(norms), shares, scale)
+    with mpmath.workdps(60):
+        first, second = map(mpmath.mpf, norms)
+        matrix = mpmath.matrix([[first, 0], [0.9 * second, mpmath.sqrt(1 - 0.9**2) * second]])
+        left, sigmas, _ = mpmath.svd_r(matrix)
+        mixed = left * mpmath.diag([1 / sigma for sigma in sigmas]) * left.T * mpmath.matrix(shares)
+        squares = sum(sigma**2 for sigma in sigmas) / 2
+        size = {"min": sigmas[1], "median": sigmas[1], "rmse": mpmath.sqrt(squares)}[scale]
+        exact = [float(norm * part * size) for norm, part in zip(norms, mixed, strict=True)]
+    assert found == pytest.approx(exact, rel=1e-12)
 
 
 def test_cached_results_belong_to_their_gramian() -> None:

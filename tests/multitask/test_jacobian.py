@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.aggregators import rows
+from gradsurg.aggregators.base import Aggregator, NormMatchedSum
+from gradsurg.multitask import jacobian
 from tests.multitask.nets import (
     TARGETS,
     WIDTH,
@@ -124,3 +127,42 @@ def test_a_transform_of_one_task_does_not_act_in_a_plain_backward(
 
 def _fail(grad: Tensor) -> None:
     raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "granularity"),
+    [
+        (gs.UPGrad(), "whole"),
+        (gs.AlignedMTL(), "tensor"),
+        (gs.TrimmedMean(0.3), "whole"),
+        (gs.GradDrop(), "tensor"),  # draws a number for each column of a group
+        (gs.ExcessMTL(), "whole"),
+        (NormMatchedSum(of=gs.PCGrad()), "whole"),
+    ],
+)
+def test_gradients_of_large_parameters_are_combined_without_a_copy_of_all(
+    aggregator: Aggregator, granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> dict[str, Tensor]:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        at = gs.SharedParameters(granularity=granularity)
+        with gs.Surgery(gs.Intervention(aggregator, at=at)).attach(model, optimizer) as live:
+            for _ in range(2):
+                losses = losses_of(model)
+                optimizer.zero_grad()
+                live.backward({name: losses.pop(name) for name in ("a", "b")}, aggregate=False)
+                live.backward(losses_of(model))
+                assert live._multi_task is not None
+                collected = live._multi_task._builder._jacobian
+                assert collected is not None
+                assert not any(collected._grads)
+                optimizer.step()
+        return {name: param.detach() for name, param in model.named_parameters()}
+
+    expected = trained()
+    monkeypatch.setattr(jacobian, "MATRIX", 0)
+    monkeypatch.setattr(jacobian, "LARGE", WIDTH)
+    monkeypatch.setattr(rows, "PIECE", 7)
+    for name, param in trained().items():
+        torch.testing.assert_close(param, expected[name], rtol=1e-5, atol=1e-6)

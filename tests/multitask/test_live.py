@@ -1,6 +1,7 @@
 """What changes a surgery while it is attached, and its state, with an aggregator."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
 from tests.multitask.nets import (
+    WIDTH,
     Net,
     Running,
     Uneven,
@@ -108,6 +110,60 @@ def test_the_plan_lists_the_parameters_of_an_aggregator() -> None:
     assert "granularity 2 groups, when" in said
     assert "  trunk.0.*:\n    trunk.0.weight\n    trunk.0.bias\n  trunk.*:\n" in said
     assert "heads" not in said
+
+
+class Blocks(nn.Module):
+    """Three blocks, each with a list of two more, between two other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(deepcopy(block) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.last(x)
+
+
+def test_layers_are_the_blocks_of_the_outermost_list() -> None:
+    at, model = gs.SharedParameters(granularity="layer"), Blocks()
+    groups = at.groups(model)
+    names = list(dict.fromkeys(groups.values()))
+    assert names == ["first", "last", "blocks.0", "blocks.1", "blocks.2"]
+    assert groups["blocks.1.0.weight"] == groups["blocks.1.1.bias"] == "blocks.1"
+    plan = gs.Surgery(at_shared(gs.PCGrad(), granularity="layer")).plan(model)
+    assert "granularity 5 layers" in plan
+    assert "  blocks.2:\n    blocks.2.0.weight\n" in plan
+    with gs.Surgery(at_shared(gs.PCGrad(), granularity="layer")).attach(model) as live:
+        live.backward(list(model(inputs()).square().mean(0)[:2]))
+        assert [one.group for one in live.conflicts.fetch()] == names
+    with pytest.raises(LookupError, match="granularity: found no ModuleList or Sequential"):
+        at.groups(nn.Linear(2, 2))
+
+
+def test_the_jacobian_has_the_gradient_of_each_loss_and_changes_no_grad() -> None:
+    model = Net()
+    expected = {}
+    for name, loss in losses_of(model).items():
+        params = list(model.parameters())
+        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        expected[name] = {
+            key: torch.zeros_like(param) if grad is None else grad
+            for (key, param), grad in zip(model.named_parameters(), grads, strict=True)
+        }
+    surgery = gs.Surgery(at_shared(Uneven()), scaled(2.0, gs.Parameters("trunk.0.weight")))
+    with surgery.attach(model) as live:
+        losses = losses_of(model)
+        rows = live.jacobian(losses)
+        assert all(param.grad is None for param in model.parameters())
+        live.backward(losses)  # the graph is kept
+    for key, param in model.named_parameters():
+        wanted = torch.stack([of_task[key] for of_task in expected.values()])
+        assert rows[key].shape == (len(losses), *param.shape)
+        assert torch.equal(rows[key], wanted * 2 if key == "trunk.0.weight" else wanted)
 
 
 def test_the_plan_shows_the_named_module_of_the_representation() -> None:

@@ -20,6 +20,7 @@ from tests.multitask.nets import (
     grads_of,
     inputs,
     losses_of,
+    oracle,
     still,
 )
 
@@ -312,3 +313,50 @@ def test_a_custom_label_does_not_hide_an_aggregator_from_the_alternatives() -> N
         (conflict,) = live.conflicts.fetch()
     assert "pcgrad" in conflict.others
     assert "mgda" not in conflict.others
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_task_with_nan_is_left_out_if_chosen(bad: str) -> None:
+    model, factor = Net(), float("nan")
+    losses = losses_of(model)
+    kept = {name: losses[name] for name in ("a", "c")}
+    expected = oracle(
+        model, kept, [(Uneven(), [name for name, _ in model.named_parameters() if "trunk" in name])]
+    )
+    if bad == "gradient":
+        handle = model.heads["b"].weight.register_hook(lambda grad: grad * factor)
+    losses = losses_of(model)
+    losses["b"] = losses["b"] * (factor if bad == "loss" else 1)
+    model.zero_grad()
+    surgery = gs.Surgery(at_shared(Uneven(), on_nonfinite="skip"))
+    assert "a task with a NaN or infinity is left out" in surgery.plan(model)
+    with (
+        pytest.warns(gs.SurgeryWarning, match="the gradient of one task was left out 1 times"),
+        pytest.warns(gs.SurgeryWarning, match="the gradient of b at step 0: left out of the step"),
+        surgery.attach(model) as live,
+    ):
+        live.backward(losses)
+    if bad == "gradient":
+        handle.remove()
+    close(grads_of(model), expected)
+
+
+def test_an_aggregator_that_needs_all_tasks_skips_a_step_with_nan() -> None:
+    model = Net()
+    losses = losses_of(model)
+    losses["a"] = losses["a"] * float("nan")
+    surgery = gs.Surgery(at_shared(Running(), on_nonfinite="skip"))
+    with (
+        pytest.warns(gs.SurgeryWarning, match="1 steps were skipped"),
+        pytest.warns(gs.SurgeryWarning, match="of a at step 0: the step was skipped"),
+        surgery.attach(model) as live,
+    ):
+        live.backward(losses)
+        assert all(param.grad is None for param in model.parameters())
+        live.backward(losses_of(model))
+    assert all(bool(param.grad.isfinite().all()) for param in model.parameters())
+
+
+def test_skip_needs_the_engine_full() -> None:
+    with pytest.raises(ValueError, match="on_nonfinite: 'skip' needs engine='full'"):
+        gs.SharedParameters(engine="feature", on_nonfinite="skip")

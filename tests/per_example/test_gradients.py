@@ -1,6 +1,7 @@
 """Gradients of single examples equal those of a loop over the examples."""
 
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
+from gradsurg.per_example.gradients import ExampleGradients
+from gradsurg.per_example.layers import LayerCall, rule_of
 from gradsurg.transforms.base import Transform
 from tests.per_example import models
 
@@ -91,6 +94,67 @@ def test_clipped_and_transformed_and_sorted_rows_are_those_of_a_loop(
     assert_close(results, [row.clamp(-0.01, 0.01).mean(0) for row in rows], 1e-4 * largest)
     results = treated(model, inputs, targets, gs.PerSample(gs.TrimmedMean(0.5)))
     assert_close(results, [row.median(0).values for row in rows])
+
+
+@pytest.mark.parametrize("sizes", [[5], [3, 2]])
+@pytest.mark.parametrize("name", models.NAMES)
+def test_an_aggregator_on_the_gramian_is_that_on_the_rows(
+    name: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = models.make(name, COUNT)
+    targets = torch.arange(COUNT) % 7
+    joint = torch.cat([row.reshape(COUNT, -1) for row in loop(model, inputs, targets)], dim=1)
+    monkeypatch.setattr(ExampleGradients, "_matrices", None)  # no rows of all parameters
+    for aggregator in (gs.UPGrad(), gs.MGDA(), gs.AlignedMTL()):
+        results = treated(model, inputs, targets, gs.PerSample(aggregator), sizes)
+        expected = aggregator(joint)
+        parts = expected.split([param.numel() for param in model.parameters()])
+        shapes = [param.shape for param in model.parameters()]
+        wanted = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        assert_close(results, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.Linear(40, 30), torch.randn(3, 2, 40)),
+        (nn.Linear(4, 3), torch.randn(3, 9, 4)),
+        (nn.Conv2d(20, 30, 3), torch.randn(3, 20, 4, 4)),
+        (nn.Embedding(50, 4), torch.tensor([[1, 2, 1], [2, 3, 0], [4, 1, 4]])),
+    ],
+)
+def test_the_gramian_from_the_factors_is_that_of_the_rows(layer: nn.Module, inputs: Tensor) -> None:
+    rule = rule_of(layer)
+    assert rule is not None
+    call = LayerCall(layer, inputs, torch.randn_like(layer(inputs)))
+    for name, _ in layer.named_parameters():
+        rows = rule.rows(call, name).flatten(1).double()
+        torch.testing.assert_close(rule.gramian(call, name), rows @ rows.T, rtol=1e-5, atol=1e-4)
+
+
+def test_an_aggregator_of_nearly_dependent_examples_gets_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = models.make("mlp", 4)
+    inputs, targets = torch.cat([inputs, inputs + 1e-5]), torch.arange(8) % 4
+    joint = torch.cat([row.flatten(1) for row in loop(model, inputs, targets)], dim=1)
+    made = Mock(side_effect=ExampleGradients._matrices)
+    monkeypatch.setattr(ExampleGradients, "_matrices", lambda examples: made(examples))
+    results = treated(model, inputs, targets, gs.PerSample(gs.UPGrad()))
+    merged = torch.cat([result.flatten() for result in results])
+    assert made.call_count == 1
+    assert float((merged - gs.UPGrad()(joint)).norm()) < 1e-5 * float(merged.norm())
+
+
+def test_the_plan_names_the_parameters_whose_rows_are_made_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    plans = [
+        gs.Surgery(gs.Intervention(gs.PerSample(of))).plan(model)
+        for of in (gs.UPGrad(), gs.TrimmedMean(0.2))
+    ]
+    assert "on the Gramian of the examples" in plans[0]
+    assert "one parameter at a time of 1.weight, 1.bias\n" in plans[0]
+    assert "stores the gradients of all examples" in plans[1]
 
 
 def test_the_examples_of_several_backward_passes_are_one_batch() -> None:
