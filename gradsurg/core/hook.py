@@ -22,7 +22,7 @@ from gradsurg.transforms.base import Need, Transform, as_transform
 _MISSING: dict[Need, str] = {
     "entering": "the gradient that enters the autograd node; a hook does not see it",
     "error": "the gradient of a model's output; a hook has no model",
-    "labels": "the labels of the examples; use a Surgery and live.set_example_labels",
+    "labels": "the labels of the examples; use a Surgery and live.set_batch",
     "gradient": "the gradient of an update; a hook does not see the optimizer",
     "product": "the gradient of the input of a matrix product; a hook cannot tell which that is",
     "value": "the value whose gradient it gets; a node has none",

@@ -169,22 +169,33 @@ class Live:
 
     @property
     def reads_example_labels(self) -> bool:
-        """Whether a transform reads the labels given to `set_example_labels`."""
+        """Whether a transform reads the labels given to `set_batch` or `set_example_labels`."""
         return any("labels" in each.intervention.needs for each in self._attached)
 
-    def set_example_labels(self, labels: Tensor) -> None:
-        """Give the labels (n,) of the n examples of the next backward passes, until a step ends.
+    def set_batch(self, **tensors: Tensor) -> None:
+        """Give the batch of the next backward passes, until a step ends: `context.batch`.
 
-        For transforms that read them, as `Route`. Call it before each backward pass whose batch is
-        another one. Raises TypeError for anything but a tensor of integers with one axis.
+        Any names: `live.set_batch(inputs=x, labels=y)`. Transforms as `Route` read `labels`,
+        integers (n,) of n examples or (n, time) of their tokens. The tensors are detached, not
+        copied, and replace those of an earlier call: call it before each backward pass whose batch
+        is another one. Raises TypeError for anything but tensors, and for other labels.
         """
         self.session.check_attached()
-        if not isinstance(labels, Tensor):
-            raise TypeError(f"labels: must be a tensor of integers, found {labels!r}")
-        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
-            kind = f"{labels.dtype} of shape {list(labels.shape)}"
-            raise TypeError(f"labels: must be integers of shape [n], found {kind}")
-        self.clock.labels = labels.detach()
+        for name, tensor in tensors.items():
+            kind = "a tensor of integers" if name == "labels" else "a tensor"
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: must be {kind}, found {tensor!r}")
+        labels = tensors.get("labels")
+        if labels is not None and (
+            not labels.ndim or labels.is_floating_point() or labels.is_complex()
+        ):
+            found = f"{labels.dtype} of shape {list(labels.shape)}"
+            raise TypeError(f"labels: must be integers of shape [n] or [n, time], found {found}")
+        self.clock.batch = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def set_example_labels(self, labels: Tensor) -> None:
+        """Give the labels alone, as `set_batch` does; its other tensors stay."""
+        self.set_batch(**{**self.clock.batch, "labels": labels})
 
     def discard(self) -> None:
         """Drop the gradients kept by `live.backward(..., aggregate=False)`.
@@ -204,7 +215,7 @@ class Live:
         clock = self.clock
         clock.step += 1
         clock.backwards = 0
-        clock.error = clock.labels = None
+        clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
         if (first := self._first_steps) is not None:
             if clock.step - self._start[0] <= ENOUGH:

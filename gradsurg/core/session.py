@@ -78,7 +78,7 @@ class Session:
         self.target = self.scaler = None
         self.steps.close()
         self.clock.observations.clear()
-        self.clock.error = self.clock.labels = None
+        self.clock.error, self.clock.batch = None, {}
         self.ledger.settle()
 
 

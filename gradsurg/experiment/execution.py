@@ -291,7 +291,14 @@ class _OpenRun:
     def _steps(self, model: nn.Module) -> Iterator[Step]:
         """Yield the remaining steps; record each and compare it with one without the surgery."""
         run, training, log, live = self.run, self.training, self.log, self.live
-        options = StepOptions(run.compute.autocast, training.scaler, training.lr_schedule)
+
+        def give(inputs: Tensor, targets: Tensor) -> None:
+            live.set_batch(inputs=inputs, targets=targets)
+            if live.reads_example_labels:
+                live.set_example_labels(run.task.labels(targets))
+
+        autocast, scaler = run.compute.autocast, training.scaler
+        options = StepOptions(autocast, scaler, training.lr_schedule, on_batch=give)
         loss_fn: Callable[[Tensor, Tensor], Losses] = run.task.loss
         if run.backward_per_task and isinstance(run.task, MultiTask):
             loss_fn = run.task.losses
@@ -299,14 +306,9 @@ class _OpenRun:
                 options, backward=lambda losses, last: live.backward(losses, aggregate=last)
             )
 
-        def labelled(outputs: Tensor, targets: Tensor) -> Losses:
-            live.set_example_labels(run.task.labels(targets))
-            return loss_fn(outputs, targets)
-
-        loss = labelled if live.reads_example_labels else loss_fn
         before = log.counterfactual.before if log.counterfactual else None
-        steps = (run.schedule.steps, log.done)
-        for step in train(model, training.optimizer, loss, self.batches, *steps, options, before):
+        steps = (self.batches, run.schedule.steps, log.done)
+        for step in train(model, training.optimizer, loss_fn, *steps, options, before):
             if log.counterfactual:
                 log.counterfactual.after()
             log.add_step(step)

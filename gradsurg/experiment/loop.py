@@ -82,13 +82,15 @@ class StepOptions:
 
     `autocast` is the dtype of the forward and the loss; `schedule` steps with the optimizer, except
     when the scaler skips. If the loss function returns the losses of several tasks, `backward` runs
-    their backward passes; its second argument is True for the last batch of a step.
+    their backward passes; its second argument is True for the last batch of a step. `on_batch` gets
+    each batch before its forward.
     """
 
     autocast: torch.dtype | None = None
     scaler: GradScaler | None = None
     schedule: LRScheduler | None = None
     backward: Callable[[Mapping[str, Tensor], bool], None] | None = None
+    on_batch: Callable[[Tensor, Tensor], None] | None = None
 
 
 PLAIN = StepOptions()
@@ -131,6 +133,8 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, batch in enumerate(step_batches, 1):
+            if options.on_batch is not None:
+                options.on_batch(*batch)
             loss = loss_of(model, loss_fn, batch, parts, options.autocast)
             losses.append(_backward(loss, options, number == parts))
         skipped = _step(optimizer, options)

@@ -195,6 +195,7 @@ class _Trial:
         every = self.batches.steps_per_epoch
         with self._surgery.attach(model, optimizer, effects_every=0, steps_per_epoch=every) as live:
             model.zero_grad(set_to_none=True)
+            live.set_batch(inputs=inputs, targets=targets)
             outputs = model(inputs)
             if live.reads_example_labels:
                 live.set_example_labels(task.labels(targets))

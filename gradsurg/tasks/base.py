@@ -335,6 +335,10 @@ class Examined(Task):
 class Classification(Task):
     """Cross-entropy and accuracy; with a target for every step, their means over all steps."""
 
+    def labels(self, targets: Tensor) -> Tensor:
+        """Return the classes: labels of the examples, or with a target for every step of these."""
+        return targets
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
@@ -100,7 +100,7 @@ class Subject:
 @dataclass(slots=True)
 class _Backward:
     error: Tensor | None
-    labels: Tensor | None
+    batch: Mapping[str, Tensor]
     task: str = ""
 
 
@@ -110,10 +110,10 @@ def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> Transform
     `factor * value` serves as the gradient of the node's output, of the model's output and of the
     update. The labels are 0, 1, 2 and so on, times 3 and modulo 10.
     """
-    labels = torch.arange(len(value)) * 3 % 10 if value.ndim else None
+    batch = {"labels": torch.arange(len(value)) * 3 % 10} if value.ndim else {}
     other = value.detach() if factor == 1 else value.detach() * factor
     return TransformContext(
-        "a.weight", step, value, 0, 0, _Backward(other, labels), entering=(other,), gradient=other
+        "a.weight", step, value, 0, 0, _Backward(other, batch), entering=(other,), gradient=other
     )
 
 
@@ -196,7 +196,7 @@ def _linear(transform: Transform, case: Case) -> None:
     expected = 2 * function(case.g) - 3 * function(case.h)
     result = function(2 * case.g - 3 * case.h)
     _expect_close(result, expected, case, f"2 g - 3 h, h = {printed(case.h)}")
-    backward = _Backward(case.context.error, case.context.labels, "task")
+    backward = _Backward(case.context.error, case.context.batch, "task")
     other_task = replace(case, context=replace(case.context, backward=backward))
     _expect_close(other_task.function(transform)(case.g), function(case.g), case, "of another task")
 

@@ -47,11 +47,11 @@ SKIPPED = "skipped"
 
 
 class BackwardInfo(Protocol):
-    """The task of the current backward pass, the gradient of the model's output, the labels."""
+    """The task of the current backward pass, the gradient of the model's output, the batch."""
 
     task: str
     error: Tensor | None
-    labels: Tensor | None
+    batch: Mapping[str, Tensor]
 
 
 class Examples(Protocol):
@@ -107,7 +107,8 @@ class TransformContext:
     | `entering` | for a gradient that leaves an autograd node: the gradients of its outputs |
     | `task` | name of the loss in `live.backward(losses)`; empty in any other backward pass |
     | `error` | the gradient of the model's output in this backward pass; None if not known |
-    | `labels` | labels of the examples, (n,), from `live.set_example_labels`; None without them |
+    | `batch` | tensors by name, from `live.set_batch(inputs=x)`; empty without them |
+    | `labels` | `batch["labels"]`, of examples (n,) or of tokens (n, time); None without them |
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
     | `rank` | number of the process, before gradients are averaged over several; else 0 |
@@ -137,9 +138,14 @@ class TransformContext:
         return self.backward.error if self.backward is not None else None
 
     @property
+    def batch(self) -> Mapping[str, Tensor]:
+        """The tensors of `live.set_batch` by name; those of a run are `inputs` and `targets`."""
+        return self.backward.batch if self.backward is not None else {}
+
+    @property
     def labels(self) -> Tensor | None:
-        """The labels of the examples, (n,), from `live.set_example_labels`; None without them."""
-        return self.backward.labels if self.backward is not None else None
+        """The labels of the examples, (n,), or of their tokens, (n, time); None without them."""
+        return self.batch.get("labels")
 
     @property
     def task(self) -> str:

@@ -27,11 +27,12 @@ class Route(Stateless):
     gradient g of the units of part k stays, and that of all others becomes `outside` * g. A label
     of no group passes everywhere. The labels are those of
     `live.set_example_labels(labels)`, in a run those of the task. Use it at an activation, as
-    `site=outputs site.pattern=encoder`.
+    `site=outputs site.pattern=encoder`. Labels (n, time) are those of tokens: gradients are
+    (n, time, ...), or (n * time, ...), and `axis=-1` is that of the units of both.
 
-    At least two axes, of which axis 0 is that of the examples. Zero stays zero, NaN stays NaN, an
-    infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty tensor
-    stays empty. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of
+    At least two axes, of which the first are those of the labels. Zero stays zero, NaN stays NaN,
+    an infinity stays infinite (it becomes NaN if it is routed away by a factor of 0), an empty
+    tensor stays empty. Gradient routing of Cloud et al. 2024 (arXiv 2410.04332), with the masks of
     its autoencoder.
     """
 
@@ -75,10 +76,16 @@ class Route(Stateless):
         if grad.ndim < 2 or not -grad.ndim < self.axis < grad.ndim:
             rule = f"needs a gradient with axes of examples and, axis {self.axis}, of units"
             raise FieldError(self, [("", f"{rule}, found the shape {shape} {where}")])
-        if len(labels) != len(grad):
-            rule = "needs one label for each example (axis 0)"
-            text = f"{rule}, found {len(labels)} labels and the shape {shape} {where}"
-            raise FieldError(self, [("", text)])
+        if labels.shape != grad.shape[: labels.ndim] and len(grad) == labels.numel():
+            labels = labels.flatten()
+        if labels.shape != grad.shape[: labels.ndim]:
+            found = f"{len(labels)} labels" if labels.ndim == 1 else f"labels {list(labels.shape)}"
+            rule = "needs one label for each example (axis 0) or token (axes 0 and 1)"
+            raise FieldError(self, [("", f"{rule}, found {found} and the shape {shape} {where}")])
+        if self.axis % grad.ndim < labels.ndim:
+            rule = f"must be of units, behind those of labels {list(labels.shape)}"
+            text = f"{rule}, found {self.axis} and the shape {shape} {where}"
+            raise FieldError(self, [("axis", text)])
         units = grad.shape[self.axis]
         if units < parts:
             rule = f"needs at least {parts} units on axis {self.axis}, one for each group"
@@ -89,11 +96,11 @@ class Route(Stateless):
         for part, is_member in enumerate(members):
             size = units // parts + (part < units % parts)
             column = torch.where(is_member | is_free, 1.0, self.outside)
-            columns.append(column[:, None].expand(-1, size))
+            columns.append(column[..., None].expand(*labels.shape, size))
         wide = widened(grad)
-        factors = torch.cat(columns, dim=1).to(device=grad.device, dtype=wide.dtype)
-        view = [1] * grad.ndim
-        view[0], view[self.axis] = len(grad), units
+        factors = torch.cat(columns, dim=-1).to(device=grad.device, dtype=wide.dtype)
+        view = [*labels.shape, *[1] * (grad.ndim - labels.ndim)]
+        view[self.axis] = units
         return (wide * factors.view(view)).to(grad.dtype)
 
 

@@ -1,6 +1,7 @@
 """Base classes of triggers: the condition under which a transform acts, with `&`, `|` and `~`."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -21,8 +22,8 @@ class Clock:
     """Progress of one attachment: steps and epochs done, flags, and the state of the current pass.
 
     `task` is the task whose gradient is flowing, `error` the gradient of the model's output in the
-    current backward pass (recorded if a transform needs it), `labels` the labels of its examples,
-    if `live.set_example_labels` was called in this step, `observations` the result of
+    current backward pass (recorded if a transform needs it), `batch` the tensors that
+    `live.set_batch` was given in this step, `observations` the result of
     `TensorTrigger.observe` for each trigger in the current forward pass, `shared` the triggers of
     which that is the result of process 0. `backwards` counts the calls of `live.backward` where no
     optimizer counts steps.
@@ -34,7 +35,7 @@ class Clock:
     flags: dict[str, bool] = field(default_factory=dict)
     task: str = ""
     error: Tensor | None = None
-    labels: Tensor | None = None
+    batch: Mapping[str, Tensor] = field(default_factory=dict)
     backwards: int = 0
     observations: "dict[Trigger, object]" = field(default_factory=dict)
     shared: "set[Trigger]" = field(default_factory=set)

@@ -98,6 +98,7 @@ RUNS = {
     "changed nothing": a_run(gs.Clip(1e9)),
     "changed nothing at first": a_run(gs.Clip(1e9), when=gs.Steps(stop=6)),
     "never fired": a_run(gs.Zero(), when=gs.Steps(start=99)),
+    "labels": a_run(gs.Route(), at=gs.Outputs("hidden.0.linear")),
 }
 MARKS = {"warmup_cosine": [7], "multi_step": [7, 20], "warmup_stable_decay": [7, 20]}
 

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from gradsurg.report import load_study
 from tests.conftest import Here
 
 SHORT = ("transform=clip", "steps=3", "batch_size=16", "seeds=1", "logger=none", "report=false")
 SOURCE = """
 import torch
 from torch import nn
+
+from gradsurg.transforms import Stateless, validated
 
 class Nothing(nn.Sequential):
     def __init__(self):
@@ -35,6 +38,17 @@ def other(width):
 def examples(count=40):
     inputs = torch.randn(count, 5)
     return inputs, (inputs[:, 0] > 0).long()
+
+def tokens(columns=8):
+    whole = torch.arange(9) + torch.arange(64)[:, None]
+    return whole[:, :-1] % 5, whole[:, 1 : columns + 1] % 5
+
+@validated
+class ByBatch(Stateless):
+    def apply(self, grad, context):
+        inputs, targets = context.batch["inputs"], context.batch["targets"]
+        assert inputs.dtype == targets.dtype == torch.int64
+        return grad * (inputs == targets).logical_not().all()
 """
 
 
@@ -64,3 +78,20 @@ def test_data_of_a_function_are_a_task_with_the_same_runs_each_time(own: Here) -
     assert "2 of them had been finished before" in again.out
     more = own("task=own_code.examples", "+task.count=60", *SHORT)
     assert "finished before" not in more.out
+
+
+def test_a_small_language_model_trains_on_arrays_of_tokens(own: Here, folder: Path) -> None:
+    task = ("task=own_code.tokens", "model=gpt", "model.width=16", "optimizer=adamw")
+    steps = ("steps=60", "optimizer.lr=0.01", "batch_size=16", "seeds=1", "logger=none")
+    ended = own(*task, "transform=own_code.ByBatch", *steps, "report=false")
+    assert (ended.code, ended.err) == (0, "")
+    accuracies = load_study(next((folder / "runs").iterdir())).runs["test/accuracy"].to_list()
+    assert len(accuracies) == 2
+    assert min(accuracies) > 0.9  # the next token follows from the last
+    for words, message in (
+        (("model=gpt", "+task.columns=7"), "int64 of shape [64, 7] for inputs [64, 8]"),
+        (("model=mlp",), "the inputs of this task are tokens"),
+    ):
+        ended = own(task[0], *words, *SHORT)
+        assert (ended.code, ended.err.count("\n")) == (2, 1)
+        assert message in ended.err

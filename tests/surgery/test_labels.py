@@ -1,4 +1,4 @@
-"""Labels of the examples: from `live.set_example_labels`, in a run the task; read by `Route`."""
+"""The batch of a step and its labels: from `live.set_batch`, in a run the task; `Route`."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.testing.transforms import context_with
+from gradsurg.transforms import Stateless, validated
+from gradsurg.transforms.base import TransformContext
 from tests.nets import attached
 
 GROUPS = ((0,), (1,))
@@ -39,6 +41,54 @@ def test_each_example_trains_the_units_of_its_label_as_with_a_mask_of_the_activa
         torch.testing.assert_close(param.grad, oracle.grad)
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_each_token_trains_the_units_of_its_label(is_flat: bool) -> None:
+    labels, inputs = torch.tensor([[0, 1, -100], [1, 1, 0]]), torch.randn(2, 3, 3)
+    model, expected = _model(), _model()
+    hidden = expected[0](inputs)
+    mask = torch.stack([labels != 1, labels != 1, labels != 0, labels != 0], dim=-1)
+    expected[2](expected[1](torch.where(mask, hidden, hidden.detach()))).square().sum().backward()
+    with _routed(model, axis=-1) as live:
+        live.set_batch(labels=labels)
+        model(inputs.flatten(0, 1) if is_flat else inputs).square().sum().backward()
+    for param, oracle in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, oracle.grad)
+
+
+def test_units_on_an_axis_of_the_labels_are_refused() -> None:
+    model = _model()
+    message = r"Route.axis: must be of units, behind those of labels \[2, 3\], found 1"
+    with pytest.raises(ValueError, match=message), _routed(model) as live:
+        live.set_batch(labels=torch.zeros(2, 3, dtype=torch.long))
+        model(torch.ones(2, 3, 3)).sum().backward()
+
+
+def test_a_transform_reads_the_batch_which_is_released_at_the_end_of_the_step() -> None:
+    model, seen = _model(), list[dict[str, Tensor]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @validated
+    class Read(Stateless):
+        def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+            seen.append(dict(context.batch))
+            return grad
+
+    inputs = torch.ones(2, 3, requires_grad=True)
+    with attached(model, Read(), gs.Parameters("0.weight"), optimizer) as live:
+        with pytest.raises(TypeError, match="mask: must be a tensor, found 3"):
+            live.set_batch(mask=3)  # type: ignore[arg-type]  # wrong on purpose
+        live.set_batch(inputs=inputs)
+        live.set_example_labels(torch.tensor([0, 1]))
+        model(inputs).sum().backward()
+        assert torch.equal(seen[0]["inputs"], inputs)
+        assert not seen[0]["inputs"].requires_grad
+        assert seen[0]["labels"].tolist() == [0, 1]
+        optimizer.step()
+        assert not live.clock.batch
+        model(inputs).sum().backward()
+    assert not seen[1]
+
+
 @pytest.mark.parametrize(("axis", "expected"), [(1, [0.0, 0, 8, 8]), (-1, [4.0, 4, 4, 4])])
 def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> None:
     conv = nn.Conv2d(1, 4, 1)
@@ -55,8 +105,9 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
     [
         ([], ValueError, r"Route needs the labels .* call live.set_example_labels\(labels\)"),
         ([[0, 1]], TypeError, "tensor of integers, found"),
-        ([torch.ones(2)], TypeError, r"shape \[n\], found torch.float32"),
+        ([torch.ones(2)], TypeError, r"shape \[n\] or \[n, time\], found torch.float32"),
         ([torch.zeros(3, dtype=torch.long)], ValueError, "found 3 labels"),
+        ([torch.zeros(1, 3, dtype=torch.long)], ValueError, r"found labels \[1, 3\] and the shape"),
     ],
 )
 def test_wrong_labels_are_refused(labels: list[Any], kind: type[Exception], message: str) -> None:

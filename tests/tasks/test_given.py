@@ -51,6 +51,20 @@ def test_two_of_a_kind_are_training_and_test() -> None:
         assert loaded.train_targets.tolist() == CLASSES[:30].tolist()
 
 
+def test_whole_numbers_are_tokens_and_may_have_a_target_each() -> None:
+    tokens = np.arange(160, dtype=np.int32).reshape(40, 4) % 7
+    loaded = task_of((tokens[:, :-1], tokens[:, 1:])).load()
+    assert (loaded.num_tokens, loaded.num_outputs, loaded.every_step) == (7, 7, True)
+    assert {loaded.train_inputs.dtype, loaded.test_targets.dtype} == {torch.int64}
+    assert torch.equal((loaded.train_inputs + 1) % 7, loaded.train_targets)
+    of_examples = task_of((tokens, CLASSES)).load()
+    assert (of_examples.num_tokens, of_examples.num_outputs, of_examples.every_step) == (
+        7,
+        4,
+        False,
+    )
+
+
 def test_real_targets_make_a_regression() -> None:
     task = task_of((INPUTS, INPUTS[:, 0]))
     assert isinstance(task, Regression)
@@ -93,7 +107,15 @@ class Endless(IterableDataset[int]):
         ((INPUTS, CLASSES, INPUTS, CLASSES), "found 4 arrays"),
         ((INPUTS, CLASSES[:-1]), "40 inputs have 39 targets"),
         ((INPUTS, -CLASSES), "classes must be >= 0, found -3"),
-        ((INPUTS, np.stack([CLASSES, CLASSES], 1)), "found int64 of shape [40, 2]"),
+        (
+            (INPUTS, np.stack([CLASSES, CLASSES], 1)),
+            "of shape [40, 2] for inputs [40, 3]",
+        ),
+        ((CLASSES[:, None] - 2, CLASSES), "must be >= 0; convert numbers to float, found -2"),
+        (
+            ((INPUTS, CLASSES), (CLASSES.repeat(3).reshape(40, 3), CLASSES)),
+            "inputs [3] torch.int64",
+        ),
         ((INPUTS * np.inf, CLASSES), "inputs must be finite, found 120 that are not"),
         ((np.array(["a"] * 40), CLASSES), "inputs must be numbers, found <U1"),
         (((INPUTS, CLASSES), (INPUTS[:, :2], CLASSES)), "must be alike, found inputs [3]"),

@@ -28,9 +28,11 @@ def task_of(data: object) -> Task:
 
     Two of a kind, or a mapping with `train` and `test`, are the training and the test examples;
     from one, a quarter is set aside as test examples, with equal shares of all classes. Whole
-    numbers as targets are classes (cross-entropy), real ones a regression (mean squared error).
-    Bytes become numbers from 0 to 1, and images get their channels first. Of a DataLoader only the
-    dataset is used; the run has its own batches. Raises TypeError or ValueError for other data.
+    numbers as targets are classes (cross-entropy), of examples (N,) or of steps (N, T) of inputs
+    (N, T, ...); real ones a regression (mean squared error). Whole numbers (N, T) as inputs are
+    tokens. Bytes become numbers from 0 to 1, and images get their channels first. Of a DataLoader
+    only the dataset is used; the run has its own batches. Raises TypeError or ValueError for other
+    data.
     """
     train, test = _parts(data)
     inputs, targets = _examples(train)
@@ -39,12 +41,20 @@ def task_of(data: object) -> Task:
         parts = inputs[rows], targets[rows], inputs[others], targets[others]
     else:
         parts = inputs, targets, *_examples(test)
-    if parts[2].shape[1:] != inputs.shape[1:] or parts[3].dtype != targets.dtype:
-        shapes = f"{_kind(inputs, targets)} and {_kind(*parts[2:])}"
-        raise ValueError(f"training and test examples must be alike, found {shapes}")
+    kinds = _kind(inputs, targets), _kind(*parts[2:])
+    if kinds[0] != kinds[1]:
+        found = " and ".join(kinds)
+        raise ValueError(f"training and test examples must be alike, found {found}")
     classes = not targets.is_floating_point()
     num_outputs = 1 + int(max(parts[1].max(), parts[3].max())) if classes else targets.shape[1]
-    made = Data(*parts, input_shape=tuple(inputs.shape[1:]), num_outputs=num_outputs)
+    is_real = inputs.is_floating_point()
+    made = Data(
+        *parts,
+        input_shape=tuple(inputs.shape[1:]),
+        num_outputs=num_outputs,
+        num_tokens=None if is_real else 1 + int(max(inputs.max(), parts[2].max())),
+        every_step=classes and targets.ndim == 2,
+    )
     return GivenClassification(made) if classes else GivenRegression(made)
 
 
@@ -109,7 +119,7 @@ def _examples(data: Any) -> Examples:  # Any: what a user has
         inputs, targets = (np.stack([*map(_array, side)]) for side in zip(*pairs, strict=True))
     if len(inputs) != len(targets):
         raise ValueError(f"{len(inputs)} inputs have {len(targets)} targets")
-    return _inputs(inputs), _targets(targets)
+    return _inputs(inputs), _targets(targets, inputs.shape[:2])
 
 
 def _pair(example: object) -> Sequence[object]:
@@ -139,30 +149,37 @@ def _inputs(values: np.ndarray) -> Tensor:
         values = values.astype(np.float32) / 255
     if values.dtype.kind not in "fiub":
         raise TypeError(f"inputs must be numbers, found {values.dtype}")
+    if values.ndim == 2 and values.dtype.kind in "iu":
+        if values.size and values.min() < 0:
+            rule = "tokens (inputs of whole numbers) must be >= 0; convert numbers to float"
+            raise ValueError(f"{rule}, found {values.min()}")
+        return torch.from_numpy(values.astype(np.int64))
     inputs = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
     if count := int((~inputs.isfinite()).sum()):
         raise ValueError(f"inputs must be finite, found {count} that are not")
     return inputs if inputs.ndim > 1 else inputs[:, None]
 
 
-def _targets(values: np.ndarray) -> Tensor:
+def _targets(values: np.ndarray, steps: tuple[int, ...]) -> Tensor:
     if values.dtype.kind == "f":
         targets = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
         if not targets.isfinite().all():
             raise ValueError("targets must be finite")
         return targets.reshape(len(targets), -1)
-    if values.dtype.kind not in "iub" or values.ndim != 1:
+    if values.dtype.kind not in "iub" or values.shape not in (steps[:1], steps):
         found = f"{values.dtype} of shape {list(values.shape)}"
-        raise TypeError(f"targets must be one class an example, or real numbers, found {found}")
+        rule = "one class an example or a step of the inputs, or real numbers"
+        raise TypeError(f"targets must be {rule}, found {found} for inputs {list(steps)}")
     if values.min() < 0:
         raise ValueError(f"classes must be >= 0, found {values.min()}")
     return torch.from_numpy(values.astype(np.int64))
 
 
 def _split(targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    classes = not targets.is_floating_point()
+    classes = targets.ndim == 1 and not targets.is_floating_point()
     return split(targets.numpy(), TEST_FRACTION, SPLIT_SEED, stratify=classes)
 
 
 def _kind(inputs: Tensor, targets: Tensor) -> str:
-    return f"inputs {list(inputs.shape[1:])} with targets {targets.dtype}"
+    left, right = (f"{list(side.shape[1:])} {side.dtype}" for side in (inputs, targets))
+    return f"inputs {left} with targets {right}"
