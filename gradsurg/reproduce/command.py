@@ -6,7 +6,6 @@ Torch is imported after parsing.
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +38,7 @@ from gradsurg.reproduce.record import (
 )
 
 if TYPE_CHECKING:
-    from gradsurg.reproduce.studies import FinishedStudy
+    from gradsurg.report.study import Study
 
 NEUTRAL = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
 """Beginnings of overrides that leave the question of a study as it is."""
@@ -132,12 +131,12 @@ def _reproduce(
     # with other overrides it is another study, which may have other runs
     if not other and (faults := missing_measurements(expected, planned)):
         raise WrongExperiment("\n".join(f"{paper}: {fault}" for fault in faults))
-    studies = {key: run_study(name, overrides, plans[key]) for key, name in names.items()}
-    runs = {key: study.runs for key, study in studies.items()}
-    judgements = judge(expected, runs)
-    minutes = sum(study.minutes for study in studies.values())
-    step_ms = {key: study.step_ms for key, study in studies.items()}
-    record = make_record(expected, form, judgements, runs, minutes, step_ms)
+    ended = {key: run_study(name, overrides, plans[key]) for key, name in names.items()}
+    studies = {key: one.study for key, one in ended.items()}
+    judgements = judge(expected, studies)
+    minutes = sum(one.minutes for one in ended.values())
+    step_ms = {key: one.step_ms for key, one in ended.items()}
+    record = make_record(expected, form, judgements, studies, minutes, step_ms)
     figure = _figure(expected, studies)
     print(f"\n{paper}: {expected.claim}\n{expected.source}\n")
     rows = [["band", "stated", "measured", "runs", ""]]
@@ -146,10 +145,7 @@ def _reproduce(
         rows.append([*cells, item.result])
     print(aligned(rows))
     if figure is None and expected.figure:
-        missing = "no run has the numbers that it shows"
-        if find_spec("matplotlib") is None:
-            missing = "it may need matplotlib: pip install 'gradsurg[figures]'"
-        print(f"figure: none, {missing}")
+        print("figure: none, no run has the numbers that it shows")
     elif figure is not None:
         print(f"figure: {figure}")
     conditions = f" ({expected.conditions})" if expected.conditions else ""
@@ -165,14 +161,17 @@ def _reproduce(
     return all(item.holds for item in judgements)
 
 
-def _figure(expected: Expected, studies: "dict[str, FinishedStudy]") -> Path | None:
+def _figure(expected: Expected, studies: "dict[str, Study]") -> Path | None:
     """Draw the paper's figure, or take it from the report of its first study; None if missing."""
     folder = studies[expected.quick[0]].folder / "report"
     if isinstance(expected.figure, Drawing):
+        from gradsurg.report.arms import group
+        from gradsurg.report.study import Study
         from gradsurg.reproduce.figures import draw  # plotting libraries take a second to import
 
-        shown = expected.figure.studies or tuple(studies)
-        return draw(expected.figure, [run for key in shown for run in studies[key].runs], folder)
+        shown = [studies[key] for key in expected.figure.studies or studies]
+        runs = {run.name: run for study in shown for run in study.all_runs}
+        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder)
     path = folder / f"{expected.figure}.png"
     return path if path.is_file() else None
 

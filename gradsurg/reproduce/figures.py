@@ -1,282 +1,172 @@
 """The figures of a claim: all its arms in one chart, or the maps of an examination."""
 
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from math import acos, degrees
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import altair as alt
+import polars as pl
 
-from gradsurg.experiment.run_directory import EFFECTS, EXAMINED, METRICS, RunDirectory
+from gradsurg.experiment.run_directory import EXAMINED
 from gradsurg.experiment.run_reader import known
-from gradsurg.report.arms import Arm, group
-from gradsurg.report.charts import CONFIG, INK, UNCLEAR
-from gradsurg.report.charts import TASKS as COLOURS
-from gradsurg.report.load import LoadedRun
+from gradsurg.report import charts
+from gradsurg.report.arms import Arm
+from gradsurg.report.fronts import front_chart, fronts
 from gradsurg.report.paper import save
-from gradsurg.report.wording import is_share, title
+from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Drawing
 from gradsurg.reproduce.judge import outcome, terms
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
-
 NAME = "figure"
-ROW = 26  # height of an arm, in pixels
-LABEL = 420  # longest name of an arm, in pixels
-SIDE = 0.82  # of a picture, in inches
-SHAPES = ("circle", "square", "triangle-up", "diamond", "cross")
+SIDE = 64  # of a picture, in pixels
+LINE = 4  # arms named in a line below a panel
 MAX_IMAGES = 3
-TRAINED = "trained"
-STYLE: dict[Any, Any] = {  # Any: matplotlib has a type for its keys, but no public name for it
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#999999",
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.labelcolor": INK,
-    "legend.frameon": False,
-}
-Table = Mapping[str, Mapping[str, list[float]]]  # measure, layer, the value of each seed
-Chart = alt.Chart | alt.LayerChart | alt.ConcatChart | alt.FacetChart
+TRAINED, IMAGE = "trained", "image"
+Chart = Any  # Any: kinds of charts, of which Altair has no common type
 
 
-def draw(drawing: Drawing, runs: Sequence[LoadedRun], folder: Path) -> Path | None:
-    """Write the figure of the arms of these runs into `folder`; return its PNG.
-
-    None if no run has the numbers, or for maps if matplotlib is not installed.
-    """
-    arms = [arm for arm in group(runs) if arm.whole]
-    if drawing.kind == "maps":
-        return _write_maps(arms, drawing.metric, folder)
-    charts = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment, "front": _front}
-    chart = charts[drawing.kind](arms, drawing.metric)
+def draw(drawing: Drawing, study: Study, folder: Path) -> Path | None:
+    """Write the figure of a study into `folder`; return its PNG, None if no run has the numbers."""
+    drawings = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment}
+    drawings |= {"front": _front, "maps": _maps}
+    chart = drawings[drawing.kind](study, drawing.metric)
     if chart is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    save(chart.configure(**CONFIG).to_dict(validate=False), folder / NAME)
+    spec = chart.configure(**charts.CONFIG).to_dict(validate=False)
+    save(spec, folder / NAME)
     return folder / f"{NAME}.png"
 
 
-def _curves(arms: Sequence[Arm], metric: str) -> Chart | None:
-    """A line for each seed over the steps, in the colour of its arm."""
-    rows = [
-        {"arm": arm.name, "seed": run.seed, "step": row["step"], "value": row[metric]}
-        for arm in arms
-        for run in arm.whole
-        for row in RunDirectory(run.path).read_rows(METRICS)
-        if row.get(metric) is not None
-    ]
-    if not rows:
+def _curves(study: Study, metric: str) -> Chart | None:
+    """The report's learning curves of one metric."""
+    if metric not in study.metrics.columns:
         return None
-    chart = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.4, clip=True)
-    return chart.properties(width=480, height=270).encode(
-        _quantity(alt.X, "step", "step"),
-        _quantity(alt.Y, "value", title(metric), is_share(metric)),
-        _colour("arm", [arm.name for arm in arms]),
+    rows = study.metrics.select(*charts.LOG_KEYS, metric).drop_nulls(metric)
+    if not charts.has_curves(rows):
+        return None
+    return charts.curves_chart(rows, [arm.name for arm in study.arms if arm.is_control])
+
+
+def _outcomes(study: Study, metric: str) -> Chart | None:
+    """A row for each arm, with a dot for each seed and a tick at their mean."""
+    pairs = [(arm.name, outcome(study, run, metric)) for arm in study.arms for run in arm.whole]
+    rows = pl.DataFrame(pairs, {"arm": pl.String, "value": pl.Float64}, orient="row").drop_nulls()
+    if rows.is_empty():
+        return None
+    arm = alt.Y("arm:N", sort=[arm.name for arm in study.arms], title=None)
+    title = f"{charts.label_of(metric, 'share')} of each seed, and the mean"
+    value = alt.X("value:Q", title=title, scale=alt.Scale(zero=False))
+    means = rows.group_by("arm", maintain_order=True).mean()
+    chart = alt.layer(
+        alt.Chart(charts.inline(rows)).mark_point(filled=True, opacity=0.6).encode(value, arm),
+        alt.Chart(charts.inline(means)).mark_tick(thickness=2, size=18).encode(value, arm),
+    )
+    return chart.properties(width=320, height=alt.Step(charts.ROW))
+
+
+def _front(study: Study, metric: str) -> Chart | None:
+    """The report's trade-off of two losses, a panel for each task with its arms named above."""
+    panels = []
+    for front in fronts(study):
+        begins = f"test/{front.metric}_"
+        pair = [name.removeprefix(begins) for name in terms(metric) if name.startswith(begins)]
+        if {*pair} <= {*front.names} and len(pair) == len(terms(metric)):
+            arms = front.arms.select(pl.format("{} {}", "number", "arm"))
+            lines = [", ".join(part.to_series()) for part in arms.iter_slices(LINE)]
+            title = alt.Title(front.title, subtitle=lines)
+            panel = front_chart(front, *pair)
+            panels.append(panel.properties(width=300, height=300, title=title))
+    return alt.concat(*panels, columns=1) if panels else None
+
+
+def _alignment(study: Study, transform: str) -> Chart | None:
+    """A panel for each arm with the transform: its angle at each site, a line for each seed."""
+    texts = pl.col("run", "arm", "transform", "site").cast(pl.String)
+    rows = study.effects.with_columns(texts).filter(pl.col("transform") == transform)
+    rows = rows.filter(pl.col("norm_before") > 0).drop_nulls("cosine")
+    rows = rows.select(
+        "arm", "site", "seed", "step", angle=pl.col("cosine").clip(-1, 1).arccos().degrees()
+    )
+    treated = [arm.name for arm in study.arms if arm.whole and not arm.is_control]
+    panels = []
+    for name in treated:
+        of_arm = rows.filter(arm=name)
+        if len(of_arm):
+            lines = alt.Chart(charts.inline(of_arm)).mark_line(strokeWidth=1.4)
+            lines = lines.encode(
+                alt.X("step:Q", scale=alt.Scale(type="log", nice=False)),
+                alt.Y("angle:Q", title="degrees between before and after"),
+                alt.Color("site:N", title=None, sort=None),
+                detail="seed:N",
+            )
+            right = alt.Chart(alt.sequence(1)).mark_rule(strokeDash=[4, 3], color=charts.UNCLEAR)
+            layers = alt.layer(lines, right.encode(y=alt.datum(90)))
+            panels.append(layers.properties(title=name, width=250, height=170))
+    return alt.concat(*panels).resolve_scale(color="independent") if panels else None
+
+
+def _maps(study: Study, metric: str) -> Chart | None:
+    """A panel for each measure with a line for each seed, and maps of the first seed below."""
+    arms = [arm for arm in study.arms if arm.whole]
+    rows = [row for arm in arms for row in _numbers(arm, metric)]
+    pictures = [cell for arm in arms for cell in _pictures(arm)]
+    if not rows or {cell["arm"] for cell in pictures} != {arm.name for arm in arms}:
+        return None
+    measures, layers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("of", "layer"))
+    lines = alt.Chart(alt.Data(values=rows)).mark_line(point=True, strokeWidth=1.1)
+    lines = lines.encode(
+        alt.X("layer:N", sort=layers, title="drawn anew, from the top down to this layer"),
+        alt.Y("value:Q", title=None),
+        alt.Color("arm:N", sort=None, title=None),
         detail="seed:N",
     )
+    lines = lines.properties(width=150, height=150)
+    numbers = lines.facet(column=alt.Column("of:N", sort=measures, title=None))
+    return alt.vconcat(numbers, _grid(pictures)).resolve_scale(color="independent")
 
 
-def _outcomes(arms: Sequence[Arm], metric: str) -> Chart | None:
-    """A row for each arm, with a dot for each seed and a tick at their mean."""
-    rows = [
-        {"arm": arm.name, "value": value}
-        for arm in arms
-        for run in arm.whole
-        if (value := outcome(run, metric)) is not None
-    ]
-    if not rows:
-        return None
-    names = [arm.name for arm in arms]
-    label = f"{title(metric)} of each seed, and the mean"
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        alt.Y("arm:N", sort=names, title=None, axis=alt.Axis(labelLimit=LABEL)),
-        _colour("arm", names, legend=None),
+def _numbers(arm: Arm, metric: str) -> Iterator[dict[str, Any]]:
+    """Yield the numbers called `<metric>/<measure>/<layer>`, before them 1 for the whole model."""
+    for run in arm.whole:
+        names = [key.split("/") for key in run.summary or {} if key.startswith(f"{metric}/")]
+        names = [parts[-2:] for parts in names if len(parts) == metric.count("/") + 3]
+        for measure in dict.fromkeys(measure for measure, _ in names):
+            own = {"arm": arm.name, "seed": run.seed, "of": measure}
+            yield {**own, "layer": TRAINED, "value": 1.0}
+            for layer in (layer for of, layer in names if of == measure):
+                value = run.number(f"{metric}/{measure}/{layer}")
+                yield {**own, "layer": layer, "value": value}
+
+
+def _pictures(arm: Arm) -> Iterator[dict[str, Any]]:
+    """Yield the pixels of the images that the first seed's examination saved, and of their maps."""
+    saved = known(arm.whole[0].path / EXAMINED)
+    for number in range(min(MAX_IMAGES, len(saved.get("images", ())))):
+        panels = {IMAGE: saved["images"][number]}
+        panels |= {layer: maps[number] for layer, maps in saved["maps"].items()}
+        for panel, picture in panels.items():
+            for y, line in enumerate(picture):
+                for x, value in enumerate(line):
+                    place = {"arm": arm.name, "row": f"{number + 1}, {arm.name}", "panel": panel}
+                    yield {**place, "x": x, "y": y, "value": value}
+
+
+def _grid(pictures: Sequence[dict[str, Any]]) -> Chart:
+    """A row for each image and arm: the image, then its maps, blue positive, red negative."""
+    panels = list(dict.fromkeys(cell["panel"] for cell in pictures))
+    rows = sorted({cell["row"]: None for cell in pictures}, key=lambda row: row.partition(",")[0])
+    base = alt.Chart().mark_rect(stroke=None)
+    base = base.encode(alt.X("x:O", axis=None), alt.Y("y:O", axis=None))
+    grey = alt.Color("value:Q", scale=alt.Scale(scheme="greys", reverse=True), legend=None)
+    signed = alt.Scale(scheme="redblue", domain=[-1, 1])
+    parts = alt.layer(
+        base.transform_filter(f"datum.panel == '{IMAGE}'").encode(grey),
+        base.transform_filter(f"datum.panel != '{IMAGE}'").encode(
+            alt.Color("value:Q", scale=signed, legend=None)
+        ),
+        data=alt.Data(values=list(pictures)),
     )
-    value = _quantity(alt.X, "value", label, is_share(metric))
-    mean = base.transform_aggregate(value="mean(value)", groupby=["arm"])
-    layers = alt.layer(
-        base.mark_point(filled=True, size=45, opacity=0.6).encode(value),
-        mean.mark_tick(thickness=2, size=18).encode(value),
-    )
-    return layers.properties(width=320, height=ROW * len(names))
-
-
-def _front(arms: Sequence[Arm], metric: str) -> Chart | None:
-    """A panel for each task: the mean of each arm in two losses, in the colour of its label."""
-    names = terms(metric)
-    labels = list(dict.fromkeys(arm.runs[0].label for arm in arms))
-    tasks: dict[str, list[dict[str, object]]] = {}
-    for arm in arms:
-        pairs = [[outcome(run, name) for name in names] for run in arm.whole]
-        known = [[x, y] for x, y in pairs if x is not None and y is not None]
-        if known:
-            task = [f"{key}={arm.config[key]}" for key in _differing(arms, "task.")]
-            x, y = (fmean(column) for column in zip(*known, strict=True))
-            row = {"arm": arm.runs[0].label, "x": x, "y": y}
-            tasks.setdefault(", ".join(task), []).append(row)
-    several = len(labels) > len(COLOURS)  # the colours come again, with another shape
-    looks: list[Any] = [_colour("arm", labels, columns=1 + several)]  # Any: channels of Altair
-    if several:
-        shapes = [SHAPES[number // len(COLOURS) % len(SHAPES)] for number in range(len(labels))]
-        scale = alt.Scale(domain=labels, range=shapes)
-        looks.append(alt.Shape("arm:N", scale=scale, legend=looks[0].legend))
-    scale = alt.Scale(type="log", nice=False, padding=12)
-    axes = [
-        _quantity(channel, field, f"{title(name)} (log scale)").scale(scale)
-        for channel, field, name in zip((alt.X, alt.Y), "xy", names, strict=True)
-    ]
-    panels = [
-        alt.Chart(alt.Data(values=rows), title=task, width=300, height=300)
-        .mark_point(size=90, strokeWidth=2)
-        .encode(*axes, *looks)
-        for task, rows in tasks.items()
-    ]
-    return alt.concat(*panels) if panels else None
-
-
-def _differing(arms: Sequence[Arm], start: str) -> list[str]:
-    """Return the keys of the configs below `start` whose values differ."""
-    keys = dict.fromkeys(key for arm in arms for key in arm.config if key.startswith(start))
-    return [key for key in keys if len({str(arm.config.get(key)) for arm in arms}) > 1]
-
-
-def _alignment(arms: Sequence[Arm], transform: str) -> Chart | None:
-    """A panel for each arm with the transform: its angle at each site, a line for each seed."""
-    panels = []
-    for arm in (arm for arm in arms if not arm.is_control):
-        rows = [row for run in arm.whole for row in _angles(run, transform)]
-        if rows:
-            sites = list(dict.fromkeys(str(row["site"]) for row in rows))
-            step = _quantity(alt.X, "step", "step").scale(alt.Scale(type="log", nice=False))
-            angle = _quantity(alt.Y, "angle", "degrees between before and after")
-            lines = alt.Chart(alt.Data(values=rows)).mark_line(strokeWidth=1.4)
-            lines = lines.encode(step, angle, _colour("site", sites), detail="seed:N")
-            right = alt.Chart(alt.Data(values=[{}])).mark_rule(strokeDash=[4, 3], color=UNCLEAR)
-            layers = alt.layer(lines, right.encode(y=alt.datum(90)))
-            panels.append(layers.properties(title=arm.name, width=250, height=170))
-    if not panels:
-        return None
-    return alt.concat(*panels).resolve_scale(color="independent")
-
-
-def _angles(run: LoadedRun, transform: str) -> list[dict[str, object]]:
-    """Return site, seed, step and angle of each measurement of a gradient that is not zero."""
-    rows = []
-    for row in RunDirectory(run.path).read_rows(EFFECTS):
-        cosine = row.get("cosine")
-        if row["transform"] == transform and cosine is not None and row["norm_before"]:
-            angle = degrees(acos(max(-1.0, min(1.0, cosine))))
-            rows.append(
-                {"site": row["site"], "seed": run.seed, "step": row["step"], "angle": angle}
-            )
-    return rows
-
-
-def _quantity(channel: Any, field: str, name: str, share: bool = False) -> Any:
-    """A channel of Altair, which has no type for all of them."""
-    axis = alt.Axis(format=".2~%") if share else alt.Axis()
-    return channel(f"{field}:Q", title=name, axis=axis, scale=alt.Scale(zero=False))
-
-
-def _colour(field: str, names: Sequence[str], columns: int = 1, **more: None) -> alt.Color:
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
-    key = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=460)
-    scale = alt.Scale(domain=list(names), range=colours)
-    return alt.Color(f"{field}:N", scale=scale, **{"legend": key, **more})
-
-
-# Maps of an examination, with matplotlib ------------------------------------------------------
-
-
-def _write_maps(arms: Sequence[Arm], metric: str, folder: Path) -> Path | None:
-    if find_spec("matplotlib") is None:
-        return None
-    import matplotlib as mpl
-
-    with mpl.rc_context(STYLE):
-        figure = draw_maps(arms, metric)
-        if figure is None:
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{NAME}.png"
-        figure.savefig(path, dpi=130)
-    return path
-
-
-def draw_maps(arms: Sequence[Arm], metric: str) -> "Figure | None":
-    """Draw a panel for each measure with a line for each seed, and maps of the first seed below."""
-    from matplotlib.figure import Figure
-
-    tables = [_layer_table(arm.whole, metric) for arm in arms]
-    saved = [_saved(arm.whole) for arm in arms]
-    if not any(tables) or not all(saved):
-        return None
-    rows = len(arms) * min(MAX_IMAGES, *(len(content["images"]) for content in saved))
-    height = SIDE * rows + 0.3
-    figure = Figure(figsize=(7.2, 2.7 + height), layout="constrained")
-    parts = figure.add_gridspec(2, 1, height_ratios=[2.7, height])
-    names = [arm.name for arm in arms]
-    _draw_numbers(figure.add_subfigure(parts[0]), names, tables)
-    if rows:
-        _draw_pictures(figure.add_subfigure(parts[1]), names, saved, rows)
-    return figure
-
-
-def _layer_table(runs: Sequence[LoadedRun], metric: str) -> Table:
-    """Return the numbers called `<metric>/<measure>/<layer>`."""
-    table: dict[str, dict[str, list[float]]] = {}
-    for run in runs:
-        for key, value in (run.summary or {}).items():
-            parts = key.removeprefix(f"{metric}/").split("/")
-            if key.startswith(f"{metric}/") and len(parts) == 2 and isinstance(value, int | float):
-                table.setdefault(parts[0], {}).setdefault(parts[1], []).append(value)
-    return table
-
-
-def _saved(runs: Sequence[LoadedRun]) -> dict[str, Any]:  # Any: what JSON can hold
-    first = min(runs, key=lambda run: run.seed)
-    return known(first.path / EXAMINED)
-
-
-def _draw_numbers(figure: "SubFigure", names: Sequence[str], tables: Sequence[Table]) -> None:
-    measures = list(dict.fromkeys(measure for table in tables for measure in table))
-    panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
-    for measure, panel in zip(measures, panels, strict=True):
-        for place, (name, table) in enumerate(zip(names, tables, strict=True)):
-            layers = table.get(measure, {})
-            for seed, values in enumerate(zip(*layers.values(), strict=True)):
-                label = name if measure == measures[0] and not seed else ""
-                style = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.1, "markersize": 3}
-                panel.plot([TRAINED, *layers], [1.0, *values], "o-", label=label, **style)
-        panel.set_title(title(measure))
-        panel.axhline(0, color="#999999", linewidth=0.6)
-        panel.tick_params(axis="x", labelrotation=35, labelsize=7)
-    figure.supxlabel("drawn anew, from the top down to this layer", fontsize=8)
-    figure.legend(loc="outside upper right", ncols=len(names), fontsize=8)
-
-
-def _draw_pictures(
-    figure: "SubFigure", names: Sequence[str], saved: Sequence[Mapping[str, Any]], rows: int
-) -> None:
-    """Draw a row for each image and arm: the image, then its maps, blue positive, red negative."""
-    layers = list(saved[0]["maps"])
-    panels = figure.subplots(rows, 1 + len(layers), squeeze=False)
-    for row, cells in enumerate(panels):
-        image, place = divmod(row, len(names))
-        content = saved[place]
-        if place == 0:
-            cells[0].imshow(content["images"][image], cmap="gray")
-        cells[0].set_ylabel(names[place], fontsize=8, color=COLOURS[place % len(COLOURS)])
-        for panel, layer in zip(cells[1:], layers, strict=True):
-            panel.imshow(content["maps"][layer][image], cmap="RdBu", vmin=-1, vmax=1)
-        for panel in cells:
-            panel.set(xticks=[], yticks=[])
-            for spine in panel.spines.values():
-                spine.set_visible(False)
-    for panel, name in zip(panels[0], ["image", *layers], strict=True):
-        panel.set_title(name, fontsize=7, loc="center")
+    parts = parts.resolve_scale(color="independent").properties(width=SIDE, height=SIDE)
+    row = alt.Row("row:N", sort=rows, title=None)
+    return parts.facet(row=row, column=alt.Column("panel:N", sort=panels, title=None), spacing=4)

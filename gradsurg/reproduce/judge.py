@@ -7,9 +7,12 @@ from math import floor, isfinite, log10
 from statistics import fmean, stdev
 from typing import Any
 
-from gradsurg.experiment.run_directory import EFFECTS, METRICS, UNTIL_REACHED, RunDirectory
+import polars as pl
+
+from gradsurg.experiment.run_directory import UNTIL_REACHED
 from gradsurg.report.arms import Arm, flat, group
 from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import (
     chances_of_all,
@@ -18,7 +21,7 @@ from gradsurg.stats import (
     paired_difference,
 )
 
-Studies = Mapping[str, Sequence[LoadedRun]]
+Studies = Mapping[str, Study]
 
 EFFECT = "effect/"
 DIVERGED = "diverged"
@@ -168,9 +171,9 @@ def verdict(results: Sequence[str], conditions: str) -> str:
     return CONDITIONS if conditions else HOLDS
 
 
-def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
-    chosen = _selected(runs, band.runs)
-    others = _selected(runs, band.minus) if band.minus else []
+def _judge(band: Band, study: Study) -> Judgement:
+    chosen = _selected(study.all_runs, band.runs)
+    others = _selected(study.all_runs, band.minus) if band.minus else []
     if band.of == "dominating":
         chosen = [run for run in chosen if run not in others]
     if not chosen or (band.minus and not others):
@@ -186,8 +189,8 @@ def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judgement(band, lacking=f"{len(unfinished)} of {len(needed)} runs: {states}")
     if band.of == "dominating":
-        return _dominating(band, group(needed), others)
-    outcomes = {run.name: outcome(run, band.metric, band.at) for run in needed}
+        return _dominating(band, study, group(needed), others)
+    outcomes = {run.name: outcome(study, run, band.metric, band.at) for run in needed}
     values = {name: value for name, value in outcomes.items() if value is not None}
     values = {name: value for name, value in values.items() if isfinite(value)}
     if missing := [name for name in outcomes if name not in values]:
@@ -201,14 +204,16 @@ def _judge(band: Band, runs: Sequence[LoadedRun]) -> Judgement:
     return Judgement(band, tuple(differences.values()), seeds=tuple(differences))
 
 
-def _dominating(band: Band, arms: Sequence[Arm], others: Sequence[LoadedRun]) -> Judgement:
+def _dominating(
+    band: Band, study: Study, arms: Sequence[Arm], others: Sequence[LoadedRun]
+) -> Judgement:
     """Count the arms that dominate the front of those of `others`; see `Band`."""
     if len({tuple(run.seed for run in arm.runs) for arm in arms}) > 1:
         return Judgement(band, lacking="runs and minus must have the same seeds in every arm")
     names = terms(band.metric)
     columns: dict[str, list[list[float]]] = {}  # of an arm: for each term the value of each seed
     for arm in arms:
-        values = [[outcome(run, name, band.at) for run in arm.runs] for name in names]
+        values = [[outcome(study, run, name, band.at) for run in arm.runs] for name in names]
         known = [
             [value for value in row if value is not None and isfinite(value)] for row in values
         ]
@@ -256,33 +261,33 @@ def is_selected(keys: Mapping[str, object], which: Mapping[str, object]) -> bool
     return all(key in keys and keys[key] == value for key, value in which.items())
 
 
-def outcome(run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
+def outcome(study: Study, run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
     """Return an outcome of a run, or a sum or difference of outcomes; None if it is missing."""
     if metric == DIVERGED:
         return float(run.state == DIVERGED)
     if metric.startswith(EFFECT):
-        values = effect(run, metric)
+        values = _effect(study, run, metric)
         at = max(values, default=0) if at == "end" else at
     elif at == "end":
         return _combined(run.summary or {}, metric)
     else:
-        rows = RunDirectory(run.path).read_rows(METRICS)
-        values = {row["step"]: _combined(row, metric) for row in rows}
+        rows = study.metrics.filter(pl.col("run").cast(pl.String) == run.name)
+        rows = rows.select("step", *(name for name in terms(metric) if name in rows.columns))
+        values = {row["step"]: _combined(row, metric) for row in rows.to_dicts()}
     if isinstance(at, int):
         return values.get(at)
     known = [value for value in values.values() if value is not None]
     return (max if at == "most" else min)(known, default=None)
 
 
-def effect(run: LoadedRun, path: str) -> dict[int, float | None]:
-    """Return `effect/<transform>/<site>/<number>` by step, from effects.jsonl."""
+def _effect(study: Study, run: LoadedRun, path: str) -> dict[int, float | None]:
+    """Return `effect/<transform>/<site>/<number>` by step."""
     _, transform, rest = path.split("/", 2)
     site, _, number = rest.rpartition("/")
-    return {
-        row["step"]: row.get(number)
-        for row in RunDirectory(run.path).read_rows(EFFECTS)
-        if (row["transform"], row["site"]) == (transform, site)
-    }
+    texts = pl.col("run", "transform", "site").cast(pl.String)
+    rows = study.effects.with_columns(texts)
+    rows = rows.filter(run=run.name, transform=transform, site=site)
+    return dict(rows.select("step", number).iter_rows()) if number in rows.columns else {}
 
 
 def terms(metric: str) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import gradsurg
 from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
-from gradsurg.report.arms import Arm, group
+from gradsurg.report.arms import Arm
 from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judge import (
     COUNTED,
@@ -59,7 +60,9 @@ def make_record(
         }
         for item in judgements
     ]
-    places = [(run.summary or {}).get("hardware") for runs in studies.values() for run in runs]
+    places = [
+        (run.summary or {}).get("hardware") for study in studies.values() for run in study.all_runs
+    ]
     return {
         "form": form,
         "verdict": verdict([item.result for item in judgements], expected.conditions),
@@ -215,25 +218,25 @@ def _arm_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:  # Any: JS
     return table
 
 
-def _arm_rows(study: str, runs: Sequence[LoadedRun], expected: Expected) -> list[dict[str, object]]:
+def _arm_rows(name: str, study: Study, expected: Expected) -> list[dict[str, object]]:
     """Return a row for each arm and each metric of the study's bands, or of all bands."""
-    bands = [band for band in expected.bands if band.study in ("", study)] or expected.bands
+    bands = [band for band in expected.bands if band.study in ("", name)] or expected.bands
     quantities = dict.fromkeys((band.quantity, band.metric, band.at) for band in bands)
     rows = []
-    for arm in group(runs):
+    for arm in study.arms:
         for quantity, metric, at in quantities:
-            row = _arm_row(arm, metric, at)
+            row = _arm_row(study, arm, metric, at)
             if row is not None:
-                rows.append({"study": study, "arm": arm.name, "metric": quantity, **row})
+                rows.append({"study": name, "arm": arm.name, "metric": quantity, **row})
     return rows
 
 
-def _arm_row(arm: Arm, metric: str, at: str | int) -> dict[str, object] | None:
+def _arm_row(study: Study, arm: Arm, metric: str, at: str | int) -> dict[str, object] | None:
     """Return the mean of an arm's outcome and that of each seed; None for another's effect."""
     ended = [run for run in arm.runs if run.state in ("finished", DIVERGED)]
     diverged = [run for run in ended if run.state == DIVERGED]
     counted = ended if metric in COUNTED else arm.whole
-    outcomes = {run.name: outcome(run, metric, at) for run in counted}
+    outcomes = {run.name: outcome(study, run, metric, at) for run in counted}
     values = [value for value in outcomes.values() if value is not None]
     if metric.startswith(EFFECT) and not values:
         return None  # a transform that is not in this arm

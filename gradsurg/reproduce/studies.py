@@ -19,7 +19,9 @@ from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.plugins.messages import nearest
+from gradsurg.report.arms import group
 from gradsurg.report.load import TUNING, LoadedRun, read_runs
+from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record
@@ -68,10 +70,9 @@ class StudyPlan:
 
 @dataclass(frozen=True)
 class FinishedStudy:
-    """A study after training: its folder, the runs that its config describes, those of a tuning."""
+    """A study after training: the runs that its config describes, and those of a tuning."""
 
-    folder: Path
-    runs: list[LoadedRun]
+    study: Study
     trials: Sequence[LoadedRun] = ()
 
     @property
@@ -86,7 +87,7 @@ class FinishedStudy:
         return median(times) if times else None
 
     def _numbers(self, key: str) -> list[float]:
-        values = [(run.summary or {}).get(key) for run in (*self.runs, *self.trials)]
+        values = [(run.summary or {}).get(key) for run in (*self.study.all_runs, *self.trials)]
         return [float(value) for value in values if value]
 
 
@@ -104,9 +105,9 @@ def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedS
         raise KeyboardInterrupt
     if plan.trials:
         plan = plan_study(name, overrides)  # with the values that it has chosen
-    runs = {run.name: run for run in read_runs(plan.folder, [*plan.runs])}
+    runs = [run for run in read_runs(plan.folder, [*plan.runs]) if run.name in plan.runs]
     trials = read_runs(plan.folder / TUNING, plan.trials) if plan.trials else []
-    return FinishedStudy(plan.folder, [runs[name] for name in plan.runs], trials)
+    return FinishedStudy(Study(plan.folder, group(runs)), trials)
 
 
 def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:

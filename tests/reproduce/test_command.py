@@ -12,9 +12,10 @@ import gradsurg
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.report.arms import group
 from gradsurg.report.load import LoadedRun
+from gradsurg.report.study import Study
 from gradsurg.reproduce import command, studies
 from gradsurg.reproduce.expected import Drawing, WrongExperiment, papers, read_expected
-from gradsurg.reproduce.figures import draw, draw_maps
+from gradsurg.reproduce.figures import draw
 from gradsurg.reproduce.judge import Judgement, judge, mean_with_interval
 from gradsurg.reproduce.record import (
     BEGIN,
@@ -52,6 +53,10 @@ def found(label: str, seed: int, summary: Mapping[str, object] | None, folder: P
         config={"seed": seed, "task": {"start": [1, 2]}, "transform": {label: {}}},
         summary=dict(summary) if summary else None,
     )
+
+
+def study_of(runs: Sequence[LoadedRun], folder: Path) -> Study:
+    return Study(folder, group(runs))
 
 
 def foreseen(label: str, seed: int) -> PlannedRun:
@@ -96,7 +101,7 @@ def reproduce(
             found(*who, None if loss is None else {"test/loss": loss, **TIMES}, folder)
             for who, loss in losses.items()
         ]
-        return FinishedStudy(folder, runs)
+        return FinishedStudy(study_of(runs, folder))
 
     planned = StudyPlan(
         root, {f"{label}-{seed}": foreseen(label, seed) for label, seed in losses}, 10
@@ -199,7 +204,7 @@ def test_diverged_runs_are_counted_in_the_table_of_arms(root: Path) -> None:
     runs[1:] = [replace(run, state="diverged") for run in runs[1:]]
     expected = read_expected(root, "mini")
     for chosen, mean in ((runs, "0.25, diverged 2/3"), (runs[1:], "diverged 2/2")):
-        studies = {"simple_transforms": chosen}
+        studies = {"simple_transforms": study_of(chosen, root)}
         record = make_record(expected, "quick", judge(expected, studies), studies, 1.0, {})
         assert [row["mean"] for row in record["arms"]] == [mean]
     assert judged_with(root, runs, metric="diverged", of="total", count=3, low=2, high=None).holds
@@ -240,7 +245,7 @@ def test_runs_that_failed_are_not_left_out_of_a_band(
 
 def judged_with(root: Path, runs: list[LoadedRun], /, **change: object) -> Judgement:
     expect(root, {**MINI, "bands": [{**BAND, "metric": "test/loss", **change}]})
-    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
+    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": study_of(runs, root)})
     return judged
 
 
@@ -401,30 +406,32 @@ def test_a_figure_shows_each_seed_of_each_arm(root: Path, kind: str) -> None:
         rows = [{"step": step, "test/loss": loss / step} for step in (1, 2)]
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         (runs[-1].path / "metrics.jsonl").write_text(text, encoding="utf-8")
-    lone = draw(Drawing(kind, "test/loss"), runs[:1], root / "one")
-    every = draw(Drawing(kind, "test/loss"), runs, root / "all")
+    lone = draw(Drawing(kind, "test/loss"), study_of(runs[:1], root), root / "one")
+    every = draw(Drawing(kind, "test/loss"), study_of(runs, root), root / "all")
     assert lone is not None
     assert every is not None
     assert every.name == "figure.png"
     assert lone.read_bytes() != every.read_bytes()
-    assert draw(Drawing(kind, "test/accuracy"), runs, root) is None
+    assert draw(Drawing(kind, "test/accuracy"), study_of(runs, root), root) is None
 
 
 def test_the_front_figure_has_a_panel_for_each_task(root: Path) -> None:
     runs = losses_of({"clip": [(1.0, 3.0), (2.0, 5.0)], "sign": [(2.0, 1.0)]}, root)
-    runs += losses_of({"none": [(4.0, 4.0)]}, root)
+    runs += losses_of({"none": [(4.0, 4.0)], "lean": [(3.0, 5.0)]}, root)
     runs = [
-        replace(run, config={**(run.config or {}), "task": {"start": run.label}})
-        if run.label == "none"
-        else run
-        for run in runs
+        replace(
+            run,
+            summary={key.replace("/", "/loss_"): loss for key, loss in (run.summary or {}).items()},
+            config={**(run.config or {}), "task": {"name": "own" if place > 2 else "other"}},
+        )
+        for place, run in enumerate(runs)
     ]
-    drawn = draw(Drawing("front", "test/a + test/b"), runs, root)
+    drawn = draw(Drawing("front", "test/loss_a + test/loss_b"), study_of(runs, root), root)
     assert drawn is not None
     text = drawn.with_suffix(".svg").read_text(encoding="utf-8")
-    for told in ("task.start=[1, 2]", "task.start=none", "test a (log scale)", "sign"):
+    for told in ("own: test loss of each task", "other: test loss", "loss a", "sign"):
         assert told in text
-    assert draw(Drawing("front", "test/a + test/c"), runs, root) is None
+    assert draw(Drawing("front", "test/loss_a + test/loss_c"), study_of(runs, root), root) is None
 
 
 def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
@@ -444,11 +451,11 @@ def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
     for site, when, value in at:
         metric = f"effect/clip/{site}/cosine"
         expect(root, {**MINI, "bands": [{**BAND, "metric": metric, "at": when}]})
-        (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": runs})
+        (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": study_of(runs, root)})
         assert judged.values == (value,)
-    assert draw(Drawing("alignment", "clip"), runs, root) is not None
-    assert draw(Drawing("alignment", "sign"), runs[1:], root) is None
-    assert draw(Drawing("alignment", "reverse"), runs, root) is None
+    assert draw(Drawing("alignment", "clip"), study_of(runs, root), root) is not None
+    assert draw(Drawing("alignment", "sign"), study_of(runs[1:], root), root) is None
+    assert draw(Drawing("alignment", "reverse"), study_of(runs, root), root) is None
 
 
 def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Path) -> None:
@@ -456,7 +463,7 @@ def test_runs_are_chosen_by_keys_of_their_config_and_metrics_are_added(root: Pat
     band = {**MINI["bands"][0], "runs": runs, "metric": "test/loss + test/loss"}
     expect(root, {**MINI, "bands": [band]})
     own = [found(*who, {"test/loss": loss}, root) for who, loss in LOSSES.items()]
-    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": own})
+    (judged,) = judge(read_expected(root, "mini"), {"simple_transforms": study_of(own, root)})
     assert judged.values == (4.0,)
     assert not judged.holds
 
@@ -489,18 +496,8 @@ def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_a
 ) -> None:
     who = [("clip", 0, 0.9), ("clip", 1, 0.8), ("none", 0, 0.1)]
     runs = [examined(label, seed, root, number) for label, seed, number in who]
-    figure = draw_maps(group(runs), "examined")
-    assert figure is not None
-    top, bottom = figure.subfigs
-    rank, ssim = top.axes
-    assert (rank.get_title(loc="center"), ssim.get_title(loc="center")) == ("rank", "ssim")
-    marks = [list(line.get_ydata()) for line in rank.lines]
-    assert marks == [[1, 0.9, 0.5], [1, 0.8, 0.5], [1, 0.1, 0.5], [0, 0]]
-    assert [label.get_text() for label in rank.get_xticklabels()] == ["trained", "b", "a"]
-    pictures = [[len(panel.images) for panel in bottom.axes[4 * row :][:4]] for row in range(4)]
-    assert pictures == [[1, 1, 1, 1], [0, 1, 1, 1]] * 2
-    drawn = draw(Drawing("maps", "examined"), runs, root / "all")
-    fewer = draw(Drawing("maps", "examined"), runs[:1], root / "one")
+    drawn = draw(Drawing("maps", "examined"), study_of(runs, root), root / "all")
+    fewer = draw(Drawing("maps", "examined"), study_of(runs[:1], root), root / "one")
     assert drawn is not None
     assert fewer is not None
     assert drawn.read_bytes() != fewer.read_bytes()
@@ -673,9 +670,9 @@ def test_a_tuned_study_has_the_runs_with_the_chosen_values_and_the_time_of_all(r
     study = studies.run_study("simple_transforms", words, planned)
     assert planned.steps == 6 * 20
     assert len(study.trials) == 4
-    rates = {run.label: (run.config or {})["optimizer"]["lr"] for run in study.runs}
+    rates = {run.label: (run.config or {})["optimizer"]["lr"] for run in study.study.all_runs}
     assert rates == {"clip": 0.1, "none": 0.1}
-    times = [(run.summary or {})["time/train_s"] for run in (*study.runs, *study.trials)]
+    times = [(run.summary or {})["time/train_s"] for run in (*study.study.all_runs, *study.trials)]
     assert study.minutes == pytest.approx(sum(times) / 60)
 
 
