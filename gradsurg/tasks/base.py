@@ -405,40 +405,6 @@ class MultiClassification(MultiTask):
         }
 
 
-class MultiRegression(MultiTask):
-    """Several mean squared errors, each of a column of the outputs and times a factor; `r2`."""
-
-    @property
-    @abstractmethod
-    def factors(self) -> Sequence[float]:
-        """The factor of each error."""
-
-    def losses(self, outputs: Outputs, targets: Tensor) -> dict[str, Tensor]:
-        parts = parts_of(outputs, (1,) * len(self.names), len(targets))
-        errors = [
-            functional.mse_loss(part[:, 0], column)
-            for part, column in zip(parts, targets.unbind(dim=1), strict=True)
-        ]
-        return {
-            name: factor * error
-            for name, factor, error in zip(self.names, self.factors, errors, strict=True)
-        }
-
-    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        losses = floats(self.losses(outputs, targets).values())
-        variances = targets.var(dim=0, correction=0).tolist()
-        explained = [
-            1 - loss / (factor * variance)
-            for loss, factor, variance in zip(losses, self.factors, variances, strict=True)
-        ]
-        return {
-            "loss": sum(losses),
-            "r2": fmean(explained),
-            **by_name("loss", self.names, losses),
-            **by_name("r2", self.names, explained),
-        }
-
-
 def parts_of(outputs: Outputs, sizes: Sequence[int], count: int) -> Sequence[Tensor]:
     """Split the outputs for `count` examples into `sizes` columns; ValueError for other shapes."""
     whole = [count, sum(sizes)]

@@ -18,7 +18,7 @@ from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.tasks.base import Data, MultiTask
-from gradsurg.tasks.digit_attributes import DigitAttributes
+from gradsurg.tasks.overlay import Overlay
 from tests.loggers.offline import alone
 from tests.runs import MIXED, ROOT, SHORT, a_run, assert_same
 
@@ -47,16 +47,16 @@ def test_a_run_that_ends_before_a_call_of_the_system_is_resumed(
     assert not [path for path in place.path.iterdir() if path.name.endswith(".tmp")]
 
 
-PARITY_AND_DIGIT = DigitAttributes(attributes=("parity", "digit"))
+PAIRS = Overlay(num_train=1000, num_test=100)
 
 
 @dataclass(frozen=True)
 class Killed(MultiTask):
-    """Two questions about digits; at call `at` (from 1) of its losses the process is killed."""
+    """Two digits in an image; at call `at` (from 1) of its losses the process is killed."""
 
     at: int = 0
     calls: list[int] = field(default_factory=list)
-    of: DigitAttributes = PARITY_AND_DIGIT
+    of: Overlay = PAIRS
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ CLIP = "transform=clip"
         ((CLIP, "+schedule.foo=1"), "schedule.foo: is not a field here: constant has none"),
         ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
         ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
-        ((CLIP, "task=friedman", "task.num_train=1e12"), "task: needs more memory than there is"),
+        ((CLIP, "task=overlay", "task.num_train=1e12"), "task: needs more memory than there is"),
         (("transform=[1.5]",), "hydra: TypeError: "),
         ((CLIP, "+=$HOME"), "hydra: AssertionError: "),
         ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.tasks.adding import Adding
 from gradsurg.tasks.base import Data, Task
 from gradsurg.tasks.char_lm import CharLM
 from gradsurg.tasks.diabetes import Diabetes
 from gradsurg.tasks.digits import Digits, load_digits
 from gradsurg.tasks.modular import Modular
 from gradsurg.tasks.overlay import Overlay
+from gradsurg.tasks.temporal_order import TemporalOrder
 from tests.builds import built
 
 SMALL = {"num_train": 60, "num_test": 20}
@@ -23,7 +23,7 @@ def rows(inputs: Tensor, targets: Tensor) -> set[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize(
-    "task", [Digits(), Diabetes(), Adding(**SMALL), Modular(modulus=13), CharLM()], ids=repr
+    "task", [Digits(), Diabetes(), TemporalOrder(**SMALL), Modular(modulus=13), CharLM()], ids=repr
 )
 def test_a_share_of_the_training_examples_is_set_aside(task: Task) -> None:
     whole, data = task.load(), task.load_with_validation(0.25)
