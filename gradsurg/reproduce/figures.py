@@ -19,7 +19,7 @@ from gradsurg.reproduce.judge import outcome, terms
 
 NAME = "figure"
 SIDE = 64  # of a picture, in pixels
-LINE = 4  # arms named in a line below a panel
+LINE = 2  # arms named in a line below a panel
 MAX_IMAGES = 3
 TRAINED, IMAGE = "trained", "image"
 Chart = Any  # Any: kinds of charts, of which Altair has no common type
@@ -116,12 +116,12 @@ def _maps(study: Study, metric: str) -> Chart | None:
     measures, layers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("of", "layer"))
     lines = alt.Chart(alt.Data(values=rows)).mark_line(point=True, strokeWidth=1.1)
     lines = lines.encode(
-        alt.X("layer:N", sort=layers, title="drawn anew, from the top down to this layer"),
+        alt.X("layer:N", sort=layers, title="drawn anew, down to this layer"),
         alt.Y("value:Q", title=None),
         alt.Color("arm:N", sort=None, title=None),
         detail="seed:N",
     )
-    lines = lines.properties(width=150, height=150)
+    lines = lines.properties(width=190, height=150)
     numbers = lines.facet(column=alt.Column("of:N", sort=measures, title=None))
     return alt.vconcat(numbers, _grid(pictures)).resolve_scale(color="independent")
 

@@ -501,6 +501,10 @@ def test_a_figure_of_maps_shows_each_measure_of_each_seed_and_the_maps_of_each_a
     assert drawn is not None
     assert fewer is not None
     assert drawn.read_bytes() != fewer.read_bytes()
+    text = drawn.with_suffix(".svg").read_text(encoding="utf-8")
+    cells = ("rank", "ssim", "image", "trained", "b", "a", "1, clip", "1, control", "2, clip")
+    assert all(f">{cell}<" in text for cell in cells)
+    assert ">1, control<" not in fewer.with_suffix(".svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
