@@ -59,14 +59,15 @@ def task_gradients(
     `autograd.grad` reaches other tensors than the sharded parameters, so the gradients are taken
     from `.grad`, without the hooks that wait for the gradient of the step.
     """
-    before = [(param.grad, param._post_accumulate_grad_hooks) for param in params]
-    for param in params:
+    found: Sequence[Any] = params  # Any: PyTorch declares no attribute for the hooks
+    before = [(param.grad, param._post_accumulate_grad_hooks) for param in found]
+    for param in found:
         param.grad = param._post_accumulate_grad_hooks = None
     try:
         torch.autograd.backward(loss, retain_graph=retain_graph)
         return [None if param.grad is None else part_of(param.grad) for param in params]
     finally:
-        for param, (grad, hooks) in zip(params, before, strict=True):
+        for param, (grad, hooks) in zip(found, before, strict=True):
             param.grad, param._post_accumulate_grad_hooks = grad, hooks
 
 
