@@ -26,11 +26,10 @@ from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.messages import folded, terminal_width
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, find, names
 
 FILE = Path(__file__).with_suffix(".json")
-FOLDERS = {"transform": "transforms", "site": "sites", "when": "triggers"}
-FOLDERS |= {"aggregator": "aggregators", "model": "models", "task": "tasks", "logger": "loggers"}
+FOLDERS = {group: folder for folder, group in GROUPS.items()}
 """Config group: folder of its classes. The others name classes of PyTorch."""
 TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
 LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
@@ -174,8 +173,6 @@ def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the yaml files and the classes; imports torch."""
-    from gradsurg.experiment.compose import CONFIG_DIR
-
     return Catalogue(
         _entry(group, path)
         for group in LISTED
