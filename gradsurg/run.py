@@ -191,7 +191,7 @@ def _list(words: list[str]) -> None:
     if arguments.json:
         print(entries.json(), end="")
     else:
-        print(entries.table() if arguments.list else entries.overview())
+        print(entries.table() if any(arguments.list) else entries.overview())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from shutil import get_terminal_size
 from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
-from gradsurg.plugins.messages import folded, terminal_width
+from gradsurg.plugins.messages import folded, one_line, terminal_width
 from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, find, names
 
 FILE = Path(__file__).with_suffix(".json")
@@ -38,7 +38,6 @@ ALIASES |= {f"{group}s": group for group in LISTED} | {"triggers": "when", "reci
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ENDING = re.compile(r"(?<=...)(?:at(?:ion|e|or)s?|(?:if(?:y|iez|ied)|ity|ing|er|or|ed|es?|s|y))$")
-FIELDS = 3  # the rank of an entry of which a field alone has the words
 ARXIV = "https://arxiv.org/abs/"
 NO_LIMIT = 1 << 16  # more columns than any table has
 
@@ -107,11 +106,15 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
     With words, as `list("transform", "sparse")` or `list("weight decay")`, return the entries that
     have all of them in their name, purpose, paper, fields or other names, the nearest first. Word
     endings do not count. Options are those of gradsurg itself and of the folders `config_dirs`.
-    Raises LookupError if there is none, with the groups and similar words.
+    Raises LookupError if there is none, with the groups and similar words, and for a folder or a
+    file in it that cannot be read.
     """
     asked = [part for word in (group, *words) for part in word.split()]
-    rows = json.loads(FILE.read_text(encoding="utf-8"))
-    entries = [*(Entry(**row) for row in rows), *(one for at in config_dirs for one in _own(at))]
+    entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+    for config_dir in config_dirs:
+        if not config_dir.is_dir():
+            raise LookupError(f"there is no folder {config_dir}")
+        entries += _of_folder(config_dir, is_own=True)
     wanted = ALIASES.get(asked[0], asked[0]) if asked else ""
     if not asked or wanted in LISTED:
         own = [one for one in entries if wanted in ("", one.group)]
@@ -124,27 +127,40 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
 
 
 def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
-    """Return the entries that have all words in the most telling texts, the nearest first."""
-    ranks = [(rank, one) for one in entries if (rank := _rank(one, words)) is not None]
-    ranks.sort(key=lambda pair: pair[0])
-    # If purposes and names have the words, those that merely have such a field are left out.
-    return [one for rank, one in ranks if rank < FIELDS or ranks[0][0] == FIELDS]
+    """Return the entries with all words: of that name first, then those that have them in their
+    names or else in their purpose; if there are none, those that have them in their fields.
+    """
+    wanted, whole = _stems(" ".join(words)), _joined("".join(words))
+    if not wanted:
+        return []
+    exact, named, told, in_fields = ([] for _ in range(4))
+    for one in entries:
+        names = [one.name, *one.also]
+        joined = [_joined(name) for name in names]
+        text = " ".join([*names, *joined])
+        purpose = f"{text} {one.summary} {one.paper} {one.preset_of}"
+        if whole in joined:
+            exact.append(one)
+        elif _has(text, wanted):
+            named.append(one)
+        elif _has(purpose, wanted):
+            told.append(one)
+        elif _has(f"{purpose} {_shown(one)}", wanted):
+            in_fields.append(one)
+    return [*exact, *named, *told] or in_fields
 
 
-def _rank(entry: Entry, words: Sequence[str]) -> int | None:
-    """Return how near an entry is to words: 0 its name, the last its fields; None if it is not."""
-    names = [entry.name, entry.target.rpartition(".")[2], *entry.also]
-    if re.sub(r"\W|_", "", "".join(words)).lower() in [
-        re.sub(r"\W|_", "", name).lower() for name in names
-    ]:
-        return 0
-    texts = " ".join(names), f"{entry.summary} {entry.paper} {entry.preset_of}", _shown(entry)
-    has: set[str] = set()
-    for rank, text in enumerate(texts, 1):
-        has |= _stems(text)
-        if all(_is_in(stem, has) for word in words for stem in _stems(word)):
-            return rank
-    return None
+def _joined(name: str) -> str:
+    return re.sub(r"\W|_", "", name).lower()
+
+
+def _has(text: str, wanted: set[str]) -> bool:
+    """Return whether each stem is one of a text or, from three letters on, begins one."""
+    stems = _stems(text)
+    return all(
+        stem in stems or (len(stem) > 2 and any(one.startswith(stem) for one in stems))
+        for stem in wanted
+    )
 
 
 def _stems(text: str) -> set[str]:
@@ -152,11 +168,6 @@ def _stems(text: str) -> set[str]:
     words = re.findall(r"[a-z0-9]+", text.lower().replace("is", "iz"))
     bare = (ENDING.sub("", word) for word in words)
     return {re.sub(r"([bdgmnpt])\1$", r"\1", word) for word in bare}
-
-
-def _is_in(stem: str, stems: set[str]) -> bool:
-    """Return whether a word is among others or, from three letters on, begins one of them."""
-    return stem in stems or (len(stem) > 2 and any(one.startswith(stem) for one in stems))
 
 
 def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
@@ -173,22 +184,18 @@ def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the yaml files and the classes; imports torch."""
-    return Catalogue(
-        _entry(group, path)
-        for group in LISTED
-        for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
-        if path.stem != "none"
-    )
+    return Catalogue(_of_folder(CONFIG_DIR, is_own=False))
 
 
-def _own(config_dir: Path) -> Iterator[Entry]:
-    """Yield the entries of a user's folder of configs, from the yaml files alone."""
+def _of_folder(config_dir: Path, is_own: bool) -> Iterator[Entry]:
+    """Yield the entries of a folder of configs; of a user's own from the yaml files alone."""
     for group in LISTED:
         for path in sorted((config_dir / group).glob("*.yaml")):
-            yield _entry(group, path, is_own=True)
+            if path.stem != "none":
+                yield _entry(group, path, is_own)
 
 
-def _entry(group: str, path: Path, is_own: bool = False) -> Entry:
+def _entry(group: str, path: Path, is_own: bool) -> Entry:
     """Return the entry of a yaml file; the properties and stages only of gradsurg's own."""
     import yaml
 
@@ -200,8 +207,11 @@ def _entry(group: str, path: Path, is_own: bool = False) -> Entry:
     notes = dict(line.split(": ", 1) for line in head if line.startswith(NOTES))
     command, summary, *_ = *(line for line in head if not line.startswith(NOTES)), "", ""
     paper, _, number = notes.get("Paper", "").partition(", arXiv ")
-    config = yaml.safe_load(text) or {}
-    fields = config.get(path.stem, config) if group in LISTS else config
+    try:
+        config = yaml.safe_load(text) or {}
+        fields = config.get(path.stem) or {} if group in LISTS else config
+    except (yaml.YAMLError, AttributeError) as error:
+        raise LookupError(f"{path} is no config: {one_line(error)}") from error
     name = str(fields.get("name", ""))
     target, preset_of = str(fields.get("_target_", "")), name if is_own else ""
     facts: dict[str, Sequence[str]] = {}

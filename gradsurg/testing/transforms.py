@@ -80,7 +80,7 @@ class Subject:
     """The transform under test, its declared properties and the shapes that it supports."""
 
     transform: Transform
-    properties: frozenset[str]
+    properties: frozenset[TransformProperty]
     shapes: tuple[Shape, ...]
     drops_nan: bool
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Name = TypeVar("Name", bound=str)
 MAX_PRINTED = 12
 """Tensors of at most so many entries are printed in full in a counterexample."""
 
@@ -66,8 +68,8 @@ class Table:
 
 
 def declared_among(
-    names: Collection[str], declared: Collection[str] | None, own: Collection[str]
-) -> frozenset[str]:
+    names: Collection[Name], declared: Collection[Name] | None, own: Collection[Name]
+) -> frozenset[Name]:
     """Return `declared`, or else `own`. Raises ValueError for one that is not among `names`."""
     if unknown := sorted({*(declared or ())} - {*names}):
         raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")

@@ -121,6 +121,9 @@ def test_options_of_a_users_folder_are_found_by_the_words_at_the_head_of_their_f
     assert line.split("  ")[0] == "soft"
     assert line.endswith("Halve it (scale). factor=0.5")
     assert here("--list", "mild").code == 2
+    (tmp_path / "transform" / "torn.yaml").write_text("torn: [", encoding="utf-8")
+    ended = here("--list", "mild", "--config-dir", str(tmp_path))
+    assert (ended.code, "torn.yaml is no config: " in ended.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,8 @@ def test_options_of_a_users_folder_are_found_by_the_words_at_the_head_of_their_f
         ("transfrom", "Did you mean 'transform"),
         ("quantle", "Did you mean 'quantile"),
         ("sparse qqqq", "no option with 'qqqq'. The groups are: transform, "),
+        ("???", "no option with '???'. The groups are: "),
+        ("clip --config-dir nowhere", "--list: there is no folder nowhere"),
         ("krum dropout", "no option with all these words. The groups are: "),
     ],
 )
