@@ -150,6 +150,12 @@ def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
     return [*exact, *named, *told] or in_fields
 
 
+def also_named(group: str, word: str) -> Sequence[str]:
+    """Return the options of a group of which a word is another name, as `dropout`."""
+    entries = list(group) if group in LISTED else ()
+    return [one.name for one in entries if _joined(word) in map(_joined, one.also)]
+
+
 def _joined(name: str) -> str:
     return re.sub(r"\W|_", "", name).lower()
 
