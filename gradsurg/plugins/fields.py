@@ -116,14 +116,10 @@ def validated(cls: Class) -> Class:
     return checked
 
 
-def changed_fields(owner: Any) -> list[str]:  # Any: an instance of any dataclass
-    """Return the names of the fields that differ from their defaults."""
-    return [field.name for field in fields(owner) if getattr(owner, field.name) != field.default]
-
-
 def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
     """Return the one field that differs from its default, or an empty string."""
-    changed = changed_fields(owner) if is_dataclass(owner) else []
+    own = fields(owner) if is_dataclass(owner) else ()
+    changed = [field.name for field in own if getattr(owner, field.name) != field.default]
     return changed[0] if len(changed) == 1 else ""
 
 
