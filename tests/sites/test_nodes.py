@@ -128,9 +128,12 @@ def test_a_custom_function_and_an_in_place_relu_are_nodes(side) -> None:
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (gs.Nodes("Rleu"), "no node is selected by 'Rleu'. There are: activation, matmul, Addmm"),
+        (
+            gs.Nodes("Rleu"),
+            "no node is selected by 'Rleu'. There are: activation, matmul, rectifier",
+        ),
         (gs.Nodes("Rleu"), "Relu, T. Did you mean 'Relu'?"),
-        (gs.Nodes("Tanh", module="act"), "There are: activation, Relu."),
+        (gs.Nodes("Tanh", module="act"), "There are: activation, rectifier, Relu."),
         (gs.Nodes("Relu", module="first"), "no node in 'first' is selected by 'Relu'"),
         (gs.Nodes("Relu", call=3), "call=3"),
         (gs.Nodes("Relu", occurrence=3), "occurrence=3"),
