@@ -161,18 +161,8 @@ def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
         trained = metric_names(task, model, *both)
         numbers = examined_names(task, model, data) if isinstance(task, Examined) else []
         sites = _sites(experiment, model) if experiment.settings.effects_every else ()
-    names = _Names(trained, tested, numbers, sites)
-    return {name: _planned(run, names) for name, run in runs.items()}
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The metrics of training and test, the numbers of an examination, and the measured sites."""
-
-    trained: list[str]
-    tested: list[str]
-    examined: list[str]
-    sites: tuple[str, ...]
+    names = {"train": trained, "test": tested, "examined": numbers}
+    return {name: _planned(run, names, sites) for name, run in runs.items()}
 
 
 def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
@@ -183,26 +173,28 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _planned(run: Run, names: _Names) -> PlannedRun:
-    schedule = run.schedule
-    tested = [f"test/{name}" for name in names.tested]
-    validated = [f"validation/{name}" for name in names.tested if schedule.validation]
-    later = [f"test/{name}" for name in run.task.trajectory_metric_names if schedule.eval_every]
+def _planned(run: Run, names: Mapping[str, Sequence[str]], sites: tuple[str, ...]) -> PlannedRun:
+    """Return a run with the numbers of its parts; `names` has those of a part, as `test`."""
+    schedule, parts = run.schedule, dict(names)
+    if schedule.validation:
+        parts["validation"] = names["test"]
+    if schedule.eval_every:
+        parts["test"] = [*names["test"], *run.task.trajectory_metric_names]
     updates = (
         (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
     )
     until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
-    trained = [f"train/{name}" for name in names.trained]
-    numbers = [f"examined/{name}" for name in names.examined]
-    ends = (*trained, *validated, *tested, *later, *numbers, *until, *updates, *ALWAYS)
+    numbers = [f"{part}/{name}" for part in parts for name in parts[part]]
+    ends = (*numbers, *until, *updates, *ALWAYS)
     rows: dict[str, int] = dict.fromkeys(("train/loss", *updates), schedule.log_every)
     if schedule.eval_every:
-        rows |= dict.fromkeys(validated or tested, schedule.eval_every)
+        watched = "validation" if schedule.validation else "test"
+        rows |= {f"{watched}/{name}": schedule.eval_every for name in names["test"]}
     known = selectable_keys(run.identity, run.label, run.seed)
     labels = zip(run.surgery.interventions, run.surgery.labels, strict=True)
     transforms = tuple(name for item, group in labels if not item.aggregator for name in group)
     every = schedule.log_every
-    return PlannedRun(known, schedule.steps, ends, rows, transforms, names.sites, every)
+    return PlannedRun(known, schedule.steps, ends, rows, transforms, sites, every)
 
 
 Plans = Mapping[str, Mapping[str, PlannedRun]]
