@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import gradsurg as gs
 from tests.nets import attached, small
-from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, names_of_sites
+from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, met, names_of_sites
 
 
 class Chain(Made):
@@ -33,10 +33,6 @@ def _modes() -> list[object]:
     return vars(torch.overrides)["_get_current_function_mode_stack"]()
 
 
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger if entry.calls}
-
-
 def _list(grads: tuple[Tensor | None, ...]) -> list[list[float] | None]:
     return [None if grad is None else grad.tolist() for grad in grads]
 
@@ -48,7 +44,7 @@ def test_parameters_and_outputs_are_recognized_by_identity() -> None:
         grads = torch.autograd.grad(y, (model.x, model.a))
     # x's is 5, and a's 15: what x's has become does not flow on, unlike what Outputs makes of it.
     assert _list(grads) == [[50.0, 50.0], [150.0, 150.0]]
-    assert _calls(live) == {"three#0": 1, "a": 1}
+    assert met(live) == {"three#0": 1, "a": 1}
 
 
 def test_several_interventions_act_in_order_on_the_gradient_that_pytorch_returns() -> None:
@@ -73,7 +69,7 @@ def test_inputs_without_a_site_get_the_gradient_of_pytorch() -> None:
         y = model()
         assert _list(torch.autograd.grad(y, get_gradient_edge(model.x))) == [[5.0, 5.0]]
     assert _list(grads) == [[7.0, 7.0], [5.0, 5.0], [5.0, 5.0], [0.0, 0.0]]
-    assert _calls(live) == {"a": 1}
+    assert met(live) == {"a": 1}
 
 
 def test_autograd_grad_may_be_imported_by_name_and_called_with_any_form_of_inputs() -> None:
@@ -104,7 +100,7 @@ def test_the_fields_select_parameters_and_outputs(fields: dict[str, Any], sites:
     model = Chain()
     with attached(model, gs.Zero(), gs.Captured(**fields)) as live:
         torch.autograd.grad(model(), (model.x, model.a))
-    assert set(_calls(live)) == sites
+    assert set(met(live)) == sites
 
 
 def _twice() -> Made:
@@ -134,7 +130,7 @@ def test_a_nested_output_has_a_site_for_each_tensor() -> None:
         output, (h, c) = model(torch.ones(2, 1, 3))
         grads = torch.autograd.grad(output.sum() + h.sum() + c.sum(), (output, h, c))
     assert not any(grad.any() for grad in grads)
-    assert list(_calls(live)) == ["0#0.0", "0#0.1.0", "0#0.1.1"]
+    assert list(met(live)) == ["0#0.0", "0#0.1.0", "0#0.1.1"]
 
 
 def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
@@ -267,7 +263,7 @@ def test_the_output_of_a_compiled_module_is_a_site(backend: str) -> None:
             hidden, y = compiled(x)
             (grad,) = torch.autograd.grad(y, hidden)
             torch.testing.assert_close(grad, expected * 10)
-    assert _calls(live) == {"inner.first#0": 2}
+    assert met(live) == {"inner.first#0": 2}
 
 
 def test_functional_transforms_are_left_alone() -> None:
@@ -298,7 +294,7 @@ def test_inside_a_vmap_each_gradient_goes_through_the_transform() -> None:
 
         rows = torch.vmap(row)(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
         torch.testing.assert_close(rows, torch.tensor([[0.6, 0.8], [0.3, 0.4]]))
-    assert _calls(live) == {"a": 1}
+    assert met(live) == {"a": 1}
 
 
 def test_outputs_are_not_kept_alive() -> None:

@@ -24,7 +24,7 @@ from tests.nets import (
     gradients,
     small,
 )
-from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
+from tests.sites.points import TEN, Acts, Made, grad_of, met, passed, point, recomputed
 
 DOUBLE = gs.Scale(2.0)
 
@@ -48,10 +48,6 @@ class Function(torch.autograd.Function):
 
 def _saved(inner: nn.Module, reentrant: bool) -> Made:
     return Made(lambda self, x: recomputed(self.inner, x, reentrant), inner=inner)
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_a_quantised_activation_changes_only_the_gradient_of_the_next_weight() -
     torch.testing.assert_close(ours["last.weight"], 2 * theirs["last.weight"])
     for name in ("last.bias", "first.weight", "first.bias"):
         assert torch.equal(ours[name], theirs[name])
-    assert _calls(live) == {"last#0.0": 1}
+    assert met(live) == {"last#0.0": 1}
 
 
 def test_a_module_that_saves_nothing_is_only_noted_in_the_ledger() -> None:
@@ -148,7 +144,7 @@ def test_integer_tensors_are_left_alone() -> None:
         model(x).sum().backward()
     assert x.grad is not None
     assert x.grad.sum() == 2.0
-    assert _calls(live) == {"0#0.0": 1}
+    assert met(live) == {"0#0.0": 1}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_it_is_read_back_and_counted_in_each_backward() -> None:
         y = model(x).sum()
         y.backward(retain_graph=True)
         y.backward()
-    assert _calls(live) == {"0#0.0": 2}
+    assert met(live) == {"0#0.0": 2}
     # tanh' = 1 - (2 tanh)^2, twice.
     torch.testing.assert_close(x.grad, 2 * (1 - (2 * torch.tanh(torch.tensor([0.5]))) ** 2))
 
@@ -280,7 +276,7 @@ def test_the_block_pattern_selects_all_tensors_saved_while_it_is_open() -> None:
         (model(x) * x).sum().backward()
     # d x^3: y = x^2 and x are saved by the product, x twice by the square: 10 + 10 (10 + 10).
     assert grad_of(x) == [210.0]
-    assert _calls(live) == {"block": 4}
+    assert met(live) == {"block": 4}
     after = point(1.0)
     model(after).sum().backward()
     assert grad_of(after) == [2.0]
@@ -442,4 +438,4 @@ def test_exporting_a_model_inside_the_block_does_not_disturb() -> None:
     with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
         torch.export.export(model, (x,))
         model(x).sum().backward()
-    assert _calls(live) == {"1#0/TanhBackward[0].result": 1}
+    assert met(live) == {"1#0/TanhBackward[0].result": 1}

@@ -18,15 +18,12 @@ from tests.sites.points import (
     Double,
     Made,
     grad_of,
+    met,
     names_of_sites,
     passed,
     point,
     recomputed,
 )
-
-
-def _calls(live: gs.Live) -> dict[str, int]:
-    return {entry.site: entry.calls for entry in live.ledger if not entry.skipped}
 
 
 def _skipped(live: gs.Live) -> dict[str, str]:
@@ -101,7 +98,7 @@ def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> Non
         model.kept.register_hook(lambda grad: summed.append(grad.item()))
         y.backward()
     assert (sorted(seen), summed) == ([2.0, 3.0, 5.0], [10.0])
-    assert _calls(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
+    assert met(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
 
 
 def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() -> None:
@@ -109,7 +106,7 @@ def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() ->
     with attached(model, gs.Identity(), gs.Uses("*")) as live:
         backward(model)
     names = ["first#0", "act#0", "first.weight", "first.bias", "last.weight", "last.bias"]
-    assert set(_calls(live)) == {f"{name}/use[0]" for name in names}
+    assert set(met(live)) == {f"{name}/use[0]" for name in names}
     assert _skipped(live) == {"last#0/use[0]": "no use of it inside the model's call"}
 
 
@@ -181,7 +178,7 @@ def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
     at = gs.Uses("linear.weight")
     with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 3)).backward()
-    assert set(_calls(live)) == {"linear.weight/use[0]"}
+    assert set(met(live)) == {"linear.weight/use[0]"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -198,7 +195,7 @@ def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
         model, x = Made(forward, body=body), point()
         with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
             model(x).sum().backward()
-        return _calls(live), grad_of(x), gradients(model)["body.linear.weight"]
+        return met(live), grad_of(x), gradients(model)["body.linear.weight"]
 
     assert run(True) == run(False)
     assert len(run(True)[0]) == 4
@@ -236,7 +233,7 @@ def test_a_tensor_in_place_of_a_parameter_in_a_functional_call_has_its_name(way)
     assert way(model, params, x).tolist() == [32.0]  # 2 * (3 + 5) by each of two uses
     with attached(model, gs.Scale(10.0), gs.Uses("weight", use=1)) as live:
         assert way(model, params, x).tolist() == [16.0 + 160.0]
-    assert _calls(live) == {"weight/use[1]": 1}
+    assert met(live) == {"weight/use[1]": 1}
 
 
 def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> None:
@@ -279,7 +276,7 @@ def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
         gs.Uses("act").find(exported)
     with attached(exported, gs.Zero(), gs.Uses("first.*")) as live:
         exported(torch.ones(1, 6)).sum().backward()
-    assert _calls(live) == {"first.weight/use[0]": 1, "first.bias/use[0]": 1}
+    assert met(live) == {"first.weight/use[0]": 1, "first.bias/use[0]": 1}
 
 
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:

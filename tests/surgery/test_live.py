@@ -13,17 +13,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from tests.nets import attached, backward, grad_of, gradients, num_hooks, sgd, small, train, trainee
-
-
-class Sums(nn.Module):
-    """d/dw of `forward(x)` is x: every gradient can be chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: float) -> Tensor:
-        return (self.w * x).sum()
+from tests.sites.points import Sums
 
 
 def _passed(model: nn.Module, x: float = 1.0) -> float:
