@@ -312,6 +312,7 @@ class TimesValue(OfGroup):
         return [grad * value for grad, value in zip(grads, values, strict=True)], state
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() -> None:
     model, optimizer = trainee(0.0)
     with attached(model, TimesValue(), None, optimizer) as live:

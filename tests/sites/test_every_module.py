@@ -15,12 +15,10 @@ from tests.nets import attached, backward, batch, gradients, small
 from tests.sites.points import (
     TEN,
     Double,
-    Made,
     Shared,
     calls_of,
     grad_of,
     point,
-    recomputed,
 )
 
 FORWARD = ("forward_pre", "forward")
@@ -94,29 +92,7 @@ def test_the_stage_follows_from_the_kind() -> None:
         gs.Intervention(gs.Clip(1.0), gs.EveryModule(kind="forward", stage="backward"))
 
 
-@pytest.mark.parametrize("kind", FORWARD)
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_values_inside_both_kinds_of_checkpoint_are_changed_again(
-    reentrant: bool, outside: bool, kind: Any
-) -> None:
-    inner = Double()
-
-    model = Made(
-        lambda self, x: recomputed(lambda x: inner(x).pow(2), x, reentrant).sum(),
-        inner=None if outside else inner,
-    )
-    x = point(3.0)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with attached(model, TEN, gs.EveryModule(types="Double", kind=kind), optimizer):
-        for _ in range(2):
-            x.grad = None
-            model(x).backward()
-            optimizer.step()
-            # (20 x)^2 has the derivative 800 x.
-            assert grad_of(x) == [2400.0]
-
-
+@pytest.mark.usefixtures("frozen_heap")
 def test_modules_outside_the_model_are_not_kept_alive() -> None:
     model = small()
     for kind in ("forward", "full_backward"):

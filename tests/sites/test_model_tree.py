@@ -483,6 +483,7 @@ def test_training_continues_bit_identically_after_a_tree() -> None:
     assert all(map(torch.equal, mine, theirs))
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_tree_keeps_neither_the_model_nor_its_tensors_alive() -> None:
     model, x = noisy(), IMAGES.clone()
     outputs: list[ref[Tensor]] = []

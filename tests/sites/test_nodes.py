@@ -412,13 +412,3 @@ def test_a_compiled_block_in_the_model_is_named_as_left_out() -> None:
     ):
         model(torch.ones(2, 4)).sum().backward()
     assert {entry.site.partition("#")[0] for entry in live.ledger} == {"1"}
-
-
-def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
-    exported = torch.export.export(small(), (torch.ones(1, 6),)).module()
-    for module in ("act", "first"):
-        with pytest.raises(LookupError, match="Nodes: an exported model is one graph .*Leave out"):
-            gs.Nodes("*", module=module).find(exported)
-    with attached(exported, gs.Zero(), gs.Nodes("Relu")) as live:
-        exported(torch.ones(1, 6)).sum().backward()
-    assert calls_of(live) == {"root#0/ReluBackward[0]": 1}

@@ -11,7 +11,7 @@ from torch import Tensor, func, nn
 import gradsurg as gs
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, gradients, num_hooks, small
+from tests.nets import attached, backward, num_hooks, small
 from tests.sites.points import (
     TEN,
     Acts,
@@ -22,7 +22,6 @@ from tests.sites.points import (
     names_of_sites,
     passed,
     point,
-    recomputed,
 )
 
 
@@ -181,26 +180,6 @@ def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
     assert set(met(live)) == {"linear.weight/use[0]"}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_do_not_change_the_uses(reentrant: bool) -> None:
-    def run(saves: bool) -> tuple[dict[str, int], list[float], Tensor]:
-        torch.manual_seed(0)
-        body = Made(
-            lambda self, x: self.linear(self.part(x)[None]), part=_reused(), linear=nn.Linear(1, 1)
-        )
-
-        def forward(self: Made, x: Tensor) -> Tensor:
-            return recomputed(self.body, x, reentrant) if saves else self.body(x)
-
-        model, x = Made(forward, body=body), point()
-        with attached(model, gs.Scale(3.0), gs.Uses("re:.*(part|weight|bias)", use=0)) as live:
-            model(x).sum().backward()
-        return met(live), grad_of(x), gradients(model)["body.linear.weight"]
-
-    assert run(True) == run(False)
-    assert len(run(True)[0]) == 4
-
-
 def _squared() -> Made:
     """One weight, used twice: the gradient of the second use is that of `y * w` by `w`."""
     weight = nn.Parameter(torch.tensor([2.0]))
@@ -268,15 +247,6 @@ def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) ->
     with pytest.raises(LookupError, match=re.escape(message)):
         passed(model, TEN, at)
     assert num_hooks(model) == 0
-
-
-def test_modules_of_an_exported_model_are_refused_with_the_reason() -> None:
-    exported = torch.export.export(small(), (torch.ones(1, 6),)).module()
-    with pytest.raises(LookupError, match="Uses: an exported model is .*Select parameters, or"):
-        gs.Uses("act").find(exported)
-    with attached(exported, gs.Zero(), gs.Uses("first.*")) as live:
-        exported(torch.ones(1, 6)).sum().backward()
-    assert met(live) == {"first.weight/use[0]": 1, "first.bias/use[0]": 1}
 
 
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:

@@ -125,6 +125,7 @@ def test_an_intervention_added_after_the_change_knows_what_came() -> None:
         backward(model)
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
     model = small()
     at = gs.Parameters("*.weight")

@@ -411,6 +411,7 @@ def test_a_name_with_a_slash_or_none_is_refused(name: str) -> None:
 # Memory
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -> None:
     model, optimizer = trainee()
     surgery = gs.Surgery(
@@ -437,6 +438,7 @@ def test_what_is_kept_of_it_after_the_block_holds_neither_model_nor_gradient() -
     assert surgery.state_dict()
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_after_a_block_that_failed_in_a_backward_nothing_is_held_either() -> None:
     model = nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 13))
     with pytest.raises(ZeroDivisionError), attached(model, gs.Scale(1.0)) as live:

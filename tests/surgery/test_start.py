@@ -245,6 +245,7 @@ never_entered = other.attach(model)
     assert "live = surgery.start(...)" in ended.stderr
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("begin", ["start", "attach"])
 def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin: str) -> None:
     model, optimizer = trainee()
@@ -257,6 +258,7 @@ def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin:
     assert num_hooks(model, optimizer) == 0
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_an_attach_that_was_entered_or_closed_does_not_warn_of_itself() -> None:
     model = small()
     surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))

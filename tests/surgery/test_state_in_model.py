@@ -230,6 +230,7 @@ def test_the_hooks_are_gone_after(error: Exception | None) -> None:
     assert STATE_KEY not in model.state_dict()
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
     model, surgery = small(), _surgery()
     with surgery.attach(model, in_state_dict=True):

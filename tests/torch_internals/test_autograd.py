@@ -153,6 +153,7 @@ def test_a_first_hook_comes_before_those_of_others_and_is_seen_by_them() -> None
     assert len(y._backward_hooks or ()) == 1
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_first_hook_lives_and_dies_with_its_tensor() -> None:
     witness = lambda grad: None  # noqa: E731
     held = ref(witness)
