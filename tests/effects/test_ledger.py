@@ -1,8 +1,6 @@
 """What the ledger remembers and complains about."""
 
-import gradsurg as gs
 from gradsurg.effects.ledger import Ledger
-from tests.nets import attached, train, trainee
 
 
 def test_an_entry_is_made_once_and_keeps_its_count() -> None:
@@ -59,17 +57,6 @@ def test_the_table_has_a_line_for_each_site() -> None:
         ["intervention", "seen", "acted", "on", "site"],
         ["clip", "12", "5", "a", "=", "b"],
         ["clip", "0", "0", "c", "(frozen)"],
-    ]
-
-
-def test_calls_and_acts_of_an_attached_surgery_are_counted() -> None:
-    model, optimizer = trainee()
-    at = gs.Parameters("last.*")
-    with attached(model, gs.Zero(), at, optimizer, gs.Steps(start=1, every=2)) as live:
-        train(model, optimizer, 6)
-    assert [(entry.site, entry.calls, entry.fired) for entry in live.ledger] == [
-        ("last.weight", 6, 3),
-        ("last.bias", 6, 3),
     ]
 
 

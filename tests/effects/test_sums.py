@@ -93,6 +93,7 @@ for compiled in sums._compiled:
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_is_compiled_to_vector_instructions(tmp_path: Path) -> None:
     pytest.importorskip("numba", reason="without numba there is no kernel")
     done = subprocess.run(

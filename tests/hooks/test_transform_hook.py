@@ -76,31 +76,24 @@ def _acted(transform: Transform, at: Selector | None) -> None:
         train(model, optimizer, 3)
 
 
-PLACES = {
-    "backward": (gs.Parameters(), "first.weight"),
-    "accumulated": (gs.Parameters(stage="accumulated"), "first.weight"),
-    "step": (gs.Parameters(stage="step"), "first.weight"),
-    "outputs": (gs.Outputs(), "first#0"),
-    "nodes": (gs.Nodes("*"), "act#0/ReluBackward[0]"),
-}
-"""A site that is not the first to get a gradient, for there the short way is open."""
+# A site that is not the first to get a gradient, for there the short way is open.
+WEIGHTS = [(gs.Parameters(stage=stage), "first.weight") for stage in gs.Parameters.stages]
+PLACES = [*WEIGHTS, (gs.Outputs(), "first#0"), (gs.Nodes("*"), "act#0/ReluBackward[0]")]
+WRONG = [
+    (lambda grad: grad[:1], "found [1, "),
+    (lambda grad: grad.double(), "torch.float64"),
+    (lambda grad: None, "found NoneType"),
+    (lambda grad: 1.0, "found float"),
+    (lambda grad: grad.numpy(), "found ndarray"),
+]
 
-at_each = pytest.mark.parametrize(("at", "site"), PLACES.values(), ids=PLACES.keys())
 at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 
 
-@at_each
 @at_once_or_later
 @pytest.mark.parametrize(
-    ("wrong", "described"),
-    [
-        (lambda grad: grad[:1], "found [1, "),
-        (lambda grad: grad.double(), "torch.float64"),
-        (lambda grad: None, "found NoneType"),
-        (lambda grad: 1.0, "found float"),
-        (lambda grad: grad.numpy(), "found ndarray"),
-    ],
-    ids=["shape", "dtype", "None", "float", "array"],
+    ("at", "site", "wrong", "described"),
+    [*((*place, *WRONG[0]) for place in PLACES), *((*PLACES[0], *wrong) for wrong in WRONG[1:])],
 )
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     at: Selector, site: str, wrong: Wrong, described: str, first: int
@@ -112,9 +105,7 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
 
 
 @at_once_or_later
-@pytest.mark.parametrize(
-    "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
-)
+@pytest.mark.parametrize("wrong", [wrong for wrong, _ in WRONG[:3]])
 def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
     text = "LaterGroup.. must return a tensor like the gradient"
     with pytest.raises(TypeError, match=text):
@@ -133,8 +124,8 @@ def _assert(grad: Tensor) -> None:
     raise AssertionError("theirs")
 
 
-@at_each
 @at_once_or_later
+@pytest.mark.parametrize(("at", "site"), PLACES)
 @pytest.mark.parametrize(("wrong", "kind"), [(_raise, Mishap), (_assert, AssertionError)])
 def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int

@@ -247,7 +247,8 @@ def test_removing_the_mode_leaves_the_modes_above_it_active() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_output_of_a_compiled_module_is_a_site(backend: str) -> None:
     def forward(self: Made, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.inner.first(x)

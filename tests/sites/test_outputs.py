@@ -13,7 +13,6 @@ from tests.sites.points import (
     TEN,
     Double,
     Made,
-    Shared,
     calls_of,
     names_of_sites,
     passed,
@@ -37,15 +36,6 @@ def test_a_full_backward_hook_of_the_user_sees_the_documented_gradients(
     assert entering.unique().tolist() == [0.0]
     text = README.read_text(encoding="utf-8")
     assert "Your own `register_full_backward_hook` at a module with `Outputs`" in text
-
-
-def test_a_call_that_never_happens_is_an_error_after_the_first_forward() -> None:
-    model = Shared()
-    with (
-        pytest.raises(LookupError, match="There were: twice#0, twice#1"),
-        attached(model, gs.Zero(), gs.Outputs("twice", call=7)),
-    ):
-        model(point()).backward()
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_scale_multiplies_the_update_and_losses_keep_their_values() -> None:
         torch.testing.assert_close(one, four)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_imports_what_it_needs_and_open_surgeries_warn_at_its_end() -> None:
     """In one process, as its imports take seconds."""
     code = """
