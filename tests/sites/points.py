@@ -126,6 +126,11 @@ class Double(nn.Module):
         return x * 2
 
 
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
 class Shared(nn.Module):
     """One module called twice, then a sum: d/dx = 4, d/d(first call) = 2, d/d(second) = 1."""
 

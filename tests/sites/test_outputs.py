@@ -117,16 +117,6 @@ def test_the_gradient_of_this_output_alone_is_transformed(
         assert passed(model, transform, outputs, point(*x))[0] == grad
 
 
-def test_a_returned_input_that_is_written_to_is_refused() -> None:
-    model = nn.Sequential(Double(), nn.Identity(), nn.ReLU(inplace=True))
-    with (
-        pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"),
-        attached(model, gs.Scale(10.0), gs.Outputs("1")),
-        pytest.raises(RuntimeError, match="'1#0': the module returned its input, which was"),
-    ):
-        model(point())
-
-
 def test_a_parameter_returned_by_a_module_is_hooked_once_with_its_current_value() -> None:
     soft = Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(2)))
     model = Made(lambda self, x: (self.soft() * x).sum(), soft=soft)

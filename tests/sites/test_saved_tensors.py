@@ -316,17 +316,6 @@ def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None
     assert set(calls.values()) == {1}
 
 
-def test_nodes_with_other_hooks_are_refused() -> None:
-    model = _saved(nn.Sequential(nn.Tanh()), False)
-    with (
-        pytest.raises(
-            RuntimeError, match=r"'inner\.0#0/TanhBackward\[0\]\.result': there are hooks"
-        ),
-        attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")),
-    ):
-        model(point(3.0))
-
-
 def test_nodes_of_a_reentrant_checkpoint_are_hooked_in_the_backward() -> None:
     model = _saved(nn.Sequential(nn.Tanh()), True)
     found = passed(model, gs.Zero(), gs.SavedTensors(node="Tanh"), point(0.5))
