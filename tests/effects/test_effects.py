@@ -265,18 +265,6 @@ def test_what_the_user_does_to_a_gradient_after_backward_is_not_measured(transfo
         assert_row(rows[name], [(grad, after)])
 
 
-def test_a_second_backward_into_the_same_gradients_changes_no_numbers_of_the_first() -> None:
-    model = small()
-    with attached(model, gs.Identity()) as live:
-        backward(model)
-        backward(model, 1)
-        rows = rows_of(live)
-    second = plain_gradients(1)
-    for name, grad in plain_gradients().items():
-        assert not torch.equal(gradients(model)[name], grad)
-        assert_row(rows[name], [(grad, grad), (second[name], second[name])])
-
-
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs(), gs.Nodes("*")], ids=repr)
 def test_measuring_leaves_training_bit_identical(at) -> None:
     ends = []

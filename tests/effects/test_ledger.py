@@ -3,23 +3,6 @@
 from gradsurg.effects.ledger import Ledger
 
 
-def test_an_entry_is_made_once_and_keeps_its_count() -> None:
-    ledger = Ledger()
-    ledger.enter("clip", "a").not_fired = 3
-    assert ledger.enter("clip", "a").calls == 3
-    assert ledger.enter("zero", "a").calls == 0
-    assert [(entry.intervention, entry.site) for entry in ledger] == [("clip", "a"), ("zero", "a")]
-
-
-def test_aliases_are_collected_once_each_and_no_sites_of_their_own_unless_they_have_acted() -> None:
-    ledger = Ledger()
-    ledger.enter("clip", "b")
-    ledger.enter("clip", "c").not_fired = 1
-    ledger.enter("clip", "a", ["b"])
-    assert ledger.enter("clip", "a", ["b", "c"]).aliases == ["b", "c"]
-    assert [entry.site for entry in ledger] == ["c", "a"]
-
-
 def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> None:
     ledger = Ledger()
     ledger.enter("clip", "a")
@@ -34,16 +17,6 @@ def test_silent_sites_are_complained_about_in_one_sentence_an_intervention() -> 
         "zero: attached, but no gradient ever passed at: a, b (frozen)",
     ]
     assert "b  (frozen)" in ledger.table()
-
-
-def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
-    ledger = Ledger()
-    ledger.enter("clip", "a").not_fired = 3
-    entry = ledger.enter("clip", "b")
-    entry.not_fired = 4
-    assert [*ledger.warnings("clip")] == ["clip: its trigger never fired in 7 gradients"]
-    entry.fired = 1
-    assert [*ledger.warnings("clip")] == []
 
 
 def test_the_table_has_a_line_for_each_site() -> None:

@@ -123,15 +123,6 @@ def test_calls_of_a_shared_module_have_their_own_sites_and_one_tensor_has_one() 
     ]
 
 
-def test_a_nested_output_has_a_site_for_each_tensor() -> None:
-    model = nn.Sequential(nn.LSTM(3, 4))
-    with attached(model, gs.Zero(), gs.Captured("0")) as live:
-        output, (h, c) = model(torch.ones(2, 1, 3))
-        grads = torch.autograd.grad(output.sum() + h.sum() + c.sum(), (output, h, c))
-    assert not any(grad.any() for grad in grads)
-    assert list(met(live)) == ["0#0.0", "0#0.1.0", "0#0.1.1"]
-
-
 def test_a_parameter_that_a_module_returns_goes_by_its_own_name() -> None:
     model = nn.Sequential(Made(lambda self: self.prompt, prompt=nn.Parameter(torch.ones(1))))
     with attached(model, TEN, gs.Captured("re:0.*")) as live:

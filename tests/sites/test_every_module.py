@@ -132,12 +132,6 @@ def test_selectors_combine(at: Selector, sites: list[str]) -> None:
     )
 
 
-def test_kinds_at_different_stages_do_not_combine() -> None:
-    at = EVERY("act", kind="forward") | EVERY("act", kind="full_backward")
-    with pytest.raises(ValueError, match="acts at one stage, and these are several"):
-        gs.Intervention(gs.Identity(), at)
-
-
 def test_global_hooks_of_the_deprecated_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # Once a process has had hooks of the other kind, torch refuses these.
     monkeypatch.setattr(process, "_global_is_full_backward_hook", None)

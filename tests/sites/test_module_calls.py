@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
-from tests.sites.points import TEN, Answer, Double, Made, Named, passed, point
+from tests.sites.points import TEN, Double, Made, passed, point
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +26,6 @@ class Plain:
     def __init__(self, h: Tensor) -> None:
         self.h = h
         self.text = "text"
-
-
-def test_tensors_are_found_in_containers_and_among_the_attributes_of_objects() -> None:
-    first, second, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
-    nested = Answer(first, {"loss": second, "index": whole})
-    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
-    named = Named(first, [second, second])
-    assert [path for path, _ in tensors_in(named)] == [".0", ".1.0", ".1.1"]
-    assert [path for path, _ in tensors_in([Plain(first)])] == [".0.h"]
-    assert [path for path, _ in tensors_in(first)] == [""]
-    nothing = (None, "text", Answer, whole, nn.Linear(1, 1), torch.ones, Plain(whole))
-    assert list(tensors_in(nothing)) == []
 
 
 @dataclass

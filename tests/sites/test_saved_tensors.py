@@ -175,17 +175,6 @@ def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
     assert (first.tolist(), second.tolist()) == ([6.0], [2.0])
 
 
-def test_it_is_read_back_and_counted_in_each_backward() -> None:
-    model, x = nn.Sequential(nn.Tanh()), point(0.5)
-    with attached(model, DOUBLE, gs.SavedTensors("0")) as live:
-        y = model(x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-    assert met(live) == {"0#0.0": 2}
-    # tanh' = 1 - (2 tanh)^2, twice.
-    torch.testing.assert_close(x.grad, 2 * (1 - (2 * torch.tanh(torch.tensor([0.5]))) ** 2))
-
-
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")
@@ -314,12 +303,6 @@ def test_nodes_are_selected_by_name_and_family(node: str, sites: list[str | None
     assert len(calls) == len(sites)
     assert {site for site in sites if site} <= set(calls)
     assert set(calls.values()) == {1}
-
-
-def test_nodes_of_a_reentrant_checkpoint_are_hooked_in_the_backward() -> None:
-    model = _saved(nn.Sequential(nn.Tanh()), True)
-    found = passed(model, gs.Zero(), gs.SavedTensors(node="Tanh"), point(0.5))
-    assert found == ([1.0], {"inner.0#0/TanhBackward[0].result": 1})
 
 
 # Parameters and activations.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, func, nn
 
 import gradsurg as gs
-from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, num_hooks, small
 from tests.sites.points import (
@@ -144,14 +143,6 @@ def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
     assert names_of_sites(live) == [[f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]]
 
 
-def test_full_backward_hooks_do_not_hide_the_uses() -> None:
-    model = nn.Sequential(Double(), Double(), Double())
-    for module in model:
-        module.register_full_backward_hook(lambda *_: None)
-    grad, sites = passed(model, TEN, gs.Uses("0"))
-    assert (grad, sites) == ([80.0], {"0#0/use[0]": 1})
-
-
 def test_several_tensors_of_one_call_have_paths() -> None:
     pair = Made(lambda self, x: {"a": x * 1, "b": x * 2})
     model = nn.Sequential(pair, Made(lambda self, out: out["a"] * out["b"] + out["a"]))
@@ -247,20 +238,3 @@ def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) ->
     with pytest.raises(LookupError, match=re.escape(message)):
         passed(model, TEN, at)
     assert num_hooks(model) == 0
-
-
-def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
-    with attached(model, gs.Identity(), gs.Uses("*")) as live:
-        model(torch.ones(2, 3)).sum().backward()
-    assert _skipped(live)["0#0/use[0]"] == "needs no gradient"
-
-
-def test_a_module_that_is_not_called_is_reported() -> None:
-    model = _reused()
-    model.spare = Double()
-    with (
-        pytest.warns(SurgeryWarning, match="no gradient ever passed at: spare$"),
-        attached(model, gs.Identity(), gs.Uses("*")),
-    ):
-        model(point()).backward()

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
-from tests.nets import attached, batch, sgd, small, train
+from tests.nets import attached, sgd, small, train
 from tests.sites.points import Acts, calls_of
 
 
@@ -117,12 +117,3 @@ def test_the_step_number_is_that_of_the_last_step() -> None:
         train(model, optimizer, 3)
         assert live.step == 3
     assert after.steps == before.steps == added.steps == [0, 1, 2]
-
-
-def test_a_backward_after_the_weights_were_edited_is_refused_by_pytorch() -> None:
-    model = small()
-    with attached(model, gs.Scale(0.5), gs.Weights(stage="forward")):
-        first = model(batch()[0]).sum()
-        model(batch()[0])
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            first.backward()

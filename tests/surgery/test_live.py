@@ -105,14 +105,6 @@ def test_set_keeps_the_state_of_the_transform() -> None:
         assert _passed(model, 2.0) == 10.0  # m = 4
 
 
-def test_what_is_set_acts_at_every_site_met_before_and_after() -> None:
-    model = nn.ModuleDict({"a": Sums(), "b": Sums()})
-    with attached(model, gs.Scale(2.0)) as live:
-        assert _passed(model["a"]) == 2.0
-        live.set("scale", factor=5.0)
-        assert [_passed(model[name]) for name in "ab"] == [5.0, 5.0]
-
-
 def test_it_holds_on_the_short_way_of_later_steps_too() -> None:
     model = Sums()
     optimizer = sgd(model, lr=0.0)

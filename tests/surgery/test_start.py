@@ -259,19 +259,6 @@ def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin:
     assert num_hooks(model, optimizer) == 0
 
 
-@pytest.mark.usefixtures("frozen_heap")
-def test_an_attach_that_was_entered_or_closed_does_not_warn_of_itself() -> None:
-    model = small()
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.0)))
-    with surgery.attach(model):
-        backward(model)
-    live = surgery.attach(model)
-    backward(model)
-    live.close()
-    del live, surgery
-    gc.collect()  # a warning in it is an error
-
-
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:
     model = small()
     surgery = gs.Surgery(

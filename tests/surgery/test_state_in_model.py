@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -215,19 +214,6 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
             backward(twin)
         backward(model)
     assert STATE_KEY not in twin.state_dict()
-
-
-@pytest.mark.parametrize("error", [None, OSError("gone")], ids=["a block", "an exception"])
-def test_the_hooks_are_gone_after(error: Exception | None) -> None:
-    model = small()
-    raises = pytest.raises(OSError, match="gone") if error else nullcontext()
-    with raises, _surgery().attach(model, in_state_dict=True):
-        assert _state_hooks(model) == 2
-        backward(model)
-        if error:
-            raise error
-    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
-    assert STATE_KEY not in model.state_dict()
 
 
 @pytest.mark.usefixtures("frozen_heap")

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -227,17 +226,6 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     assert sum(tensor.nbytes for tensor in held) == 74
 
 
-def test_a_plan_of_an_attached_surgery_disturbs_nothing() -> None:
-    model = small()
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(), at=gs.Outputs("act")))
-    alone = surgery.plan(model, batch()[0])
-    with surgery.attach(model) as live:
-        assert surgery.plan(model, batch()[0]) == alone
-        assert [entry.calls for entry in live.ledger] == [0]
-        backward(model)
-        assert [entry.calls for entry in live.ledger] == [1]
-
-
 # State
 
 
@@ -393,25 +381,6 @@ def test_hook_refuses_what_it_cannot_do() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             gs.hook(place, transform)
-
-
-# Double backward
-
-
-class _Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**2
-
-
-@pytest.mark.parametrize("at", [gs.Outputs("square"), gs.Nodes("Pow", module="square")], ids=repr)
-def test_a_double_backward_through_an_attached_site_is_right(at: Selector) -> None:
-    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    model = nn.Sequential(OrderedDict(square=_Square(), again=_Square()))  # x^4
-    with attached(model, gs.Scale(10.0), at):
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.sum(), x)
-    assert grad.item() == 320
-    assert second.item() == 160 + 3200
 
 
 # Loss scaling
