@@ -46,18 +46,6 @@ def test_parameters_and_outputs_are_recognized_by_identity() -> None:
     assert met(live) == {"three#0": 1, "a": 1}
 
 
-def test_several_interventions_act_in_order_on_the_gradient_that_pytorch_returns() -> None:
-    model = Chain()
-    first = gs.Intervention(gs.Scale(2.0), gs.Outputs("three"))
-    captured = [gs.Intervention(gs.Clip(high), gs.Captured("three")) for high in (9.0, 8.0)]
-    with gs.Surgery(first, *captured).attach(model):
-        y = model()
-        # Before the hooks of x, since a is asked for as well, and after them.
-        grads = torch.autograd.grad(y, (model.x, model.a), retain_graph=True)
-        assert _list(grads) == [[5.0, 5.0], [30.0, 30.0]]
-        assert _list(torch.autograd.grad(y, model.x)) == [[8.0, 8.0]]
-
-
 def test_inputs_without_a_site_get_the_gradient_of_pytorch() -> None:
     model = Chain()
     leaf = torch.ones(2, requires_grad=True)

@@ -209,23 +209,6 @@ def test_an_optimizer_that_steps_less_often_begins_no_round_of_its_own() -> None
     assert set(calls_of(live).values()) == {6}
 
 
-def test_two_groups_act_once_in_a_round_also_of_two_surgeries() -> None:
-    model = small()
-    optimizers = _two(model)
-    items = [gs.Intervention(CLIP), gs.Intervention(gs.RescaleGlobalNorm())]
-    with (
-        gs.Surgery(*items).attach(model, optimizers) as live,
-        gs.Surgery(*items).attach(model, optimizers) as other,
-    ):
-        for step in range(3):
-            backward(model, step)
-            for optimizer in optimizers:
-                optimizer.step()
-            model.zero_grad()
-    assert {entry.calls for each in (live, other) for entry in each.ledger} == {3}
-    assert num_hooks(model, *optimizers) == 0
-
-
 @pytest.mark.parametrize("transform", [gs.SkipUpdate(1e-6), gs.AdaptiveClip(warmup=1)])
 def test_a_group_with_a_state_decides_once_for_all_optimizers(transform: Any) -> None:
     model = small()
