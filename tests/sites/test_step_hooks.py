@@ -128,28 +128,6 @@ def test_layers_thawed_after_attach_join(added: bool, pattern: str, kind: str) -
     assert not torch.equal(results[0][0], small().first.weight)
 
 
-def test_a_layer_that_is_added_joins_and_one_that_leaves_is_left_out() -> None:
-    model = small()
-    optimizer = sgd(model)
-    with attached(model, CLIP, STEP, optimizer) as live:
-        train(model, optimizer, 1)
-        model.add_module("head", nn.Linear(3, 3))
-        optimizer.add_param_group({"params": [*model.head.parameters()]})
-        model.first.requires_grad_(False)
-        train(model, optimizer, 1)
-        params = [param for param in model.parameters() if param.requires_grad]
-        norms = [param.grad.norm() for param in params if param.grad is not None]
-        assert torch.stack(norms).norm().item() == pytest.approx(0.01, rel=1e-3)
-    assert calls_of(live) == {
-        "first.weight": 1,
-        "first.bias": 1,
-        "last.weight": 2,
-        "last.bias": 2,
-        "head.weight": 1,
-        "head.bias": 1,
-    }
-
-
 @pytest.mark.parametrize("stage", ["backward", "accumulated", "backward_end", None])
 def test_frozen_parameters_alone_are_refused_at_other_stages(stage: Any) -> None:
     model = small()
