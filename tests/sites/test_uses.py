@@ -238,3 +238,10 @@ def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) ->
     with pytest.raises(LookupError, match=re.escape(message)):
         passed(model, TEN, at)
     assert num_hooks(model) == 0
+
+
+def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+    with attached(model, gs.Identity(), gs.Uses("*")) as live:
+        model(torch.ones(2, 3)).sum().backward()
+    assert _skipped(live)["0#0/use[0]"] == "needs no gradient"

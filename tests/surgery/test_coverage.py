@@ -15,7 +15,6 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, small, train, trainee
 
-X = torch.ones(2, 6)
 Change = Callable[[nn.Sequential], object]
 
 
