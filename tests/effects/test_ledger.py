@@ -64,3 +64,13 @@ def test_resuming_leaves_the_counts_of_this_attachment_alone_and_forgets_none_th
     ledger.forget("zero", "last.weight")
     ledger.forget("clip", "first.bias")
     assert [entry.site for entry in ledger] == ["first.weight", "last.weight"]
+
+
+def test_a_trigger_that_never_let_it_act_is_complained_about() -> None:
+    ledger = Ledger()
+    ledger.enter("clip", "a").not_fired = 3
+    entry = ledger.enter("clip", "b")
+    entry.not_fired = 4
+    assert [*ledger.warnings("clip")] == ["clip: its trigger never fired in 7 gradients"]
+    entry.fired = 1
+    assert [*ledger.warnings("clip")] == []
