@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gradsurg.torch_internals import autograd
 
@@ -79,3 +80,19 @@ def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() ->
         autograd.remove_function_mode(mode)
         for handle in [early, *later]:
             handle.remove()
+
+
+def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
+    seen: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append(autograd.in_checkpoint())
+        return x.exp()
+
+    x = torch.ones(1, requires_grad=True)
+    run(x)
+    for reentrant in (False, True):
+        y = checkpoint(run, x, use_reentrant=reentrant)
+        assert isinstance(y, Tensor)
+        y.backward()
+    assert seen == [False, True, False, False, False]

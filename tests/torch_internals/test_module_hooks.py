@@ -2,7 +2,9 @@
 
 from torch import nn
 
-from gradsurg.torch_internals import module_hooks
+import gradsurg as gs
+from gradsurg.torch_internals import hook_tables, module_hooks
+from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks
 
 
 def test_a_pre_hook_runs_before_those_that_it_is_to_precede() -> None:
@@ -18,3 +20,17 @@ def test_a_pre_hook_runs_before_those_that_it_is_to_precede() -> None:
     late.remove()
     module(1)
     assert ran == ["first", "between", "late", "first"]
+
+
+def test_hooks_of_gradsurg_are_its_own_and_can_be_removed() -> None:
+    model = nn.Linear(2, 2)
+    handle = model.register_forward_hook(lambda *_: None)
+    with gs.Surgery(gs.Intervention(gs.Scale(1.0), gs.Outputs())).start(model) as live:
+        tables = call_tables(model)
+        assert sum(map(len, tables)) > 1
+        assert len(foreign_hooks(*tables)) == 1
+        for table in tables:
+            hook_tables.remove_own(table)
+        assert [*map(len, tables)] == [1, 0, 0, 0]
+        live.abort()
+    handle.remove()
