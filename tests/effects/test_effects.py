@@ -128,16 +128,6 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_each_number_is_that_of_the_slow_version(pair: tuple[Tensor, Tensor]) -> None:
-    effects, (slot, as_it_is) = slots("w", "left as it is")
-    effects.add(slot, *pair)
-    effects.add(as_it_is, pair[1], pair[1])
-    row, same = effects.fetch()
-    assert_row(row, [pair])
-    assert_row(same, [(pair[1], pair[1].clone())])
-
-
 def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbers() -> None:
     effects, places = slots(*PAIRS)
     for slot, pair in zip(places, PAIRS.values(), strict=True):
@@ -177,18 +167,6 @@ def test_fetch_gives_what_is_new_and_rows_all() -> None:
     new, alone = effects.fetch()
     assert_row(new, [second])
     assert_row(alone, [second])
-
-
-def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None:
-    model, optimizer = trainee()
-    with attached(model, gs.Clip(0.1), gs.Parameters("last.*"), optimizer, effects_every=4) as live:
-        train(model, optimizer, 2)
-        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(2, 1)] * 2
-        train(model, optimizer, 1, start=2)
-        assert live.effects.fetch() == []
-        train(model, optimizer, 6, start=3)
-        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(7, 2)] * 2
-        assert [(row["calls"], row["sampled"]) for row in live.effects.rows()] == [(9, 3)] * 2
 
 
 @pytest.mark.parametrize(("every", "sampled"), [(0, 0), (1, 10), (3, 4), (100, 1)])

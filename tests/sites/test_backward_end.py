@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
@@ -110,15 +109,6 @@ def test_around_checkpoints_the_group_acts_once_on_all_parameters(
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
     assert calls_of(live) == dict.fromkeys(gradients(plain), 2)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
-def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
-    model = _checkpointed(reentrant=True, inside=(0, 1, 2))
-    with attached(model, CLIP, _at()) as live:
-        recomputed(lambda x: checkpoint(model, x, use_reentrant=True), _x(), True).backward()
-    assert _norm(model) == pytest.approx(1.0)
-    assert set(calls_of(live).values()) == {1}
 
 
 def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:

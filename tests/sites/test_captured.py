@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 import gradsurg as gs
-from tests.nets import attached, small
+from tests.nets import attached
 from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, met, names_of_sites
 
 
@@ -34,16 +34,6 @@ def _modes() -> list[object]:
 
 def _list(grads: tuple[Tensor | None, ...]) -> list[list[float] | None]:
     return [None if grad is None else grad.tolist() for grad in grads]
-
-
-def test_parameters_and_outputs_are_recognized_by_identity() -> None:
-    model = Chain()
-    with attached(model, TEN, gs.Captured()) as live:
-        y = model()
-        grads = torch.autograd.grad(y, (model.x, model.a))
-    # x's is 5, and a's 15: what x's has become does not flow on, unlike what Outputs makes of it.
-    assert _list(grads) == [[50.0, 50.0], [150.0, 150.0]]
-    assert met(live) == {"three#0": 1, "a": 1}
 
 
 def test_inputs_without_a_site_get_the_gradient_of_pytorch() -> None:
@@ -223,26 +213,6 @@ def test_removing_the_mode_leaves_the_modes_above_it_active() -> None:
 
 
 # Contexts
-
-
-@pytest.mark.filterwarnings("ignore")  # Dynamo trips over its own warnings when they are errors
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_output_of_a_compiled_module_is_a_site(backend: str) -> None:
-    def forward(self: Made, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.inner.first(x)
-        return hidden, self.inner.last(self.inner.act(hidden)).sum()
-
-    model, x = Made(forward, inner=small()), torch.ones(2, 6)
-    hidden, y = model(x)
-    (expected,) = torch.autograd.grad(y, hidden)
-    with attached(model, TEN, gs.Captured("inner.first")) as live:
-        compiled = torch.compile(model, backend=backend)
-        for _ in range(2):
-            hidden, y = compiled(x)
-            (grad,) = torch.autograd.grad(y, hidden)
-            torch.testing.assert_close(grad, expected * 10)
-    assert met(live) == {"inner.first#0": 2}
 
 
 def test_functional_transforms_are_left_alone() -> None:

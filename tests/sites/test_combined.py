@@ -138,22 +138,6 @@ def test_selectors_combine_by_set_operations(
         assert at.find(make()) == met == expected
 
 
-def test_a_site_that_two_selectors_select_is_acted_on_once() -> None:
-    model = small()
-    backward(model)
-    plain = gradients(model)
-    model.zero_grad()
-    at = P("first.*") | P("*.bias") | M("last") | M(types="Linear", call=0)
-    with attached(model, gs.Scale(-1.0), at, effects_every=0):
-        backward(model)
-    signs = {
-        name: (grad / plain[name]).nanmean().round().item()
-        for name, grad in gradients(model).items()
-    }
-    # Through last#0 once, through first#0 once more, and the parameters themselves.
-    assert signs == {"first.weight": -1, "first.bias": -1, "last.weight": -1, "last.bias": 1}
-
-
 def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     model = small()
     optimizer = sgd(model)

@@ -1,7 +1,5 @@
 """Inputs: the gradient of one branch or of all uses, by place and by keyword."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.nets import (
     attached,
@@ -22,7 +19,6 @@ from tests.sites.points import (
     Double,
     InPlace,
     Made,
-    calls_of,
     grad_of,
     names_of_sites,
     passed,
@@ -98,49 +94,7 @@ def test_the_gradient_of_a_branch_or_of_all_uses_is_transformed(
     assert names_of_sites(live) == [[f"{name}#0.input" for name in names] for names in sites]
 
 
-@dataclass
-class Pair:
-    left: Tensor
-    right: list[Tensor]
-
-
-class Mix(nn.Module):
-    """3 a + 5 b + 7 c, whatever holds them."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = [tensor for _, tensor in tensors_in((args, kwargs))]
-        weighed = [item * factor for item, factor in zip(given, (3, 5, 7), strict=False)]
-        return torch.stack(weighed).sum()
-
-
-def _mixed(call: Callable[..., Tensor]) -> Made:
-    return Made(lambda self, *xs: call(self.mix, *[x * 1 for x in xs]), mix=Mix())
-
-
 INTEGERS = torch.ones(1, dtype=torch.long)
-
-GIVEN = [
-    (lambda mix, a, b, c: mix(a, b, c), ["0", "1", "2"]),
-    (lambda mix, a, b, c: mix(a, left=b, right=c), ["0", "left", "right"]),
-    (lambda mix, a, b, c: mix((a, b), [c]), ["0.0", "0.1", "1.0"]),
-    (lambda mix, a, b, c: mix((a, [b, c])), ["0.0", "0.1.0", "0.1.1"]),
-    (lambda mix, a, b, c: mix({"a": a, "b": (b, c)}), ["0.a", "0.b.0", "0.b.1"]),
-    (lambda mix, a, b, c: mix(Pair(a, [b, c])), ["0.left", "0.right.0", "0.right.1"]),
-    (lambda mix, a, b, c: mix(INTEGERS, a, None, "text", b, c=c), ["1", "4", "c"]),
-]
-"""How three tensors are given to a module, and where they are then found."""
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("call", "places"), GIVEN)
-def test_every_positional_and_keyword_tensor_is_a_site(
-    path: Any, call: Callable[..., Tensor], places: list[str]
-) -> None:
-    model, given = _mixed(call), [point(), point(), point()]
-    with attached(model, gs.Clip(6.0), gs.Inputs("mix", path=path)) as live:
-        model(*given).backward()
-    assert [grad_of(x) for x in given] == [[3.0], [5.0], [6.0]]
-    assert calls_of(live) == {f"mix#0.input.{place}": 1 for place in places}
 
 
 @pytest.mark.parametrize("path", PATHS)

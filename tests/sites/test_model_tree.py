@@ -313,19 +313,6 @@ def test_the_tree_works_with_gradients_off() -> None:
             assert _sites(model, X, gs.Nodes("Relu")) == ["act#0/ReluBackward[0]"]
 
 
-def test_a_compiled_model_is_shown_as_the_eager_one() -> None:
-    model, plain = small(), str(tree(small(), X, gs.Outputs()))
-    model.act.compile(backend="eager")
-    compiled = model.act._compiled_call_impl
-    assert str(tree(model, X, gs.Outputs())) == plain
-    assert model.act._compiled_call_impl is compiled is not None
-    assert str(tree(torch.compile(small(), backend="eager"), X, gs.Outputs())) == plain
-    part = nn.Sequential(torch.compile(nn.Linear(6, 2), backend="eager"), nn.ReLU())
-    rows = tree(part, X).rows
-    assert [row.label for row in rows] == ["root#0", "0#0", "1#0"]
-    assert dict(rows[1].nodes) == {"T": 1, "Addmm": 1}
-
-
 class Answer:
     def __init__(self, value: Tensor) -> None:
         self.value = [value]

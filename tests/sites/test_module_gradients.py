@@ -12,24 +12,13 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, num_hooks, small
-from tests.sites.points import TEN, Answer, Double, Made, Shared, calls_of, grad_of, passed, point
+from tests.sites.points import TEN, Answer, Double, Made, calls_of, grad_of, passed, point
 
 KINDS = ("full_backward_pre", "full_backward")
 
 
 def _tail(kind: str) -> str:
     return ".input" if kind == "full_backward" else ""
-
-
-def test_two_forwards_before_their_backwards_keep_their_sites() -> None:
-    model, first, second = Shared(), point(), point()
-    at = gs.ModuleGradients("twice", call=0)
-    with attached(model, gs.Clip(0.5), at) as live:
-        losses = model(first), model(second)
-        losses[0].backward()
-        losses[1].backward()
-    assert (grad_of(first), grad_of(second)) == ([1.0], [1.0])
-    assert calls_of(live) == {"twice#0": 2}
 
 
 def _caller() -> Made:

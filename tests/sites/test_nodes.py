@@ -48,28 +48,6 @@ def test_occurrence_picks_one_of_several_nodes_in_a_call(occurrence: int, grad: 
     assert passed(model, gs.Clip(0.5), at) == ([grad], {site: 1})
 
 
-class Halve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x / 2
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> Tensor:
-        return grads[0] / 2
-
-
-@pytest.mark.parametrize("side", ["enter", "leave"])
-def test_a_custom_function_and_an_in_place_relu_are_nodes(side) -> None:
-    end = "" if side == "enter" else ".0"
-    halve = Made(lambda self, x: Halve.apply(x))
-    found = passed(halve, TEN, gs.Nodes("Halve", side=side))
-    assert found == ([5.0], {f"root#0/HalveBackward[0]{end}": 1})
-    # 2 enters the ReLU and leaves it where x is positive.
-    model = nn.Sequential(Double(), nn.ReLU(inplace=True), Double())
-    found = passed(model, TEN, gs.Nodes("Relu", side=side), point(1.0, -1.0))
-    assert found == ([40.0, 0.0], {f"1#0/ReluBackward[0]{end}": 1})
-
-
 def test_a_later_forward_may_make_other_nodes() -> None:
     model, x = Made(lambda self, x, relu: (functional.relu(x) if relu else x * 2).sum()), point()
     with attached(model, gs.Zero(), gs.Nodes("Relu")):
@@ -147,20 +125,6 @@ def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> No
         passed(model, gs.Zero(), at, torch.randn(2, 3, requires_grad=True))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_an_evaluation_between_forward_and_backward_does_not_confuse_a_recomputation() -> None:
-    model, x = _twin(True), torch.randn(2, 3, requires_grad=True)
-    with attached(model, gs.Identity(), gs.Nodes("Addmm")) as live:
-        loss = model(x)
-        with torch.no_grad():
-            model(x)
-        other = model(x)
-        loss.backward()
-        other.backward()
-    assert set(calls_of(live).values()) == {2}
-    assert len(calls_of(live)) == 2
-
-
 # What HOOKS.md calls the care that spans need
 
 
@@ -188,16 +152,6 @@ def _through_view(self: Made, x: Tensor) -> Tensor:
 def test_changes_in_place_through_views_are_nodes(function, name, grads, site) -> None:
     model = Made(function, late=Double())
     assert passed(model, TEN, gs.Nodes(name), point(1.0, 1.0)) == (grads, {site: 1})
-
-
-def test_nodes_of_a_double_backward_belong_to_no_module() -> None:
-    # y = x^2: dy/dx = 2 x, times 10 at the Pow; the second derivative passes it again.
-    model, x = Made(lambda self, x: x**2), point(3.0)
-    with attached(model, TEN, gs.Nodes("*")) as live:
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        slope.sum().backward()
-    assert (slope.item(), grad_of(x)) == (60.0, [20.0])
-    assert set(calls_of(live)) == {"root#0/PowBackward[0]"}
 
 
 def test_the_calls_of_a_module_with_two_names_take_them_in_turn() -> None:

@@ -89,18 +89,6 @@ def test_backward_reads_the_transformed_tensors(
     assert calls == dict.fromkeys(sites, 1)
 
 
-def test_a_module_that_saves_nothing_is_only_noted_in_the_ledger() -> None:
-    model = nn.Sequential(nn.Flatten(), Square())
-    with attached(model, gs.Identity(), gs.SavedTensors()) as live:
-        model(point(3.0)[None]).sum().backward()
-    assert "0#0  (saves no such tensor of its own)" in live.ledger.table()
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: 0#0 \(saves no such"),
-        attached(model, gs.Identity(), gs.SavedTensors("0")),
-    ):
-        model(point(3.0)[None])
-
-
 def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Conv1d(1, 1, 2))
 

@@ -13,7 +13,6 @@ from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, num_hooks, small
 from tests.sites.points import (
     TEN,
-    Acts,
     Double,
     Made,
     grad_of,
@@ -86,17 +85,6 @@ def test_there_are_as_many_sites_as_uses(function: Callable[[Tensor], Tensor]) -
     assert passed(_using(function), gs.Identity(), PART)[1] == sites
     with pytest.raises(LookupError, match="3 sites were expected, found 2"):
         passed(_using(function), gs.Identity(), PART.expect(3))
-
-
-def test_each_use_has_its_own_gradient_and_a_tensor_hook_gets_their_sum() -> None:
-    model, seen, summed = _reused(), [], []
-    look = Acts(lambda grad: seen.append(grad.item()) or grad)
-    with attached(model, look, gs.Uses("part")) as live:
-        y = model(point())
-        model.kept.register_hook(lambda grad: summed.append(grad.item()))
-        y.backward()
-    assert (sorted(seen), summed) == ([2.0, 3.0, 5.0], [10.0])
-    assert met(live) == {f"part#0/use[{use}]": 1 for use in range(3)}
 
 
 def test_a_single_use_is_a_site_and_the_last_output_has_no_use_in_the_model() -> None:

@@ -53,21 +53,6 @@ def test_what_is_set_acts_from_the_next_backward_on() -> None:
         assert _passed(model, 3.0) == 0.5
 
 
-def test_between_forward_and_backward_a_change_acts_on_that_backward() -> None:
-    model = Sums()
-    with attached(model, gs.Scale(2.0)) as live:
-        for change, expected in (
-            (lambda: live.set("scale", factor=3.0), 3.0),
-            (lambda: live.add(_scale(10.0)), 30.0),
-            (lambda: live.remove("scale"), 10.0),
-        ):
-            model.zero_grad()
-            loss = model(1.0)
-            change()
-            loss.backward()
-            assert grad_of(model.w).item() == expected
-
-
 def test_what_hooks_the_forward_and_is_added_after_it_acts_from_the_next_one_on() -> None:
     model = small()
     with attached(model, gs.Identity()) as live:

@@ -411,24 +411,6 @@ def _scaled_step(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradS
 
 
 @pytest.mark.parametrize(
-    ("transform", "at"),
-    [(gs.Clip(0.01), gs.Parameters(stage="step")), (gs.GradientReversal(2.0), gs.Parameters())],
-    ids=repr,
-)
-def test_under_a_scaler_the_update_is_what_it_is_without(
-    transform: Transform, at: Selector
-) -> None:
-    (plain, steps), (model, optimizer) = trainee(), trainee()
-    with attached(plain, transform, at, steps):
-        train(plain, steps, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    surgery = gs.Surgery(gs.Intervention(transform, at=at))
-    with surgery.attach(model, optimizer, scaler=scaler):
-        _scaled_step(model, optimizer, scaler)
-    torch.testing.assert_close(weights(model), weights(plain))
-
-
-@pytest.mark.parametrize(
     ("when", "refused"),
     [
         (gs.Threshold(above=1.0), True),
