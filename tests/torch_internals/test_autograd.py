@@ -96,3 +96,39 @@ def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
         assert isinstance(y, Tensor)
         y.backward()
     assert seen == [False, True, False, False, False]
+
+
+def test_vmap_is_known_to_be_active_and_a_batch_is_detached_in_it() -> None:
+    seen = []
+
+    def look(row: Tensor) -> Tensor:
+        alone = autograd.detached(row)
+        seen.append((autograd.in_vmap(), alone.requires_grad))
+        return row * alone.sum()
+
+    leaf = torch.ones(3, requires_grad=True)
+    look(leaf)
+    torch.func.grad(lambda row: look(row).sum())(torch.ones(3))
+    torch.func.vmap(torch.func.grad(lambda row: look(row).sum()))(torch.ones(2, 3))
+    handle = leaf.register_hook(look)
+    doubled = torch.autograd.grad(
+        leaf**2, leaf, torch.eye(3), is_grads_batched=True, create_graph=True
+    )
+    assert seen == [(False, False), (False, False), (True, False), (False, False)]
+    handle.remove()
+    # The derivative of g * constant, with g = 2 x and the constant 2.
+    (second,) = torch.autograd.grad(doubled[0].sum(), leaf)
+    assert second.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_leaf_is_asked_whether_its_hooks_run_without_running_them() -> None:
+    leaf, calls = torch.ones(3, requires_grad=True), list[int]()
+    assert autograd.without_hooks([leaf]) == []
+    handles = [leaf.register_hook(lambda grad, n=n: calls.append(n)) for n in (1, 2)]
+    assert autograd.without_hooks([leaf]) == []
+    assert (calls, leaf.grad) == ([], None)
+    leaf.sum().backward()
+    assert calls == [1, 2]
+    for handle in handles:
+        handle.remove()
+    assert autograd.without_hooks([leaf]) == []

@@ -1,5 +1,6 @@
 """The private tables of hooks on modules and tensors."""
 
+import torch
 from torch import nn
 
 import gradsurg as gs
@@ -34,3 +35,20 @@ def test_hooks_of_gradsurg_are_its_own_and_can_be_removed() -> None:
         assert [*map(len, tables)] == [1, 0, 0, 0]
         live.abort()
     handle.remove()
+
+
+def test_a_tensor_tells_its_hooks_its_version_and_its_base() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    tensor = leaf * 1
+    view = tensor[:1]
+    assert module_hooks.is_hookable(tensor)
+    handle = tensor.register_hook(torch.clone)
+    assert list(module_hooks.hooks_of(tensor).values()) == [torch.clone]
+    handle.remove()
+    assert not any(map(module_hooks.is_hookable, (leaf, tensor, leaf.detach(), "text")))
+    assert module_hooks.hooks_of(leaf) == {}
+    assert [module_hooks.is_view(each) for each in (leaf, tensor, view)] == [False, False, True]
+    assert module_hooks.base_of(view) is tensor
+    assert module_hooks.base_of(tensor) is tensor
+    tensor.mul_(2)
+    assert module_hooks.version(view) == module_hooks.version(tensor) == 1
