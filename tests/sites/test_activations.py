@@ -293,12 +293,3 @@ def test_a_checkpoint_that_stops_early_does_not_confuse_the_next_forward() -> No
     (entry,) = [entry for entry in live.ledger if entry.site == "inner.0.0#0"]
     assert entry.aliases == ["inner.0.1#0", "inner.0#0"]
     torch.testing.assert_close(y, (torch.tanh(x) * 1.5 * 2.0 * 1.5).pow(2).sum())
-
-
-@pytest.mark.parametrize("how", ["through", "straight"])
-def test_it_works_in_a_functional_gradient_and_under_vmap(how: Any) -> None:
-    model = nn.Sequential(Times(3.0))
-    with attached(model, gs.Scale(2.0), gs.Activations("0", backward=how), effects_every=0):
-        grads = torch.func.vmap(torch.func.grad(lambda x: model(x).pow(2)))(torch.ones(2))
-    # (6x)^2: 72 through; 2 * 6 * 3 straight.
-    assert grads.tolist() == ([72.0] * 2 if how == "through" else [36.0] * 2)

@@ -230,17 +230,3 @@ def test_functional_transforms_are_left_alone() -> None:
         assert torch.equal(torch.func.grad(loss)(x), expected)
         torch.vmap(torch.func.grad(loss))(x[None])
         torch.func.jacrev(torch.func.jacrev(lambda x: x.pow(3).sum()))(x)
-
-
-def test_inside_a_vmap_each_gradient_goes_through_the_transform() -> None:
-    model = Chain()
-    # Effects are not measured: a batched tensor cannot be written into a buffer.
-    with attached(model, gs.ClipNorm(1.0), gs.Captured("a"), effects_every=0) as live:
-        y = model.a * 1.0
-
-        def row(direction: Tensor) -> Tensor:
-            return torch.autograd.grad(y, model.a, direction, retain_graph=True)[0]
-
-        rows = torch.vmap(row)(torch.tensor([[3.0, 4.0], [0.3, 0.4]]))
-        torch.testing.assert_close(rows, torch.tensor([[0.6, 0.8], [0.3, 0.4]]))
-    assert met(live) == {"a": 1}

@@ -151,18 +151,6 @@ def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     assert [entry.calls for entry in live.ledger] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "at", [M("a", call=1) | M("b"), M("b") | M("a", call=1), M("b", call=0) | M("a", call=1)]
-)
-def test_a_call_selected_by_one_part_is_not_expected_at_the_modules_of_another(
-    at: Selector,
-) -> None:
-    model = Made(lambda self, x: self.b(self.a(self.a(x))), a=Double(), b=Double())
-    with attached(model, gs.Identity(), at) as live:
-        model(X).sum().backward()
-    assert sorted((entry.site, entry.calls) for entry in live.ledger) == [("a#1", 1), ("b#0", 1)]
-
-
 # How many
 
 

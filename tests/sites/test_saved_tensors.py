@@ -110,15 +110,6 @@ def test_parameters_views_of_them_and_buffers_are_left_alone_unless_asked_for() 
     assert (5,) not in run("activations")
 
 
-def test_integer_tensors_are_left_alone() -> None:
-    model, x = nn.Sequential(nn.MaxPool1d(2)), torch.randn(1, 1, 4, requires_grad=True)
-    with attached(model, gs.Zero(), gs.SavedTensors("0", of="all")) as live:
-        model(x).sum().backward()
-    assert x.grad is not None
-    assert x.grad.sum() == 2.0
-    assert met(live) == {"0#0.0": 1}
-
-
 @pytest.mark.parametrize(
     ("at", "site"),
     [
@@ -359,11 +350,3 @@ def test_weights_of_a_functional_call_are_not_kept_alive() -> None:
         del given
         gc.collect()
         assert all(weight() is None for weight in held)
-
-
-def test_exporting_a_model_inside_the_block_does_not_disturb() -> None:
-    model, x = _layers(), torch.ones(BATCH, IN)
-    with attached(model, gs.Zero(), gs.SavedTensors(node="Tanh")) as live:
-        torch.export.export(model, (x,))
-        model(x).sum().backward()
-    assert met(live) == {"1#0/TanhBackward[0].result": 1}

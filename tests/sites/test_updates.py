@@ -99,20 +99,6 @@ def test_the_state_of_the_optimizer_is_untouched() -> None:
             assert torch.equal(tensor, other.state[theirs][key])
 
 
-def test_two_interventions_act_in_order_and_a_group_transform_sees_all_updates() -> None:
-    model = small()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    start = [weight.clone() for weight in weights(model)]
-    surgery = gs.Surgery(
-        gs.Intervention(gs.ClipGlobalNorm(0.01, eps=0.0), at=gs.Updates()),
-        gs.Intervention(gs.Scale(3.0), at=gs.Updates()),
-    )
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 1)
-    changes = [(now - then).flatten() for now, then in zip(weights(model), start, strict=True)]
-    assert torch.cat(changes).norm().item() == pytest.approx(0.03, rel=1e-4)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("at", [gs.Updates(), gs.Weights()], ids=repr)
 def test_a_step_that_the_scaler_skips_changes_nothing(at: gs.Updates, fused: bool) -> None:

@@ -148,17 +148,6 @@ def test_autograd_grad_returns_the_changed_gradient_whichever_inputs_are_asked_f
         assert {grad.item() for grad in grads} == {37.0}
 
 
-def test_autocast_casts_a_shared_weight_once_so_it_has_one_use() -> None:
-    model = Made(
-        lambda self, x: self.linear(self.linear(x)).float().sum(),
-        linear=nn.Linear(3, 3, bias=False),
-    )
-    at = gs.Uses("linear.weight")
-    with attached(model, gs.Identity(), at) as live, torch.autocast("cpu", torch.bfloat16):
-        model(torch.ones(2, 3)).backward()
-    assert set(met(live)) == {"linear.weight/use[0]"}
-
-
 def _squared() -> Made:
     """One weight, used twice: the gradient of the second use is that of `y * w` by `w`."""
     weight = nn.Parameter(torch.tensor([2.0]))

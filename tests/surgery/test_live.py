@@ -232,16 +232,6 @@ def test_a_trigger_that_is_set_brings_its_eyes_and_takes_them_along() -> None:
     assert num_hooks(model) == 0
 
 
-def test_what_another_has_seen_is_not_forgotten_with_one() -> None:
-    model = small()
-    surgery = gs.Surgery(_scale(2.0, at=gs.Shape(above=7)), _scale(2.0, at=gs.Shape(above=7)))
-    with surgery.attach(model) as live:
-        loss = model(torch.ones(8, 6)).sum()
-        live.remove("scale")
-        loss.backward()
-    assert {entry.intervention for entry in live.ledger if entry.all_fired} == {"scale_2"}
-
-
 def test_a_trigger_set_after_the_forward_it_would_have_looked_at_says_so() -> None:
     model = small()
     with attached(model, gs.Scale(1.0)) as live:
