@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import hypot
 from typing import Literal
 
 import torch
@@ -22,6 +21,7 @@ from gradsurg.aggregators.rows import (
     combine_safely,
     gramian_of,
     mapped,
+    norm_of,
     solve_on_rows,
 )
 from gradsurg.aggregators.solvers import is_nearly_dependent
@@ -285,8 +285,8 @@ def norm_matched_sums(blocks: Sequence[Block], grads: Sequence[Tensor]) -> list[
     """Return the sum of the rows of each block, rescaled to the joint norm of `grads`."""
     ones = torch.ones(len(blocks[0]), dtype=torch.float64)
     sums = mapped(blocks, lambda rows, _: combine(at_least_float32(rows), ones).double())
-    norm = _norm(sums)
-    ratio = _norm(grads) / (norm if norm > 0 else 1.0)
+    norm = norm_of(sums)
+    ratio = norm_of(grads) / (norm if norm > 0 else 1.0)
     return [(total * ratio).to(grad.dtype) for total, grad in zip(sums, grads, strict=True)]
 
 
@@ -393,7 +393,3 @@ def state_of(aggregator: Aggregator, state: AggregatorState, key: str, num_tasks
             f"{num_tasks}: the number of tasks must stay the same"
         )
     return state[key]
-
-
-def _norm(grads: Sequence[Tensor]) -> float:
-    return hypot(*[float(grad.double().norm()) for grad in grads])

@@ -6,6 +6,8 @@ down to 1e-16: `solve_on_rows` combines nearly dependent rows by a triangular fa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from math import inf
@@ -13,13 +15,15 @@ from operator import add
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gradsurg.aggregators.solvers import NotConverged
 
 Block = Tensor | MutableSequence[Tensor]
 """Some columns of J: a matrix (T, p), or T vectors (p,), of which PIECE columns are stacked at a
 time, so that J is held once."""
+
+_processes: ContextVar["distributed.ProcessGroup | None"] = ContextVar("processes", default=None)
 
 PIECE = 1 << 16
 COLUMNS = 65_536
@@ -36,6 +40,8 @@ LEAST_SQUARE = 1e-30
 """Mean square of a row below which float32 loses products: its minimum is 1e-38, here 1e-8
 relative.
 """
+MOST_COLUMNS = 1 << 40
+"""Columns that J may have over all processes, which count their own alone."""
 SMALLEST_NORMAL = 1.2e-38
 """Smallest float32 with full precision (the smallest normal number)."""
 LARGE_NORM = 1e30
@@ -51,6 +57,35 @@ LEAST = 1e-13
 """Norm of a convex combination of unit rows in float64 that counts as zero."""
 LARGEST_LEAST = 1e-3
 """Bound of the same for rows in half precision."""
+
+
+@contextmanager
+def across(group: "distributed.ProcessGroup | None") -> Iterator[None]:
+    """Each process of the group has some columns of J in the block; None: this one has all."""
+    token = _processes.set(group)
+    try:
+        yield
+    finally:
+        _processes.reset(token)
+
+
+def summed(part: Tensor) -> Tensor:
+    """Return the sum over the processes that have columns of J, in float64 on the CPU."""
+    total, group = part.double(), _processes.get()
+    if group is not None:
+        distributed.all_reduce(total, group=group)
+    return total.cpu()
+
+
+def part_name() -> str:
+    """Return a name of the columns that this process has; empty if it has all."""
+    group = _processes.get()
+    return "" if group is None else f"/part {distributed.get_rank(group)}"
+
+
+def in_any(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set in one of the processes that have columns of J."""
+    return bool(summed(torch.tensor(flag, device=device)))
 
 
 def pieces(blocks: Sequence[Block]) -> Iterator[tuple[int, int, Tensor]]:
@@ -106,7 +141,14 @@ def gramian_of(blocks: Sequence[Block]) -> Tensor:
 
 def _sum_over(blocks: Sequence[Block], split: Callable[[Tensor], Iterable[Tensor]]) -> Tensor:
     matrices = (rows for _, _, rows in pieces(blocks))
-    return reduce(add, (reduce(add, map(_product, split(rows))).cpu() for rows in matrices))
+    products = (reduce(add, map(_product, split(rows))) for rows in matrices)
+    return summed(_total(products, blocks))
+
+
+def _total(parts: Iterable[Tensor], blocks: Sequence[Sequence[Tensor] | Tensor]) -> Tensor:
+    """Return the sum of some tensors, on the device of the first block."""
+    device = blocks[0][0].device
+    return reduce(add, (part.to(device) for part in parts))
 
 
 def _in_their_dtype(rows: Tensor) -> Sequence[Tensor]:
@@ -127,14 +169,16 @@ def _in_float64(rows: Tensor, order: Tensor | None = None) -> Iterator[Tensor]:
 def _out_of_range(gramian: Tensor, blocks: Sequence[Block]) -> bool:
     """Whether products of float32 numbers overflowed or underflowed, so that G is wrong."""
     sizes = gramian.numpy().diagonal().tolist()
-    least = LEAST_SQUARE * sum([len(block[0]) for block in blocks])
+    columns = MOST_COLUMNS if _processes.get() else sum([len(block[0]) for block in blocks])
+    least = LEAST_SQUARE * columns
     if min(sizes) > least and max(sizes) < inf:  # products of two rows are between these
         return False
     if any(0 < size <= least or size == inf for size in sizes):
         return True
     # A size of 0 means zeros, or numbers whose squares underflow: read these few rows to decide.
     suspects = [index for index, size in enumerate(sizes) if size == 0]
-    return any(bool(block[index].any()) for index in suspects for block in blocks)
+    has_numbers = any(bool(block[index].any()) for index in suspects for block in blocks)
+    return bool(suspects) and in_any(has_numbers, blocks[0][0].device)
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
@@ -154,13 +198,13 @@ def _nearly_dependent(gramian: Tensor) -> bool:
 
 def _product(block: Tensor) -> Tensor:
     block = at_least_float32(block)
-    summed = SUM_COLUMNS // len(block) if len(block) < 8 else SUM_COLUMNS
-    whole = block.shape[1] // summed * summed
+    width = SUM_COLUMNS // len(block) if len(block) < 8 else SUM_COLUMNS
+    whole = block.shape[1] // width * width
     rest = block[:, whole:]
     product = (rest @ rest.T).double()
     if not whole:
         return product
-    parts = block[:, :whole].unflatten(1, (-1, summed)).transpose(0, 1)
+    parts = block[:, :whole].unflatten(1, (-1, width)).transpose(0, 1)
     # A matrix product ignores the symmetry of G: four products for two rows, where three suffice.
     # One product is fastest for a few rows; for more, computing half of it in blocks saves time.
     half = 1 if len(block) == 2 else len(block) // 2 // ROW_TILE * ROW_TILE
@@ -204,13 +248,18 @@ def triangular_factor(blocks: Sequence[Block], order: Tensor) -> Tensor:
     By QR decompositions of blocks of columns, which keep all digits of float64 also for nearly
     dependent rows; a Gramian keeps half of them.
     """
-    upper = torch.empty(0, len(order), dtype=torch.float64)
+    upper, count = torch.empty(0, len(order), dtype=torch.float64), len(order)
     for _, _, rows in pieces(blocks):
         for part in _in_float64(rows, order):
             # On a CPU a decomposition is faster within the cache.
             for piece in part.split(COLUMNS // 4, dim=1) if rows.is_cpu else [part]:
                 stacked = torch.cat([upper.to(piece.device), piece.T])
                 upper = torch.linalg.qr(stacked, mode="r").R
+    if (group := _processes.get()) is not None:
+        own = torch.cat([upper, upper.new_zeros(count - len(upper), count)])
+        every = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(every, own, group=group)
+        upper = torch.linalg.qr(torch.cat(every), mode="r").R
     return upper.T.cpu()
 
 
@@ -275,13 +324,16 @@ def at_least_float32(rows: Tensor) -> Tensor:
     return rows.float() if rows.dtype in HALVES else rows
 
 
-def is_finite(block: Block) -> bool:
+def is_finite(*blocks: Block) -> bool:
     """Whether all entries are finite, in one pass (`rows.isfinite().all()` takes 30 times as long
     on a CPU).
     """
-    if not isinstance(block, Tensor):
-        return all(map(is_finite, block))
-    return not block.numel() or bool(torch.stack(block.aminmax()).isfinite().all())
+    if not blocks:
+        return True
+    tensors = [row for block in blocks for row in ([block] if isinstance(block, Tensor) else block)]
+    ends = (torch.stack(tensor.aminmax()) for tensor in tensors if tensor.numel())
+    nonfinite = not all(bool(pair.isfinite().all()) for pair in ends)
+    return not in_any(nonfinite, tensors[0].device)
 
 
 class SolvedOnRows(ABC):
@@ -346,30 +398,34 @@ def solve_on_rows(
             excess = error.residual
             continue
         grads = mapped(blocks, lambda part, _: _combine_in_float64(part, weights, order))
-        norm = _norm(grads) / scale
+        norm = norm_of(grads) / scale
         fell_back, conflict = ridge != RIDGES[0], 0.0
         if fell_back and harmless and bound:
             limits = bound * scale**2 * norms
-            conflict = float((-_products(blocks, grads, order) / limits).nan_to_num(0.0).max())
+            conflict = float((-products_of(blocks, grads, order) / limits).nan_to_num(0.0).max())
         if norm <= longest and conflict <= TOO_MUCH_CONFLICT + precision:
             return RowSolution(grads, weights, fell_back)
         excess = max(norm / bound - 1, conflict) if bound else torch.inf
     raise NotConverged("the solver for nearly dependent rows", excess)
 
 
-def _norm(grads: Sequence[Tensor]) -> float:
-    return sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+def norm_of(grads: Sequence[Tensor]) -> float:
+    """Return the joint norm of the parts of a gradient."""
+    return float(summed(_total((grad.double().square().sum() for grad in grads), [grads]))) ** 0.5
 
 
-def _products(blocks: Sequence[Block], grads: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Return g_i · d (T,) for the rows in this order, in float64 on the CPU."""
-    products = [
-        (part @ piece[0]).cpu()
+def products_of(
+    blocks: Sequence[Block], grads: Sequence[Tensor], order: Tensor | None = None
+) -> Tensor:
+    """Return g_i · d (T,) for the rows, in this order if given, in float64 on the CPU; d has a
+    part in `grads` for each block."""
+    products = (
+        part @ piece[0]
         for number, start, rows in pieces(blocks)
         for part, piece in zip(
             _in_float64(rows, order),
             _in_float64(grads[number][None, start : start + rows.shape[1]]),
             strict=True,
         )
-    ]
-    return reduce(add, products)
+    )
+    return summed(_total(products, blocks))

@@ -4,10 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import combinations
 from math import isfinite
-from operator import add
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,12 +23,14 @@ from gradsurg.aggregators.base import (
 )
 from gradsurg.aggregators.rows import (
     Block,
-    at_least_float32,
     combine,
     gramian_of,
     is_finite,
     mapped,
+    norm_of,
+    part_name,
     pieces,
+    products_of,
 )
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.core.session import Session
@@ -254,7 +254,7 @@ class Aggregation:
         fires, sampling = self._count(group), self.session.measures_conflicts
         if not (fires or sampling):
             return _sum(parts).grads
-        if self.session.is_scaled and not all(map(is_finite, parts)):
+        if self.session.is_scaled and not is_finite(*parts):
             return _sum(parts).grads  # the scaler skips this step
         with without_autocast(_first_rows(parts)):
             context = self._context(group, losses)
@@ -350,9 +350,9 @@ class Aggregation:
             products = gramian @ weights
             norm = max(float(weights @ products), 0.0) ** 0.5
         else:
-            products = _products(parts, result.grads) / scale**2
+            products = products_of(parts, result.grads) / scale**2
             # Synchronizes with the device, at sampled steps only.
-            norm = sum(grad.double().square().sum().item() for grad in result.grads) ** 0.5 / scale
+            norm = norm_of(result.grads) / scale
         name = snake(type(self.aggregator).__name__)
         weights = None if weights is None else weights.clone()  # later steps may change them
         counts = self.session.states.get(f"{self.label}/{context.group}{SOLVER}", {})
@@ -491,8 +491,9 @@ def aggregate(
             grads = mapped(blocks, lambda rows, _: combine(rows, weights))
             return AggregationResult(grads, state, weights)
         case Entrywise():
+            of_part = replace(context, selection=context.selection + part_name())
             grads = mapped(
-                blocks, lambda rows, start: aggregator.apply(rows, replace(context, start=start))
+                blocks, lambda rows, start: aggregator.apply(rows, replace(of_part, start=start))
             )
             return AggregationResult(grads, state)
         case NormMatchedSum():
@@ -520,12 +521,3 @@ def _sum(parts: Sequence[Block]) -> AggregationResult:
 def _first_rows(parts: Sequence[Block]) -> list[Tensor]:
     """Return a row of each block, for its device."""
     return [block[0] for block in parts]
-
-
-def _products(blocks: Sequence[Block], grads: Sequence[Tensor]) -> Tensor:
-    """Return g_i . d (T,) in float64, for a gradient d of each block."""
-    products = []
-    for number, start, rows in pieces(blocks):
-        rows, grad = at_least_float32(rows), grads[number][start : start + rows.shape[1]]
-        products.append((rows @ grad.to(rows.dtype)).double().cpu())
-    return reduce(add, products)

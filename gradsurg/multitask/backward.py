@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
+from gradsurg.aggregators.rows import across
 from gradsurg.core.attached import Attached
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
@@ -24,7 +25,7 @@ from gradsurg.multitask.features import (
     stack_gradients,
     unstack_gradients,
 )
-from gradsurg.multitask.jacobian import Jacobian, JacobianBuilder, check_repeatable
+from gradsurg.multitask.jacobian import Jacobian, JacobianBuilder, check_repeatable, first_names
 from gradsurg.multitask.losses import (
     BackwardCall,
     Losses,
@@ -33,10 +34,12 @@ from gradsurg.multitask.losses import (
     paused,
     skipping,
 )
-from gradsurg.multitask.processes import average, average_jacobian
+from gradsurg.multitask.processes import average_jacobian, mean_losses
+from gradsurg.multitask.shards import accumulate, group_of
 from gradsurg.multitask.shared_parameters import REPRESENTATION, SharedParameters
 from gradsurg.sites.wrapped_models import refuse_static_graph, when_wrapped
 from gradsurg.torch_internals import compiling
+from gradsurg.torch_internals.autograd import is_sharded
 from gradsurg.triggers.base import Trigger
 
 MAX_WITHOUT_STEP = 10  # updates without an optimizer step before a warning
@@ -54,6 +57,8 @@ class MultiTaskBackward:
         self._marker: OutputMarker | None = None
         # The processes over which the gradients of the tasks are averaged.
         self._group: distributed.ProcessGroup | None = None
+        # Those that have parts of the gradients.
+        self._shards: distributed.ProcessGroup | None = None
         self._keeps_buffers = False
         self._max_losses = 0  # of one call
         self._checked_heads = False
@@ -74,6 +79,9 @@ class MultiTaskBackward:
                     f"{label}: reduce must be that of '{other.label}', {other.at.reduce!r}, found "
                     f"{at.reduce!r}"
                 )
+        self._shards = group_of(self.session.model.parameters(), at, aggregator)
+        if self._shards is not None:
+            self._builder.sharded = first_names(self.session.model)
         refuse_static_graph(at, self.session.model, self._stack)
         if at.reduce == "mean":
             when_wrapped(self.session.model, self._stack, partial(self._average_over, label, at))
@@ -124,12 +132,7 @@ class MultiTaskBackward:
         self._max_losses = max(self._max_losses, len(call.losses))
         self._num_updates += call.last
         try:
-            if self.session.shadow or not self._needs_tasks(aggregation, call):
-                self._backward_of_sum(aggregation, call)
-            elif aggregation is not None and aggregation.at.engine == "feature":
-                self._backward_at_features(aggregation, call)
-            else:
-                self._backward_of_tasks(aggregation, call)
+            self._run(call, aggregation)
         except BaseException as error:  # also an interrupt: half a step must not be continued
             if self.discard():
                 error.add_note("gradients of live.backward(..., aggregate=False) were dropped")
@@ -139,8 +142,21 @@ class MultiTaskBackward:
         if self.session.is_scaled:
             self._allow_step_without_gradients()
 
+    def _run(self, call: BackwardCall, aggregation: Aggregation | None) -> None:
+        if self._shards is not None:  # other tasks would make the processes wait for ever
+            mean_losses(self._shards, dict.fromkeys(call.losses, 0.0), (), call.device)
+        with across(self._shards):
+            if self.session.shadow or not self._needs_tasks(aggregation, call):
+                self._backward_of_sum(aggregation, call)
+            elif aggregation is not None and aggregation.at.engine == "feature":
+                self._backward_at_features(aggregation, call)
+            else:
+                self._backward_of_tasks(aggregation, call)
+
     def jacobian(self, losses: Losses, interventions: Sequence[Attached]) -> dict[str, Tensor]:
         """Implement `Live.jacobian`."""
+        if any(map(is_sharded, self.session.model.parameters())):
+            raise TypeError("live.jacobian: the parameters are sharded, and it returns whole rows")
         call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
         call.check_task_names(list(call.losses))
         call.check_stateless(len(call.losses))
@@ -282,10 +298,8 @@ class MultiTaskBackward:
         if aggregation is None or not aggregation.weights_losses:
             return None
         values = loss_values(call.losses, self.session.loss_scale)
-        if self._group is not None:
-            means = torch.tensor([*values.values()], dtype=torch.float64, device=call.device)
-            average(self._group, [means])
-            values = dict(zip(values, means.tolist(), strict=True))
+        if (group := self._group or self._shards) is not None:
+            values = mean_losses(group, values, (), call.device)
         return aggregation.loss_weights(values, call.last)
 
     def _measure(self, call: BackwardCall, weights: Tensor | None) -> None:
@@ -298,9 +312,7 @@ class MultiTaskBackward:
             measured = self._builder.measure(call)
         if measured is None:
             return
-        jacobian, losses = measured
-        if self._group is not None:
-            losses = average_jacobian(self._group, jacobian, losses)
+        jacobian, losses = self._averaged(*measured)
         for aggregation, group, members in self._builder.groups(jacobian):
             tasks, parts = jacobian.take(members)
             used = weights[tasks] if weights is not None else None
@@ -314,9 +326,7 @@ class MultiTaskBackward:
         collected = self._builder.collect(call, strict=weights is None)
         if collected is None:
             return
-        jacobian, losses = collected
-        if self._group is not None:
-            losses = average_jacobian(self._group, jacobian, losses)
+        jacobian, losses = self._averaged(*collected)
         self._max_losses = max(self._max_losses, len(losses))
         if aggregation is not None and aggregation.at.on_nonfinite == "skip":
             self._drop_nonfinite(aggregation, jacobian, losses)
@@ -338,7 +348,20 @@ class MultiTaskBackward:
         grads = jacobian.assemble(combined, factors)
         jacobian.reset(jacobian.num_tasks)
         with paused(call.at_leaves):
-            torch.autograd.backward(list(grads), list(grads.values()))
+            if self._shards is not None:
+                accumulate(grads)
+            else:
+                torch.autograd.backward(list(grads), list(grads.values()))
+
+    def _averaged(
+        self, jacobian: Jacobian, losses: dict[str, float]
+    ) -> tuple[Jacobian, dict[str, float]]:
+        """Return the Jacobian and the losses, as means over the processes."""
+        if self._group is not None:
+            losses = average_jacobian(self._group, jacobian, losses)
+        elif self._shards is not None:  # whose gradients are means
+            losses = mean_losses(self._shards, losses, (), jacobian.params[0].device)
+        return jacobian, losses
 
     def _drop_nonfinite(
         self, aggregation: Aggregation, jacobian: Jacobian, losses: Mapping[str, float]
@@ -432,7 +455,7 @@ class MultiTaskBackward:
 
     def _warn_if_stacked(self, aggregation: Aggregation, jacobian: Jacobian) -> None:
         """Warn, at the first update, if heads count as shared because losses were stacked."""
-        if self._checked_heads:
+        if self._checked_heads or self._shards is not None:
             return
         self._checked_heads = True
         heads = jacobian.params_of_single_tasks()

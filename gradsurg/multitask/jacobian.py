@@ -7,16 +7,17 @@ from itertools import accumulate, chain, pairwise, product
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradsurg.aggregators.rows import Block, is_finite, uninitialized
+from gradsurg.aggregators.rows import Block, is_finite, summed, uninitialized
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
 from gradsurg.multitask.losses import BackwardCall, loss_values
+from gradsurg.multitask.shards import part_of, task_gradients
 from gradsurg.sites.selection import owned_params
 from gradsurg.torch_internals.autograd import version_of
 from gradsurg.torch_internals.compiling import COMPILED
@@ -54,10 +55,11 @@ class Jacobian:
         self, params: Sequence[Tensor], names: Sequence[str], groups: Sequence[str | None]
     ) -> None:
         self.params = params
+        self._parts = [*map(part_of, map(Tensor.detach, params))]
         self.names = names
         self.groups = groups
         grouped = [index for index, group in enumerate(groups) if group is not None]
-        ends = [*accumulate([params[index].numel() for index in grouped], initial=0)]
+        ends = [*accumulate([self._parts[index].numel() for index in grouped], initial=0)]
         self._columns = dict(zip(grouped, pairwise(ends), strict=True))
         self._width = ends[-1]
         kinds = {(params[index].dtype, params[index].device.type) for index in grouped}
@@ -135,9 +137,7 @@ class Jacobian:
             for grads, extra in zip(self._grads, self._extra_leaves, strict=True)
         )
         return [
-            task
-            for task, grads in enumerate(every)
-            if not all(is_finite(grad) for grad in grads if _is_dense(grad))
+            task for task, grads in enumerate(every) if not is_finite(*filter(_is_dense, grads))
         ]
 
     def drop(self, task: int) -> None:
@@ -162,8 +162,8 @@ class Jacobian:
         tasks = [task for task, reached in enumerate(self.reached) if reached & {*members}]
         blocks: list[Block] = []
         for pack in self._packs(members):
-            sizes = [self.params[index].numel() for index in pack]
-            absent = self.params[pack[0]].detach().new_zeros(1)
+            sizes = [self._parts[index].numel() for index in pack]
+            absent = self._parts[pack[0]].new_zeros(1)
             rows = [
                 [
                     self._grads[task].pop(index, absent.expand(size)).reshape(-1)
@@ -188,10 +188,10 @@ class Jacobian:
         """Return the gradient of each parameter, from one for each block of `take(members)`."""
         result = {}
         for pack, flat in zip(self._packs(members), grads, strict=True):
-            params = [self.params[index] for index in pack]
-            parts = flat.split([param.numel() for param in params])
-            for index, param, part in zip(pack, params, parts, strict=True):
-                result[index] = part.view_as(param)
+            likes = [self._parts[index] for index in pack]
+            parts = flat.split([like.numel() for like in likes])
+            for index, like, part in zip(pack, likes, parts, strict=True):
+                result[index] = part.view_as(like)
         return result
 
     def _packs(self, members: Sequence[int]) -> list[list[int]]:
@@ -211,15 +211,15 @@ class Jacobian:
         small: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
         large: list[int] = []
         for index in members:
-            param = self.params[index]
+            param = self._parts[index]
             if param.numel() >= LARGE:
                 large.append(index)
                 continue
             packs = small.setdefault((param.dtype, param.device), [[]])
-            if sum(self.params[other].numel() for other in packs[-1]) >= LARGE:
+            if sum(self._parts[other].numel() for other in packs[-1]) >= LARGE:
                 packs.append([])
             packs[-1].append(index)
-        large.sort(key=lambda index: self.params[index].numel())
+        large.sort(key=lambda index: self._parts[index].numel())
         return [*chain.from_iterable(small.values()), *([index] for index in large)]
 
     def map_shared(self, function: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
@@ -230,7 +230,7 @@ class Jacobian:
         places = [(task, index) for task, index in all_places if index in self._grads[task]]
         for number, (task, index) in enumerate(places, 1):
             some.append((task, index))
-            size += self.params[index].numel()
+            size += self._parts[index].numel()
             if size < LARGE and number < len(places):
                 continue
             results = function([self._grads[task][index] for task, index in some])
@@ -249,7 +249,7 @@ class Jacobian:
             grad = grads[index]
             if grad is not None and not _is_dense(grad):
                 continue
-            place = self._matrix[task, start:end].view_as(self.params[index])
+            place = self._matrix[task, start:end].view_as(self._parts[index])
             if is_first:
                 place.zero_() if grad is None else place.copy_(grad)
             elif grad is not None:
@@ -325,6 +325,8 @@ class JacobianBuilder:
     def __init__(self, session: Session, aggregations: Sequence[Aggregation]) -> None:
         self.pending: dict[str, float] = {}  # the losses so far of a step that has not ended
         self.compiled = False  # whether the last graph had compiled parts
+        # The sharded parameters; between forward and backward pass the model may have others.
+        self.sharded: Mapping[Tensor, str] = {}
         self._alive: dict[str, set[int]] = {}  # per task: parameters with a nonzero gradient so far
         self._measured: dict[str, float] = {}  # as `pending`, for `measure`
         self._session = session
@@ -431,7 +433,8 @@ class JacobianBuilder:
         self.compiled = COMPILED in names
         check_repeatable(losses, shared=not call.retain_graph)
         jacobian = self._prepare(len(tasks), fresh, measuring)
-        extra_leaves = [] if measuring else _leaves_beyond(nodes, jacobian.params)
+        adds_up = measuring or bool(self.sharded)  # sharded parameters have leaves of their own
+        extra_leaves = [] if adds_up else _leaves_beyond(nodes, jacobian.params)
         statistics = [buffer for norm in self._norms if norm.training for buffer in norm.buffers()]
         versions = [version_of(buffer) for buffer in statistics]  # of num_batches_tracked too
         reached: list[set[int]] = [set() for _ in losses]
@@ -448,9 +451,7 @@ class JacobianBuilder:
                     call.task(name, self._session.clock),
                     _restored(statistics if measuring or repeated else []),
                 ):
-                    grads = torch.autograd.grad(
-                        loss, leaves, retain_graph=keep_graph, allow_unused=True
-                    )
+                    grads = self._gradients(loss, leaves, keep_graph)
                 of_params, of_extra = grads[: len(jacobian.params)], grads[len(jacobian.params) :]
                 if all(grad is None for grad in of_params) and not measuring:
                     raise ValueError(f"losses['{name}']: reaches no parameter of the model")
@@ -462,6 +463,13 @@ class JacobianBuilder:
             jacobian.reset(0)
             raise
         return jacobian
+
+    def _gradients(
+        self, loss: Tensor, leaves: Sequence[Tensor], keep_graph: bool
+    ) -> Sequence[Tensor | None]:
+        if self.sharded:
+            return task_gradients(loss, leaves, keep_graph)
+        return torch.autograd.grad(loss, leaves, retain_graph=keep_graph, allow_unused=True)
 
     def _prepare(self, num_tasks: int, fresh: bool, measuring: bool) -> Jacobian:
         """Return the Jacobian with `num_tasks` rows, empty if `fresh`."""
@@ -488,7 +496,7 @@ class JacobianBuilder:
         """
         nonzero = [grad.any() for grad in grads if grad is not None]
         device = nonzero[0].device if nonzero else None
-        flags = iter(torch.stack([flag.to(device) for flag in nonzero]).tolist() if nonzero else [])
+        flags = iter(summed(torch.stack([flag.to(device) for flag in nonzero])) if nonzero else [])
         alive = self._alive.setdefault(name, set())
         alive |= {index for index, grad in enumerate(grads) if grad is not None and next(flags)}
         filtered = [
@@ -506,7 +514,7 @@ class JacobianBuilder:
     def _current(self) -> Jacobian:
         """Return the Jacobian, replaced if the parameters that require a gradient have changed."""
         model = self._session.model
-        all_names = {param: names[0][0] for param, names in owned_params(model).items()}
+        all_names = dict(self.sharded) or first_names(model)
         for group in self._session.steps.param_groups:
             for param in group["params"]:
                 all_names.setdefault(param, f"parameter {len(all_names)} of the optimizer")
@@ -536,6 +544,11 @@ def check_repeatable(
     """
     if has_single_use_graph(losses.values(), shared, below):
         raise RuntimeError(f"losses: {SINGLE_USE}. {RECOMPILE}")
+
+
+def first_names(model: nn.Module) -> dict[Tensor, str]:
+    """Return the parameters of a model, each with its first name."""
+    return {param: names[0][0] for param, names in owned_params(model).items()}
 
 
 def _node_names(losses: Mapping[str, Tensor]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Means of the tasks' gradients and losses over the processes of DistributedDataParallel."""
+"""The gradients and losses of the tasks in several processes: their means, or parts of them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,13 +22,29 @@ def average_jacobian(
     parameters.
     """
     reached = [sorted(of_task.intersection(jacobian.shared)) for of_task in jacobian.reached]
+    means = mean_losses(group, losses, reached, jacobian.params[0].device)
+    jacobian.map_shared(partial(_means, group))
+    return means
+
+
+def mean_losses(
+    group: "distributed.ProcessGroup",
+    losses: Mapping[str, float],
+    reached: Sequence[Sequence[int]],
+    device: torch.device,
+) -> dict[str, float]:
+    """Return the mean losses over the processes.
+
+    Raises RuntimeError in every process if they have other tasks, or tasks that have `reached`
+    other parameters.
+    """
     checksum = crc32(repr((list(losses), reached)).encode()) >> 8  # its square is exact
     # One length, so that the processes can be compared if they have other tasks.
     rest = [0.0] * (-len(losses) % MAX_LOSSES)
     values = torch.tensor(
         [checksum, checksum**2, *losses.values(), *rest],
         dtype=torch.float64,
-        device=jacobian.params[0].device,
+        device=device,
     )
     count = distributed.get_world_size(group)
     distributed.all_reduce(values, group=group)
@@ -37,9 +53,9 @@ def average_jacobian(
         raise RuntimeError(
             "losses: the processes have different tasks, or tasks that reach different parameters, "
             f"so that their gradients have no mean; in this process {', '.join(losses)}. Give "
-            "every process the same losses, or use SharedParameters(reduce='local')"
+            "every process the same losses, or use SharedParameters(reduce='local') if their "
+            "parameters are not sharded"
         )
-    jacobian.map_shared(partial(_means, group))
     return {name: total / count for name, total in zip(losses, sums, strict=False)}
 
 

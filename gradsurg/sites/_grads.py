@@ -223,11 +223,7 @@ def _part(param: Tensor) -> Tensor | None:
 
 def _write_part(param: Tensor, part: Tensor) -> None:
     """Set the sharded gradient of which this process has `part`."""
-    like = cast(Any, param.grad)
-    size, stride = like.shape, like.stride()
-    param.grad = type(like).from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride
-    )
+    param.grad = autograd.sharded(part, param.grad)
 
 
 def _write_share(param: Tensor, whole: Tensor) -> None:
@@ -239,4 +235,4 @@ def _write_share(param: Tensor, whole: Tensor) -> None:
     (placement,), rank = like.placements, like.device_mesh.get_local_rank()
     parts = whole.chunk(like.device_mesh.size(), placement.dim)
     part = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
-    _write_part(param, part.contiguous())
+    _write_part(param, part)

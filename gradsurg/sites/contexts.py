@@ -137,9 +137,6 @@ FSDP2 | refused | $SHARDS Buckets Captured | TypeError
   sharded parameters are DTensors: autograd computes with other tensors, and their hooks do not run.
   Use Parameters with stage='step' or stage='accumulated' for the averaged gradient, or Outputs,
   Inputs or Nodes.
-FSDP2 | refused | SharedParameters | TypeError
-  the passes of an aggregator for single tasks reach no sharded parameters. Use
-  DistributedDataParallel.
 
 FSDP2, meshes | refused | Parameters | TypeError
   sharded over a mesh of {ndim} dimensions, needs one dimension.
@@ -148,6 +145,8 @@ FSDP2, resumed | refused | Parameters | ValueError
   processes.
 FSDP2, accumulated | refused | Parameters | ValueError
   the parameters are sharded, and {reason}. Use stage='step'.
+FSDP2, aggregators | refused | SharedParameters | TypeError
+  the parameters are sharded, and {reason}. Use another aggregator, or DistributedDataParallel.
 attached in a backward pass | refused | Buckets
   cannot be attached inside a backward pass, as DistributedDataParallel would average some gradients
   wrongly. Attach before it.

@@ -14,6 +14,7 @@ from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, SiteFn, Stage
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, check_called, plain
+from gradsurg.sites.residuals import residual_edge
 from gradsurg.sites.selection import (
     Pattern,
     Types,
@@ -50,6 +51,7 @@ FAMILIES = {
         *("CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
         "FusedRmsNorm",
     ),
+    "rectifier": ("Relu", "Hardtanh"),  # ReLU6 is a Hardtanh from 0 to 6
     "rnn": ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "LstmMps", "ThnnFused*Cell"),
     "softmax": ("Softmax", "LogSoftmax", "SafeSoftmax", "MaskedSoftmax", "Sparse*Softmax"),
 }
@@ -70,14 +72,19 @@ class Nodes(Selector):
     """The autograd nodes of one kind, made inside the modules whose name fits `module`.
 
     `pattern` is the name of a node: `Mul` fits every overload, `MulBackward1` only that one; or a
-    glob or `re:` on either; or a family: activation, attention, conv, loss, matmul, norm, rnn,
-    softmax. `types` is a pattern on the class of the module. `call` picks one call of the module,
-    `occurrence` one of several such nodes in the call, in the order in which they were made.
+    glob or `re:` on either; or a family: activation, attention, conv, loss, matmul, norm,
+    rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is a Hardtanh, so
+    that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module. `call` picks one
+    call of the module, `occurrence` one of several such nodes in the call, in the order in which
+    they were made.
 
     `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation;
     `side="leave"` a node posthook on those with respect to its inputs, of which `edge` picks one.
     Site ids are `module#call/Name[occurrence]`, such as
     `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
+    `edge="residual"` selects, of the additions that end a residual connection, the edge into the
+    branch, and none of other nodes. Both operands of such an addition come from one tensor; the
+    branch is the one that is further from it in the graph, with a matrix product or a convolution.
 
     A node belongs to the innermost module that was running when it was made; nodes made in the
     model's own forward belong to `root`. So a weight's autocast cast, made once, belongs to the
@@ -93,7 +100,7 @@ class Nodes(Selector):
     side: Literal["enter", "leave"] = "enter"
     call: Annotated[int, Field(ge=0)] | None = None
     occurrence: Annotated[int, Field(ge=0)] | None = None
-    edge: Annotated[int, Field(ge=0)] | None = None
+    edge: Annotated[int, Field(ge=0)] | Literal["residual"] | None = None
     types: Types = "*"
     stage: Stage | None = None
 
@@ -159,8 +166,16 @@ class Nodes(Selector):
                 listed = ", ".join(map(str, edges))
                 text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
                 raise SelectionError(self, "edge", text)
-            selected = edges if self.edge is None else [self.edge]
+            if self.edge not in (None, *edges):
+                listed = ", ".join(map(str, edges))
+                text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
+                raise SelectionError(self, "edge", text)
+            selected = [index for index in edges if self.edge in (None, index)]
             return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
+
+        @cache
+        def residual_hook_at(site: str, edge: int) -> Callable[..., object]:
+            return posthook([(edge, attached.hook_at(site))])
 
         def hook_node(node: Node, site: str) -> None:
             if self.side == "enter":
@@ -169,6 +184,10 @@ class Nodes(Selector):
                     is_single = len(autograd.outputs_of(node)) == 1
                     prehook = prehooks[site] = _prehook(site, attached, is_single)
                 node.register_prehook(prehook)
+            elif self.edge == "residual":
+                edge = residual_edge(node, _computes)
+                if edge is not None:
+                    node.register_hook(residual_hook_at(f"{site}.{edge}", edge))
             else:
                 sources = tuple([source is not None for source, _ in node.next_functions])
                 node.register_hook(posthook_at(site, sources))
@@ -260,6 +279,10 @@ class NodeHooker:
 def posthook(hooks: Sequence[tuple[int, SiteFn]]) -> Callable[..., object]:
     """Return a node posthook that applies one hook at each of some edges."""
     return lambda grads, entering: _changed(grads, hooks, entering)
+
+
+def _computes(name: str) -> bool:
+    return fits_node(name, "matmul") or fits_node(name, "conv")
 
 
 def fits_node(name: str, pattern: str) -> bool:

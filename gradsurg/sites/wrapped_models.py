@@ -36,10 +36,8 @@ def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]
 def refuse_static_graph(at: Selector, model: nn.Module, stack: ExitStack) -> None:
     """Raise RuntimeError if the model is in a DistributedDataParallel with static_graph=True.
 
-    With an aggregator the weights of its ranks drift apart. TypeError for a sharded parameter.
+    With an aggregator the weights of its ranks drift apart.
     """
-    if any(map(autograd.is_sharded, model.parameters())):
-        raise refusal(at, "FSDP2")
 
     def check(wrapper: DistributedDataParallel) -> None:
         if wrapper.static_graph:

@@ -237,6 +237,19 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return library is not None and isinstance(tensor, library.DTensor)
 
 
+def sharded(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the DTensor sharded as `like`, another one, of which this process has `part`."""
+    library = sys.modules["torch.distributed.tensor"]
+    return library.DTensor.from_local(
+        part.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 """A pack hook and an unpack hook. Any: pack may return any object."""
 

@@ -21,7 +21,7 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["shared.granularity=[nope,'*']"],
             ["shared.granularity: nothing matches 'nope'. There are: trunk."],
         ),
-        (["shared.granularity=modul"], ["shared.granularity: must be one of 'whole', 'module' or"]),
+        (["shared.granularity=modul"], ["shared.granularity: must be one of 'whole', 'layer', 'm"]),
         (["shared.granularity=[]"], ["shared.granularity: must have at least one pattern"]),
         (["shared.pattern=nope"], ["shared.pattern: nothing matches 'nope'. There are: trunk."]),
         (

@@ -17,7 +17,7 @@ STEP = gs.Parameters(stage="step")
 IMAGES = torch.randn(3, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 ATTENTION = "ScaledDotProduct*"
 SHIPPED = {
-    "deconvnet": (gs.Deconvolve(), gs.Nodes("Relu", side="leave")),
+    "deconvnet": (gs.Deconvolve(), gs.Nodes("rectifier", side="leave")),
     "dgc": (gs.Chain(gs.ClipNorm(1.0), gs.DGC()), STEP),
     "dp_sgd": (gs.PerSample(gs.ClipGlobalNorm(1.0), noise=1.0), gs.Parameters()),
     "ef_signsgd": (gs.ErrorFeedback(gs.Sign(scale="mean")), STEP),
@@ -27,16 +27,16 @@ SHIPPED = {
     ),
     "gradient_reversal": (gs.GradientReversal(), gs.Inputs("heads.1")),
     "grokfast": (gs.GrokfastEMA(), STEP),
-    "guided_backprop": (gs.ScaleBySign(1.0, 0.0), gs.Nodes("Relu")),
+    "guided_backprop": (gs.ScaleBySign(1.0, 0.0), gs.Nodes("rectifier")),
     "linbp": (
         gs.StraightThrough(rescale=True),
-        gs.Nodes("Relu", module=r"re:(stages\.[12]|layer[34])\..*", side="leave"),
+        gs.Nodes("rectifier", module=r"re:(stages\.[12]|layer[34])\..*", side="leave"),
     ),
     "pna": (
         gs.Zero(),
         gs.Nodes(ATTENTION, side="leave", edge=0) | gs.Nodes(ATTENTION, side="leave", edge=1),
     ),
-    "sgm": (gs.Scale(0.5), gs.Nodes("Add", side="leave", edge=0)),
+    "sgm": (gs.Scale(0.5), gs.Nodes("Add", side="leave", edge="residual")),
     "tgr": (gs.TGR(), gs.Inputs("*.mlp")),
 }
 """The transform and the site of each; those without an oracle below have one as a transform."""
@@ -219,6 +219,30 @@ def test_sgm_decays_the_gradient_through_each_residual_branch() -> None:
         for block in stage.children():
             block.norm2 = Decayed(block.norm2)
     assert_as(result, gradients(model), plain)
+
+
+def test_sgm_decays_the_branch_of_either_operand() -> None:
+    torch.manual_seed(0)
+    model = ViT((1, 8, 8), 3, width=8, num_heads=2).double()
+    plain = gradients(model)
+    with gs.load("sgm", "transform.scale.factor=0.3").attach(model) as live:
+        model(IMAGES).sum().backward()
+        sites = [entry.site for entry in live.ledger if entry.fired]
+    model.zero_grad()
+    blocks = [*model.blocks]
+    assert len(sites) == 2 * len(blocks)  # and none at the sum with the positions
+    result = gradients(model, gs.load("sgm", "transform.scale.factor=0.3"))
+    for block in blocks:
+        block.attention, block.mlp = Decayed(block.attention), Decayed(block.mlp)
+    assert_as(result, gradients(model), plain)
+
+
+def test_guided_backprop_acts_at_relu6_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU6(), nn.Linear(8, 4), nn.ReLU())
+    with gs.load("guided_backprop").attach(model.double()) as live:
+        model(IMAGES).sum().backward()
+    assert [entry.fired for entry in live.ledger] == [1, 1]
 
 
 def test_pna_is_attention_with_a_constant_attention_map(monkeypatch: pytest.MonkeyPatch) -> None:

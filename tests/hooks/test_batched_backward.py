@@ -75,7 +75,8 @@ def test_a_transform_without_state_gives_the_gradients_of_a_loop(name: str, mode
         assert [entry.fired for entry in live.ledger] == [1]
         looped = _each(outputs, model[0].weight, vectors)
         assert {row["sampled"] for row in live.effects.rows()} == {EXAMPLES}  # of the loop alone
-    torch.testing.assert_close(batched, looped, rtol=1e-5, atol=1e-5)
+    # orthogonalize enlarges a rounding of small singular values by up to 3.44 ** 5
+    torch.testing.assert_close(batched, looped, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", STATELESS)

@@ -56,9 +56,14 @@ NODES = "no node is selected by 'Rleu'. There are: "
             LookupError,
             "no edge 1 that takes a gradient. There are: 0",
         ),
-        (small(), gs.Nodes("Rleu"), LookupError, f"{NODES}activation, matmul, Addmm"),
+        (small(), gs.Nodes("Rleu"), LookupError, f"{NODES}activation, matmul, rectifier"),
         (small(), gs.Nodes("Rleu"), LookupError, "Relu, T. Did you mean 'Relu'?"),
-        (small(), gs.Nodes("Tanh", module="act"), LookupError, "There are: activation, Relu."),
+        (
+            small(),
+            gs.Nodes("Tanh", module="act"),
+            LookupError,
+            "There are: activation, rectifier, Relu.",
+        ),
         (
             small(),
             gs.Nodes("Relu", module="first"),

@@ -136,13 +136,6 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
                 return f"{type(error).__name__}: {error}"
         return "; ".join(str(item.message) for item in caught)
 
-    def aggregated() -> str:
-        model = _model()
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(TypeError) as caught:
-            gs.Surgery(gs.Intervention(gs.PCGrad(), gs.SharedParameters())).start(model)
-        return str(caught.value)
-
     def resumed() -> str:
         model = _model()
         fully_shard(model, mesh=mesh)
@@ -183,7 +176,6 @@ def _messages(ranks: Ranks, folder: Path) -> dict[str, str]:
         "batch": tried(clip, "accumulated", gs.Shape(above=2)),
         "gathered": tried(gs.Mask(0.1), "step"),
         "late": tried(clip, "backward", late=True),
-        "aggregator": aggregated(),
         "resumed": resumed(),
     }
 
@@ -200,5 +192,4 @@ def test_what_does_not_act_on_parts_is_told() -> None:
     assert "those of sharded parameters were gathered" in found["gathered"]
     assert "has the state of 3 processes" in found["resumed"]
     assert "found 2 processes" in found["resumed"]
-    assert "SharedParameters: the passes of an aggregator" in found["aggregator"]
     assert "are not hooked, as after fully_shard: 0.weight" in found["late"]

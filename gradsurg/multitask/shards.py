@@ -1,0 +1,80 @@
+"""Parameters of `fully_shard`: each process has a part of the averaged gradient of every task."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+
+from gradsurg.aggregators.base import (
+    Aggregator,
+    Entrywise,
+    GramianAggregator,
+    LossWeighting,
+    NormMatchedSum,
+)
+from gradsurg.multitask.shared_parameters import SharedParameters
+from gradsurg.sites.contexts import refusal
+from gradsurg.torch_internals.autograd import is_sharded, sharded
+
+
+def group_of(
+    params: Iterable[Tensor], at: SharedParameters, aggregator: Aggregator | None = None
+) -> "distributed.ProcessGroup | None":
+    """Return the processes that have the parts of the parameters, None if these are whole.
+
+    Raises TypeError if the parameters are sharded in a way, or the aggregator is of a kind, that
+    has no update by parts.
+    """
+    params = [param for param in params if param.requires_grad]
+    meshes = {cast(Any, param).device_mesh for param in params if is_sharded(param)}
+    if not meshes:
+        return None
+    inner = aggregator.of if isinstance(aggregator, NormMatchedSum) else aggregator
+    problems = {
+        "some parameters are sharded and others are not": not all(map(is_sharded, params)),
+        "the mesh has several dimensions, or is not the same for all": len(meshes) > 1
+        or next(iter(meshes)).ndim > 1,
+        "engine='feature' needs whole parameters": at.engine == "feature",
+        "no process has gradients of its own for reduce='local'": at.reduce == "local",
+        f"{type(inner).__name__} reads whole rows": inner is not None
+        and not isinstance(inner, GramianAggregator | LossWeighting | Entrywise),
+    }
+    for problem, is_here in problems.items():
+        if is_here:
+            raise refusal(at, "FSDP2, aggregators", reason=problem)
+    return next(iter(meshes)).get_group()
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has; all of it if it is not sharded."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def task_gradients(
+    loss: Tensor, params: Sequence[Tensor], retain_graph: bool
+) -> list[Tensor | None]:
+    """Return the part of the averaged gradient of a loss for each parameter.
+
+    `autograd.grad` reaches other tensors than the sharded parameters, so the gradients are taken
+    from `.grad`, without the hooks that wait for the gradient of the step.
+    """
+    found: Sequence[Any] = params  # Any: PyTorch declares no attribute for the hooks
+    before = [(param.grad, param._post_accumulate_grad_hooks) for param in found]
+    for param in found:
+        param.grad = param._post_accumulate_grad_hooks = None
+    try:
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+        return [None if param.grad is None else part_of(param.grad) for param in params]
+    finally:
+        for param, (grad, hooks) in zip(found, before, strict=True):
+            param.grad, param._post_accumulate_grad_hooks = grad, hooks
+
+
+def accumulate(parts: Mapping[Tensor, Tensor]) -> None:
+    """Add to each parameter's `.grad`, of which this process has a part, and run its hooks."""
+    for param, part in parts.items():
+        grad = sharded(part, param)
+        param.grad = grad if param.grad is None else param.grad + grad
+        for hook in [*(param._post_accumulate_grad_hooks or {}).values()]:
+            hook(param)
