@@ -218,17 +218,6 @@ def test_a_backward_after_the_next_steps_forward_is_refused(reentrant: bool, whe
     _assert_gradient(x, lambda z: torch.tanh(3 * z).pow(2))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_two_forwards_before_their_backwards_are_recomputed_alike(reentrant: bool) -> None:
-    model, x = _tanh(reentrant)
-    with attached(model, gs.Scale(1.5), gs.Activations("inner.0")):
-        first, second = model(x), model(x)
-        with torch.no_grad():
-            model(x)
-        (first + second).backward()
-    _assert_gradient(x, lambda z: 2 * torch.tanh(3 * z).pow(2))
-
-
 @pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_guard_of_a_recomputation_keeps_nothing_alive(reentrant: bool) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad as grad_by_name
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 import gradsurg as gs
@@ -34,19 +33,6 @@ def _modes() -> list[object]:
 
 def _list(grads: tuple[Tensor | None, ...]) -> list[list[float] | None]:
     return [None if grad is None else grad.tolist() for grad in grads]
-
-
-def test_inputs_without_a_site_get_the_gradient_of_pytorch() -> None:
-    model = Chain()
-    leaf = torch.ones(2, requires_grad=True)
-    with attached(model, gs.Zero(), gs.Captured("a")) as live:
-        y = model() + (leaf * 7).sum()
-        edge = get_gradient_edge(model.x)
-        grads = torch.autograd.grad(y, (leaf, model.x, edge, model.a))
-        y = model()
-        assert _list(torch.autograd.grad(y, get_gradient_edge(model.x))) == [[5.0, 5.0]]
-    assert _list(grads) == [[7.0, 7.0], [5.0, 5.0], [5.0, 5.0], [0.0, 0.0]]
-    assert met(live) == {"a": 1}
 
 
 def test_autograd_grad_may_be_imported_by_name_and_called_with_any_form_of_inputs() -> None:

@@ -22,7 +22,7 @@ from tests.nets import (
     batch,
     small,
 )
-from tests.sites.points import TEN, Acts, Made, grad_of, met, passed, point, recomputed
+from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
 DOUBLE = gs.Scale(2.0)
 
@@ -211,18 +211,6 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
 
 
 # The block.
-
-
-def test_the_block_pattern_selects_all_tensors_saved_while_it_is_open() -> None:
-    model, x = nn.Sequential(Square()), point(1.0)
-    with attached(model, TEN, gs.SavedTensors("block")) as live:
-        (model(x) * x).sum().backward()
-    # d x^3: y = x^2 and x are saved by the product, x twice by the square: 10 + 10 (10 + 10).
-    assert grad_of(x) == [210.0]
-    assert met(live) == {"block": 4}
-    after = point(1.0)
-    model(after).sum().backward()
-    assert grad_of(after) == [2.0]
 
 
 def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name() -> None:

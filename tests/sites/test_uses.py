@@ -13,11 +13,8 @@ from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, num_hooks, small
 from tests.sites.points import (
     TEN,
-    Double,
     Made,
-    grad_of,
     met,
-    names_of_sites,
     passed,
     point,
 )
@@ -121,14 +118,6 @@ def test_the_uses_of_a_tied_weight_are_numbered_under_all_its_names() -> None:
     # Without the embedding's use, only the output's is left, and that reaches every row.
     assert parts[0].any(dim=1).all()
     assert parts[1].any(dim=1).tolist() == [True, True, False, False, False]
-
-
-def test_modules_that_return_one_and_the_same_tensor_share_its_uses() -> None:
-    model, x = nn.Sequential(nn.Sequential(Double(), nn.Identity()), Double()), point()
-    with attached(model, TEN, gs.Uses("0*")) as live:
-        model(x).sum().backward()
-    assert grad_of(x) == [40.0]
-    assert names_of_sites(live) == [[f"{name}#0/use[0]" for name in ("0.0", "0.1", "0")]]
 
 
 def test_several_tensors_of_one_call_have_paths() -> None:

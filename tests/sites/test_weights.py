@@ -40,22 +40,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_weights_are_clipped_after_each_step_and_stay_the_same_objects() -> None:
-    model = _one()
-    optimizer = sgd(model, lr=1.0)
-    held, seen = model.weight, []
-    model.weight.register_hook(lambda grad: seen.append(grad.tolist()))
-    with attached(model, gs.Clip(0.5), gs.Weights(), optimizer) as live:
-        for _ in range(2):
-            _step(model, optimizer)
-            assert model.weight.tolist() == [[-0.5, -0.5]]  # 1 - 3 = -2, -0.5 - 3
-    assert calls_of(live) == {"weight": 2}
-    _step(model, optimizer)
-    assert model.weight.tolist() == [[-3.5, -3.5]]
-    assert held is model.weight is optimizer.param_groups[0]["params"][0]
-    assert len(seen) == 3
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "no stale cast"])
 def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode(autocast: bool) -> None:
     model = _one(8.0)
