@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from tests.nets import attached, num_hooks, small
-from tests.sites.points import Double, InPlace, Made, recomputed
+from tests.sites.points import Double, InPlace, Made, passed, recomputed
 
 
 def _appended(self: Made, x: Tensor) -> Tensor:
@@ -88,3 +88,8 @@ def test_a_selection_is_refused_in_the_first_forward(
     with pytest.raises(error, match=re.escape(message)), attached(model, gs.Zero(), at):
         model(x)
     assert num_hooks(model) == 0
+
+
+def test_the_total_of_a_tensor_in_a_container_that_a_module_writes_to_is_transformed() -> None:
+    at = gs.Inputs("append", path="total")
+    assert passed(APPEND, gs.Scale(10.0), at)[0] == [20.0]
