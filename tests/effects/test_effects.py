@@ -136,6 +136,9 @@ def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbe
     assert [row["site"] for row in rows] == list(PAIRS)
     for row, pair in zip(rows, PAIRS.values(), strict=True):
         assert_row(row, [pair])
+    first = effects.first_nonfinite
+    assert first is not None
+    assert first.site == "NaN made"
 
 
 @pytest.mark.parametrize("most", [effects_module.MAX_PAIRS, 3])
