@@ -338,3 +338,15 @@ def test_effects_go_on_where_a_checkpoint_ended() -> None:
         again.add(resumed, *pair)
     assert again.fetch() == whole.fetch()
     assert again.rows() == whole.rows()
+
+
+def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None:
+    model, optimizer = trainee()
+    with attached(model, gs.Clip(0.1), gs.Parameters("last.*"), optimizer, effects_every=4) as live:
+        train(model, optimizer, 2)
+        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(2, 1)] * 2
+        train(model, optimizer, 1, start=2)
+        assert live.effects.fetch() == []
+        train(model, optimizer, 6, start=3)
+        assert [(row["calls"], row["sampled"]) for row in live.effects.fetch()] == [(7, 2)] * 2
+        assert [(row["calls"], row["sampled"]) for row in live.effects.rows()] == [(9, 3)] * 2

@@ -396,3 +396,20 @@ def test_a_transform_of_single_tensors_holds_no_list_of_gradients() -> None:
         backward(model)
         optimizer.step()
     assert [sum(row) for row in alive] == [4, 3, 2, 1]
+
+
+def test_two_groups_act_once_in_a_round_also_of_two_surgeries() -> None:
+    model = small()
+    optimizers = _two(model)
+    items = [gs.Intervention(CLIP), gs.Intervention(gs.RescaleGlobalNorm())]
+    with (
+        gs.Surgery(*items).attach(model, optimizers) as live,
+        gs.Surgery(*items).attach(model, optimizers) as other,
+    ):
+        for step in range(3):
+            backward(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+    assert {entry.calls for each in (live, other) for entry in each.ledger} == {3}
+    assert num_hooks(model, *optimizers) == 0
