@@ -93,10 +93,12 @@ from gradsurg.transforms.gradient_reversal import GradientReversal as GradientRe
 from gradsurg.transforms.graft import Graft as Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA as GrokfastEMA
 from gradsurg.transforms.grokfast_ma import GrokfastMA as GrokfastMA
+from gradsurg.transforms.growth_clip import GrowthClip as GrowthClip
 from gradsurg.transforms.identity import Identity as Identity
 from gradsurg.transforms.low_rank import LowRank as LowRank
 from gradsurg.transforms.mask import Mask as Mask
 from gradsurg.transforms.momentum import Momentum as Momentum
+from gradsurg.transforms.moving_median import MovingMedian as MovingMedian
 from gradsurg.transforms.n_of_m import NOfM as NOfM
 from gradsurg.transforms.norm_matched import NormMatched as NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale as NormRescale
@@ -110,6 +112,7 @@ from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm as Rescale
 from gradsurg.transforms.route import Route as Route
 from gradsurg.transforms.sanitize import Sanitize as Sanitize
 from gradsurg.transforms.scale import Scale as Scale
+from gradsurg.transforms.scale_by_rms import ScaleByRMS as ScaleByRMS
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -99,14 +99,17 @@ class Aggregator(ABC):
     belongs to a group of parameters: `init` creates it, and each call returns the next state.
     """
 
+    tags: ClassVar[frozenset[AggregatorProperty]] = frozenset()
+    """The properties guaranteed for any fields."""
+
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        """The properties guaranteed for these fields, tested by
+        """The properties guaranteed for these fields, by default the `tags`, tested by
         `gradsurg.testing.check_aggregator`.
 
         They hold for finite rows, and for any fixed state and context.
         """
-        return frozenset()
+        return self.tags
 
     @property
     def num_tasks(self) -> int | None:

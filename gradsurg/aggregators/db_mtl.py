@@ -9,7 +9,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     MEANS,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     GramianAggregator,
     losses_of,
@@ -35,9 +34,7 @@ class DBMTL(GramianAggregator):
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "deterministic"})
+    tags = frozenset({"permutation_invariant", "deterministic"})
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {MEANS: torch.zeros(num_tasks, 0)}

@@ -6,7 +6,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
     losses_of,
@@ -27,9 +26,7 @@ class GeometricMean(LossWeighting):
     every weight NaN. One task has weight 1.
     """
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}

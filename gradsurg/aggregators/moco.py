@@ -11,7 +11,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     MEANS,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     GramianAggregator,
     state_of,
@@ -41,9 +40,7 @@ class MoCo(GramianAggregator):
     rho: Annotated[float, Field(ge=0)] = 0.0
     decay: Annotated[float, Field(ge=0)] = 0.5
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "deterministic"})
+    tags = frozenset({"permutation_invariant", "deterministic"})
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {

@@ -77,7 +77,7 @@ def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
         pytest.skip("a generator is made outside of the graph")
     grad, value = noise((4, 3), torch.float32), noise((4, 3), torch.float32, seed=1)
     state = transform.init(grad)
-    clock = Clock(labels=torch.tensor([0, 1, 0, 1]))
+    clock = Clock(batch={"labels": torch.tensor([0, 1, 0, 1])})
 
     def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
         context = TransformContext(
