@@ -93,7 +93,7 @@ class CAGrad(Weighting, SolvedOnRows):
             return _conflict_averse(cosines, norms, norms * shares, self.c, still)
 
         on_rows = self._on_rows(shares, count)
-        return solve_weights(gramian, averse, None, 1 / count, on_rows) / self._divisor
+        return solve_weights(gramian, averse, 1 / count, on_rows) / self._divisor
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         shares = shares_of(self, self.preference, len(rows))[order]

@@ -17,7 +17,6 @@ from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
     project_onto_dual_cone,
-    project_pair,
     project_rows_onto_dual_cone,
     solve_weights,
     solve_weights_of_rows,
@@ -71,11 +70,8 @@ class DualProj(Weighting, SolvedOnRows):
         def projected(cosines: Array, norms: Array) -> Array:
             return project_onto_dual_cone(cosines, (nonzero * norms)[None])[0]
 
-        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-            return project_pair(cosine, shares[0] * norm, shares[1] * other)
-
         on_rows = partial(_projected_rows, shares=nonzero)
-        return solve_weights(gramian, projected, pair, 1 / len(gramian), on_rows)
+        return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         shares = shares_of(self, self.preference, len(rows))[order]

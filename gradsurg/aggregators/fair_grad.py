@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
-from gradsurg.aggregators.solvers import bargain, bargain_pair, limit_norm, solve_weights
+from gradsurg.aggregators.solvers import bargain, limit_norm, solve_weights
 from gradsurg.plugins.fields import validated
 
 LARGEST_POWER = 1e10
@@ -48,7 +48,6 @@ class FairGrad(Weighting):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        pair = bargain_pair if self.alpha == 1 else None
         power = min(max(1 / self.alpha, 1 / LARGEST_POWER), LARGEST_POWER)
-        weights = solve_weights(gramian, partial(bargain, power=power), pair)
+        weights = solve_weights(gramian, partial(bargain, power=power))
         return limit_norm(weights, gramian, self.max_norm)

@@ -94,12 +94,8 @@ class GEM(GramianAggregator, SolvedOnRows):
                 v[~current] += nonnegative_qp(memories, linear, np.full((1, 1), scale))[0]
             return v
 
-        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-            return norm, max(self.margin * other, -cosine * norm)
-
         on_rows = partial(self._projected_rows, current=current)
-        in_order = pair if places[0] == 0 else None
-        return solve_weights(gramian, general, in_order, on_rows=on_rows)
+        return solve_weights(gramian, general, on_rows=on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         nonzero = np.linalg.norm(rows.numpy(), axis=1) > 0

@@ -25,7 +25,7 @@ class IMTLG(Weighting):
     tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        return solve_weights(gramian, _equal_projections, _equal_projections_pair)
+        return solve_weights(gramian, _equal_projections)
 
 
 def _equal_projections(cosines: Array, norms: Array) -> Array:
@@ -35,11 +35,3 @@ def _equal_projections(cosines: Array, norms: Array) -> Array:
     if v @ met <= RANK or abs(total) <= RANK * np.abs(shares).sum():
         return np.zeros_like(v)
     return v / total
-
-
-def _equal_projections_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-    """Weights that sum to one and give the same projection on both unit rows."""
-    if 1 + cosine <= RANK * (1 - cosine):
-        return 0.0, 0.0
-    both = norm * other / (norm + other)
-    return both, both

@@ -49,25 +49,10 @@ class MGDA(Weighting):
 
     def weights(self, gramian: Tensor) -> Tensor:
         if self.preference is None:
-            return solve_weights(gramian, min_norm_in_hull, _min_norm_pair, idle=None)
+            return solve_weights(gramian, min_norm_in_hull, idle=None)
         shares = shares_of(self, self.preference, len(gramian))
 
         def general(cosines: Array, norms: Array) -> Array:
             return min_norm_in_hull(cosines, shares * norms)  # with a zero row it is not called
 
-        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-            return _min_norm_pair(cosine, shares[0] * norm, shares[1] * other)
-
-        return solve_weights(gramian, general, pair, idle=None)
-
-
-def _min_norm_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-    """Return the shortest x_1 g_1 + x_2 g_2 with x_1 + x_2 = 1, both >= 0."""
-    low, high = (norm, other) if norm <= other else (other, norm)
-    ratio = low / high
-    # |g_1 - g_2|² / high², zero only if the two are equal.
-    apart = (1 - ratio) ** 2 + 2 * ratio * (1 - cosine)
-    share = 0.5 if apart <= 0 else min(max(ratio * (ratio - cosine) / apart, 0.0), 1.0)
-    if norm <= other:
-        return (1 - share) * norm, share * other
-    return share * norm, (1 - share) * other
+        return solve_weights(gramian, general, idle=None)

@@ -14,7 +14,7 @@ from gradsurg.aggregators.base import (
     AggregatorState,
     GramianAggregator,
 )
-from gradsurg.aggregators.solvers import Array, bargain, bargain_pair, limit_norm, solve_weights
+from gradsurg.aggregators.solvers import Array, bargain, limit_norm, solve_weights
 from gradsurg.plugins.fields import validated
 
 
@@ -62,7 +62,7 @@ class NashMTL(GramianAggregator):
         if state and state["age"] % self.update_weights_every:
             weights = state["weights"]
         else:
-            weights = solve_weights(gramian, _bargain_unit, bargain_pair)
+            weights = solve_weights(gramian, _bargain_unit)
             if self.normalize:
                 weights = torch.from_numpy(weights.numpy() * _root_of_norm(gramian.numpy()))
         used = limit_norm(weights, gramian, self.max_norm)

@@ -13,7 +13,7 @@ or a triangular factor of them, by nonnegative least squares.
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
-from math import isfinite, sqrt
+from math import sqrt
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 Array = NDArray[np.float64]
 General = Callable[[Array, Array], Array]
 OnRows = Callable[[Array, Array, float, float], Array]
-Pair = Callable[[float, float, float], tuple[float, float]]
 
 RANK = 1e-6
 TOLERANCE = 1e-12
@@ -48,23 +47,16 @@ class NotConverged(ArithmeticError):
 def solve_weights(
     gramian: Tensor,
     general: General,
-    pair: Pair | None = None,
     idle: float | None = 0.0,
     on_rows: OnRows | None = None,
 ) -> Tensor:
     """Return the weights (T,) of the rows: `general(cosines, norms)`, divided by the norms.
 
-    `pair(cosine, norm_1, norm_2)` is the closed form for two rows. `on_rows`, that of
-    `solve_weights_of_rows`, takes the place of `general` for nearly dependent rows. Rows of norm
-    zero are left out of the problem and get the weight `idle`; if `idle` is None they share a total
-    weight of 1 and all others get 0. NaN or infinity anywhere in G makes every weight NaN.
+    `on_rows`, that of `solve_weights_of_rows`, takes the place of `general` for nearly dependent
+    rows. Rows of norm zero are left out of the problem and get the weight `idle`; if `idle` is None
+    they share a total weight of 1 and all others get 0. NaN or infinity anywhere in G makes every
+    weight NaN.
     """
-    if len(gramian) == 2 and pair is not None:
-        (first, inner), (_, second) = gramian.tolist()
-        if first > 0 and second > 0 and isfinite(first + second + inner):
-            norm, other = sqrt(first), sqrt(second)
-            v = pair(max(-1.0, min(1.0, inner / norm / other)), norm, other)
-            return torch.from_numpy(np.array([v[0] / norm, v[1] / other]))
     count = len(gramian)
     rows = _cosines_and_norms(gramian.double().numpy().tobytes(), count)
     if rows is None:
@@ -189,15 +181,6 @@ def project_rows_onto_dual_cone(unit: Array, targets: Array, ridge: float) -> Ar
     """As `project_onto_dual_cone`, on the unit rows themselves: for nearly dependent ones."""
     moved = [nonnegative_least_squares(unit, -target @ unit, ridge) for target in targets]
     return targets + np.array(moved)
-
-
-def project_pair(cosine: float, first: float, second: float) -> tuple[float, float]:
-    """Project first u_1 + second u_2 onto the cone of the d with u_i · d >= 0 for both rows."""
-    if (inner := first + cosine * second) < 0:
-        return first - inner, second
-    if (inner := second + cosine * first) < 0:
-        return first, second - inner
-    return first, second
 
 
 def min_norm_in_hull(cosines: Array, norms: Array) -> Array:
@@ -336,14 +319,6 @@ def bargain(cosines: Array, norms: Array, power: float) -> Array:
         z = np.where(z < 1, np.maximum(z, TINY) ** (before / now), z)
         z = _newton(z, cosines, unit, now)
     return unit * z * scale**exponent
-
-
-def bargain_pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-    """Return v for G w = 1 / w: equal coefficients of both unit rows, zero for opposite rows."""
-    gain = 1 + cosine
-    if gain <= 2 * RANK:
-        return 0.0, 0.0
-    return 1 / sqrt(gain), 1 / sqrt(gain)
 
 
 def _newton(z: Array, cosines: Array, unit: Array, power: float) -> Array:

@@ -69,17 +69,13 @@ class UPGrad(Weighting, SolvedOnRows):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        shares = shares_of(self, self.preference, len(gramian))
         nonzero = nonzero_shares(self, self.preference, gramian)
 
         def projected(cosines: Array, norms: Array) -> Array:
             return (nonzero * norms) @ project_onto_dual_cone(cosines, np.eye(len(norms)))
 
-        def pair(cosine: float, norm: float, other: float) -> tuple[float, float]:
-            return _project_each_pair(cosine, shares[0] * norm, shares[1] * other)
-
         on_rows = partial(_projected_rows, shares=nonzero)
-        return solve_weights(gramian, projected, pair, 1 / len(gramian), on_rows)
+        return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
         shares = shares_of(self, self.preference, len(rows))[order]
@@ -94,9 +90,3 @@ class UPGrad(Weighting, SolvedOnRows):
 
 def _projected_rows(unit: Array, norms: Array, ridge: float, _: float, shares: Array) -> Array:
     return (shares * norms) @ project_rows_onto_dual_cone(unit, np.eye(len(norms)), ridge)
-
-
-def _project_each_pair(cosine: float, first: float, second: float) -> tuple[float, float]:
-    """The sum of the projections of first u_1 and second u_2 onto the cone of u_i · d >= 0."""
-    against = max(-cosine, 0.0)
-    return first + against * second, second + against * first

@@ -166,10 +166,6 @@ class Nodes(Selector):
                 listed = ", ".join(map(str, edges))
                 text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
                 raise SelectionError(self, "edge", text)
-            if self.edge not in (None, *edges):
-                listed = ", ".join(map(str, edges))
-                text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
-                raise SelectionError(self, "edge", text)
             selected = [index for index in edges if self.edge in (None, index)]
             return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.optimize import minimize, nnls
 
-from gradsurg.aggregators import aligned_mtl, cagrad, imtlg, mgda, solvers, upgrad
+from gradsurg.aggregators import aligned_mtl, cagrad, solvers
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.aggregators.upgrad import UPGrad
 from tests.aggregators.inputs import COUNTS, RATIOS, Array, distance, gramian, ranks, rows
@@ -110,50 +110,6 @@ def test_bargaining_weights_solve_their_equation(count: int, power: float) -> No
             assert (
                 np.linalg.norm(solvers.min_norm_in_hull(cosines, np.ones(count)) @ unit) <= 1.1e-3
             )
-
-
-def pairs() -> list[tuple[float, float, float]]:
-    cosines = (-1.0, -1 + 1e-7, -0.999, -0.9, -0.3, 0.0, 0.3, 0.9, 0.999, 1.0)
-    lengths = ((1.0, 1.0), (1.0, 3.0), (30.0, 1.0), (1e-3, 1.0), (1e6, 1.0), (1.0, 1e6))
-    return [(cosine, *both) for cosine in cosines for both in lengths]
-
-
-def mean_projected(cosines: Array, norms: Array) -> Array:
-    return solvers.project_onto_dual_cone(cosines, norms[None] / 2)[0]
-
-
-def each_projected(cosines: Array, norms: Array) -> Array:
-    return norms @ solvers.project_onto_dual_cone(cosines, np.eye(2)) / 2
-
-
-def halved(pair: solvers.Pair) -> solvers.Pair:
-    """A closed form, applied to the halves of both rows."""
-    return lambda cosine, norm, other: pair(cosine, norm / 2, other / 2)
-
-
-CLOSED: dict[str, tuple[solvers.Pair, solvers.General]] = {
-    "min_norm_in_hull": (mgda._min_norm_pair, solvers.min_norm_in_hull),
-    "mean": (halved(solvers.project_pair), mean_projected),
-    "each": (halved(upgrad._project_each_pair), each_projected),
-    "bargain": (
-        solvers.bargain_pair,
-        lambda cosines, norms: solvers.bargain(cosines, norms, 1.0),
-    ),
-    "impartial": (imtlg._equal_projections_pair, imtlg._equal_projections),
-}
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_the_general_solver_equals_the_closed_form_of_two(name: str) -> None:
-    closed, general = CLOSED[name]
-    for cosine, norm, other in pairs():
-        cosines = np.array([[1.0, cosine], [cosine, 1.0]])
-        unit = np.array([[1.0, 0.0], [cosine, np.sqrt(1 - cosine**2)]])
-        one = np.array(closed(cosine, norm, other)) @ unit
-        two = general(cosines, np.array([norm, other])) @ unit
-        # The shortest is measured by the smaller gradient, the others by the larger.
-        scale = min(norm, other) if name == "min_norm_in_hull" else max(norm, other)
-        assert np.abs(one - two).max() <= 1e-9 * (scale if name != "bargain" else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
