@@ -14,6 +14,7 @@ from gradsurg.aggregators.cagrad import CAGrad as CAGrad
 from gradsurg.aggregators.centered_clip import CenteredClip as CenteredClip
 from gradsurg.aggregators.con_fig import ConFIG as ConFIG
 from gradsurg.aggregators.crmogm import CRMOGM as CRMOGM
+from gradsurg.aggregators.db_mtl import DBMTL as DBMTL
 from gradsurg.aggregators.dual_proj import DualProj as DualProj
 from gradsurg.aggregators.dwa import DWA as DWA
 from gradsurg.aggregators.excess_mtl import ExcessMTL as ExcessMTL
@@ -21,6 +22,7 @@ from gradsurg.aggregators.fair_grad import FairGrad as FairGrad
 from gradsurg.aggregators.famo import FAMO as FAMO
 from gradsurg.aggregators.fixed_weights import FixedWeights as FixedWeights
 from gradsurg.aggregators.gem import GEM as GEM
+from gradsurg.aggregators.geometric_mean import GeometricMean as GeometricMean
 from gradsurg.aggregators.geometric_median import GeometricMedian as GeometricMedian
 from gradsurg.aggregators.grad_drop import GradDrop as GradDrop
 from gradsurg.aggregators.grad_norm import GradNorm as GradNorm
@@ -29,6 +31,7 @@ from gradsurg.aggregators.imtlg import IMTLG as IMTLG
 from gradsurg.aggregators.krum import Krum as Krum
 from gradsurg.aggregators.mean import Mean as Mean
 from gradsurg.aggregators.mgda import MGDA as MGDA
+from gradsurg.aggregators.moco import MoCo as MoCo
 from gradsurg.aggregators.nash_mtl import NashMTL as NashMTL
 from gradsurg.aggregators.pcgrad import PCGrad as PCGrad
 from gradsurg.aggregators.random import Random as Random
@@ -90,11 +93,13 @@ from gradsurg.transforms.gradient_reversal import GradientReversal as GradientRe
 from gradsurg.transforms.graft import Graft as Graft
 from gradsurg.transforms.grokfast_ema import GrokfastEMA as GrokfastEMA
 from gradsurg.transforms.grokfast_ma import GrokfastMA as GrokfastMA
+from gradsurg.transforms.growth_clip import GrowthClip as GrowthClip
 from gradsurg.transforms.identity import Identity as Identity
 from gradsurg.transforms.low_rank import LowRank as LowRank
 from gradsurg.transforms.lrp import LRP as LRP
 from gradsurg.transforms.mask import Mask as Mask
 from gradsurg.transforms.momentum import Momentum as Momentum
+from gradsurg.transforms.moving_median import MovingMedian as MovingMedian
 from gradsurg.transforms.n_of_m import NOfM as NOfM
 from gradsurg.transforms.norm_matched import NormMatched as NormMatched
 from gradsurg.transforms.norm_rescale import NormRescale as NormRescale
@@ -108,6 +113,7 @@ from gradsurg.transforms.rescale_global_norm import RescaleGlobalNorm as Rescale
 from gradsurg.transforms.route import Route as Route
 from gradsurg.transforms.sanitize import Sanitize as Sanitize
 from gradsurg.transforms.scale import Scale as Scale
+from gradsurg.transforms.scale_by_rms import ScaleByRMS as ScaleByRMS
 from gradsurg.transforms.scale_by_sign import ScaleBySign as ScaleBySign
 from gradsurg.transforms.scheduled import Scheduled as Scheduled
 from gradsurg.transforms.sign import Sign as Sign

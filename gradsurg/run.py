@@ -21,12 +21,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import gradsurg
-from gradsurg.experiment.compose import CONFIG_DIR, plain, register, words_of
+from gradsurg.experiment.compose import plain, register, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
 from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
+from gradsurg.plugins.registry import CONFIG_DIR
 
 if TYPE_CHECKING:
     from gradsurg.experiment.runs import Experiment
@@ -173,21 +174,24 @@ def _of_sweep(config: DictConfig) -> "Experiment":
 
 
 def _list(words: list[str]) -> None:
-    """Print the options of a config group, or the groups without one: `--list [GROUP] [--json]`."""
+    """Print the options of a config group or those that words describe; the groups without a word.
+
+    `--list [GROUP] [WORDS] [--config-dir DIR] [--json]`; the folder's own options are listed too.
+    """
     parser = ArgumentParser(prog="python -m gradsurg.run", allow_abbrev=False)
-    parser.add_argument("--list", metavar="GROUP", nargs="?", default="", const="")
+    parser.add_argument("--list", metavar="GROUP or WORD", nargs="*", action="extend")
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="DIR")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(words)
+    folders = [arguments.config_dir] if arguments.config_dir else []
     try:
-        entries = gradsurg.list(arguments.list)
+        entries = gradsurg.list(*arguments.list, config_dirs=folders)
     except LookupError as error:
         raise ConfigError([f"--list: {error.args[0]}"]) from error
     if arguments.json:
         print(entries.json(), end="")
-    elif arguments.list:
-        print(entries.table())
     else:
-        print(entries.overview())
+        print(entries.table() if any(arguments.list) else entries.overview())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import nearest
 
+UNSHOWN = ("memory", "decay")
 Order = NDArray[np.int64]
 
 
@@ -56,7 +57,7 @@ def order_note(memory: Sequence[str], tasks: Sequence[str]) -> str:
 
 
 def shown(aggregator: Any) -> str:  # Any: an instance of a dataclass
-    """Return the repr, without an unset `memory`: states are loaded by it."""
+    """Return the repr, without an unset `memory` or `decay`: states are loaded by it."""
     values = {field.name: getattr(aggregator, field.name) for field in fields(aggregator)}
-    parts = [f"{name}={value!r}" for name, value in values.items() if value or name != "memory"]
+    parts = [f"{name}={value!r}" for name, value in values.items() if value or name not in UNSHOWN]
     return f"{type(aggregator).__name__}({', '.join(parts)})"

@@ -1,6 +1,7 @@
 """AGEM: project the current gradient to remove its conflict with the gradient of a memory."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Annotated
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gradsurg.aggregators._memory import order_note, places, shown
 from gradsurg.aggregators.base import (
+    MEANS,
     AggregatorContext,
     AggregatorProperty,
     AggregatorState,
@@ -26,6 +28,10 @@ class AGEM(GramianAggregator):
     constrains g and is not followed itself. Section 4 of Chaudhry et al., ICLR 2019 (arXiv
     1812.00420). More than two tasks are refused: `GEM` has one g_ref for each earlier task.
 
+    With `decay`, g_ref is the running mean decay * g_ref + (1 - decay) * (the gradient of the
+    memory), which begins with the first one: so a small batch of the memory stands for the earlier
+    ones too, as where a model must retain what it knows. The state then has the size of both rows.
+
     `memory` is the name of the loss of the memory. Without it the first task is g and the second
     g_ref, and a warning says so once, unless the name of the second begins with `memory`.
 
@@ -34,6 +40,8 @@ class AGEM(GramianAggregator):
     """
 
     memory: Annotated[str, Field(min_length=1)] | None = None
+    _: KW_ONLY
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def __repr__(self) -> str:
         return shown(self)
@@ -44,6 +52,8 @@ class AGEM(GramianAggregator):
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
+        if self.decay:  # the first call, or any with the same memory
+            return frozenset({"deterministic"})
         return frozenset(
             {
                 "non_conflicting",
@@ -58,7 +68,17 @@ class AGEM(GramianAggregator):
         return order_note((self.memory,) if self.memory else (), tasks)
 
     def init(self, num_tasks: int) -> AggregatorState:
-        return {}
+        return {MEANS: torch.zeros(num_tasks, 0)} if self.decay else {}
+
+    def mixing(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> Tensor | None:
+        if not self.decay:
+            return None
+        places_of = places(self, (self.memory,) if self.memory else (), context.tasks, num_tasks)
+        is_memory = torch.from_numpy(places_of > 0) & bool(state[MEANS].numel())
+        kept = self.decay * is_memory.double()
+        return torch.stack([kept, 1 - kept], dim=1)
 
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext

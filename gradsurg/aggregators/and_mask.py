@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorContext, AggregatorProperty, Entrywise
+from gradsurg.aggregators.base import AggregatorContext, Entrywise
 from gradsurg.plugins.fields import validated
 
 
@@ -22,9 +22,7 @@ class AndMask(Entrywise):
 
     threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
+    tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

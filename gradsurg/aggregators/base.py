@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from itertools import accumulate
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from gradsurg.aggregators.rows import (
     gramian_of,
     mapped,
     norm_of,
+    pieces,
     solve_on_rows,
 )
 from gradsurg.aggregators.solvers import is_nearly_dependent
@@ -38,6 +40,9 @@ AggregatorProperty = Literal[
     "strongly_stationary",  # A(J) = 0 only if no direction improves a task without harm to others
     "deterministic",  # draws no random numbers
 ]
+
+MEANS = "means"
+"""The key of the running means of the rows in a state."""
 
 FIXED_WEIGHT_PROPERTIES: frozenset[AggregatorProperty] = frozenset(
     {
@@ -94,14 +99,17 @@ class Aggregator(ABC):
     belongs to a group of parameters: `init` creates it, and each call returns the next state.
     """
 
+    tags: ClassVar[frozenset[AggregatorProperty]] = frozenset()
+    """The properties guaranteed for any fields."""
+
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        """The properties guaranteed for these fields, tested by
+        """The properties guaranteed for these fields, by default the `tags`, tested by
         `gradsurg.testing.check_aggregator`.
 
         They hold for finite rows, and for any fixed state and context.
         """
-        return frozenset()
+        return self.tags
 
     @property
     def num_tasks(self) -> int | None:
@@ -165,6 +173,16 @@ class GramianAggregator(Aggregator):
 
     def loss_scale_error(self) -> str:
         return ""  # its Gramian comes without the scale
+
+    def mixing(
+        self, num_tasks: int, state: AggregatorState, context: AggregatorContext
+    ) -> Tensor | None:
+        """Return a and b (T, 2) in float64, to combine running means of the rows in their place.
+
+        The mean of row i becomes a_i times its old value, in the state as `means` (T, P), plus b_i
+        times the row. None by default: the rows themselves are combined.
+        """
+        return None
 
     @abstractmethod
     def update(
@@ -319,7 +337,12 @@ def combine_by_gramian(
     `drop` is that of `mapped`, for weights from the Gramian. Raises NotConverged if a solver does
     not find the weights.
     """
-    gramian = gramian_of(blocks) / scale**2
+    before, mixing = state, aggregator.mixing(len(blocks[0]), state, context)
+    if mixing is not None:
+        means = _mixed(aggregator, blocks, state[MEANS], mixing, scale)
+        state = state | {MEANS: means}
+        blocks = list(means.split([len(block[0]) for block in blocks], dim=1))
+    gramian = gramian_of(blocks) / (1.0 if mixing is not None else scale**2)
     if needs_rows(aggregator, gramian):
         assert isinstance(aggregator, SolvedOnRows)
         harmless = "non_conflicting" in aggregator.properties
@@ -329,7 +352,44 @@ def combine_by_gramian(
         )
     weights, state = checked_update(aggregator, gramian, state, context)
     grads = combine_safely(blocks, weights, gramian, drop)
+    if mixing is not None:
+        grads = [grad * scale for grad in grads]
+        state = state if bool(gramian.isfinite().all()) else before
     return GramianResult(grads, state, weights, gramian)
+
+
+def _mixed(
+    aggregator: Aggregator, blocks: Sequence[Block], means: Tensor, mixing: Tensor, scale: float
+) -> Tensor:
+    """Return the next running means (T, P) of the rows, which are multiplied by a loss `scale`."""
+    name, like = type(aggregator).__name__, blocks[0][0]
+    check_one_kind(aggregator, blocks)
+    widths = [len(block[0]) for block in blocks]
+    result = like.new_empty(len(mixing), sum(widths))
+    if means.shape not in ((len(mixing), 0), result.shape):
+        raise ValueError(
+            f"{name}: the state is of {list(means.shape)} tasks and parameters, found "
+            f"{list(result.shape)}: their numbers must stay the same"
+        )
+    kept, new = mixing.to(like).unsqueeze(2).unbind(1)
+    starts = [*accumulate(widths, initial=0)]
+    for number, first, rows in pieces(blocks):
+        columns = slice(starts[number] + first, starts[number] + first + rows.shape[1])
+        result[:, columns] = new * rows / scale
+        if means.numel():  # a row that keeps nothing of its mean ignores a NaN in it
+            old = means[:, columns].to(like)
+            result[:, columns] += torch.where(kept == 0, 0.0, kept * old)
+    return result
+
+
+def check_one_kind(aggregator: Aggregator, blocks: Sequence[Block]) -> None:
+    """Raise TypeError for blocks of several dtypes or devices, which are no one matrix."""
+    kinds = {f"{block[0].dtype} on {block[0].device}" for block in blocks}
+    if len(kinds) > 1:
+        raise TypeError(
+            f"{type(aggregator).__name__} needs parameters of one dtype and device, "
+            f"found {', '.join(sorted(kinds))}"
+        )
 
 
 def needs_rows(aggregator: GramianAggregator, gramian: Tensor) -> bool:

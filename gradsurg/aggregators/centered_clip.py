@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators.base import Weighting
 from gradsurg.plugins.fields import validated
 
 
@@ -29,9 +29,7 @@ class CenteredClip(Weighting):
     _: KW_ONLY
     num_steps: Annotated[int, Field(ge=1)] = 3
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "strongly_stationary", "deterministic"})
+    tags = frozenset({"permutation_invariant", "strongly_stationary", "deterministic"})
 
     @np.errstate(all="ignore")
     def weights(self, gramian: Tensor) -> Tensor:

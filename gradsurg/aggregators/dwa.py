@@ -11,7 +11,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
     losses_of,
@@ -40,9 +39,7 @@ class DWA(LossWeighting):
     _: KW_ONLY
     period: Annotated[int, Field(ge=1)] = 100
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         means = {key: torch.ones(num_tasks, dtype=torch.float64) for key in ("older", "newer")}

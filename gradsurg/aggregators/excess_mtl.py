@@ -10,7 +10,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     Aggregator,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     state_of,
 )
@@ -38,9 +37,7 @@ class ExcessMTL(Aggregator):
     _: KW_ONLY
     lr: Annotated[float, Field(gt=0)] = 1e-2
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "strongly_stationary", "deterministic"})
+    tags = frozenset({"permutation_invariant", "strongly_stationary", "deterministic"})
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {

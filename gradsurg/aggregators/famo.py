@@ -12,7 +12,6 @@ from gradsurg.aggregators._adam import adam_step, init_moments
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
     losses_of,
@@ -50,9 +49,7 @@ class FAMO(LossWeighting):
     lr: Annotated[float, Field(gt=0)] = 0.025
     gamma: Annotated[float, Field(ge=0)] = 0.01
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {

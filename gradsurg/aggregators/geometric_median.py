@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.solvers import Array, NotConverged
 from gradsurg.plugins.fields import validated
 
@@ -33,9 +33,7 @@ class GeometricMedian(Weighting):
     their norms count as one. A NaN or infinity makes every weight NaN.
     """
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
+    tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     @np.errstate(all="ignore")
     def weights(self, gramian: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from gradsurg.aggregators._adam import adam_step, init_moments
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     GramianAggregator,
     losses_of,
@@ -48,9 +47,7 @@ class GradNorm(GramianAggregator):
     alpha: Annotated[float, Field(ge=0)] = 1.5
     lr: Annotated[float, Field(gt=0)] = 0.025
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {

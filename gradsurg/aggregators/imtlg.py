@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.solvers import RANK, Array, equiangular, solve_weights
 from gradsurg.plugins.fields import validated
 
@@ -22,9 +22,7 @@ class IMTLG(Weighting):
     makes every weight NaN.
     """
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
+    tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
         return solve_weights(gramian, _equal_projections, _equal_projections_pair)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators.base import Weighting
 from gradsurg.plugins.fields import validated
 
 
@@ -28,9 +28,7 @@ class Krum(Weighting):
     _: KW_ONLY
     num_selected: Annotated[int, Field(ge=1)] = 1
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"homogeneous", "deterministic"})
+    tags = frozenset({"homogeneous", "deterministic"})
 
     @property
     def least_tasks(self) -> int:

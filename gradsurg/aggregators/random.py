@@ -8,7 +8,6 @@ from torch import Tensor
 
 from gradsurg.aggregators.base import (
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
 )
@@ -28,9 +27,7 @@ class Random(LossWeighting):
     _: KW_ONLY
     draw: Literal["normal", "dirichlet"] = "normal"
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"linear_under_scaling", "homogeneous", "strongly_stationary"})
+    tags = frozenset({"linear_under_scaling", "homogeneous", "strongly_stationary"})
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}

@@ -20,7 +20,7 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     state_of,
 )
-from gradsurg.aggregators.solvers import Array
+from gradsurg.aggregators.solvers import project_on_simplex
 from gradsurg.plugins.fields import validated
 
 
@@ -92,19 +92,6 @@ class SDMGrad(GramianAggregator):
         v = np.zeros_like(w)
         for _ in range(self.num_steps):
             v = self.momentum * v + matrix @ w + fixed
-            w = _project_on_simplex(w - self.lr * v)
+            w = project_on_simplex(w - self.lr * v)
         weights = (w + pulled) / (1 + self.pull)
         return torch.from_numpy(weights), {"weights": torch.from_numpy(w)}
-
-
-def _project_on_simplex(point: Array) -> Array:
-    """Return the nearest point with entries >= 0 and the sum 1."""
-    values = point.tolist()  # plain numbers are faster than arrays for a few tasks
-    largest = max(values)  # subtracted, as entries may be far above 1
-    total, excess = 0.0, 0.0
-    for index, value in enumerate(sorted(values, reverse=True), 1):
-        total += value - largest
-        if value - largest <= (total - 1) / index:
-            break
-        excess = (total - 1) / index
-    return np.maximum(point - largest - excess, 0.0)

@@ -408,3 +408,16 @@ def limit_norm(weights: Tensor, gramian: Tensor, max_norm: float) -> Tensor:
     w = weights.numpy()
     length = sqrt(max(float(w @ gramian.numpy() @ w), 0.0)) if max_norm else 0.0
     return torch.from_numpy(w * (max_norm / length)) if length > max_norm else weights
+
+
+def project_on_simplex(point: Array) -> Array:
+    """Return the nearest point with entries >= 0 and the sum 1."""
+    values = point.tolist()  # plain numbers are faster than arrays for a few tasks
+    largest = max(values)  # subtracted, as entries may be far above 1
+    total, excess = 0.0, 0.0
+    for index, value in enumerate(sorted(values, reverse=True), 1):
+        total += value - largest
+        if value - largest <= (total - 1) / index:
+            break
+        excess = (total - 1) / index
+    return np.maximum(point - largest - excess, 0.0)

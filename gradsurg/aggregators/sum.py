@@ -6,7 +6,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
 )
@@ -20,9 +19,7 @@ class Sum(LossWeighting):
     One task is unchanged, a NaN stays in its columns.
     """
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {}

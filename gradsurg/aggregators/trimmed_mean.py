@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import AggregatorContext, AggregatorProperty, Entrywise
+from gradsurg.aggregators.base import AggregatorContext, Entrywise
 from gradsurg.aggregators.rows import COLUMNS
 from gradsurg.plugins.fields import validated
 
@@ -29,9 +29,7 @@ class TrimmedMean(Entrywise):
 
     beta: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return frozenset({"permutation_invariant", "homogeneous", "deterministic"})
+    tags = frozenset({"permutation_invariant", "homogeneous", "deterministic"})
 
     def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         count = len(rows)

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradsurg.aggregators.base import (
     FIXED_WEIGHT_PROPERTIES,
     AggregatorContext,
-    AggregatorProperty,
     AggregatorState,
     LossWeighting,
     losses_of,
@@ -41,9 +40,7 @@ class UncertaintyWeighting(LossWeighting):
     lr: Annotated[float, Field(gt=0)] = 2.5e-3
     likelihood: Literal["gaussian", "softmax", "laplace"] = "gaussian"
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        return FIXED_WEIGHT_PROPERTIES
+    tags = FIXED_WEIGHT_PROPERTIES
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {"log_variances": torch.zeros(num_tasks, dtype=torch.float64)}

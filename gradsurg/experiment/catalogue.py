@@ -1,35 +1,43 @@
 """The catalogue: every option of each config group, with its purpose, properties and paper.
 
-The first comments of `conf/<group>/<name>.yaml` are its command, its purpose and its paper:
+The first comments of `conf/<group>/<name>.yaml` are its command, its purpose, its paper and other
+words for it, by which it is found:
 
     # python -m gradsurg.run transform=clip transform.clip.value=0.01
     # Bound the magnitude of every entry.
     # Paper: Graves 2013, arXiv 1308.0850
+    # Also: value clipping, clip_grad_value
 
 `scripts/stub.py` writes all entries to `catalogue.json`, so that listing imports no torch.
 """
 
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
-from gradsurg.plugins.messages import folded, nearest, terminal_width
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.messages import folded, one_line, terminal_width
+from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, find, names
 
 FILE = Path(__file__).with_suffix(".json")
-FOLDERS = {"transform": "transforms", "site": "sites", "when": "triggers"}
-FOLDERS |= {"aggregator": "aggregators", "model": "models", "task": "tasks", "logger": "loggers"}
+FOLDERS = {group: folder for folder, group in GROUPS.items()}
 """Config group: folder of its classes. The others name classes of PyTorch."""
 TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
 LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
 ALIASES = {"trigger": "when", "recipe": "experiment"}
+ALIASES |= {f"{group}s": group for group in LISTED} | {"triggers": "when", "recipes": "experiment"}
+NOTES = ("Paper: ", "Also: ")
+"""The beginnings of the comments that may follow the purpose in a yaml file."""
+ENDING = re.compile(r"(?<=...)(?:at(?:ion|e|or)s?|(?:if(?:y|iez|ied)|ity|ing|er|or|ed|es?|s|y))$")
 ARXIV = "https://arxiv.org/abs/"
 NO_LIMIT = 1 << 16  # more columns than any table has
 
@@ -39,8 +47,9 @@ class Entry:
     """One option of a config group, `group=name` on the command line.
 
     `target` is its class, `preset_of` the option of the same class named like the class if this is
-    another one, `paper` a citation and `url` its page, `fields` the content of the yaml file. A
-    transform `needs` inputs besides the gradient; it or a kind of site acts at `stages`.
+    another one, `paper` a citation and `url` its page, `fields` the content of the yaml file and
+    `also` other words for it. A transform `needs` inputs besides the gradient; it or a kind of site
+    acts at `stages`.
     """
 
     group: str
@@ -52,6 +61,7 @@ class Entry:
     url: str
     command: str
     fields: dict[str, Any]  # Any: what a yaml file can hold
+    also: Sequence[str] = ()
     properties: Sequence[str] = ()
     needs: Sequence[str] = ()
     stages: Sequence[str] = ()
@@ -68,16 +78,20 @@ class Catalogue(tuple[Entry, ...]):
     def table(self, width: int | None = None) -> str:
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
         of the terminal; in a pipe without COLUMNS an entry has one line.
+
+        Entries of one group have their properties and a legend, others the name of their group.
         """
         columns = width or terminal_width(sys.stdout) or NO_LIMIT
-        groups = dict.fromkeys(entry.group for entry in self)
-        parts = [_table([one for one in self if one.group == group], columns) for group in groups]
-        return "\n\n".join(parts)
+        if len({entry.group for entry in self}) == 1:
+            return _table(self, columns)
+        rows = [[f"{entry.group}={entry.name}", _purpose(entry, [])] for entry in self]
+        return aligned([["option", "purpose"], *rows], 2, columns)
 
     def overview(self) -> str:
         """Format the number of entries of each group, and the command that lists them."""
         counts = Counter(entry.group for entry in self).items()
         lines = [f"python -m gradsurg.run --list {key:<12} {n:>3} options" for key, n in counts]
+        lines.append("python -m gradsurg.run --list weight decay     options that words describe")
         return "\n".join([*lines, "With --json: all fields, as JSON."])
 
     def json(self) -> str:
@@ -86,50 +100,138 @@ class Catalogue(tuple[Entry, ...]):
         return f"[\n{lines}\n]\n"
 
 
-def list(group: str = "") -> Catalogue:
+def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Catalogue:
     """Return the entries of a config group, as `transform`; of all groups without an argument.
 
-    Options are those of gradsurg itself. Raises LookupError for another group.
+    With words, as `list("transform", "sparse")` or `list("weight decay")`, return the entries that
+    have all of them in their name, purpose, paper, fields or other names, the nearest first. Word
+    endings do not count. Options are those of gradsurg itself and of the folders `config_dirs`.
+    Raises LookupError if there is none, with the groups and similar words, and for a folder or a
+    file in it that cannot be read.
     """
-    wanted = ALIASES.get(group, group)
-    if wanted and wanted not in LISTED:
-        raise LookupError(f"there is no group '{group}' to list. {nearest(group, [*LISTED])}")
-    rows = json.loads(FILE.read_text(encoding="utf-8"))
-    return Catalogue(Entry(**row) for row in rows if wanted in ("", row["group"]))
+    asked = [part for word in (group, *words) for part in word.split()]
+    entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+    for config_dir in config_dirs:
+        if not config_dir.is_dir():
+            raise LookupError(f"there is no folder {config_dir}")
+        entries += _of_folder(config_dir, is_own=True)
+    wanted = ALIASES.get(asked[0], asked[0]) if asked else ""
+    if not asked or wanted in LISTED:
+        own = [one for one in entries if wanted in ("", one.group)]
+        found = _found(own, asked[1:]) if asked[1:] else own
+        if found:
+            return Catalogue(found)
+    if found := _found(entries, asked):
+        return Catalogue(found)
+    raise LookupError(_unknown(asked, entries))
+
+
+def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
+    """Return the entries with all words: of that name first, then those that have them in their
+    names or else in their purpose; if there are none, those that have them in their fields.
+    """
+    wanted, whole = _stems(" ".join(words)), _joined("".join(words))
+    if not wanted:
+        return []
+    exact, named, told, in_fields = ([] for _ in range(4))
+    for one in entries:
+        names = [one.name, *one.also]
+        joined = [_joined(name) for name in names]
+        text = " ".join([*names, *joined])
+        purpose = f"{text} {one.summary} {one.paper} {one.preset_of}"
+        if whole in joined:
+            exact.append(one)
+        elif _has(text, wanted):
+            named.append(one)
+        elif _has(purpose, wanted):
+            told.append(one)
+        elif _has(f"{purpose} {_shown(one)}", wanted):
+            in_fields.append(one)
+    return [*exact, *named, *told] or in_fields
+
+
+def also_named(group: str, word: str) -> Sequence[str]:
+    """Return the options of a group of which a word is another name, as `dropout`."""
+    entries = list(group) if group in LISTED else ()
+    return [one.name for one in entries if _joined(word) in map(_joined, one.also)]
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"\W|_", "", name).lower()
+
+
+def _has(text: str, wanted: set[str]) -> bool:
+    """Return whether each stem is one of a text or, from three letters on, begins one."""
+    stems = _stems(text)
+    return all(
+        stem in stems or (len(stem) > 2 and any(one.startswith(stem) for one in stems))
+        for stem in wanted
+    )
+
+
+def _stems(text: str) -> set[str]:
+    """Return the words of a text in lower case, without endings: `clipping` as `clip`."""
+    words = re.findall(r"[a-z0-9]+", text.lower().replace("is", "iz"))
+    bare = (ENDING.sub("", word) for word in words)
+    return {re.sub(r"([bdgmnpt])\1$", r"\1", word) for word in bare}
+
+
+def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
+    """Return the message for words that describe no option, with similar words."""
+    missing = [word for word in asked if not _found(entries, [word])]
+    fault = " or ".join(f"'{word}'" for word in missing) or "all these words"
+    texts = [" ".join([one.name, *one.also, one.summary]) for one in entries]
+    known = [*LISTED, *(word for text in texts for word in re.findall(r"\w{3,}", text.lower()))]
+    close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 2, 0.7)]
+    question = f" Did you mean '{' or '.join(close)}'?" if close else ""
+    text = f"there is no group '{' '.join(asked)}' to list, and no option with {fault}."
+    return f"{text} The groups are: {', '.join(LISTED)}.{question}"
 
 
 def measured() -> Catalogue:
     """Return the entries of all groups from the yaml files and the classes; imports torch."""
-    from gradsurg.experiment.compose import CONFIG_DIR
-
-    return Catalogue(
-        _entry(group, path)
-        for group in LISTED
-        for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
-        if path.stem != "none"
-    )
+    return Catalogue(_of_folder(CONFIG_DIR, is_own=False))
 
 
-def _entry(group: str, path: Path) -> Entry:
-    """Return the entry of a yaml file."""
+def _of_folder(config_dir: Path, is_own: bool) -> Iterator[Entry]:
+    """Yield the entries of a folder of configs; of a user's own from the yaml files alone."""
+    for group in LISTED:
+        for path in sorted((config_dir / group).glob("*.yaml")):
+            if path.stem != "none":
+                yield _entry(group, path, is_own)
+
+
+def _entry(group: str, path: Path, is_own: bool) -> Entry:
+    """Return the entry of a yaml file; the properties and stages only of gradsurg's own."""
     import yaml
 
     from gradsurg.experiment.compose import LISTS
 
     text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
-    command, summary, third = (line.removeprefix("# ") for line in text.split("\n")[:3])
-    paper, _, number = third.partition("Paper: ")[2].partition(", arXiv ")
-    config = yaml.safe_load(text)
-    fields = config[path.stem] if group in LISTS else config
+    comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    head = [line.removeprefix("# ") for line in comments]
+    notes = dict(line.split(": ", 1) for line in head if line.startswith(NOTES))
+    command, summary, *_ = *(line for line in head if not line.startswith(NOTES)), "", ""
+    paper, _, number = notes.get("Paper", "").partition(", arXiv ")
+    try:
+        config = yaml.safe_load(text) or {}
+        fields = config.get(path.stem) or {} if group in LISTS else config
+    except (yaml.YAMLError, AttributeError) as error:
+        raise LookupError(f"{path} is no config: {one_line(error)}") from error
     name = str(fields.get("name", ""))
-    target, preset_of = f"{TORCH_MODULES.get(group)}.{name}" if name[:1].isupper() else "", ""
+    target, preset_of = str(fields.get("_target_", "")), name if is_own else ""
     facts: dict[str, Sequence[str]] = {}
-    if group in FOLDERS:
+    if name[:1].isupper():
+        target, preset_of = f"{TORCH_MODULES.get(group)}.{name}", ""
+    elif group in FOLDERS and not is_own:
         cls = find(FOLDERS[group], name)
         target, preset_of = f"{cls.__module__}.{cls.__name__}", name if name != path.stem else ""
         facts = _facts(group, fields, cls)
     summary, url = summary.removesuffix("."), ARXIV + number if number else ""
-    return Entry(group, path.stem, summary, target, preset_of, paper, url, command, fields, **facts)
+    also = [word for word in notes.get("Also", "").split(", ") if word]
+    return Entry(
+        group, path.stem, summary, target, preset_of, paper, url, command, fields, also, **facts
+    )
 
 
 def _facts(group: str, fields: dict[str, Any], cls: type) -> dict[str, Sequence[str]]:
@@ -184,7 +286,7 @@ def _table(entries: Sequence[Entry], width: int) -> str:
     legend = [", ".join(f"{letter} {key.replace('_', ' ')}" for key, letter in letters.items())]
     if any(entry.preset_of for entry in entries):
         legend.append("(name): a preset of that one, with other fields")
-    if stages:
+    if any({*stages} > {*entry.stages} > set() for entry in entries):
         legend.append(f"[..]: the stages at which it acts, if not all: {', '.join(stages)}")
     lines = [folded(text, width) for text in legend if text]
     return "\n".join([aligned(rows, len(rows[0]), width), *[""] * bool(lines), *lines])
@@ -198,4 +300,21 @@ def _purpose(entry: Entry, all_stages: Sequence[str]) -> str:
         few = entry.stages if len(entry.stages) <= len(missing) else missing
         text += f" [{'not ' if few is missing else ''}{', '.join(few)}]"
     number = f", arXiv {entry.url.removeprefix(ARXIV)}" if entry.url else ""
-    return f"{text}. {entry.paper}{number}" if entry.paper else text
+    text = f"{text}. {entry.paper}{number}" if entry.paper else text
+    fields = _shown(entry)
+    return f"{text}. {fields}" if fields else text
+
+
+def _shown(entry: Entry) -> str:
+    """Return the fields of an entry with their defaults, as `max_norm=1.0 of.name=clip`."""
+    return " ".join(f"{key}={value}" for key, value in _leaves(entry.fields))
+
+
+def _leaves(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted names and values of all fields, except the class and Hydra's defaults."""
+    for key, value in fields.items():
+        match value:
+            case dict():
+                yield from _leaves(value, f"{prefix}{key}.")
+            case _ if prefix or key not in ("name", "defaults"):
+                yield prefix + key, value if isinstance(value, str) else json.dumps(value)

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.registry import snake
+from gradsurg.plugins.registry import CONFIG_DIR, snake
 
 GROUPS = (
     "transform",
@@ -35,14 +35,6 @@ LISTS = ("transform", "logger")
 """The groups that take a list of options."""
 
 
-def _config_dir() -> Path:
-    """Return the packaged copy of `conf` of a wheel, else that of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "conf"
-    return packaged if packaged.is_dir() else package.parent / "conf"
-
-
-CONFIG_DIR = _config_dir()
 CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
 
 

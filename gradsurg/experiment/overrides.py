@@ -303,7 +303,9 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
-    return f"there is no '{name}'. {nearest(name, [*options])}"
+    from gradsurg.experiment.catalogue import also_named  # help does without
+
+    return f"there is no '{name}'. {nearest(name, [*options], also_named(group, name))}"
 
 
 def _unreadable(error: OverrideParseException) -> str:

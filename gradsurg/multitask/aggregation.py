@@ -18,6 +18,7 @@ from gradsurg.aggregators.base import (
     GramianAggregator,
     LossWeighting,
     NormMatchedSum,
+    check_one_kind,
     combine_by_gramian,
     norm_matched_sums,
 )
@@ -412,8 +413,9 @@ class Aggregation:
                 "order"
             )
         if isinstance(self.aggregator, GramianAggregator | LossWeighting | NormMatchedSum):
-            # These compute on the CPU.
-            state = {name: tensor.cpu() for name, tensor in state.items()}
+            # These compute on the CPU, but for what grows to the size of the rows.
+            of_rows = {name: state[name] for name in grown}
+            state = {name: tensor.cpu() for name, tensor in state.items()} | of_rows
         return state
 
     def _store(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
@@ -501,12 +503,7 @@ def aggregate(
             grads = norm_matched_sums(blocks, result.grads)
             return AggregationResult(grads, result.state, fell_back=result.fell_back)
         case _:
-            kinds = {f"{block[0].dtype} on {block[0].device}" for block in blocks}
-            if len(kinds) > 1:
-                raise TypeError(
-                    f"{type(aggregator).__name__} needs parameters of one dtype and device, "
-                    f"found {', '.join(sorted(kinds))}"
-                )
+            check_one_kind(aggregator, blocks)
             parts = [rows for _, _, rows in pieces(blocks)]
             rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             grad, state = aggregator.merge(rows, state, context)

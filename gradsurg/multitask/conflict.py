@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from gradsurg.aggregators.base import (
+    MEANS,
     AggregatorContext,
     AggregatorState,
     GramianAggregator,
@@ -356,8 +357,10 @@ def _comparable(count: int) -> tuple[tuple[str, WeightAggregator, AggregatorStat
                 aggregator = kind()
             except ValueError:  # it has a field without a default
                 continue
-            if aggregator.num_tasks in (None, count) and aggregator.least_tasks <= count:
-                comparable.append((stem, aggregator, aggregator.init(count)))
+            state = aggregator.init(count)
+            fits = aggregator.num_tasks in (None, count) and aggregator.least_tasks <= count
+            if fits and MEANS not in state:  # which are of other gradients
+                comparable.append((stem, aggregator, state))
     return tuple(sorted(comparable, key=lambda item: item[0] in EQUIVALENTS))
 
 

@@ -88,42 +88,38 @@ def validated(cls: Class) -> Class:
     # Any: pydantic types its result as its own protocol, not as the class it was given.
     checked: Any = dataclass(frozen=True, config=CONFIG)(cls)
     validate = checked.__init__
+    ordered = sorted(fields(checked), key=lambda field: bool(field.kw_only))
+    names = [field.name for field in ordered]
+    places = [field.name for field in ordered if not field.kw_only]
 
     @wraps(validate)
     def init(self: object, *args: object, **kwargs: object) -> None:
-        try:
-            validate(self, *args, **kwargs)
-        except ValidationError as error:
-            ordered = sorted(fields(checked), key=lambda field: bool(field.kw_only))
-            names = [field.name for field in ordered]
-            places = [field.name for field in ordered if not field.kw_only]
-            unions = [field.name for field in ordered if _is_union(field.type)]
-            unions += [index for index, name in enumerate(places) if name in unions]
-            errors = _by_one_member(error.errors(), unions)
-            faults = [_fault(details, names, places) for details in errors]
-            raise FieldError(cls.__name__, faults) from None
-        places = [field.name for field in fields(checked) if not field.kw_only]
-        given = {**dict(zip(places, args, strict=False)), **kwargs}
-        faults = [
-            fault
-            for name, value in given.items()
-            for fault in _booleans_as_numbers(name, value, getattr(self, name, value))
-        ]
+        if len(args) > len(places):
+            raise FieldError(cls.__name__, [("", _too_many(names, places))])
+        given = dict(zip(places, args, strict=False))
+        faults = [(name, "is given twice") for name in given if name in kwargs]
+        given |= kwargs
+        if not faults:
+            try:
+                validate(self, **given)
+            except ValidationError as error:
+                unions = [field.name for field in ordered if _is_union(field.type)]
+                errors = _by_one_member(error.errors(), unions)
+                faults = [_fault(details, names) for details in errors]
+            else:
+                for name, value in given.items():
+                    faults += _booleans_as_numbers(name, value, getattr(self, name, value))
         if faults:
-            raise FieldError(cls.__name__, faults)
+            raise FieldError(cls.__name__, faults) from None
 
     checked.__init__ = init
     return checked
 
 
-def changed_fields(owner: Any) -> list[str]:  # Any: an instance of any dataclass
-    """Return the names of the fields that differ from their defaults."""
-    return [field.name for field in fields(owner) if getattr(owner, field.name) != field.default]
-
-
 def only_changed_field(owner: Any) -> str:  # Any: an instance of any dataclass
     """Return the one field that differs from its default, or an empty string."""
-    changed = changed_fields(owner) if is_dataclass(owner) else []
+    own = fields(owner) if is_dataclass(owner) else ()
+    changed = [field.name for field in own if getattr(owner, field.name) != field.default]
     return changed[0] if len(changed) == 1 else ""
 
 
@@ -183,7 +179,7 @@ def _is_union(annotation: Any) -> bool:  # Any: any annotation
     return get_origin(annotation) in (Union, UnionType) and len(members) > 1
 
 
-def _by_one_member(errors: list[ErrorDetails], unions: list[str | int]) -> list[ErrorDetails]:
+def _by_one_member(errors: list[ErrorDetails], unions: list[str]) -> list[ErrorDetails]:
     """Keep, for a field with a union type, the errors of the first member whose type fits.
 
     Pydantic lists the errors of all members, each with the member's name in its `loc`. If no type
@@ -219,20 +215,14 @@ def _rule(details: ErrorDetails) -> str:
     return RULES.get(details["type"], details["msg"]).format_map(details.get("ctx", {}))
 
 
-def _fault(details: ErrorDetails, names: list[str], places: list[str]) -> tuple[str, str]:
-    path = [
-        places[part] if isinstance(part, int) and not index and part < len(places) else part
-        for index, part in enumerate(details["loc"])
-    ]
-    field = ".".join(str(part) for part in path)
+def _fault(details: ErrorDetails, names: list[str]) -> tuple[str, str]:
+    field = ".".join(str(part) for part in details["loc"])
     context = details.get("ctx", {})
     match details["type"]:
         case "missing":
             return field, "is required"
         case "unexpected_keyword_argument":
             return field, f"is not a field here. {nearest(field, names)}"
-        case "unexpected_positional_argument":
-            return "", _too_many(names, places)
         case "value_error" if isinstance(context.get("error"), Contradiction):
             contradiction = context["error"]
             return contradiction.field, str(contradiction)

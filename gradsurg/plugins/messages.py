@@ -4,6 +4,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from shutil import get_terminal_size
@@ -57,11 +58,11 @@ def typed_command(module: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("gradsurg ") else f"python -m {module}"
 
 
-def nearest(name: str, choices: list[str]) -> str:
-    """Return the end of an error message: all choices, and the nearest one."""
+def nearest(name: str, choices: list[str], meant: Sequence[str] = ()) -> str:
+    """Return the end of an error message: all choices, and those meant or else the nearest one."""
     plain = {choice.lower(): choice for choice in choices}
-    close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
-    question = f" Did you mean '{plain[close[0]]}'?" if close else ""
+    close = meant or [plain[key] for key in get_close_matches(name.lower(), plain, 1, 0.5)]
+    question = " Did you mean '" + "' or '".join(close) + "'?" if close else ""
     return f"There are: {', '.join(choices) or 'none'}.{question}"
 
 

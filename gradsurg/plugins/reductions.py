@@ -32,7 +32,7 @@ def of_shards(group: "distributed.ProcessGroup") -> Iterator[None]:
         _shards.pop()
 
 
-def over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
+def _over_shards(norms: Tensor, p: float = 2.0) -> Tensor:
     """The p-norms of whole tensors from those of their parts: one all-reduce for p <= 2 and for
     infinity, else two.
 
@@ -107,7 +107,7 @@ def norm(grad: Tensor, per: str, p: float = 2.0) -> Tensor:
         size = grad.new_zeros((), dtype=torch.float64)  # of a part without entries
         if grad.numel():
             size = torch.linalg.vector_norm(widened(grad), p, dtype=torch.float64)
-        return over_shards(size, p).to(_wide(grad.dtype)).reshape((1,) * grad.ndim)
+        return _over_shards(size, p).to(_wide(grad.dtype)).reshape((1,) * grad.ndim)
     if not axes or grad.numel() == 0:
         return widened(grad).abs()
     if p == torch.inf:
@@ -168,7 +168,7 @@ def norms_of(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:
         norms = [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
     else:
         norms = autograd.foreach_norm(list(grads), p, dtype)
-    return over_shards(torch.stack([size.to(grads[0].device) for size in norms]), p)
+    return _over_shards(torch.stack([size.to(grads[0].device) for size in norms]), p)
 
 
 def joint_norm(grads: Sequence[Tensor], p: float = 2.0) -> Tensor:

@@ -1,4 +1,8 @@
-"""Find plug-in classes by the stem of their file: `norm_rescale.py` has `NormRescale`."""
+"""Find plug-in classes by the stem of their files: `norm_rescale.py` has `NormRescale`.
+
+A plug-in is a module with a config of its name: `transforms/norm_rescale.py` and
+`conf/transform/norm_rescale.yaml`. Nothing is imported to list the names.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,23 +12,20 @@ from pathlib import Path
 
 from gradsurg.plugins.messages import nearest
 
-CONTRACTS = ("__init__", "base")
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_DIR = path if (path := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+"""The packaged copy of `conf` of a wheel, else that of the checkout."""
 
-
-def names(kind: str) -> list[str]:
-    """The stems of the files in a folder, as `transforms`, that define a class of their name."""
-    folder = Path(__file__).parents[1] / kind
-    public = (path for path in folder.glob("[!_]*.py") if path.stem not in CONTRACTS)
-    return sorted(path.stem for path in public if defines_its_class(path))
+GROUPS = {"transforms": "transform", "sites": "site", "triggers": "when"}
+GROUPS |= {"aggregators": "aggregator", "models": "model", "tasks": "task", "loggers": "logger"}
+"""Folder of classes: folder of their configs."""
 
 
 @cache
-def defines_its_class(path: Path) -> bool:
-    """Return whether a file defines, or names in `__all__`, a class spelled like the file."""
-    classes = re.findall(
-        r'^(?:class |__all__ = \[")(\w+)', path.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return path.stem.replace("_", "") in (name.lower() for name in classes)
+def names(kind: str) -> list[str]:
+    """The stems of the plug-ins in a folder, as `transforms`."""
+    modules = {path.stem for path in (PACKAGE / kind).glob("*.py")}
+    return sorted(modules & {path.stem for path in (CONFIG_DIR / GROUPS[kind]).glob("*.yaml")})
 
 
 def find(kind: str, name: str) -> type:

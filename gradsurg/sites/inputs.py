@@ -66,8 +66,8 @@ class Inputs(ModuleSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        needs: set[Need] = {"value", "error", "labels"}
-        return frozenset(needs | {"layer"} if self.path == "branch" else needs)
+        layer: set[Need] = {"layer"} if self.path == "branch" else set()
+        return frozenset({"value", "error", "labels", *layer})
 
     @property
     def mechanism(self) -> tuple[object, ...]:

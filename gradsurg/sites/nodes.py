@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -14,7 +15,6 @@ from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, SiteFn, Stage
 from gradsurg.sites.graph_tracer import CallGraph, NodePlace, Tracer, around, check_called, plain
-from gradsurg.sites.residuals import residual_edge
 from gradsurg.sites.selection import (
     Pattern,
     Types,
@@ -166,10 +166,6 @@ class Nodes(Selector):
                 listed = ", ".join(map(str, edges))
                 text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
                 raise SelectionError(self, "edge", text)
-            if self.edge not in (None, *edges):
-                listed = ", ".join(map(str, edges))
-                text = f"{site} has no edge {self.edge} that takes a gradient. There are: {listed}."
-                raise SelectionError(self, "edge", text)
             selected = [index for index in edges if self.edge in (None, index)]
             return posthook([(index, attached.hook_at(f"{site}.{index}")) for index in selected])
 
@@ -185,7 +181,7 @@ class Nodes(Selector):
                     prehook = prehooks[site] = _prehook(site, attached, is_single)
                 node.register_prehook(prehook)
             elif self.edge == "residual":
-                edge = residual_edge(node, _computes)
+                edge = residual_edge(node)
                 if edge is not None:
                     node.register_hook(residual_hook_at(f"{site}.{edge}", edge))
             else:
@@ -279,6 +275,43 @@ class NodeHooker:
 def posthook(hooks: Sequence[tuple[int, SiteFn]]) -> Callable[..., object]:
     """Return a node posthook that applies one hook at each of some edges."""
     return lambda grads, entering: _changed(grads, hooks, entering)
+
+
+def residual_edge(node: Node) -> int | None:
+    """Return the edge of an addition that leads through its residual branch, None without one.
+
+    Both operands come from one tensor, and the branch is the one that is further from it; the other
+    is the skip connection, perhaps with a projection. The branch has a matrix product or a
+    convolution: the sums in a rotary embedding or a gelu are no residual connections.
+    """
+    operands = [following for following, _ in node.next_functions if following is not None]
+    if len(operands) != 2 or any(map(_is_parameter, operands)):
+        return None
+    distances: list[dict[Node, int]] = [{operand: 0} for operand in operands]
+    ends = [[operand] for operand in operands]
+    for distance in count(1):
+        common = distances[0].keys() & distances[1].keys()
+        if common or not any(ends):
+            break
+        for known, end in zip(distances, ends, strict=True):
+            following = {
+                each for last in end for each, _ in last.next_functions if each is not None
+            }
+            end[:] = [each for each in following - known.keys() if not _is_parameter(each)]
+            known.update(dict.fromkeys(end, distance))
+    if not common:
+        return None
+    nearest = min(common, key=lambda each: distances[0][each] + distances[1][each])
+    lengths = [known[nearest] for known in distances]
+    branch = int(lengths[1] > lengths[0])
+    inside = [each for each, far in distances[branch].items() if far < lengths[branch]]
+    if lengths[0] == lengths[1] or not any(_computes(each.name()) for each in inside):
+        return None
+    return [following for following, _ in node.next_functions].index(operands[branch])
+
+
+def _is_parameter(node: Node) -> bool:
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def _computes(name: str) -> bool:

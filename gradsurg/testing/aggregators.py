@@ -1,10 +1,9 @@
 """`check_aggregator`: test which properties an aggregator has and that it obeys all rules."""
 
-import copy
-import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from random import Random
 from typing import get_args
 
@@ -22,14 +21,16 @@ from gradsurg.aggregators.base import (
 )
 from gradsurg.testing.verdicts import (
     Table,
+    declared_among,
     expect,
     expect_generator_untouched,
     expect_like,
     expect_same_structure,
     expect_unshared,
+    expect_value_semantics,
     failures_at,
     printed,
-    verdict_of,
+    table_of,
 )
 from gradsurg.torch_internals.autograd import version_of
 
@@ -81,26 +82,18 @@ def check_aggregator(
     `aggregator` is neither an aggregator nor a function, ValueError for an unknown property.
     """
     names = get_args(AggregatorProperty)
-    unknown = sorted(set(declared or ()) - set(names))
-    if unknown:
-        raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
-    if isinstance(aggregator, type) or not (
-        isinstance(aggregator, Aggregator) or callable(aggregator)
-    ):
+    if isinstance(aggregator, type) or not callable(aggregator):
         raise TypeError(f"check_aggregator takes an aggregator or a function, found {aggregator!r}")
     if not isinstance(aggregator, Aggregator):
-        aggregator = FunctionAggregator(aggregator, declared or ())
-    properties = aggregator.properties if declared is None else frozenset(declared)
+        aggregator = FunctionAggregator(aggregator, declared_among(names, declared, ()))
+    properties = declared_among(names, declared, aggregator.properties)
     tasks = _supported(aggregator, num_tasks)
-    rules = tuple(
-        verdict_of(name, True, partial(rule, aggregator, tasks))
-        for name, rule in {**RULES, "wide": partial(_wide, columns=max_columns)}.items()
-    )
-    verdicts = tuple(
-        verdict_of(name, name in properties, partial(_check_all, name, aggregator, tasks, count))
-        for name in PROPERTY_CHECKS
-    )
-    return Table(repr(aggregator), verdicts, rules).require_declared()
+    checks = {key: partial(_check_all, key, aggregator, tasks, count) for key in PROPERTY_CHECKS}
+    rules = {
+        **{key: partial(_check_tasks, rule, aggregator, tasks) for key, rule in RULES.items()},
+        "wide": partial(_wide, aggregator, tasks, max_columns),
+    }
+    return table_of(repr(aggregator), properties, checks, rules)
 
 
 class FunctionAggregator(Aggregator):
@@ -144,6 +137,11 @@ def _check_all(
     for index, example in enumerate(examples(tasks, count)):
         with failures_at(example.name):
             PROPERTY_CHECKS[name](aggregator, example, has_state and index % 2 == 1)
+
+
+def _check_tasks(rule: "Rule", aggregator: Aggregator, tasks: Sequence[int]) -> None:
+    for seed, number in enumerate(tasks):
+        rule(aggregator, _normal_rows(number, 9, min(number, 9), seed))
 
 
 @dataclass(frozen=True)
@@ -362,33 +360,32 @@ PROPERTY_CHECKS: dict[AggregatorProperty, Callable[[Aggregator, Example, bool], 
 """Assertion of each property for one example, with (True) or without the calls before it."""
 
 
-def _finite(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        for size, rank in ((1, 1), (7, 1), (7, min(number, 7)), (40, number)):
-            rows = _normal_rows(number, size, min(rank, size), seed=size)
-            families = {
-                "normal": rows,
-                "zero": torch.zeros_like(rows),
-                "equal": rows[:1].expand(number, size).contiguous(),
-                "opposite": rows[:1] * (-1.0) ** torch.arange(number)[:, None],
-                "stationary": _stationary(rows, seed=size),
-                "mixed": _rescaled(rows, seed=size),
-                "one of them zero": torch.cat([rows[:-1], torch.zeros_like(rows[:1])]),
-            }
-            for name, family in families.items():
-                for scale in SCALES:
-                    for dtype in (torch.float32, torch.float64):
-                        scaled = (family * scale).to(dtype)
-                        text = f"{name} rows {number} x {size} of {dtype}, scale {scale:g}"
-                        _expect_finite_row(aggregator, scaled, text)
+Rule = Callable[[Aggregator, Tensor], None]
+"""Assertion of a rule for one number of tasks, on rows of normal entries (T, 9) in float64."""
 
 
-def _result_like_a_row(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        for size in (0, 1, 9):
-            for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                rows = _normal_rows(number, max(size, 1), 1, seed=1)[:, :size].to(dtype)
-                _expect_finite_row(aggregator, rows, f"rows {number} x {size} of {dtype}")
+def _finite(aggregator: Aggregator, rows: Tensor) -> None:
+    number = len(rows)
+    for size, rank in ((1, 1), (7, 1), (7, min(number, 7)), (40, number)):
+        normal = _normal_rows(number, size, min(rank, size), seed=size)
+        families = {
+            "normal": normal,
+            "zero": torch.zeros_like(normal),
+            "equal": normal[:1].expand(number, size).contiguous(),
+            "opposite": normal[:1] * (-1.0) ** torch.arange(number)[:, None],
+            "stationary": _stationary(normal, seed=size),
+            "mixed": _rescaled(normal, seed=size),
+            "one of them zero": torch.cat([normal[:-1], torch.zeros_like(normal[:1])]),
+        }
+        for name, scale, dtype in product(families, SCALES, (torch.float32, torch.float64)):
+            text = f"{name} rows {number} x {size} of {dtype}, scale {scale:g}"
+            _expect_finite_row(aggregator, (families[name] * scale).to(dtype), text)
+
+
+def _result_like_a_row(aggregator: Aggregator, rows: Tensor) -> None:
+    for size, dtype in product((0, 1, 9), (torch.float32, torch.float64, torch.bfloat16)):
+        text = f"rows {len(rows)} x {size} of {dtype}"
+        _expect_finite_row(aggregator, rows[:, :size].to(dtype), text)
 
 
 def _expect_finite_row(aggregator: Aggregator, rows: Tensor, text: str) -> None:
@@ -398,105 +395,92 @@ def _expect_finite_row(aggregator: Aggregator, rows: Tensor, text: str) -> None:
     expect(result.isfinite().all(), f"{text}: {printed(result)}")
 
 
-def _pure(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        state = aggregator.init(number)
-        for step in range(3):
-            rows = _normal_rows(number, 9, min(number, 9), seed=step)
-            inputs = [rows, *state.values()]
-            copies = [tensor.clone() for tensor in inputs]
-            with torch.no_grad():
-                result, after = aggregator.merge(rows, state, _context(number, step))
-            for name, tensor, before in zip(("rows", *state), inputs, copies, strict=True):
-                expect(torch.equal(tensor, before), f"writes into {name} at {number} tasks")
-            expect(version_of(rows) == 0, f"writes into the rows at {number} tasks")
-            expect_unshared(result, [rows], "the rows")
-            expect_unshared(result, list(after.values()), "the state")
-            known = {name: tensor for name, tensor in state.items() if tensor.numel()}
-            same = {name: tensor for name, tensor in after.items() if name in known}
-            expect(after.keys() == state.keys(), "the state changes its keys")
-            expect_same_structure(known, same, "the state changes its form")
-            state = after
+def _pure(aggregator: Aggregator, rows: Tensor) -> None:
+    number = len(rows)
+    state = aggregator.init(number)
+    for step in range(3):
+        rows = _normal_rows(number, 9, min(number, 9), seed=step)
+        inputs = [rows, *state.values()]
+        copies = [tensor.clone() for tensor in inputs]
+        with torch.no_grad():
+            result, after = aggregator.merge(rows, state, _context(number, step))
+        for name, tensor, before in zip(("rows", *state), inputs, copies, strict=True):
+            expect(torch.equal(tensor, before), f"writes into {name} at {number} tasks")
+        expect(version_of(rows) == 0, f"writes into the rows at {number} tasks")
+        expect_unshared(result, [rows], "the rows")
+        expect_unshared(result, list(after.values()), "the state")
+        known = {name: tensor for name, tensor in state.items() if tensor.numel()}
+        same = {name: tensor for name, tensor in after.items() if name in known}
+        expect(after.keys() == state.keys(), "the state changes its keys")
+        expect_same_structure(known, same, "the state changes its form")
+        state = after
 
 
-def _no_autograd_graph(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        rows = _normal_rows(number, 9, min(number, 9), seed=2).requires_grad_()
-        context = _context(number)
-        # The losses of a model have a graph.
-        context.losses = _losses(number, 0).requires_grad_() * 1.0
-        result = aggregator(rows, context)
-        expect(not result.requires_grad, "the result is part of a graph")
-        _, state = aggregator.merge(rows.detach(), aggregator.init(number), context)
-        for key, value in state.items():
-            expect(not value.requires_grad, f"'{key}' of the state is part of a graph")
+def _no_autograd_graph(aggregator: Aggregator, rows: Tensor) -> None:
+    context = _context(len(rows))
+    # The losses of a model have a graph.
+    context.losses = _losses(len(rows), 0).requires_grad_() * 1.0
+    result = aggregator(rows.clone().requires_grad_(), context)
+    expect(not result.requires_grad, "the result is part of a graph")
+    _, state = aggregator.merge(rows, aggregator.init(len(rows)), context)
+    for key, value in state.items():
+        expect(not value.requires_grad, f"'{key}' of the state is part of a graph")
 
 
-def _no_global_rng(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        rows = _normal_rows(number, 9, min(number, 9), seed=3)
-        expect_generator_untouched(partial(_first_result, aggregator, rows))
+def _no_global_rng(aggregator: Aggregator, rows: Tensor) -> None:
+    expect_generator_untouched(partial(_first_result, aggregator, rows))
 
 
-def _any_memory_layout(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        rows = _normal_rows(number, 9, min(number, 9), seed=4)
-        column_major = _first_result(aggregator, rows.t().contiguous().t())
-        gap = (column_major - _first_result(aggregator, rows)).abs().max()
-        expect(gap <= 1e-9 * rows.abs().max(), f"off by {gap:.3g} for column-major rows")
+def _any_memory_layout(aggregator: Aggregator, rows: Tensor) -> None:
+    column_major = _first_result(aggregator, rows.t().contiguous().t())
+    gap = (column_major - _first_result(aggregator, rows)).abs().max()
+    expect(gap <= 1e-9 * rows.abs().max(), f"off by {gap:.3g} for column-major rows")
 
 
-def _propagates_nan(aggregator: Aggregator, tasks: Sequence[int]) -> None:
+def _propagates_nan(aggregator: Aggregator, rows: Tensor) -> None:
     """A NaN in a row is a NaN in the same column of the result, or raises ValueError."""
-    for number in tasks:
-        for task in {0, number - 1}:
-            rows = _normal_rows(number, 5, 1, seed=5)
-            rows[task, 3] = torch.nan
-            try:
-                result = _first_result(aggregator, rows)
-            except ValueError:
-                continue
-            text = f"{number} tasks with a NaN in row {task}: {printed(result)}"
-            expect(result[3].isnan(), f"{text} has none there")
+    for task in {0, len(rows) - 1}:
+        spoilt = rows.clone()
+        spoilt[task, 3] = torch.nan
+        try:
+            result = _first_result(aggregator, spoilt)
+        except ValueError:
+            continue
+        text = f"{len(rows)} tasks with a NaN in row {task}: {printed(result)}"
+        expect(result[3].isnan(), f"{text} has none there")
 
 
-def _float64_weights(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    for number in tasks:
-        rows = _normal_rows(number, 9, min(number, 9), seed=6)
-        state = aggregator.init(number)
-        match aggregator:
-            case GramianAggregator():
-                weights, _ = aggregator.update(rows @ rows.T, state, _context(number))
-            case LossWeighting():
-                weights, _ = aggregator.weigh(number, state, _context(number))
-            case _:
-                return
-        expect_like(weights, torch.empty(number, dtype=torch.float64), f"{number} weights")
+def _float64_weights(aggregator: Aggregator, rows: Tensor) -> None:
+    number = len(rows)
+    match aggregator:
+        case GramianAggregator():
+            state = aggregator.init(number)
+            weights, _ = aggregator.update(rows @ rows.T, state, _context(number))
+        case LossWeighting():
+            weights, _ = aggregator.weigh(number, aggregator.init(number), _context(number))
+        case _:
+            return
+    expect_like(weights, torch.empty(number, dtype=torch.float64), f"{number} weights")
 
 
-def _any_column_block(aggregator: Aggregator, tasks: Sequence[int]) -> None:
+def _any_column_block(aggregator: Aggregator, rows: Tensor) -> None:
     """An entrywise aggregator gives the same for a block of columns and for all of them."""
     if not isinstance(aggregator, Entrywise):
         return
-    for number in tasks:
-        rows = _normal_rows(number, 40_000, min(number, 9), seed=7)
-        whole = _first_result(aggregator, rows)
-        for start, stop in ((0, 1), (5, 900), (32_000, 40_000)):
-            context = _context(number)
-            context.start = start
-            block = aggregator.apply(rows[:, start:stop], context)
-            gap = (block - whole[start:stop]).abs().max()
-            text = f"columns {start} to {stop} alone are off by {gap:.3g}"
-            expect(gap <= 1e-9 * rows.abs().max(), text)
+    rows = _normal_rows(len(rows), 40_000, min(len(rows), 9), seed=7)
+    whole = _first_result(aggregator, rows)
+    for start, stop in ((0, 1), (5, 900), (32_000, 40_000)):
+        context = _context(len(rows))
+        context.start = start
+        block = aggregator.apply(rows[:, start:stop], context)
+        gap = (block - whole[start:stop]).abs().max()
+        text = f"columns {start} to {stop} alone are off by {gap:.3g}"
+        expect(gap <= 1e-9 * rows.abs().max(), text)
 
 
-def _value_semantics(aggregator: Aggregator, tasks: Sequence[int]) -> None:
-    if isinstance(aggregator, FunctionAggregator):
-        return
-    for copied in (copy.deepcopy(aggregator), pickle.loads(pickle.dumps(aggregator))):
-        expect(copied == aggregator, "a copy is not equal")
-        expect(hash(copied) == hash(aggregator), "a copy has another hash")
-        expect(repr(copied) == repr(aggregator), "a copy has another repr")
+def _value_semantics(aggregator: Aggregator, rows: Tensor) -> None:
+    if not isinstance(aggregator, FunctionAggregator):
+        expect_value_semantics(aggregator)
 
 
 def _wide(aggregator: Aggregator, tasks: Sequence[int], columns: int) -> None:
@@ -505,12 +489,10 @@ def _wide(aggregator: Aggregator, tasks: Sequence[int], columns: int) -> None:
     rows = torch.randn(number, columns, generator=generator)
     for scale in (1e15, 1e-25):
         rows *= scale
-        result = _first_result(aggregator, rows)
-        expect_like(result, rows[0], f"{columns} columns")
-        expect(result.isfinite().all(), f"{columns} columns, scale {scale:g}: not finite")
+        _expect_finite_row(aggregator, rows, f"{columns} columns, scale {scale:g}")
 
 
-RULES: dict[str, Callable[[Aggregator, Sequence[int]], None]] = {
+RULES: dict[str, Rule] = {
     "finite": _finite,
     "result_like_a_row": _result_like_a_row,
     "pure": _pure,

@@ -1,10 +1,9 @@
 """`check_transform`: test which properties a transform has and that it obeys all rules."""
 
-import copy
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import isnan
 from random import Random
 from typing import get_args
@@ -14,14 +13,16 @@ from torch import Tensor, nn
 
 from gradsurg.testing.verdicts import (
     Table,
+    declared_among,
     expect,
     expect_generator_untouched,
     expect_like,
     expect_same_structure,
     expect_unshared,
+    expect_value_semantics,
     failures_at,
     printed,
-    verdict_of,
+    table_of,
 )
 from gradsurg.transforms.base import (
     Function,
@@ -33,6 +34,8 @@ from gradsurg.transforms.base import (
     as_transform,
 )
 
+Shape = tuple[int, ...]
+
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 STEPS = (0, 1, 300, 1000, 5000)
@@ -43,7 +46,7 @@ def check_transform(
     transform: Transform | Callable[[Tensor], Tensor],
     *,
     declared: Collection[TransformProperty] | None = None,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    shapes: Sequence[Shape] = SHAPES,
     drops_nan: bool = False,
     count: int = 25,
 ) -> Table:
@@ -58,24 +61,19 @@ def check_transform(
     with one line a fault, if a declared property does not hold or a rule is violated, TypeError if
     `transform` is neither a transform nor a function, ValueError for an unknown property.
     """
-    names = get_args(TransformProperty)
-    unknown = sorted(set(declared or ()) - set(names))
-    if unknown:
-        raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
     checked = as_transform(transform)
     if not isinstance(checked, Transform):
         raise TypeError(f"check_transform takes a transform or a function, found {transform!r}")
-    properties = checked.properties if declared is None else frozenset(declared)
+    properties = declared_among(get_args(TransformProperty), declared, checked.properties)
     subject = Subject(checked, properties, tuple(shapes), drops_nan)
-    rules = tuple(verdict_of(name, True, partial(rule, subject)) for name, rule in RULES.items())
-    verdicts = []
-    for name in names:
+    checks = {}
+    for name, check in PROPERTY_CHECKS.items():
         # A case of this check draws hundreds of times.
         is_slow = name == "unbiased" and name in properties
         cases = max(1, count // 12) if is_slow else count
-        check = partial(_check_all, PROPERTY_CHECKS[name], subject, cases)
-        verdicts.append(verdict_of(name, name in properties, check))
-    return Table(repr(checked), tuple(verdicts), rules).require_declared()
+        checks[name] = partial(_check_all, check, subject, cases)
+    rules = {name: partial(_check_shapes, rule, subject) for name, rule in RULES.items()}
+    return table_of(repr(checked), properties, checks, rules)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Subject:
 
     transform: Transform
     properties: frozenset[TransformProperty]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Shape, ...]
     drops_nan: bool
 
     @property
@@ -119,7 +117,7 @@ def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> Transform
     )
 
 
-def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def noise(shape: Shape, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Return a tensor of standard normal entries."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -154,7 +152,12 @@ def _check_all(check: Callable[[Transform, Case], None], subject: Subject, count
         check(subject.transform, case)
 
 
-def _cases(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Case]:
+def _check_shapes(rule: Callable[[Subject, Shape], None], subject: Subject) -> None:
+    for shape in subject.shapes:
+        rule(subject, shape)
+
+
+def _cases(shapes: Sequence[Shape], count: int) -> Iterator[Case]:
     """Yield cases at several scales, some with zeros, equal entries or a single sign."""
     for index in range(count):
         choice = Random(index)
@@ -165,7 +168,7 @@ def _cases(shapes: Sequence[tuple[int, ...]], count: int) -> Iterator[Case]:
         yield Case(grads[0], grads[1], grads[2], context_with(grads[3], step))
 
 
-def _gradient(shape: tuple[int, ...], choice: Random, generator: torch.Generator) -> Tensor:
+def _gradient(shape: Shape, choice: Random, generator: torch.Generator) -> Tensor:
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     signed = normal.abs() if choice.random() < 0.5 else normal
     coarse = (signed * 2).round() / 2 if choice.random() < 0.5 else signed
@@ -256,27 +259,25 @@ PROPERTY_CHECKS: dict[TransformProperty, Callable[[Transform, Case], None]] = {
 """Assertion of each property for one case."""
 
 
-def _pure(subject: Subject) -> None:
-    """Two steps at every shape and dtype modify no input and return tensors like the inputs."""
+def _pure(subject: Subject, shape: Shape) -> None:
+    """Two steps at every dtype modify no input and return tensors like the inputs."""
     transform = subject.transform
-    for shape in subject.shapes:
-        for dtype in DTYPES:
-            state = transform.init(noise(shape, dtype))
-            for step in range(2):
-                text = f"{dtype} of shape {list(shape)}"
-                grad = noise(shape, dtype, seed=step)
-                value = noise(shape, dtype, seed=7)
-                inputs = [grad, value, *state.values()]
-                copies = [tensor.clone() for tensor in inputs]
-                result, after = transform.update(grad, state, context_with(value, step))
-                expect_like(result, grad, text)
-                expect(result.isfinite().all(), f"{text}: {printed(result)}")
-                names = ("the gradient", "the value", *(f"'{key}' of its state" for key in state))
-                for name, tensor, before in zip(names, inputs, copies, strict=True):
-                    expect(torch.equal(tensor, before), f"writes into {name}, {text}")
-                _expect_unaliased(result, grad, after)
-                expect_same_structure(state, after, f"the state changes its form, {text}")
-                state = after
+    for dtype in DTYPES:
+        text = f"{dtype} of shape {list(shape)}"
+        state = transform.init(noise(shape, dtype))
+        for step in range(2):
+            grad, value = noise(shape, dtype, seed=step), noise(shape, dtype, seed=7)
+            inputs = [grad, value, *state.values()]
+            copies = [tensor.clone() for tensor in inputs]
+            result, after = transform.update(grad, state, context_with(value, step))
+            expect_like(result, grad, text)
+            expect(result.isfinite().all(), f"{text}: {printed(result)}")
+            names = ("the gradient", "the value", *(f"'{key}' of its state" for key in state))
+            for name, tensor, before in zip(names, inputs, copies, strict=True):
+                expect(torch.equal(tensor, before), f"writes into {name}, {text}")
+            _expect_unaliased(result, grad, after)
+            expect_same_structure(state, after, f"the state changes its form, {text}")
+            state = after
 
 
 def _expect_unaliased(result: Tensor, grad: Tensor, state: TransformState) -> None:
@@ -289,100 +290,85 @@ def _expect_unaliased(result: Tensor, grad: Tensor, state: TransformState) -> No
         expect_unshared(tensor, others if tensor.numel() else [], "the state")
 
 
-def _finite(subject: Subject) -> None:
-    for scale in (0.0, 1e-30, 1e30):
-        for dtype in DTYPES:
-            for shape in subject.shapes:
-                grad = noise(shape, dtype).sign() * scale
-                text = f"{dtype} of shape {list(shape)}, scale {scale:g}"
-                with failures_at(text):
-                    result = subject.first_result(grad)
-                expect_like(result, grad, text)
-                expect(result.isfinite().all(), f"{text}: {printed(result)}")
+def _finite(subject: Subject, shape: Shape) -> None:
+    for scale, dtype in product((0.0, 1e-30, 1e30), DTYPES):
+        grad = noise(shape, dtype).sign() * scale
+        text = f"{dtype} of shape {list(shape)}, scale {scale:g}"
+        with failures_at(text):
+            result = subject.first_result(grad)
+        expect_like(result, grad, text)
+        expect(result.isfinite().all(), f"{text}: {printed(result)}")
 
 
-def _propagates_nan(subject: Subject) -> None:
+def _propagates_nan(subject: Subject, shape: Shape) -> None:
     """NaN and infinities raise no error, and NaN is kept unless `drops_nan` is set."""
-    for nonfinite in (torch.nan, torch.inf, -torch.inf):
-        for dtype in DTYPES:
-            for shape in subject.shapes:
-                grad = noise(shape, dtype)
-                if not grad.ndim or not grad.numel():
-                    continue
-                grad.view(-1)[0] = nonfinite
-                result = subject.first_result(grad)
-                expect_like(result, grad, f"{dtype} of shape {list(shape)} with {nonfinite}")
-                if isnan(nonfinite) and not subject.drops_nan:
-                    first = result.reshape(-1)[0]
-                    expect(first.isnan(), f"a NaN becomes {printed(first)}")
+    if not shape or 0 in shape:
+        return
+    for nonfinite, dtype in product((torch.nan, torch.inf, -torch.inf), DTYPES):
+        grad = noise(shape, dtype)
+        grad.view(-1)[0] = nonfinite
+        result = subject.first_result(grad)
+        expect_like(result, grad, f"{dtype} of shape {list(shape)} with {nonfinite}")
+        if isnan(nonfinite) and not subject.drops_nan:
+            first = result.reshape(-1)[0]
+            expect(first.isnan(), f"a NaN becomes {printed(first)}")
 
 
-def _initial_state(subject: Subject) -> None:
+def _initial_state(subject: Subject, shape: Shape) -> None:
     """The first state does not depend on the gradient's values and is in float32 or wider."""
-    for shape in subject.shapes:
-        state, other = (
-            subject.transform.init(noise(shape, torch.bfloat16, seed)) for seed in (1, 2)
-        )
-        expect_same_structure(state, other, "the first state changes its form")
-        for key in state:
-            same = torch.equal(state[key], other[key])
-            expect(same, f"'{key}' of the first state depends on the gradient's values")
-            is_wide = state[key].dtype not in (torch.bfloat16, torch.float16)
-            expect(is_wide, f"'{key}' of the state is of {state[key].dtype}")
+    init = subject.transform.init
+    state, other = (init(noise(shape, torch.bfloat16, seed)) for seed in (1, 2))
+    expect_same_structure(state, other, "the first state changes its form")
+    for key, tensor in state.items():
+        same = torch.equal(tensor, other[key])
+        expect(same, f"'{key}' of the first state depends on the gradient's values")
+        is_wide = tensor.dtype not in (torch.bfloat16, torch.float16)
+        expect(is_wide, f"'{key}' of the state is of {tensor.dtype}")
 
 
-def _any_memory_layout(subject: Subject) -> None:
-    for shape in subject.shapes:
-        if len(shape) < 2:
-            continue
-        contiguous = noise(shape, torch.float32)
-        transposed = contiguous.transpose(0, 1).contiguous().transpose(0, 1)
-        vector = noise(shape[:1], torch.float32).reshape(-1, *[1] * (len(shape) - 1))
-        expanded = vector.expand(shape)
-        for grad, plain in ((transposed, contiguous), (expanded, expanded.clone())):
-            result, expected = subject.first_result(grad), subject.first_result(plain)
-            same = torch.allclose(result, expected, rtol=1.3e-6, atol=1e-5)
-            expect(same, f"another result for other strides of shape {list(shape)}")
+def _any_memory_layout(subject: Subject, shape: Shape) -> None:
+    if len(shape) < 2:
+        return
+    contiguous = noise(shape, torch.float32)
+    transposed = contiguous.transpose(0, 1).contiguous().transpose(0, 1)
+    vector = noise(shape[:1], torch.float32).reshape(-1, *[1] * (len(shape) - 1))
+    expanded = vector.expand(shape)
+    for grad, plain in ((transposed, contiguous), (expanded, expanded.clone())):
+        same = _is_close(subject.first_result(grad), subject.first_result(plain))
+        expect(same, f"another result for other strides of shape {list(shape)}")
 
 
-def _no_global_rng(subject: Subject) -> None:
-    for shape in subject.shapes:
-        expect_generator_untouched(partial(subject.first_result, noise(shape, torch.float32)))
+def _no_global_rng(subject: Subject, shape: Shape) -> None:
+    expect_generator_untouched(partial(subject.first_result, noise(shape, torch.float32)))
 
 
-def _no_autograd_graph(subject: Subject) -> None:
+def _no_autograd_graph(subject: Subject, shape: Shape) -> None:
     """A value that requires grad does not make the result or the state require grad."""
-    for shape in subject.shapes:
-        grad = noise(shape, torch.float32)
-        value = noise(shape, torch.float32).requires_grad_()
-        state = subject.transform.init(grad)
-        result, after = subject.transform.update(grad, state, context_with(value))
-        for tensor in (result, *after.values()):
-            expect(not tensor.requires_grad, "the result or the state is part of a graph")
+    grad = noise(shape, torch.float32)
+    context = context_with(noise(shape, torch.float32).requires_grad_())
+    result, after = subject.transform.update(grad, subject.transform.init(grad), context)
+    for tensor in (result, *after.values()):
+        expect(not tensor.requires_grad, "the result or the state is part of a graph")
 
 
-def _no_synchronization(subject: Subject) -> None:
+def _no_synchronization(subject: Subject, shape: Shape) -> None:
     """A meta tensor, which has no values to branch on, is accepted.
 
     Transforms that draw are skipped, for there are no generators of meta tensors.
     """
     if subject.is_function or "deterministic" not in subject.properties:
         return
-    for shape in subject.shapes:
-        grad = torch.empty(shape, device="meta")
-        state = subject.transform.init(grad)
-        result, _ = subject.transform.update(grad, state, context_with(grad, 500))
-        expect_like(result, grad, f"a meta tensor of shape {list(shape)}")
+    grad = torch.empty(shape, device="meta")
+    state = subject.transform.init(grad)
+    result, _ = subject.transform.update(grad, state, context_with(grad, 500))
+    expect_like(result, grad, f"a meta tensor of shape {list(shape)}")
 
 
-def _value_semantics(subject: Subject) -> None:
+def _value_semantics(subject: Subject, shape: Shape) -> None:
     if subject.is_function:
         return
     transform = subject.transform
-    for copied in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-        expect(copied == transform, "a copy is not equal")
-        expect(hash(copied) == hash(transform), "a copy has another hash")
-        expect(repr(copied) == repr(transform), "a copy has another repr")
+    expect_value_semantics(transform)
     key = next(iter(vars(transform)), "anything")
     try:
         setattr(transform, key, vars(transform).get(key))
@@ -391,32 +377,31 @@ def _value_semantics(subject: Subject) -> None:
     raise AssertionError(f"'{key}' can be changed")
 
 
-def _vmap(subject: Subject) -> None:
+def _vmap(subject: Subject, shape: Shape) -> None:
     """`torch.vmap` and a loop give the same; transforms that draw are skipped."""
-    if subject.is_function or "deterministic" not in subject.properties:
+    if subject.is_function or "deterministic" not in subject.properties or 0 in shape:
         return
-    for shape in subject.shapes:
-        if 0 in shape:
-            continue
-        grads, values = noise((5, *shape), torch.float32), noise((5, *shape), torch.float32, 1)
-        state = subject.transform.init(grads[0])
+    grads, values = noise((5, *shape), torch.float32), noise((5, *shape), torch.float32, 1)
+    state = subject.transform.init(grads[0])
 
-        def step(
-            grad: Tensor, value: Tensor, state: TransformState = state
-        ) -> tuple[Tensor, TransformState]:
-            return subject.transform.update(grad, state, context_with(value, 500))
+    def step(grad: Tensor, value: Tensor) -> tuple[Tensor, TransformState]:
+        return subject.transform.update(grad, state, context_with(value, 500))
 
-        loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]
-        batch, states = torch.vmap(step)(grads, values)
-        pairs = {"the result": (batch, torch.stack([result for result, _ in loop]))}
-        for key, tensor in states.items():
-            pairs[f"'{key}'"] = (tensor, torch.stack([after[key] for _, after in loop]))
-        for name, (batched, looped) in pairs.items():
-            same = torch.allclose(batched, looped, rtol=1.3e-6, atol=1e-5)
-            expect(same, f"{name} of a batch of shape {list(shape)} is not that of a loop")
+    loop = [step(grad, value) for grad, value in zip(grads, values, strict=True)]
+    batch, states = torch.vmap(step)(grads, values)
+    pairs = {"the result": (batch, torch.stack([result for result, _ in loop]))}
+    for key, tensor in states.items():
+        pairs[f"'{key}'"] = (tensor, torch.stack([after[key] for _, after in loop]))
+    for name, (batched, looped) in pairs.items():
+        same = _is_close(batched, looped)
+        expect(same, f"{name} of a batch of shape {list(shape)} is not that of a loop")
 
 
-RULES: dict[str, Callable[[Subject], None]] = {
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1.3e-6, atol=1e-5)
+
+
+RULES: dict[str, Callable[[Subject, Shape], None]] = {
     "pure": _pure,
     "finite": _finite,
     "propagates_nan": _propagates_nan,
@@ -428,4 +413,4 @@ RULES: dict[str, Callable[[Subject], None]] = {
     "value_semantics": _value_semantics,
     "vmap": _vmap,
 }
-"""Rules that every transform must obey."""
+"""Rules that every transform must obey, each tested at one shape."""

@@ -1,13 +1,17 @@
 """Verdicts of `check_transform` and `check_aggregator`, and the assertions that both use."""
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Name = TypeVar("Name", bound=str)
 MAX_PRINTED = 12
 """Tensors of at most so many entries are printed in full in a counterexample."""
 
@@ -63,16 +67,38 @@ class Table:
         return self
 
 
-def verdict_of(name: str, declared: bool, check: Callable[[], None]) -> Verdict:
+def declared_among(
+    names: Collection[Name], declared: Collection[Name] | None, own: Collection[Name]
+) -> frozenset[Name]:
+    """Return `declared`, or else `own`. Raises ValueError for one that is not among `names`."""
+    if unknown := sorted({*(declared or ())} - {*names}):
+        raise ValueError(f"declared: must be of {', '.join(names)}, found {', '.join(unknown)}")
+    return frozenset(own if declared is None else declared)
+
+
+def table_of(
+    name: str,
+    declared: Collection[str],
+    checks: Mapping[str, Callable[[], None]],
+    rules: Mapping[str, Callable[[], None]],
+) -> Table:
+    """Run the checks of properties and rules, and return their verdicts.
+
+    Raises AssertionError if a declared property or a rule is broken.
+    """
+    verdicts = tuple(_verdict(key, key in declared, check) for key, check in checks.items())
+    ruled = tuple(_verdict(key, True, rule) for key, rule in rules.items())
+    return Table(name, verdicts, ruled).require_declared()
+
+
+def _verdict(name: str, declared: bool, check: Callable[[], None]) -> Verdict:
     """Run a check that raises AssertionError with a counterexample, and return its verdict."""
     try:
         with failures_at(""):
             check()
     except AssertionError as error:
-        counterexample = str(error)
-    else:
-        return Verdict(name, declared, True)
-    return Verdict(name, declared, False, shorten(counterexample, 400, placeholder=" ..."))
+        return Verdict(name, declared, False, shorten(str(error), 400, placeholder=" ..."))
+    return Verdict(name, declared, True)
 
 
 @contextmanager
@@ -132,6 +158,14 @@ def expect_generator_untouched(compute: Callable[[], Tensor]) -> None:
         expect(same, "a second call differs: it depends on the global generator")
     finally:
         torch.set_rng_state(before)
+
+
+def expect_value_semantics(subject: object) -> None:
+    """Expect copies that are equal, with the same hash and repr."""
+    for copied in (copy.deepcopy(subject), pickle.loads(pickle.dumps(subject))):
+        expect(copied == subject, "a copy is not equal")
+        expect(hash(copied) == hash(subject), "a copy has another hash")
+        expect(repr(copied) == repr(subject), "a copy has another repr")
 
 
 def printed(tensor: Tensor) -> str:

@@ -13,7 +13,6 @@ from gradsurg.plugins.reductions import joint_norm, norms_of, scaled
 from gradsurg.transforms.base import (
     GroupTransform,
     TransformContext,
-    TransformProperty,
     TransformState,
 )
 
@@ -61,9 +60,7 @@ class AdaptiveClip(GroupTransform):
                 "max_norm", f"must be null with rule=quantile, found {self.max_norm}"
             )
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
     @property
     def acts_on_shards(self) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, value_of
 
 
 @validated
@@ -25,13 +25,9 @@ class AddDecayed(Stateless):
     strength: Annotated[float, Field(ge=0)] = 1e-2
     penalty: Literal["l2", "l1"] = "l2"
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         value = widened(value_of(self, context))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -27,9 +27,7 @@ class AddNoise(Stateless):
     gamma: Annotated[float, Field(ge=0)] = 0.55
     sigma: Annotated[float, Field(gt=0)] | None = None
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "unbiased"})
+    tags = frozenset({"elementwise", "unbiased"})
 
     def deviation(self, step: int) -> float:
         """Return the standard deviation of the noise at a step."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import Per, norm, widened
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -32,9 +32,7 @@ class AGC(Stateless):
     eps: Annotated[float, Field(gt=0)] = 1e-3
     per: Per = "unit"
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -234,24 +234,31 @@ class Transform(ABC):
     device: no `.item()`, no Python branch on the values of a tensor.
     """
 
+    tags: ClassVar[frozenset[TransformProperty]] = frozenset()
+    """The properties that hold for any fields; by default none is claimed."""
+
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        """The properties that hold for these fields; by default none is claimed.
+        """The properties that hold for these fields, by default the `tags`.
 
         They hold for finite gradients and for every fixed state and context, so that a transform
         with state declares those alone that hold after any history.
         """
-        return frozenset()
+        return self.tags
 
     @property
     def scope(self) -> Scope:
         """`group` if it needs all gradients of a group at once, as global norm clipping does."""
         return "tensor"
 
+    needed: ClassVar[frozenset[Need]] = frozenset()
+    """What is needed for any fields; by default nothing."""
+
     @property
     def needs(self) -> frozenset[Need]:
-        """Required inputs besides the gradient; sites without them are refused."""
-        return frozenset()
+        """Required inputs besides the gradient, by default the `needed`; sites without them are
+        refused."""
+        return self.needed
 
     @property
     def acts_on_shards(self) -> bool:

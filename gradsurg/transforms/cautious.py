@@ -1,5 +1,6 @@
 """Cautious: keep the entries of an update that descend along the current gradient."""
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
     TransformProperty,
@@ -31,25 +31,32 @@ class Cautious(Stateless):
     | `count` | n / max(k, 1) | HeavyBall |
     | `none` | 1 | the mask alone |
 
+    With `mode="sign"` nothing is zeroed or scaled: the result is -|u| sign(g), the size of the
+    update in the direction of the gradient. Grams of Cao et al. 2024 (arXiv 2412.17107).
+
     At `Updates` only. u has weight decay in it; the authors mask the step without it. Any shape. An
     entry where u is zero, or g is zero or NaN, becomes zero; a NaN of u stays, and so does an
     infinity that is kept. An empty tensor stays empty.
     """
 
     scale: Literal["mean", "paper", "count", "none"] = "mean"
+    _: KW_ONLY
+    mode: Literal["mask", "sign"] = "mask"
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"gradient"})
+    needed = frozenset({"gradient"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:
+        if self.mode == "sign":
+            return frozenset({"elementwise", "deterministic"})
         properties: set[TransformProperty] = {"homogeneous", "sign_preserving", "deterministic"}
         if self.scale == "none":
             properties |= {"elementwise", "idempotent", "norm_non_increasing"}
         return frozenset(properties)
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        if self.mode == "sign":
+            return -grad.abs() * gradient_of(self, context).sign().to(grad.dtype)
         # The product of two tiny numbers would be zero.
         keeps = grad.sign() * gradient_of(self, context).sign().to(grad.dtype) < 0
         keeps |= grad.isnan()

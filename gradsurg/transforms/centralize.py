@@ -4,7 +4,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.reductions import Per, mean, widened
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -23,11 +23,9 @@ class Centralize(Stateless):
         if self.per == "entry":
             raise Contradiction("per", "must not be entry: the result would be zero; use Zero")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
-        )
+    tags = frozenset(
+        {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
+    )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if grad.ndim < 2:

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 SMALLEST_MAX = torch.finfo(torch.float16).max
 """A bound up to this is within every dtype: most calls do without `torch.finfo`."""
@@ -25,18 +25,16 @@ class Clip(Stateless):
 
     value: Annotated[float, Field(gt=0)] = 0.01
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {
-                "elementwise",
-                "idempotent",
-                "odd",
-                "sign_preserving",
-                "norm_non_increasing",
-                "deterministic",
-            }
-        )
+    tags = frozenset(
+        {
+            "elementwise",
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
+    )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         value = self.value

@@ -13,7 +13,6 @@ from gradsurg.transforms.base import (
     ExampleWeighting,
     GroupTransform,
     TransformContext,
-    TransformProperty,
     TransformState,
 )
 
@@ -33,9 +32,7 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     p: NormOrder = 2.0
     eps: Annotated[float, Field(ge=0)] = 1e-6
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
 
     @property
     def acts_on_shards(self) -> bool:

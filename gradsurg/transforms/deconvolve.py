@@ -4,10 +4,8 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
-    TransformProperty,
     entering_of,
 )
 
@@ -25,13 +23,9 @@ class Deconvolve(Stateless):
     `Deconvolution`.
     """
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"entering"})
+    needed = frozenset({"entering"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"homogeneous", "idempotent", "deterministic"})
+    tags = frozenset({"homogeneous", "idempotent", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         entering = entering_of(self, context)

@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 
 @validated
@@ -24,9 +24,7 @@ class Delay(Transform):
 
     steps: Annotated[int, Field(ge=1)] = 1
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         dtype = torch.promote_types(grad.dtype, torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 from gradsurg.transforms.mask import largest
 
 
@@ -29,9 +29,7 @@ class DGC(Transform):
     amount: Annotated[float, Field(gt=0, le=1)] = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"deterministic"})
+    tags = frozenset({"deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         zeros = torch.zeros_like(widened(grad))

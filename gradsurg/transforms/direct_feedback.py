@@ -9,10 +9,8 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import FieldError, validated
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
-    TransformProperty,
     error_of,
     fixed_weights,
 )
@@ -35,14 +33,9 @@ class DirectFeedback(Stateless):
 
     scale: Annotated[float, Field(gt=0)] = 1.0
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"error"})
+    needed = frozenset({"error"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous because a loss scale multiplies the error as well.
-        return frozenset({"homogeneous", "idempotent"})
+    tags = frozenset({"homogeneous", "idempotent"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         error, given = _examples(error_of(self, context)), _examples(grad)

@@ -10,10 +10,8 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import direction, widened
 from gradsurg.transforms.base import (
-    Need,
     Transform,
     TransformContext,
-    TransformProperty,
     TransformState,
     value_of,
 )
@@ -40,13 +38,9 @@ class FeatureDistance(Transform):
     _: KW_ONLY
     power: Annotated[float, Field(gt=0, le=1)] = 1.0
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         first = torch.ones((), dtype=torch.bool, device=grad.device)

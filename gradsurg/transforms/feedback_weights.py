@@ -8,10 +8,8 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
-    TransformProperty,
     entering_of,
     fixed_weights,
 )
@@ -38,14 +36,9 @@ class FeedbackWeights(Stateless):
 
     scale: Annotated[float, Field(gt=0)] = 1.0
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"entering", "product"})
+    needed = frozenset({"entering", "product"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous because a loss scale multiplies the gradient of the output as well.
-        return frozenset({"homogeneous", "idempotent"})
+    tags = frozenset({"homogeneous", "idempotent"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         entering, given = torch.atleast_1d(entering_of(self, context)), torch.atleast_1d(grad)

@@ -11,9 +11,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
     ExampleWeighting,
     GroupTransform,
-    Need,
     TransformContext,
-    TransformProperty,
     TransformState,
 )
 
@@ -38,13 +36,9 @@ class GHM(GroupTransform, ExampleWeighting):
 
     bins: Annotated[int, Field(ge=1)] = 10
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"deterministic"})
+    tags = frozenset({"deterministic"})
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"examples"})
+    needed = frozenset({"examples"})
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 
 @validated
@@ -24,9 +24,7 @@ class GrokfastEMA(Transform):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.98
     strength: float = 2.0
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         return {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 
 @validated
@@ -29,9 +29,7 @@ class GrokfastMA(Transform):
     _: KW_ONLY
     warmup: bool = True
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         wide = widened(grad)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -14,21 +14,19 @@ class Identity(Stateless):
     bit-identical to training without surgery.
     """
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {
-                "elementwise",
-                "homogeneous",
-                "idempotent",
-                "linear",
-                "odd",
-                "sign_preserving",
-                "norm_non_increasing",
-                "unbiased",
-                "deterministic",
-            }
-        )
+    tags = frozenset(
+        {
+            "elementwise",
+            "homogeneous",
+            "idempotent",
+            "linear",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "unbiased",
+            "deterministic",
+        }
+    )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad

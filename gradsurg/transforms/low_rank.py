@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import norm, widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 GOLDEN_ANGLE = 2.399963229728653
 
@@ -29,9 +29,7 @@ class LowRank(Transform):
 
     rank: Annotated[int, Field(ge=1)] = 2
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
+    tags = frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         if grad.ndim < 2 or not grad.numel():

@@ -84,7 +84,7 @@ class LRP(Stateless):
 
     def _shared(self, function: Change, x: Tensor, relevance: Tensor) -> Tensor:
         """Return J^T R / z for z = f(x)."""
-        z, pull = vjp(function, x)
+        z, pull, *_ = vjp(function, x)
         return pull((relevance / self._stable(widened(z))).to(z.dtype))[0]
 
     def _stable(self, z: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 
 @validated
@@ -38,9 +38,7 @@ class Momentum(Transform):
         if self.debias and self.nesterov:
             raise Contradiction("debias", "must be false with nesterov=true, found true")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic"})
 
     def init(self, grad: Tensor) -> TransformState:
         state = {"momentum": torch.zeros_like(widened(grad))}

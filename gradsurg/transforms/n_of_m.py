@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -33,18 +33,16 @@ class NOfM(Stateless):
         if self.n > self.m:
             raise Contradiction("n", f"must be <= m, found n={self.n}, m={self.m}")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {
-                "homogeneous",
-                "idempotent",
-                "odd",
-                "sign_preserving",
-                "norm_non_increasing",
-                "deterministic",
-            }
-        )
+    tags = frozenset(
+        {
+            "homogeneous",
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
+    )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if not grad.ndim or not grad.numel() or self.n == self.m:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import norm, widened
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -32,9 +32,7 @@ class Orthogonalize(Stateless):
     coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
     eps: Annotated[float, Field(gt=0)] = 1e-7
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"odd", "deterministic"})
+    tags = frozenset({"odd", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if grad.ndim < 2 or not grad.numel():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import Per, direction, norm, sums, widened
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -33,9 +33,7 @@ class Perpendicular(Stateless):
     below: Annotated[float, Field(gt=0)] | None = None
     per: Per = "tensor"
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

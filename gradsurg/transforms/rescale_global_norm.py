@@ -13,7 +13,6 @@ from gradsurg.plugins.reductions import joint_norm, scaled
 from gradsurg.transforms.base import (
     GroupTransform,
     TransformContext,
-    TransformProperty,
     TransformState,
 )
 
@@ -34,9 +33,7 @@ class RescaleGlobalNorm(GroupTransform):
     _: KW_ONLY
     eps: Annotated[float, Field(ge=0)] = 0.0
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset({"odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "deterministic"})
 
     @property
     def acts_on_shards(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from gradsurg.plugins.fields import Contradiction, FieldError, validated
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
     TransformProperty,
@@ -52,9 +51,7 @@ class Route(Stateless):
         if self.axis == 0:
             raise Contradiction("axis", "must not be 0, the axis of the examples, found 0")
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"labels"})
+    needed = frozenset({"labels"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

@@ -12,9 +12,7 @@ from gradsurg.plugins.reductions import joint_norm, peak
 from gradsurg.transforms.base import (
     SKIPPED,
     GroupTransform,
-    Need,
     TransformContext,
-    TransformProperty,
     TransformState,
 )
 
@@ -42,15 +40,11 @@ class SkipUpdate(GroupTransform):
 
     max_norm: Annotated[float, Field(gt=0)] | None = None
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"skip"})
+    needed = frozenset({"skip"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
-        )
+    tags = frozenset(
+        {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    )
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {SKIPPED: torch.zeros((), dtype=torch.int64, device=grads[0].device)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Transform, TransformContext, TransformProperty, TransformState
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
 
 
 @validated
@@ -30,11 +30,9 @@ class SpikeClip(Transform):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
     warmup: Annotated[int, Field(ge=1)] = 20
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {"elementwise", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
-        )
+    tags = frozenset(
+        {"elementwise", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    )
 
     def init(self, grad: Tensor) -> TransformState:
         return {

@@ -5,10 +5,8 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import direction, norm
 from gradsurg.transforms.base import (
-    Need,
     Stateless,
     TransformContext,
-    TransformProperty,
     entering_of,
 )
 
@@ -30,14 +28,9 @@ class StraightThrough(Stateless):
 
     rescale: bool = False
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"entering"})
+    needed = frozenset({"entering"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous because a loss scale multiplies the entering gradient as well.
-        return frozenset({"homogeneous", "idempotent", "deterministic"})
+    tags = frozenset({"homogeneous", "idempotent", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         entering = entering_of(self, context)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -48,9 +48,7 @@ class SurrogateGradient(Stateless):
     _: KW_ONLY
     center: float = 0.0
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import Per, direction, norm, widened
-from gradsurg.transforms.base import Need, Stateless, TransformContext, TransformProperty, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -31,9 +31,7 @@ class TrustRatio(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
     per: Per = "tensor"
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
+    needed = frozenset({"value"})
 
     @property
     def properties(self) -> frozenset[TransformProperty]:

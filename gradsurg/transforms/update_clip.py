@@ -10,10 +10,8 @@ from torch import Tensor
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
-    Need,
     Transform,
     TransformContext,
-    TransformProperty,
     TransformState,
     gradient_of,
 )
@@ -37,23 +35,11 @@ class UpdateClip(Transform):
     max_rms: Annotated[float, Field(gt=0)] = 1.0
     eps: Annotated[float, Field(gt=0)] = 1e-8
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"gradient"})
+    needed = frozenset({"gradient"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # The factor is made of the gradient; that update and gradient are two tensors matters.
-        return frozenset(
-            {
-                "homogeneous",
-                "linear",
-                "odd",
-                "sign_preserving",
-                "norm_non_increasing",
-                "deterministic",
-            }
-        )
+    tags = frozenset(
+        {"homogeneous", "linear", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    )
 
     def init(self, grad: Tensor) -> TransformState:
         left = torch.ones((), dtype=torch.float64, device=grad.device)

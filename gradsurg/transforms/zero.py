@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
-from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+from gradsurg.transforms.base import Stateless, TransformContext
 
 
 @validated
@@ -15,20 +15,18 @@ class Zero(Stateless):
     momentum and weight decay of the optimizer; at an activation it stops the gradient there.
     """
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        return frozenset(
-            {
-                "elementwise",
-                "homogeneous",
-                "idempotent",
-                "linear",
-                "odd",
-                "sign_preserving",
-                "norm_non_increasing",
-                "deterministic",
-            }
-        )
+    tags = frozenset(
+        {
+            "elementwise",
+            "homogeneous",
+            "idempotent",
+            "linear",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+        }
+    )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return torch.zeros_like(grad)

@@ -79,6 +79,12 @@ ROWS = (
     # exp(0) of each at first.
     Row("imtl_l", [[1.0, 2.0], [3.0, -4.0]], [4.0, -2.0], losses=[4.0, 1.0]),
     Row("mean", [[1.0, 2.0], [3.0, -4.0]], [2.0, -1.0]),
+    # The gradients (1/2, 0) and (0, 3) of the logarithms, both of norm 3.
+    Row("db_mtl", RIGHT, [3.0, 3.0], losses=[2.0, 1.0]),
+    # The mean is 2: weights 1/2 * 2/4 and 1/2 * 2/1.
+    Row("geometric_mean", [[1.0, 2.0], [3.0, -4.0]], [3.25, -3.5], losses=[4.0, 1.0]),
+    # Y = J / 2, Y Yt = diag(1, 9) / 4: w = P(1/2 - 1/80, 1/2 - 9/80) = (0.55, 0.45).
+    Row("moco", RIGHT, [0.275, 0.675]),
     # Weights that nobody can know by hand but which sum to one.
     Row("random", [[1.0, -2.0], [1.0, -2.0]], [1.0, -2.0]),
     Row("random", [[1.0], [1.0], [1.0]], [1.0], {"draw": "dirichlet"}),

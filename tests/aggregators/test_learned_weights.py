@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext, AggregatorState
 from gradsurg.aggregators.grad_norm import LEAST_SHARE, GradNorm
+from gradsurg.multitask.aggregation import aggregate
 from tests.aggregators import inputs
 
 LEARNT = (gs.FAMO(), GradNorm(), gs.UncertaintyWeighting(), gs.DWA(period=1))
@@ -281,3 +283,80 @@ def test_excess_mtl_keeps_its_state_for_a_nan_and_refuses_other_sizes() -> None:
     first = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
     _, state = aggregator.merge(first, aggregator.init(2), AggregatorContext())
     assert aggregator.merge(first + 1, state, AggregatorContext())[0].isfinite().all()
+
+
+def combined(aggregator: Aggregator, names: tuple[str, ...] = ()) -> np.ndarray:
+    """The combined gradients of some random rows, (steps, P), in one group of two blocks."""
+    found, state = [], aggregator.init(3 if not names else len(names))
+    for rows, losses in SERIES:
+        rows, losses = (rows[:2], losses[:2]) if names else (rows, losses)
+        context = AggregatorContext(tasks=names, losses=torch.from_numpy(losses))
+        blocks = [*(8.0 * torch.from_numpy(rows)).split([2, 3], dim=1)]
+        result = aggregate(aggregator, blocks, state, context, scale=8.0)
+        state = result.state
+        found.append(torch.cat(result.grads).numpy() / 8)
+    return np.array(found)
+
+
+SERIES = [
+    (np.random.default_rng(step).normal(size=(3, 5)), np.random.default_rng(step).random(3) + 0.1)
+    for step in range(6)
+]
+
+
+def test_moco_equals_algorithm_1_of_the_paper() -> None:
+    y, w, expected = np.zeros((3, 5)), np.full(3, 1 / 3), []
+    for call, (rows, _) in enumerate(SERIES, 1):
+        y += 0.6 / call**0.25 * (rows - y)
+        point = w - 0.3 / call**0.25 * (y @ y.T @ w + 0.2 * w)
+        # The projection: the shift at which the positive parts sum to one, by bisection.
+        low, high = point.min() - 1, point.max()
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (point - middle).clip(0).sum() > 1 else (low, middle)
+        w = (point - low).clip(0)
+        expected.append(w @ y)
+    found = combined(gs.MoCo(0.6, gamma=0.3, rho=0.2, decay=0.25))
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_db_mtl_equals_the_equations_of_the_paper() -> None:
+    mean, expected = None, []
+    for rows, losses in SERIES:
+        logs = rows / (losses[:, None] + 1e-8)
+        mean = logs if mean is None else 0.7 * mean + 0.3 * logs
+        norms = np.linalg.norm(mean, axis=1)
+        expected.append((norms.max() / norms) @ mean)
+    np.testing.assert_allclose(combined(gs.DBMTL(0.7)), expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("names", [("forget", "retain"), ("retain", "forget")])
+def test_agem_with_decay_projects_on_a_running_mean_of_the_memory(names: tuple[str, ...]) -> None:
+    mean, expected, place = None, [], names.index("retain")
+    for rows, _ in SERIES:
+        g, memory = rows[1 - place], rows[place]
+        mean = memory if mean is None else 0.9 * mean + 0.1 * memory
+        expected.append(g - min(g @ mean, 0.0) / (mean @ mean) * mean)
+    found = combined(gs.AGEM(memory="retain", decay=0.9), names)
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-13)
+
+
+def test_the_geometric_mean_equals_autograd() -> None:
+    losses = torch.tensor([0.3, 2.0, 5.0], dtype=torch.float64, requires_grad=True)
+    (losses.log().mean()).exp().backward()
+    context = AggregatorContext(losses=losses.detach())
+    found = gs.GeometricMean()(torch.eye(3, dtype=torch.float64), context)
+    torch.testing.assert_close(found, losses.grad, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregator", [gs.MoCo(), gs.DBMTL(), gs.AGEM(decay=0.5)], ids=repr)
+def test_a_nan_keeps_the_running_means(aggregator: Aggregator) -> None:
+    rows, context = torch.eye(2), AggregatorContext(losses=torch.ones(2))
+    _, state = aggregator.merge(rows, aggregator.init(2), context)
+    found, after = aggregator.merge(rows * torch.nan, state, context)
+    assert found.isnan().all()
+    assert {name: value.tolist() for name, value in after.items()} == {
+        name: value.tolist() for name, value in state.items()
+    }
+    with pytest.raises(ValueError, match="found \\[2, 3\\]: their numbers must stay the same"):
+        aggregator.merge(torch.ones(2, 3), state, context)

@@ -12,20 +12,10 @@ import yaml
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import build
 from gradsurg.experiment.execution import execute
-from gradsurg.plugins.registry import defines_its_class
+from gradsurg.plugins.registry import GROUPS, names
+from tests.house import is_plugin, trees
 
 ROOT = Path(__file__).parents[2]
-
-FOLDERS = {
-    "transforms": "transform",
-    "aggregators": "aggregator",
-    "models": "model",
-    "tasks": "task",
-    "loggers": "logger",
-    "sites": "site",
-    "triggers": "when",
-}
-"""Folder of classes: folder of their configs."""
 
 LISTS = ("transform", "logger")
 """Groups that take several configs at once, each under its own key."""
@@ -36,8 +26,10 @@ COMMAND = ["python", "-m", "gradsurg.run"]
 def missing(root: Path) -> list[str]:
     """Return one sentence for each missing class, config or command of the project at `root`."""
     said = []
-    for folder, group in FOLDERS.items():
-        classes = _classes(root / "gradsurg" / folder)
+    modules = trees(root / "gradsurg")
+    plugins = [name.split(".") for name, tree in modules.items() if is_plugin(name, tree)]
+    for folder, group in GROUPS.items():
+        classes = [stem for kind, stem in plugins if kind == folder]
         configs = {path.stem: path for path in sorted((root / "conf" / group).glob("*.yaml"))}
         if not classes:
             said.append(f"gradsurg/{folder} has no class")
@@ -49,21 +41,15 @@ def missing(root: Path) -> list[str]:
         for stem, path in configs.items():
             place = f"conf/{group}/{stem}.yaml"
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
-            said += [f"{place} {fault}" for fault in _faults(group, stem, config, classes)]
+            said += [f"{place} {fault}" for fault in _faults(group, stem, config, names(folder))]
     for path in (*sorted(root.glob("conf/*/*.yaml")), *sorted(root.glob("experiments/*/conf/*/*"))):
         text = path.read_text(encoding="utf-8")
         head = text.removeprefix("# @package _global_\n")
-        first, names = head.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
-        if not _uses(first, path.parent.name, names):
+        first, keys = head.partition("\n")[0], {path.stem, *yaml.safe_load(text)}
+        if not _uses(first, path.parent.name, keys):
             place = path.relative_to(root)
             said.append(f"{place} does not begin with a '# {' '.join(COMMAND)}' that uses it")
     return said
-
-
-def _classes(folder: Path) -> list[str]:
-    """The stems of the files that define a class named like the file, as the registry has it."""
-    paths = [path for path in sorted(folder.glob("[!_]*.py")) if path.stem != "base"]
-    return [path.stem for path in paths if defines_its_class(path)]
 
 
 def _faults(group: str, stem: str, config: Any, classes: list[str]) -> Iterator[str]:

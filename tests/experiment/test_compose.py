@@ -196,6 +196,8 @@ WRONG = (
         "when.source: source 'value' is the tensor whose gradient passes, and Nodes has",
     ),
     # words
+    Wrong("transform=dropout", "transform: there is no 'dropout'. ", "mean 'random_mask'?"),
+    Wrong("transform=[clip,topk]", "transform: there is no 'topk'. ", "mean 'dgc' or 'mask'?"),
     Wrong("transform=[clip", "transform=[clip: cannot be read: ", "spaces need quotes"),
     Wrong(
         "site.pattern=*.weight,",

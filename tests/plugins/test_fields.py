@@ -83,6 +83,12 @@ def test_a_value_without_a_name_is_named_all_the_same() -> None:
         Probe(1.0, 7)
 
 
+def test_a_value_that_is_given_twice_is_refused() -> None:
+    wrong: dict[str, Any] = {"size": 2.0}
+    with pytest.raises(FieldError, match=r"^Probe\.size: is given twice$"):
+        Probe(1.0, **wrong)
+
+
 @validated
 class Named:
     """Fields that all need their names."""

@@ -12,7 +12,7 @@ import yaml
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.loggers.base import Logger
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.registry import GROUPS, find, names
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.transforms.base import Transform
@@ -20,15 +20,6 @@ from gradsurg.transforms.norm_rescale import NormRescale
 from gradsurg.triggers.base import Trigger
 
 CONFIGS = Path(__file__).parents[2] / "conf"
-FOLDERS = {
-    "transforms": "transform",
-    "aggregators": "aggregator",
-    "models": "model",
-    "tasks": "task",
-    "loggers": "logger",
-    "sites": "site",
-    "triggers": "when",
-}
 BASES = {
     "transforms": Transform,
     "aggregators": Aggregator,
@@ -38,7 +29,7 @@ BASES = {
     "triggers": Trigger,
 }
 
-CLASSES = [(kind, stem) for kind in FOLDERS for stem in names(kind)]
+CLASSES = [(kind, stem) for kind in GROUPS for stem in names(kind)]
 
 
 @cache
@@ -64,14 +55,14 @@ def test_every_file_defines_the_class_that_is_spelled_like_it(kind: str, stem: s
 
 @pytest.mark.parametrize(("kind", "stem"), CLASSES)
 def test_every_class_has_a_config_that_names_it(kind: str, stem: str) -> None:
-    configs = _configs(FOLDERS[kind])
-    assert stem in configs, f"write conf/{FOLDERS[kind]}/{stem}.yaml"
+    configs = _configs(GROUPS[kind])
+    assert stem in configs, f"write conf/{GROUPS[kind]}/{stem}.yaml"
     assert _named(stem, configs[stem]) == stem
 
 
 @pytest.mark.parametrize(
     ("kind", "stem", "config"),
-    [(k, stem, config) for k in FOLDERS for stem, config in _configs(FOLDERS[k]).items()],
+    [(k, stem, config) for k in GROUPS for stem, config in _configs(GROUPS[k]).items()],
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_every_config_with_a_name_names_a_class(

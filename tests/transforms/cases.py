@@ -89,6 +89,7 @@ ROWS = (
         other=[-1.0, -1.0, -5.0, 2.0],
     ),
     Row("cautious", [1.0, 2.0, NAN], [1.0, 0.0, NAN], {"scale": "none"}, other=[-1.0, 0.0, -1.0]),
+    Row("cautious", [1.0, -2.0, 3.0], [-1.0, -2.0, 0.0], {"mode": "sign"}, other=[2.0, 9.0, 0.0]),
     Row("centralize", [[1.0, 3.0], [-1.0, -1.0]], [[-1.0, 1.0], [0.0, 0.0]]),
     Row("centralize", [1.0, 3.0], [1.0, 3.0]),
     # Clipped to [0.01, -0.002], then halved.
@@ -328,6 +329,12 @@ ROWS = (
     # One gradient agrees with itself, and a zero has no sign.
     Row("sign_agreement", [1.0, -2.0, NAN], [1.0, -2.0, NAN]),
     Row("sign_agreement", [1.0, -2.0, 0.0, 3.0], [4 / 3, -8 / 3, 0.0, 4.0], {"rescale": True}),
+    # v = (1 - decay) g^2 after one gradient; with the correction g^2.
+    Row("scale_by_rms", [0.3, -2.0, 0.0], [2.0, -2.0, 0.0], {"decay": 0.75}),
+    Row("scale_by_rms", [0.3, -2.0, 0.0, NAN], [1.0, -1.0, 0.0, NAN], {"debias": True}),
+    # The first gradients are not changed.
+    Row("growth_clip", [3.0, -4.0], [3.0, -4.0]),
+    Row("moving_median", [3.0, -4.0, NAN, INF], [3.0, -4.0, NAN, INF]),
     Row("spike_clip", [1.0, -2.0, NAN, INF], [1.0, -2.0, NAN, INF]),
     # |w| = 10, |g| = 5.
     Row("trust_ratio", [3.0, 4.0], [0.006, 0.008], value=[6.0, 8.0]),

@@ -202,6 +202,44 @@ def test_adamw_with_update_clip_is_stable_adamw() -> None:
         assert not torch.allclose(b, c, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("debias", "decay"), [(False, 0.9), (True, 0.9), (False, 0.0)])
+def test_sgd_with_scale_by_rms_is_rmsprop_and_adam(debias: bool, decay: float) -> None:
+    sequence = [[random(4, 3, seed=seed)] for seed in range(9)]
+    param = nn.Parameter(torch.zeros(4, 3))
+    optimizer: torch.optim.Optimizer = torch.optim.RMSprop([param], lr=1.0, alpha=decay, eps=1e-3)
+    if debias:
+        optimizer = torch.optim.Adam([param], lr=1.0, betas=(0.0, decay), eps=1e-3)
+    for (grad,), (result,) in zip(
+        sequence, steps(gs.ScaleByRMS(decay, eps=1e-3, debias=debias), sequence), strict=True
+    ):
+        before = param.detach().clone()
+        param.grad = grad.clone()
+        optimizer.step()
+        torch.testing.assert_close(result, before - param.detach())
+
+
+def test_growth_clip_is_the_limiter_of_fira() -> None:
+    """As their code has it, which adds 1e-8 to the norm before."""
+    sequence, before = spiky(30), [0.0, 0.0]
+    for grads, results in zip(sequence, steps(gs.GrowthClip(1.2), sequence), strict=True):
+        for index, (grad, result) in enumerate(zip(grads, results, strict=True)):
+            limit = max(float(grad.norm()) / (before[index] + 1e-8), 1.2) / 1.2
+            expected = grad / (limit if before[index] else 1.0)
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+            before[index] = float(expected.norm())
+    per_unit = steps(gs.GrowthClip(1.2, per="unit"), [[torch.eye(2)], [torch.eye(2) * 5]])
+    torch.testing.assert_close(per_unit[1][0], torch.eye(2) * 1.2)
+
+
+def test_moving_median_is_that_of_numpy() -> None:
+    sequence = [[random(4, 3, seed=seed)] for seed in range(9)]
+    sequence[4][0][0, 0] = torch.nan
+    results = steps(gs.MovingMedian(4), sequence)
+    for step, (result,) in enumerate(results):
+        past = np.stack([grad.numpy() for (grad,) in sequence[max(step - 3, 0) : step + 1]])
+        np.testing.assert_allclose(result.numpy(), np.nanmedian(past, axis=0), rtol=1e-6)
+
+
 def test_spike_clip_is_spam() -> None:
     library = pytest.importorskip("pytorch_optimizer")
     params = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]

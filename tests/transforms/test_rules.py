@@ -79,7 +79,7 @@ def test_a_compiled_transform_gives_the_same_result(name: str) -> None:
         pytest.skip("it differentiates a module")
     grad, value = noise((4, 3), torch.float32), noise((4, 3), torch.float32, seed=1)
     state = transform.init(grad)
-    clock = Clock(labels=torch.tensor([0, 1, 0, 1]))
+    clock = Clock(batch={"labels": torch.tensor([0, 1, 0, 1])})
 
     def step(grad: Tensor, value: Tensor, state: TransformState) -> tuple[Tensor, TransformState]:
         context = TransformContext(

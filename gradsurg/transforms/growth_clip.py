@@ -1,0 +1,43 @@
+"""GrowthClip: bound the growth of the norm from one gradient to the next."""
+
+from dataclasses import KW_ONLY
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import Per, norm, widened
+from gradsurg.transforms.base import Transform, TransformContext, TransformState
+
+
+@validated
+class GrowthClip(Transform):
+    """g * min(1, factor * |r| / |g|), r the result at the step before, in 2-norms.
+
+    The norms are those of the tensor, or of each group selected by `per`. The limiter of norm
+    growth of Fira (Chen et al. 2024, arXiv 2410.01623, equation 8), with factor as gamma.
+
+    The first gradient is not clipped, nor is one after a result of zero. |r| is the state of a
+    site, in float32 or wider. Any shape; zero stays zero, an empty tensor empty. A NaN makes its
+    group NaN, an infinity becomes NaN and the rest of its group zero; both keep |r|.
+    """
+
+    factor: Annotated[float, Field(ge=1)] = 1.01
+    _: KW_ONLY
+    per: Per = "tensor"
+
+    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+
+    def init(self, grad: Tensor) -> TransformState:
+        return {"norm": torch.zeros_like(norm(grad, self.per))}
+
+    def update(
+        self, grad: Tensor, state: TransformState, context: TransformContext
+    ) -> tuple[Tensor, TransformState]:
+        size, before = norm(grad, self.per), state["norm"]
+        bound = torch.where(before > 0, self.factor * before, torch.inf)
+        result = widened(grad) * (bound / torch.where(size > 0, size, 1.0)).clamp(max=1.0)
+        after = torch.where(size.isfinite(), torch.minimum(size, bound), before)
+        return result.to(grad.dtype), {"norm": after}
