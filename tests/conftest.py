@@ -141,6 +141,14 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """Leave older objects out of garbage collections, which else take a second each."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -35,6 +35,7 @@ TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_schedul
 LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
 ALIASES = {"trigger": "when", "recipe": "experiment"}
 ALIASES |= {f"{group}s": group for group in LISTED} | {"triggers": "when", "recipes": "experiment"}
+ALIASES |= {"multitask": "aggregator", "multi-task": "aggregator"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ENDING = re.compile(r"(?<=...)(?:at(?:ion|e|or)s?|(?:if(?:y|iez|ied)|ity|ing|er|or|ed|es?|s|y))$")
@@ -181,7 +182,7 @@ def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
     missing = [word for word in asked if not _found(entries, [word])]
     fault = " or ".join(f"'{word}'" for word in missing) or "all these words"
     texts = [" ".join([one.name, *one.also, one.summary]) for one in entries]
-    known = [*LISTED, *(word for text in texts for word in re.findall(r"\w{3,}", text.lower()))]
+    known = [*LISTED, *(word for text in texts for word in re.findall(r"\w{4,}", text.lower()))]
     close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 2, 0.7)]
     question = f" Did you mean '{' or '.join(close)}'?" if close else ""
     text = f"there is no group '{' '.join(asked)}' to list, and no option with {fault}."

@@ -27,7 +27,7 @@ from gradsurg.torch_internals.module_hooks import TABLES
 from gradsurg.transforms.base import Transform
 from tests.contexts.kinds import Net
 from tests.nets import FEATURES, attached, batch, noisy, num_hooks, sgd, weights
-from tests.sites.points import Acts, recomputed
+from tests.sites.points import Acts, met, recomputed
 
 DOUBLE = gs.Scale(2.0)
 WEIGHED = ("first", "last")
@@ -190,11 +190,6 @@ def _hooks_gone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     assert _hooks(model, optimizer) == before
 
 
-def _met(live: gs.Live) -> dict[str, int]:
-    """Return the number of calls at each site that has seen any."""
-    return {entry.site: entry.calls for entry in live.ledger if entry.calls}
-
-
 def _trained(
     row: Row,
     at: Selector | str,
@@ -318,7 +313,7 @@ def interrupted(row: Row) -> None:
 
     model, live = _trained(row, "shared", DOUBLE, make=Shared, before=fail)
     plain, expected = _trained(row, "shared", DOUBLE, make=Shared)
-    assert {*_met(live)} == {*_met(expected)}
+    assert {*met(live)} == {*met(expected)}
     assert _same(model, plain) or row.has("interrupted", "edits")
 
 
@@ -334,7 +329,7 @@ def evaluation(row: Row) -> None:
     model, live = _trained(row, "*", DOUBLE, before=evaluate)
     plain, expected = _trained(row, "*", DOUBLE)
     assert "needs no gradient" not in live.ledger.table()
-    assert {*_met(live)} == {*_met(expected)} == row.all_sites
+    assert {*met(live)} == {*met(expected)} == row.all_sites
     assert _same(model, plain)
 
 
@@ -388,8 +383,8 @@ def combined(row: Row) -> None:
         (at("*").where(lambda place: "last" in place.name), sites("last")),
         (at("*").expect(len(everything)), everything),
     ):
-        met = _met(_trained(row, selector, gs.Identity(), steps=1)[1])
-        assert met == dict.fromkeys(expected, 1)
+        _, live = _trained(row, selector, gs.Identity(), steps=1)
+        assert met(live) == dict.fromkeys(expected, 1)
     with pytest.raises(LookupError, match="sites were expected"):
         _trained(row, at("*").expect(len(everything) + 1), gs.Identity(), steps=1)
 
@@ -417,12 +412,12 @@ def without_gradients(row: Row) -> None:
     match row.differs.get("without_gradients", "frozen"):
         case "frozen":
             live = train("*")
-            assert {*_met(live)} == row.sites("last")
+            assert {*met(live)} == row.sites("last")
             assert "frozen" in {entry.skipped for entry in live.ledger}
             with pytest.raises(LookupError, match="frozen"):
                 train("first")
         case "acts":
-            assert {*_met(train("first"))} == row.sites("first")
+            assert {*met(train("first"))} == row.sites("first")
         case "no node":
             with pytest.raises(LookupError):
                 train("first")
@@ -466,15 +461,15 @@ def threads(row: Row) -> None:
             for worker in workers if at_once else ():
                 worker.join()
             optimizer.step()
-        return _met(live), grads
+        return met(live), grads
 
     if row.has("threads", "reported"):
         with pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"):
             trained(True)
         return
-    (met, grads), (expected, serial) = trained(True), trained(False)
-    assert met == expected
-    assert met
+    (seen, grads), (expected, serial) = trained(True), trained(False)
+    assert seen == expected
+    assert seen
     torch.testing.assert_close(grads, serial)
 
 
@@ -482,7 +477,7 @@ def checkpointed(row: Row) -> None:
     """A checkpoint changes neither gradients nor sites; a value is changed again in it."""
     model, live = _trained(row, "inner.first", DOUBLE, make=Saved)
     factor = 2 if row.has("checkpointed", "twice") else 1
-    expected = {site: factor * calls for site, calls in _met(live).items()}
+    expected = {site: factor * calls for site, calls in met(live).items()}
     for reentrant, refused in (
         (False, "refuses the hooks of others"),
         (True, "refused by PyTorch"),
@@ -493,7 +488,7 @@ def checkpointed(row: Row) -> None:
                 _trained(row, "inner.first", DOUBLE, make=make)
             continue
         other, live = _trained(row, "inner.first", DOUBLE, make=make)
-        assert _met(live) == expected
+        assert met(live) == expected
         torch.testing.assert_close(weights(other), weights(model))
 
 
@@ -504,21 +499,21 @@ def calls(row: Row) -> None:
     (first,) = row.sites("shared")
     second = first.replace("#0", "#1")
 
-    def met(act: Callable[[nn.Module, Tensor], Tensor], **fields: int) -> dict[str, int]:
+    def seen(act: Callable[[nn.Module, Tensor], Tensor], **fields: int) -> dict[str, int]:
         model, optimizer = _ready(Shared)
         at = replace(row.at("shared"), **fields) if fields else row.at("shared")
         with _hooks_gone(model, optimizer), attached(model, DOUBLE, at, optimizer) as live:
             for step in range(2):
                 act(model, _x(step)).square().sum().backward()
-        return _met(live)
+        return met(live)
 
-    assert met(Shared.__call__) == {first: 2, second: 2}
-    assert met(lambda model, x: model.shared(x)) == {first: 2}
+    assert seen(Shared.__call__) == {first: 2, second: 2}
+    assert seen(lambda model, x: model.shared(x)) == {first: 2}
     if hasattr(row.at("*"), "call"):
-        assert met(Shared.__call__, call=0) == {first: 2}
-        assert met(Shared.__call__, call=1) == {second: 2}
+        assert seen(Shared.__call__, call=0) == {first: 2}
+        assert seen(Shared.__call__, call=1) == {second: 2}
         with pytest.raises(LookupError):
-            met(Shared.__call__, call=7)
+            seen(Shared.__call__, call=7)
 
 
 SITUATIONS: dict[str, Callable[[Row], None]] = {

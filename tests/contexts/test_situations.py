@@ -1,8 +1,5 @@
 """Every kind of site in the situations that all of them meet."""
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
 import gradsurg as gs
@@ -11,14 +8,7 @@ from gradsurg.plugins.registry import find, names
 from tests.contexts.situations import ROWS, SITUATIONS
 
 
-@pytest.fixture(autouse=True)
-def _frozen_heap() -> Iterator[None]:
-    """Leave older objects out of garbage collections, which else take a second each."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_kind_of_site_in_a_situation(kind: str, situation: str) -> None:

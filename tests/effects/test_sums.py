@@ -93,6 +93,7 @@ for compiled in sums._compiled:
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_is_compiled_to_vector_instructions(tmp_path: Path) -> None:
     pytest.importorskip("numba", reason="without numba there is no kernel")
     done = subprocess.run(
@@ -157,11 +158,3 @@ def test_the_kernel_of_triton_gives_the_eager_sums_in_its_interpreter() -> None:
         text=True,
     )
     assert done.stdout == "equal\n", done.stderr
-
-
-def test_the_oracle_counts_by_hand() -> None:
-    nan, inf = float("nan"), float("inf")
-    before = torch.tensor([1.0, -2.0, 0.0, 3.0, nan, nan, inf])
-    after = torch.tensor([1.0, 2.0, 5.0, 0.0, nan, 0.0, inf])
-    # changed: -2 to 2, 0 to 5, 3 to 0, NaN to 0; one flip; 3 and NaN became zero, of 6 entries
-    assert sums.eager_sums(before, after)[4:].tolist() == [4, 1, 2, 3, 6]

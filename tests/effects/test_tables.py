@@ -20,14 +20,6 @@ def test_columns_in_which_nothing_happened_are_left_out() -> None:
     )
 
 
-def test_a_column_in_which_something_happened_at_one_site_is_shown() -> None:
-    rows = [_row(), _row(flipped=0.5, nonfinite=3), _row(zeroed=1.0)]
-    head = effect_table(rows).splitlines()[0].split()
-    assert {"flips", "zeroed", "non-finite"} <= set(head)
-    assert "100.0%" in effect_table(rows)
-    assert "50.0%" in effect_table(rows)
-
-
 def test_several_transforms_are_told_apart_and_kept_together() -> None:
     rows = [_row(), _row(transform="scale"), _row(site="1.weight")]
     lines = effect_table(rows).splitlines()

@@ -1,6 +1,8 @@
 """All gradients of a group together: late results, and parameters that are replaced."""
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
+from weakref import ref
 
 import pytest
 import torch
@@ -94,3 +96,22 @@ def test_a_group_reads_the_parameters_that_the_optimizer_holds_now(at: gs.Parame
         expected = [float(param.detach().sum()) for param in model.last.parameters()]
         train(model, optimizer, 1)
     assert seen[1] == expected
+
+
+@pytest.mark.usefixtures("frozen_heap")
+def test_a_group_gets_the_values_and_does_not_hold_them() -> None:
+    model, optimizer = trainee(0.0)
+    by_value = UserGroup(
+        lambda grads, of: [g * c.value.detach() for g, c in zip(grads, of, strict=True)]
+    )
+    with attached(model, by_value, STEP, optimizer) as live:
+        backward(model)
+        grads = gradients(model)
+        optimizer.step()
+    expected = {name: param.detach() * grads[name] for name, param in model.named_parameters()}
+    torch.testing.assert_close(gradients(model), expected)
+    held = ref(model.first.weight)
+    del model, optimizer
+    gc.collect()
+    assert held() is None
+    assert live.effects.rows()

@@ -1,10 +1,8 @@
 """The wrapper around every transform: what passes, what is refused, and with which words."""
 
-import gc
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -15,13 +13,11 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
     GroupTransform,
-    Need,
     Stateless,
     Transform,
     TransformContext,
     TransformProperty,
     TransformState,
-    value_of,
 )
 from tests.nets import attached, backward, grad_of, gradients, sgd, small, train, trainee
 
@@ -76,31 +72,24 @@ def _acted(transform: Transform, at: Selector | None) -> None:
         train(model, optimizer, 3)
 
 
-PLACES = {
-    "backward": (gs.Parameters(), "first.weight"),
-    "accumulated": (gs.Parameters(stage="accumulated"), "first.weight"),
-    "step": (gs.Parameters(stage="step"), "first.weight"),
-    "outputs": (gs.Outputs(), "first#0"),
-    "nodes": (gs.Nodes("*"), "act#0/ReluBackward[0]"),
-}
-"""A site that is not the first to get a gradient, for there the short way is open."""
+# A site that is not the first to get a gradient, for there the short way is open.
+WEIGHTS = [(gs.Parameters(stage=stage), "first.weight") for stage in gs.Parameters.stages]
+PLACES = [*WEIGHTS, (gs.Outputs(), "first#0"), (gs.Nodes("*"), "act#0/ReluBackward[0]")]
+WRONG = [
+    (lambda grad: grad[:1], "found [1, "),
+    (lambda grad: grad.double(), "torch.float64"),
+    (lambda grad: None, "found NoneType"),
+    (lambda grad: 1.0, "found float"),
+    (lambda grad: grad.numpy(), "found ndarray"),
+]
 
-at_each = pytest.mark.parametrize(("at", "site"), PLACES.values(), ids=PLACES.keys())
 at_once_or_later = pytest.mark.parametrize("first", [0, 2])
 
 
-@at_each
 @at_once_or_later
 @pytest.mark.parametrize(
-    ("wrong", "described"),
-    [
-        (lambda grad: grad[:1], "found [1, "),
-        (lambda grad: grad.double(), "torch.float64"),
-        (lambda grad: None, "found NoneType"),
-        (lambda grad: 1.0, "found float"),
-        (lambda grad: grad.numpy(), "found ndarray"),
-    ],
-    ids=["shape", "dtype", "None", "float", "array"],
+    ("at", "site", "wrong", "described"),
+    [*((*place, *WRONG[0]) for place in PLACES), *((*PLACES[0], *wrong) for wrong in WRONG[1:])],
 )
 def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
     at: Selector, site: str, wrong: Wrong, described: str, first: int
@@ -112,9 +101,7 @@ def test_a_result_unlike_the_gradient_is_refused_with_site_and_transform(
 
 
 @at_once_or_later
-@pytest.mark.parametrize(
-    "wrong", [lambda grad: grad[:1], lambda grad: grad.double(), lambda grad: None]
-)
+@pytest.mark.parametrize("wrong", [wrong for wrong, _ in WRONG[:3]])
 def test_a_group_result_unlike_the_gradient_is_refused(wrong: Wrong, first: int) -> None:
     text = "LaterGroup.. must return a tensor like the gradient"
     with pytest.raises(TypeError, match=text):
@@ -133,8 +120,8 @@ def _assert(grad: Tensor) -> None:
     raise AssertionError("theirs")
 
 
-@at_each
 @at_once_or_later
+@pytest.mark.parametrize(("at", "site"), PLACES)
 @pytest.mark.parametrize(("wrong", "kind"), [(_raise, Mishap), (_assert, AssertionError)])
 def test_an_exception_inside_a_transform_keeps_its_type_and_tells_site_and_step(
     at: Selector, site: str, wrong: Wrong, kind: type[Exception], first: int
@@ -281,52 +268,6 @@ def test_a_state_that_is_loaded_is_taken_up_after_gradients_have_passed_the_shor
             surgery.load_state_dict(fresh)
     assert grads[:3] == grads[3:]
     assert grads[0] != grads[1]
-
-
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "step"])
-def test_the_value_is_there_at_every_stage(stage) -> None:
-    model = nn.Linear(2, 1, bias=False)
-    optimizer = sgd(model)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[3.0, -4.0]]))
-    transform = gs.ScaleBySign(10.0, 0.0, of="value")
-    with attached(model, transform, gs.Parameters(stage=stage), optimizer):
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            assert grad_of(model.weight).tolist() == [[10.0, 0.0]]
-
-
-class TimesValue(OfGroup):
-    """Multiplies each gradient of a group by its value."""
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"value"})
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[list[Tensor], TransformState]:
-        values = [value_of(self, context) for context in contexts]
-        return [grad * value for grad, value in zip(grads, values, strict=True)], state
-
-
-def test_a_group_transform_gets_the_values_and_they_are_not_held_afterwards() -> None:
-    model, optimizer = trainee(0.0)
-    with attached(model, TimesValue(), None, optimizer) as live:
-        backward(model)
-        expected = {
-            name: param.detach() * gradients(model)[name]
-            for name, param in model.named_parameters()
-        }
-        optimizer.step()
-    torch.testing.assert_close(gradients(model), expected)
-    held = ref(model.first.weight)
-    del model, optimizer
-    gc.collect()
-    assert held() is None
-    assert len(live.effects.rows()) == 4
 
 
 class GlobalDraws(gs.Trigger):

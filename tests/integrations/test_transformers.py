@@ -103,43 +103,6 @@ def test_two_callbacks_of_one_trainer_act_in_turn(tmp_path: Path) -> None:
     assert num_hooks(twice) == 0
 
 
-def checkpointing_model() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-
-def hook_by_hand(net: Any) -> None:
-    def clamp(grad: Tensor) -> Tensor:
-        return grad.clamp(-1e-3, 1e-3)
-
-    def clamp_output(module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(clamp)
-
-    for weight in net.transformer.h.parameters():
-        weight.register_hook(clamp)
-    for block in net.transformer.h:
-        block.mlp.register_forward_hook(clamp_output)
-
-
-@pytest.mark.full
-def test_a_model_that_checkpoints_its_blocks_trains_as_with_plain_hooks(tmp_path: Path) -> None:
-    tokens = torch.randint(16, (32, 6), generator=torch.Generator().manual_seed(2))
-    clamp = gs.Clamp(low=-1e-3, high=1e-3)
-    sites = gs.Parameters("transformer.h.*"), gs.Outputs("transformer.h.*.mlp")
-    surgery = gs.Surgery(*(gs.Intervention(clamp, at) for at in sites))
-    untouched, plain, ours = (checkpointing_model() for _ in range(3))
-    hook_by_hand(plain)
-    for name, net in (("untouched", untouched), ("plain", plain), ("ours", ours)):
-        attached = surgery if net is ours else gs.Surgery()
-        trainer = trainer_of(net, attached, tmp_path / name, gradient_checkpointing=True)
-        trainer.train_dataset = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer.train()
-        assert net.is_gradient_checkpointing
-    assert all(map(torch.equal, plain.parameters(), ours.parameters()))
-    assert not all(map(torch.equal, untouched.parameters(), ours.parameters()))
-
-
 @pytest.mark.full
 def test_effects_are_in_the_logs_and_reach_loggers_that_were_there_before(tmp_path: Path) -> None:
     seen: list[str] = []

@@ -1,7 +1,5 @@
 """Pitfalls of hooks beside those of PyTorch, of other libraries and of replaced parameters."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,43 +38,6 @@ def test_a_leaf_input_is_hooked_once_and_not_once_a_call() -> None:
             model(x).sum().backward()
             assert x.grad is not None
             assert x.grad.item() == 20.0
-
-
-def _overwrite(model: nn.Module) -> None:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    model.double()
-    torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-@pytest.mark.parametrize(
-    "replace",
-    [
-        lambda model: model.load_state_dict(small(1).state_dict(), assign=True),
-        lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(5, 6))),
-        _overwrite,
-    ],
-    ids=["assign", "setattr", "overwrite"],
-)
-def test_a_replaced_parameter_is_reported(replace: Callable[[nn.Module], object]) -> None:
-    model = small()
-    with (
-        pytest.warns(gs.SurgeryWarning, match="parameters were replaced.*first.weight"),
-        attached(model, gs.Scale(2.0)),
-    ):
-        backward(model)
-        replace(model)
-
-
-def test_hooks_of_other_libraries_are_kept_and_named() -> None:
-    model, order = small(), []
-    model.first.weight.register_hook(lambda grad: order.append("theirs"))
-    model.first.register_forward_hook(lambda *_: order.append("module"))
-    for at in (gs.Parameters("first.weight"), gs.Outputs("first")):
-        with attached(model, gs.Scale(2.0), at) as live:
-            backward(model)
-        assert f"beside hooks of others: {__name__}" in live.ledger.table()
-    backward(model)
-    assert order == ["module", "theirs"] * 3
 
 
 def test_a_full_backward_hooks_wrapper_node_does_not_hide_the_inner_nodes() -> None:

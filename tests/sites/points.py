@@ -31,6 +31,11 @@ def calls_of(live: gs.Live) -> dict[str, int]:
     return {entry.site: entry.calls for entry in live.ledger}
 
 
+def met(live: gs.Live) -> dict[str, int]:
+    """Return the number of gradients that passed at each site that has seen any."""
+    return {entry.site: entry.calls for entry in live.ledger if entry.calls}
+
+
 def passed(
     model: nn.Module, transform: Transform, at: Selector, x: Tensor | None = None
 ) -> tuple[list[Any], dict[str, int]]:
@@ -105,9 +110,25 @@ class Times(nn.Module):
         return x * self.factor
 
 
+class Sums(nn.Module):
+    """d/dw of `forward(x)` is x: every gradient can be chosen."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([start]))
+
+    def forward(self, x: Tensor | float) -> Tensor:
+        return (self.w * x).sum()
+
+
 class Double(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
 
 
 class Shared(nn.Module):

@@ -1,7 +1,5 @@
 """Stage `backward_end`: all `.grad`s at once, when a backward has ended, and once."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
@@ -112,15 +109,6 @@ def test_around_checkpoints_the_group_acts_once_on_all_parameters(
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
     assert calls_of(live) == dict.fromkeys(gradients(plain), 2)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the first forward
-def test_nested_checkpoints_act_at_the_end_of_the_outermost_backward() -> None:
-    model = _checkpointed(reentrant=True, inside=(0, 1, 2))
-    with attached(model, CLIP, _at()) as live:
-        recomputed(lambda x: checkpoint(model, x, use_reentrant=True), _x(), True).backward()
-    assert _norm(model) == pytest.approx(1.0)
-    assert set(calls_of(live).values()) == {1}
 
 
 def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
@@ -250,26 +238,6 @@ def test_the_new_gradients_have_a_graph_only_under_create_graph() -> None:
         (w**3).backward()
     assert w.grad is not None
     assert (w.grad.item(), w.grad.requires_grad) == (24.0, False)
-
-
-def test_threads_act_each_at_the_end_of_their_own_backward() -> None:
-    model = Weighted()
-    barrier = threading.Barrier(2)
-
-    def work(loss: Callable[[], Tensor]) -> None:
-        barrier.wait(timeout=10)
-        loss().backward()
-
-    # They share no parameter: (1, 2) are a's and b's, 3 is c's.
-    losses = (lambda: model(1.0, 2.0), lambda: (model.c * 3).sum())
-    with attached(model, gs.Scale(2.0), _at(), effects_every=0) as live:
-        threads = [threading.Thread(target=work, args=(loss,)) for loss in losses]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert _grads(model) == [2.0, 4.0, 6.0]
-    assert calls_of(live) == {"a": 1, "b": 1, "c": 1}
 
 
 # Several processes

@@ -11,38 +11,14 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, gradients, num_hooks, small
-from tests.sites.points import TEN, Answer, Double, Made, Shared, calls_of, grad_of, passed, point
+from tests.nets import attached, backward, num_hooks, small
+from tests.sites.points import TEN, Answer, Double, Made, calls_of, grad_of, passed, point
 
 KINDS = ("full_backward_pre", "full_backward")
 
 
 def _tail(kind: str) -> str:
     return ".input" if kind == "full_backward" else ""
-
-
-def test_the_pre_hook_gets_the_output_gradient_and_the_hook_the_input_gradient() -> None:
-    grads = {}
-    for kind in KINDS:
-        model, x = nn.Sequential(nn.Linear(1, 1)), point(3.0)
-        nn.init.constant_(model[0].weight, 2.0)
-        with attached(model, gs.Clip(0.5), gs.ModuleGradients("0", kind=kind)) as live:
-            model(x).sum().backward()
-        grads[kind] = grad_of(x)[0], gradients(model)["0.weight"].item()
-        assert calls_of(live) == {f"0#0{_tail(kind)}": 1}
-    # The output has 1, clipped to 0.5; the input 2, clipped without the weight being told.
-    assert grads == {"full_backward_pre": (1.0, 1.5), "full_backward": (0.5, 3.0)}
-
-
-def test_two_forwards_before_their_backwards_keep_their_sites() -> None:
-    model, first, second = Shared(), point(), point()
-    at = gs.ModuleGradients("twice", call=0)
-    with attached(model, gs.Clip(0.5), at) as live:
-        losses = model(first), model(second)
-        losses[0].backward()
-        losses[1].backward()
-    assert (grad_of(first), grad_of(second)) == ([1.0], [1.0])
-    assert calls_of(live) == {"twice#0": 2}
 
 
 def _caller() -> Made:

@@ -2,36 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsurg as gs
-from tests.nets import attached, backward, gradients, num_hooks, sgd, small
-
-
-class Sums(nn.Module):
-    """d/dw of `forward(x)` is x: every gradient can be chosen."""
-
-    def __init__(self, *start: float) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(start or (0.0,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w * x).sum()
-
-
-def _grad(param: nn.Parameter) -> list[float]:
-    assert param.grad is not None
-    return param.grad.tolist()
-
-
-def test_other_parameters_are_unchanged() -> None:
-    plain, model = small(), small()
-    backward(plain)
-    with attached(model, gs.Zero(), gs.Parameters("*.weight")):
-        backward(model)
-    for name, grad in gradients(model).items():
-        expected = gradients(plain)[name]
-        assert torch.equal(grad, expected * 0 if name.endswith("weight") else expected)
+from tests.nets import attached, backward, num_hooks, sgd, small
+from tests.sites.points import Sums, grad_of
 
 
 @pytest.mark.parametrize("stage", ["backward", "accumulated"])
@@ -102,10 +77,10 @@ def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
 
         with gs.Surgery(*map(noted, order)).attach(model, optimizer):
             model(torch.tensor([1.0])).backward()
-            assert _grad(model.w) == [4.0]
+            assert grad_of(model.w) == [4.0]
             optimizer.step()
         assert met == list(STAGES)
-        assert _grad(model.w) == [5.0]
+        assert grad_of(model.w) == [5.0]
         assert num_hooks(model, optimizer) == 0
 
 
@@ -130,19 +105,9 @@ def test_a_stage_acts_on_one_backward_or_on_the_sum(
     with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer):
         for gradient in (3.0, -2.5):
             model(torch.tensor([gradient])).backward()
-        assert _grad(model.w) == [summed]
+        assert grad_of(model.w) == [summed]
         optimizer.step()
     assert model.w.tolist() == [-used]
-
-
-def test_backward_with_inputs_acts_only_on_those() -> None:
-    model = small()
-    with attached(model, gs.Zero(), gs.Parameters("first.*", stage="accumulated")) as live:
-        model(torch.ones(2, 6)).sum().backward(inputs=[model.first.weight])
-        calls = {entry.site: entry.calls for entry in live.ledger}
-        assert calls == {"first.weight": 1, "first.bias": 0}
-        model(torch.ones(2, 6)).sum().backward()
-    assert not gradients(model)["first.weight"].any()
 
 
 # Hooks of others
@@ -189,7 +154,7 @@ def test_a_foreign_hook_keeps_its_position(
                 add()
             model(torch.tensor([3.0])).backward()
             optimizer.step()
-            assert _grad(model.w) == [in_turn if expected is None else expected]
+            assert grad_of(model.w) == [in_turn if expected is None else expected]
             is_listed = (
                 f"beside hooks of others: {__name__}.{hook.__qualname__}" in live.ledger.table()
             )
@@ -197,4 +162,4 @@ def test_a_foreign_hook_keeps_its_position(
         assert num_hooks(model) == 1
         model.zero_grad()
         model(torch.tensor([3.0])).backward()
-        assert _grad(model.w) == [6.0]
+        assert grad_of(model.w) == [6.0]

@@ -14,6 +14,7 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
 from gradsurg.sites.selection import names_of, one_scan
 from tests.nets import attached, small
+from tests.sites.points import met
 
 
 class Block(nn.Sequential):
@@ -129,6 +130,32 @@ def test_a_selection_of_nothing_lists_the_choices_and_gives_the_reason_or_the_ne
     asked = f"Did you mean '{getattr(at, 'pattern', '')}'?"
     assert asked not in str(caught.value)
     assert str(caught.value).count("Did you mean") <= 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "sites"),
+    [
+        (gs.Captured("act"), gs.Captured("first*"), {"first.weight", "first.bias"}),
+        (gs.Nodes("*", module="act"), gs.Nodes("Relu"), {"root#0/ReluBackward[0]"}),
+        (
+            gs.SavedTensors("act"),
+            gs.SavedTensors("root", node="Relu"),
+            {"root#0/ReluBackward[0].result"},
+        ),
+        (gs.SavedTensors(node="Relu", pattern="act"), gs.Parameters("last.bias"), {"last.bias"}),
+        (gs.Uses("act"), gs.Uses("last.bias"), {"last.bias/use[0]"}),
+    ],
+    ids=repr,
+)
+def test_modules_of_an_exported_model_are_refused_and_its_nodes_and_parameters_act(
+    wrong: Any, right: Selector, sites: set[str]
+) -> None:
+    model = _exported()
+    with pytest.raises(LookupError, match=f"{type(wrong).__name__}: an exported model is one grap"):
+        wrong.find(model)
+    with attached(model, gs.Identity(), right) as live:
+        torch.autograd.grad(model(torch.ones(2, 6)).sum(), [*model.parameters()])
+    assert met(live).keys() == sites
 
 
 def _told(use: Callable[[gs.Live, nn.Module], object], at: Selector, model: nn.Module) -> str:

@@ -99,38 +99,6 @@ def test_the_state_of_the_optimizer_is_untouched() -> None:
             assert torch.equal(tensor, other.state[theirs][key])
 
 
-def test_several_groups_act_and_a_parameter_without_gradient_is_left_alone() -> None:
-    model = small()
-    first, second = list(model.first.parameters()), list(model.last.parameters())
-    optimizer = SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 1.0}])
-    start = [weight.clone() for weight in weights(model)]
-    scaled = attached(model, gs.Scale(2.0), gs.Updates(), optimizer)
-    with pytest.warns(gs.SurgeryWarning, match=r"no gradient ever passed at: last\.bias"), scaled:
-        backward(model)
-        model.last.bias.grad = None
-        optimizer.step()
-    grads = [param.grad for param in model.parameters()]
-    rates = [0.2, 0.2, 2.0]
-    for weight, before, grad, rate in zip(weights(model), start, grads, rates, strict=False):
-        assert grad is not None
-        torch.testing.assert_close(weight, before - rate * grad)
-    assert torch.equal(model.last.bias, start[3])
-
-
-def test_two_interventions_act_in_order_and_a_group_transform_sees_all_updates() -> None:
-    model = small()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    start = [weight.clone() for weight in weights(model)]
-    surgery = gs.Surgery(
-        gs.Intervention(gs.ClipGlobalNorm(0.01, eps=0.0), at=gs.Updates()),
-        gs.Intervention(gs.Scale(3.0), at=gs.Updates()),
-    )
-    with surgery.attach(model, optimizer):
-        train(model, optimizer, 1)
-    changes = [(now - then).flatten() for now, then in zip(weights(model), start, strict=True)]
-    assert torch.cat(changes).norm().item() == pytest.approx(0.03, rel=1e-4)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("at", [gs.Updates(), gs.Weights()], ids=repr)
 def test_a_step_that_the_scaler_skips_changes_nothing(at: gs.Updates, fused: bool) -> None:

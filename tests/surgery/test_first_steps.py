@@ -201,13 +201,6 @@ def _run(model: nn.Module) -> None:
     model(torch.ones(2, 3, requires_grad=True)).sum().backward()
 
 
-def test_a_weight_used_in_two_reentrant_checkpoints_is_told_in_the_first_backward() -> None:
-    model = Twice()
-    text = r"site 'layer.*' had 2 gradients in one backward pass.* Use stage='step'"
-    with attached(model, gs.Clip(1.0)), pytest.warns(gs.SurgeryWarning, match=text):
-        _run(model)
-
-
 def test_several_backward_passes_without_an_optimizer_are_not_parts_of_one() -> None:
     model = Twice()
     with attached(model, gs.Scale(1.0)):

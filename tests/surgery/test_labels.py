@@ -14,6 +14,7 @@ from gradsurg.transforms.base import TransformContext
 from tests.nets import attached
 
 GROUPS = ((0,), (1,))
+TOKENS = [[0, 1, -100], [1, 1, 0]]
 
 
 def _model() -> nn.Sequential:
@@ -27,29 +28,21 @@ def _routed(
     return attached(model, gs.Route(GROUPS, axis=axis), gs.Outputs("0"), optimizer)
 
 
-def test_each_example_trains_the_units_of_its_label_as_with_a_mask_of_the_activations() -> None:
-    labels, inputs = torch.tensor([0, 1, 1, 7, 0]), torch.randn(5, 3)
-    mask = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
-    model, expected = _model(), _model()
+@pytest.mark.parametrize(
+    ("labels", "axis", "is_flat"),
+    [([0, 1, 1, 7, 0], 1, False), (TOKENS, -1, False), (TOKENS, -1, True)],
+    ids=["examples", "tokens", "flattened tokens"],
+)
+def test_each_label_trains_its_units_as_with_a_mask_of_the_activations(
+    labels: list[Any], axis: int, is_flat: bool
+) -> None:
+    known = torch.tensor(labels)
+    inputs, model, expected = torch.randn(*known.shape, 3), _model(), _model()
     hidden = expected[0](inputs)
-    routed = mask * hidden + (1 - mask) * hidden.detach()
-    expected[2](expected[1](routed)).square().sum().backward()
-    with _routed(model) as live:
-        live.set_example_labels(labels)
-        model(inputs).square().sum().backward()
-    for param, oracle in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, oracle.grad)
-
-
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_each_token_trains_the_units_of_its_label(is_flat: bool) -> None:
-    labels, inputs = torch.tensor([[0, 1, -100], [1, 1, 0]]), torch.randn(2, 3, 3)
-    model, expected = _model(), _model()
-    hidden = expected[0](inputs)
-    mask = torch.stack([labels != 1, labels != 1, labels != 0, labels != 0], dim=-1)
+    mask = torch.stack([known != 1, known != 1, known != 0, known != 0], dim=-1)
     expected[2](expected[1](torch.where(mask, hidden, hidden.detach()))).square().sum().backward()
-    with _routed(model, axis=-1) as live:
-        live.set_batch(labels=labels)
+    with _routed(model, axis=axis) as live:
+        live.set_batch(labels=known)
         model(inputs.flatten(0, 1) if is_flat else inputs).square().sum().backward()
     for param, oracle in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(param.grad, oracle.grad)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.core.surgery import STATE_KEY, packed, unpacked
-from tests.nets import backward, gradients, num_hooks, sgd, small, train, trainee, weights
+from gradsurg.core.surgery import STATE_KEY, unpacked
+from tests.nets import backward, num_hooks, sgd, small, train, trainee, weights
 
 # What these surgeries have is asked for, not whether it acts.
 pytestmark = [
@@ -55,25 +54,6 @@ def _state_hooks(model: nn.Module) -> int:
     return len(model._state_dict_hooks) + len(model._load_state_dict_pre_hooks)
 
 
-def test_off_by_default_there_is_no_key_and_no_hook() -> None:
-    model = small()
-    keys = set(model.state_dict())
-    with _surgery().attach(model):
-        assert set(model.state_dict()) == keys
-        assert _state_hooks(model) == 0
-        backward(model)
-
-
-def test_a_state_is_one_tensor_of_bytes_that_is_read_without_running_code() -> None:
-    saved, state = _saved()
-    data = saved[STATE_KEY]
-    assert (data.dtype, data.ndim, data.is_contiguous()) == (torch.uint8, 1, True)
-    assert list(saved) == [*small().state_dict(), STATE_KEY]
-    assert _same(unpacked(data), state)
-    assert state["step"] == 3
-    assert _same(unpacked(packed(state)), state)
-
-
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     whole, _ = _saved(6)
     saved, state = _saved(3)
@@ -90,22 +70,6 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         train(model, optimizer, 3, start=3)
     assert _same(model.state_dict(), {key: whole[key] for key in model.state_dict()})
     assert STATE_KEY in read  # what was given is left as it is
-
-
-def test_a_trigger_reads_the_loaded_step_from_the_next_backward_on() -> None:
-    """In the middle of a run, not only before its first step."""
-    saved, _ = _saved(steps=5)  # the noise has stopped at 4
-    plain, (model, optimizer) = small(), trainee()
-    with _surgery().attach(model, optimizer, in_state_dict=True) as live:
-        train(model, optimizer, 1)
-        model.load_state_dict(saved)
-        plain.load_state_dict({key: tensor for key, tensor in saved.items() if key != STATE_KEY})
-        live.switch("half", on=False)
-        optimizer.zero_grad()
-        backward(model)
-        backward(plain)
-        assert torch.equal(gradients(model)["last.weight"], gradients(plain)["last.weight"])
-        assert not torch.equal(gradients(model)["first.weight"], gradients(plain)["first.weight"])
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -217,19 +181,7 @@ def test_a_copy_of_the_model_is_a_plain_one() -> None:
     assert STATE_KEY not in twin.state_dict()
 
 
-@pytest.mark.parametrize("error", [None, OSError("gone")], ids=["a block", "an exception"])
-def test_the_hooks_are_gone_after(error: Exception | None) -> None:
-    model = small()
-    raises = pytest.raises(OSError, match="gone") if error else nullcontext()
-    with raises, _surgery().attach(model, in_state_dict=True):
-        assert _state_hooks(model) == 2
-        backward(model)
-        if error:
-            raise error
-    assert (num_hooks(model), _state_hooks(model)) == (0, 0)
-    assert STATE_KEY not in model.state_dict()
-
-
+@pytest.mark.usefixtures("frozen_heap")
 def test_a_saved_state_and_a_copy_hold_neither_model_nor_surgery() -> None:
     model, surgery = small(), _surgery()
     with surgery.attach(model, in_state_dict=True):

@@ -1,13 +1,10 @@
 """Attaching, detaching, what is left behind, and the state in between."""
 
-import gc
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -98,7 +95,7 @@ def test_what_is_shadowed_leaves_training_bit_identical(transform: Transform, ev
     for surgery, net, steps in ((nullcontext(), plain, sgd(plain)), (shadow, model, optimizer)):
         torch.manual_seed(5)
         with surgery:
-            train(net, steps, 50)
+            train(net, steps, 5)
     assert all(map(torch.equal, weights(plain), weights(model)))
 
 
@@ -229,17 +226,6 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     assert sum(tensor.nbytes for tensor in held) == 74
 
 
-def test_a_plan_of_an_attached_surgery_disturbs_nothing() -> None:
-    model = small()
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(), at=gs.Outputs("act")))
-    alone = surgery.plan(model, batch()[0])
-    with surgery.attach(model) as live:
-        assert surgery.plan(model, batch()[0]) == alone
-        assert [entry.calls for entry in live.ledger] == [0]
-        backward(model)
-        assert [entry.calls for entry in live.ledger] == [1]
-
-
 # State
 
 
@@ -331,12 +317,6 @@ def test_noise_depends_on_seed_and_step_but_not_on_the_global_generator() -> Non
     torch.testing.assert_close(later, _noise(small(), steps=2)["first.weight"])
 
 
-def test_noise_differs_from_site_to_site() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    noise = _noise(model)
-    assert not torch.allclose(noise["0.weight"], noise["1.weight"])
-
-
 def test_noise_differs_from_call_to_call_within_a_step_and_from_link_to_link() -> None:
     weight = nn.Parameter(torch.zeros(10_000))
     model, noise, drawn = nn.ParameterDict({"w": weight}), gs.AddNoise(sigma=1.0), []
@@ -403,25 +383,6 @@ def test_hook_refuses_what_it_cannot_do() -> None:
             gs.hook(place, transform)
 
 
-# Double backward
-
-
-class _Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x**2
-
-
-@pytest.mark.parametrize("at", [gs.Outputs("square"), gs.Nodes("Pow", module="square")], ids=repr)
-def test_a_double_backward_through_an_attached_site_is_right(at: Selector) -> None:
-    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    model = nn.Sequential(OrderedDict(square=_Square(), again=_Square()))  # x^4
-    with attached(model, gs.Scale(10.0), at):
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.sum(), x)
-    assert grad.item() == 320
-    assert second.item() == 160 + 3200
-
-
 # Loss scaling
 
 ACCUMULATED = gs.Parameters(stage="accumulated")
@@ -447,24 +408,6 @@ def _scaled_step(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradS
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-
-
-@pytest.mark.parametrize(
-    ("transform", "at"),
-    [(gs.Clip(0.01), gs.Parameters(stage="step")), (gs.GradientReversal(2.0), gs.Parameters())],
-    ids=repr,
-)
-def test_under_a_scaler_the_update_is_what_it_is_without(
-    transform: Transform, at: Selector
-) -> None:
-    (plain, steps), (model, optimizer) = trainee(), trainee()
-    with attached(plain, transform, at, steps):
-        train(plain, steps, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    surgery = gs.Surgery(gs.Intervention(transform, at=at))
-    with surgery.attach(model, optimizer, scaler=scaler):
-        _scaled_step(model, optimizer, scaler)
-    torch.testing.assert_close(weights(model), weights(plain))
 
 
 @pytest.mark.parametrize(
@@ -545,20 +488,6 @@ def test_a_fused_optimizer_that_unscales_by_itself_is_refused_at_stage_step() ->
         attached(model, gs.Clip(0.01), gs.Parameters(stage="step"), optimizer),
     ):
         _scaled_step(model, optimizer, scaler)
-
-
-# Leaks
-
-
-def test_a_value_given_to_a_transform_is_not_kept_after_backward() -> None:
-    model = small()
-    held = []
-    keep = model.act.register_forward_hook(lambda module, args, output: held.append(ref(output)))
-    with attached(model, gs.ScaleBySign(of="value"), gs.Outputs("act")):
-        backward(model)
-        gc.collect()
-        assert [item() for item in held] == [None]
-    keep.remove()
 
 
 # What the live surgery tells

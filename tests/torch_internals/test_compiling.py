@@ -143,33 +143,3 @@ with compiling.without_dynamo():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == ["True []", "False", "True", "True", "True"], done.stderr
-
-
-def test_a_compiled_module_is_the_wrapper_or_one_compiled_in_place() -> None:
-    wrapper: Any = torch.compile(inner := torch.nn.Linear(1, 1), backend="eager")
-    assert [compiling.is_compiled(module) for module in (wrapper, inner)] == [True, False]
-    inner.compile(backend="eager")
-    assert compiling.is_compiled(inner)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-@pytest.mark.parametrize("record", [torch.jit.trace, torch.export.export])
-def test_recorded_code_is_recognized(record) -> None:
-    seen: list[bool] = []
-
-    class Records(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(compiling.recording())
-            return x * 2
-
-    model, x = Records(), torch.ones(2)
-    record(model, (x,))
-    assert seen[0]
-    model(x)
-    assert not seen[-1]
-
-
-def test_an_exported_model_is_told_from_a_traced_one() -> None:
-    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2)
-    models = torch.export.export(model, (x,)).module(), torch.fx.symbolic_trace(model), model
-    assert [*map(compiling.is_exported, models)] == [True, False, False]
