@@ -96,6 +96,7 @@ from gradsurg.transforms.grokfast_ma import GrokfastMA as GrokfastMA
 from gradsurg.transforms.growth_clip import GrowthClip as GrowthClip
 from gradsurg.transforms.identity import Identity as Identity
 from gradsurg.transforms.low_rank import LowRank as LowRank
+from gradsurg.transforms.lrp import LRP as LRP
 from gradsurg.transforms.mask import Mask as Mask
 from gradsurg.transforms.momentum import Momentum as Momentum
 from gradsurg.transforms.moving_median import MovingMedian as MovingMedian

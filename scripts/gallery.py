@@ -64,6 +64,7 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
             {"name": "trust_ratio", "coefficient": 0.5},
         ]
     },
+    "lrp": {"rule": "zplus"},
     "mask": {"amount": 0.5},
     "n_of_m": {"n": 1, "m": 2},
     "noise": {"sigma": 0.4},
@@ -607,9 +608,30 @@ def draw_updates(axes: "Axes", transform: Transform) -> None:
     axes.legend(loc="upper left")
 
 
+def draw_relevance(axes: "Axes", transform: Transform) -> None:
+    """Draw value times gradient of the inputs of a layer of one unit, with and without a rule."""
+    layer = torch.nn.Linear(5, 1)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.9, -0.7, 0.5, -0.4, 0.3]]))
+        layer.bias.zero_()
+    for at, color, label in ((None, BEFORE, "gradient"), (transform, AFTER, "z-plus rule")):
+        x = torch.tensor([[1.0, 1.0, -0.6, -1.2, 1.4]], requires_grad=True)
+        acting = [gs.Intervention(at, at=gs.Inputs())] if at else []
+        with gs.Surgery(*acting).attach(layer):
+            layer(x).sum().backward()
+        assert x.grad is not None
+        places = torch.arange(5) + (0.2 if at else -0.2)
+        axes.bar(places, (x * x.grad)[0].detach(), 0.38, color=color, label=label)
+    axes.axhline(0, color=LINE, lw=0.6, zorder=0)
+    axes.set_xlabel("input of the layer", labelpad=1)
+    axes.set_ylabel("relevance", labelpad=1)
+    axes.legend(loc="upper right")
+
+
 ALONE = {
     "feature_distance": draw_distance,
     "gpm": draw_plane,
+    "lrp": draw_relevance,
     "ogd": draw_plane,
     "project_subspace": draw_plane,
     "sign_agreement": draw_agreement,

@@ -169,6 +169,10 @@ class Attached:
         return self.intervention.reads_value
 
     @property
+    def needs_layer(self) -> bool:
+        return "layer" in self.intervention.needs
+
+    @property
     def may_skip(self) -> bool:
         """Whether a transform may skip the step of the optimizer."""
         return "skip" in self.intervention.needs

@@ -70,7 +70,7 @@ class Firing:
         self._passed: set[str] = set()  # the sites that the present switches have decided about
         needs = intervention.needs
         self._needs_context = (
-            not needs.isdisjoint({"value", "entering", "gradient"}) or "value" in sources
+            not needs.isdisjoint({"value", "entering", "layer", "gradient"}) or "value" in sources
         )
         self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
         self.configuration = object()

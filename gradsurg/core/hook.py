@@ -20,6 +20,7 @@ from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Transform, as_transform
 
 _MISSING: dict[Need, str] = {
+    "layer": "the module whose input has the gradient; a hook does not see it",
     "entering": "the gradient that enters the autograd node; a hook does not see it",
     "error": "the gradient of a model's output; a hook has no model",
     "labels": "the labels of the examples; use a Surgery and live.set_batch",

@@ -126,7 +126,9 @@ class Intervention:
     def reads_value(self) -> bool:
         """Whether the transform or the trigger reads the tensor whose gradient passes."""
         parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
-        return "value" in self.needs or any(part.source == "value" for part in parts)
+        return not self.needs.isdisjoint({"value", "layer"}) or any(
+            part.source == "value" for part in parts
+        )
 
     @cached_property
     def observes(self) -> bool:
@@ -349,6 +351,7 @@ LACKS: dict[Need, tuple[str, str, str]] = {
         "{at!r} has none",
         "Nodes with side='leave'",
     ),
+    "layer": ("the module whose input has the gradient", "{at!r} has none", "Inputs"),
     "gradient": (
         "the gradient from which the optimizer made an update",
         "{kind} has no updates",

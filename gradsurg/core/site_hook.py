@@ -16,6 +16,7 @@ from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
     Function,
+    LayerCall,
     Stateless,
     Transform,
     TransformContext,
@@ -180,12 +181,13 @@ class SiteHook:
             grad: Tensor | None,
             value: Tensor | None = None,
             entering: tuple[Tensor | None, ...] = (),
+            layer: LayerCall | None = None,
         ) -> Tensor | None:
             if grad is None:
                 return None
             is_open = self.checked_for is firing.fast_path
             if not is_open or grad.layout is not strided or any_autocast():
-                return self._run_checked(grad, value, entering)
+                return self._run_checked(grad, value, entering, layer)
             entry.fired += 1
             link = self.single
             if link is None:
@@ -213,7 +215,11 @@ class SiteHook:
         return call
 
     def _run_checked(
-        self, grad: Tensor, value: Tensor | None, entering: tuple[Tensor | None, ...]
+        self,
+        grad: Tensor,
+        value: Tensor | None,
+        entering: tuple[Tensor | None, ...],
+        layer: LayerCall | None,
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
         firing = self.owner.firing
@@ -241,7 +247,9 @@ class SiteHook:
         self.check_dense(grad)
         with without_autocast(grad.device.type):
             given = entering if "entering" in self.owner.intervention.needs else ()
-            result = self._run_links(grad, value, on_device, full_check=True, entering=given)
+            result = self._run_links(
+                grad, value, on_device, full_check=True, entering=given, layer=layer
+            )
         if sparse is None:
             self.checked_for = firing.configuration
         if result is grad or firing.session.shadow:
@@ -260,13 +268,14 @@ class SiteHook:
         fires: Tensor | None,
         full_check: bool,
         entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
     ) -> Tensor:
         result, firing = grad, self.owner.firing
         for link in self.links:
             before = result
-            link.context.entering = entering
+            link.context.entering, link.context.layer = entering, layer
             result = self.apply(link, before, value, fires, full_check)
-            link.context.entering = ()
+            link.context.entering, link.context.layer = (), None
             if firing.sampling:
                 firing.session.effects.add(link.slot, before, result)
         return result

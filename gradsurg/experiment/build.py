@@ -57,6 +57,9 @@ from gradsurg.triggers.base import Trigger
 from gradsurg.triggers.for_task import ForTask
 from gradsurg.triggers.steps import Steps
 
+ITEM = {"transform", "site", "when"}
+"""The keys of an intervention of a recipe."""
+
 
 def build(config: Config, trial: bool = True) -> Experiment:
     """Build every object of an experiment, and try one training step.
@@ -87,6 +90,7 @@ def build(config: Config, trial: bool = True) -> Experiment:
 def build_surgery(config: Config) -> Surgery:
     """Build the surgery of a config of the groups of a recipe. Raises ConfigError."""
     errors = ErrorCollector()
+    named = _named_interventions(config, errors)
     _, item, combining = _interventions(config, None, errors)
     seed = config.get("seed") or 0
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
@@ -96,12 +100,33 @@ def build_surgery(config: Config) -> Surgery:
     if item is not None and len(config["transform"]) == 1:
         assert isinstance(item.transform, Chain)
         item = replace(item, transform=item.transform.links[0])
-    items = [one for one in (item, combining) if one is not None]
+    items = [*named, *(one for one in (item, combining) if one is not None)]
     items = [replace(one, when=Always()) if one.when == Steps() else one for one in items]
     unnamed = [replace(one, names=()) for one in items]
     pairs = zip(items, unnamed, strict=True)
     items = [short if labels_of(short) == one.names else one for one, short in pairs]
     return Surgery(*items, seed=seed)
+
+
+def _named_interventions(config: Config, errors: ErrorCollector) -> list[Intervention]:
+    """Return the interventions that `interventions` of a recipe maps names to."""
+    items = []
+    named = config.get("interventions") or {}
+    if not isinstance(named, Mapping):
+        errors.add("interventions", f"must map names to interventions, found {named!r}")
+        return []
+    for name, given in named.items():
+        key = f"interventions.{name}"
+        if not isinstance(given, Mapping) or not {"transform", "site"} <= given.keys() <= ITEM:
+            errors.add(key, f"must have a transform, a site and perhaps when, found {given!r}")
+            continue
+        only = {"when": config["when"], **given, "transform": {name: given["transform"]}}
+        inner = ErrorCollector()
+        _, item, _ = _interventions(only, None, inner)
+        errors.lines += [f"{key}.{line}" for line in inner.lines]
+        if item is not None and isinstance(item.transform, Chain):
+            items.append(replace(item, transform=item.transform.links[0]))
+    return items
 
 
 def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn.Module]:

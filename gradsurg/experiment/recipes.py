@@ -15,14 +15,20 @@ from gradsurg.experiment.errors import ConfigError, leaves
 from gradsurg.plugins.messages import nearest, one_line
 
 FOLDER = "experiment"
-KEYS = ("transform", "site", "when", "aggregator", "shared", "seed")
-"""The keys of a recipe; all others of a config are about training."""
+KEYS = ("transform", "site", "when", "aggregator", "shared", "interventions", "seed")
+"""The keys of a recipe; all others of a config are about training.
+
+`interventions` maps names to a transform with its site and perhaps a trigger, for a surgery at
+several sites. The command line trains with one site, and refuses the key.
+"""
 
 
 def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery:
     """Return the surgery of a recipe: a name, as `guided_backprop`, or the path of a yaml file.
 
-    `overrides` change keys, as on the command line: `load("sgm", "transform.scale.factor=0.2")`.
+    `overrides` change keys, as on the command line: `load("sgm", "transform.scale.factor=0.2")`. A
+    recipe with several sites maps names to interventions: `load("attnlrp",
+    "interventions.gate.transform.factor=1")`.
     A recipe or an override may name classes and functions of your own by `_target_`, a dotted path.
     They are imported and called only with `own_code=True`: use it for files that you trust. Raises
     LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one

@@ -225,13 +225,18 @@ class Settings:
         return self.validation
 
 
+OTHER_KEYS = {
+    "experiment": "its file must begin with the line '# @package _global_'",
+    "interventions": "are for gs.load(..) in Python; the command line trains with one site",
+}
+"""The faults of keys that a config never has."""
+
+
 def check_settings_of(config: Config) -> list[str]:
     """Return a line `key: rule` for each fault of the keys at the top of a config."""
     known = [*GROUPS, "shared", *Settings.__annotations__]
     faults = [
-        "experiment: its file must begin with the line '# @package _global_'"
-        if key == "experiment"
-        else f"{key}: is not a key here. {nearest(key, known)}"
+        f"{key}: {OTHER_KEYS.get(key) or f'is not a key here. {nearest(key, known)}'}"
         for key in config
         if key not in known
     ]

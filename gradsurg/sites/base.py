@@ -12,7 +12,7 @@ from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import find
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import LayerCall, Need, Scope
 
 Stage = Literal[
     "use",  # the gradient of one use of a tensor
@@ -57,10 +57,11 @@ ReadTensor = Callable[[], Tensor | None]
 
 
 class SiteFn(Protocol):
-    """A `GradFn` that accepts two more arguments at each call.
+    """A `GradFn` that accepts three more arguments at each call.
 
     `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call;
-    `entering` holds the gradients that entered the autograd node which `grad` leaves.
+    `entering` holds the gradients that entered the autograd node which `grad` leaves; `layer` is
+    the call of the module whose input has the gradient.
     """
 
     def __call__(
@@ -68,6 +69,7 @@ class SiteFn(Protocol):
         grad: Tensor | None,
         value: Tensor | None = None,
         entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
     ) -> Tensor | None: ...
 
 
@@ -138,6 +140,11 @@ class Attached(Protocol):
     @property
     def needs_value(self) -> bool:
         """Whether hooks need the tensor whose gradient passes."""
+        ...
+
+    @property
+    def needs_layer(self) -> bool:
+        """Whether hooks need the call of the module whose input has the gradient."""
         ...
 
     @property

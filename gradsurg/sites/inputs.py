@@ -1,6 +1,7 @@
 """Inputs: the gradient with respect to the input of a module."""
 
 import operator
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,15 +23,20 @@ from gradsurg.sites.module_calls import (
 )
 from gradsurg.sites.selection import ModuleSelector
 from gradsurg.torch_internals import autograd, module_hooks
-from gradsurg.transforms.base import Need
+from gradsurg.transforms.base import LayerCall, Need
 
 SUFFIX = ".input"
 
 Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 
-Running = tuple[nn.Module, list[tuple[Tensor, int, str]], list[tuple[object, object, str]]]
+Running = tuple[
+    nn.Module,
+    list[tuple[Tensor, int, str]],
+    list[tuple[object, object, str]],
+    list[LayerCall],
+]
 """A running call, with what it must not write to: tensors, each with version and site, and copies
-of containers, each with layout and site."""
+of containers, each with layout and site; and itself for each input, if a transform needs it."""
 
 
 @validated
@@ -60,7 +66,8 @@ class Inputs(ModuleSelector):
 
     @property
     def provides(self) -> frozenset[Need]:
-        return frozenset({"value", "error", "labels"})
+        layer: set[Need] = {"layer"} if self.path == "branch" else set()
+        return frozenset({"value", "error", "labels", *layer})
 
     @property
     def mechanism(self) -> tuple[object, ...]:
@@ -78,7 +85,7 @@ class Inputs(ModuleSelector):
         ) -> Arguments | None:
             call = inputs.counter.next(module)
             site = None if call is None else site_ids(module, call)
-            running = module, [], []
+            running = module, [], [], []
             inputs.running.append(running)
             if site is None:
                 return None
@@ -100,11 +107,13 @@ class Inputs(ModuleSelector):
             module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
         ) -> None:
             # There is none if a hook of others raised before the pre-hook of this call ran.
-            if any(called is module for called, _, _ in inputs.running):
+            if any(called is module for called, *_ in inputs.running):
                 while (running := inputs.running.pop())[0] is not module:
                     pass
                 if running[1] or running[2]:
                     inputs.check_call(running, output)
+                if len(running[3]) == 1 and isinstance(output, Tensor):
+                    running[3][0].watch(output)
 
         inputs.register(modules, before, after, always=True)
 
@@ -168,7 +177,11 @@ class _HookedInputs(HookedTensors):
         attached, given = self.attached, tensor
         if self.selector.path == "branch":
             given, hook = alias_of(tensor), attached.hook_at(base + path)
-            given.register_hook(with_value(hook, given) if attached.needs_value else hook)
+            if attached.needs_layer:
+                running[3].append(layer := LayerCall(running[0], given.detach().clone()))
+                given.register_hook(partial(hook, value=layer.input, layer=layer))
+            else:
+                given.register_hook(with_value(hook, given) if attached.needs_value else hook)
             is_hooked = True
         else:
             is_hooked = self.hook_tensor(tensor, base, path, running[0])

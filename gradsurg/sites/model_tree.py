@@ -197,6 +197,7 @@ class _Recorder:
     lines: dict[str, SiteLine] = field(default_factory=dict)  # by site
     nodes: dict[tuple[str, bool], None] = field(default_factory=dict)  # and whether of side `enter`
     needs_value: bool = False
+    needs_layer: bool = False
     may_skip: bool = False
     stateful: str = ""
     unsteady: str = ""
@@ -272,6 +273,7 @@ class _Recorder:
             grad: Tensor | None,
             value: Tensor | None = None,
             entering: tuple[Tensor | None, ...] = (),
+            layer: object = None,
         ) -> None:
             if grad is not None:  # an activation, as there is no backward pass
                 self.lines[site] = SiteLine(site, TensorSpec.of(grad))

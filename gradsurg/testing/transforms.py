@@ -9,7 +9,7 @@ from random import Random
 from typing import get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradsurg.testing.verdicts import (
     Table,
@@ -26,6 +26,7 @@ from gradsurg.testing.verdicts import (
 )
 from gradsurg.transforms.base import (
     Function,
+    LayerCall,
     Transform,
     TransformContext,
     TransformProperty,
@@ -110,8 +111,9 @@ def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> Transform
     """
     batch = {"labels": torch.arange(len(value)) * 3 % 10} if value.ndim else {}
     other = value.detach() if factor == 1 else value.detach() * factor
+    backward, layer = _Backward(other, batch), LayerCall(nn.Identity(), value, value, other)
     return TransformContext(
-        "a.weight", step, value, 0, 0, _Backward(other, batch), entering=(other,), gradient=other
+        "a.weight", step, value, backward=backward, entering=(other,), layer=layer, gradient=other
     )
 
 

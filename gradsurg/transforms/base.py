@@ -9,7 +9,8 @@ from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from gradsurg.torch_internals import autograd
 
@@ -35,6 +36,7 @@ Need = Literal[
     "entering",  # `context.entering`, the gradients of the outputs of the autograd node
     "product",  # the gradient is that of the input of a matrix product with a weight
     "error",  # `context.error`, the gradient of the model's output
+    "layer",  # `context.layer`, the module with its input, output and the gradient of its output
     "gradient",  # `context.gradient`, the gradient from which the optimizer made the update
     "examples",  # `context.examples`, the gradients of the single examples of the batch
     "skip",  # a site that can skip the step of the optimizer, counted in the state as `SKIPPED`
@@ -93,6 +95,48 @@ class Examples(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class LayerCall:
+    """One call of a module that takes one tensor and returns one, for the gradient of its input.
+
+    `input` and `output` are detached copies, `entering` is the gradient of the output. Calling it
+    runs the module's forward again, without its hooks.
+    """
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor | None = None
+    entering: Tensor | None = None
+
+    def __call__(
+        self, value: Tensor, change: Callable[[str, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Return the output for another input, and parameters changed by `change(name, param)`."""
+        forward = _Forward(self.module)
+        params = {name: param.detach() for name, param in forward.named_parameters()}
+        if change is not None:
+            params = {name: change(name, param) for name, param in params.items()}
+        return functional_call(forward, params, (value,))
+
+    def watch(self, output: Tensor) -> None:
+        """Copy the output, and note its gradient when it comes."""
+        self.output = output.detach().clone()
+        if output.requires_grad:
+            output.register_hook(self._enter)
+
+    def _enter(self, grad: Tensor) -> None:
+        self.entering = grad
+
+
+class _Forward(nn.Module):
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.of.forward(value)
+
+
 @dataclass(slots=True)
 class TransformContext:
     """Inputs of a transform besides the gradient and the state.
@@ -109,6 +153,7 @@ class TransformContext:
     | `error` | the gradient of the model's output in this backward pass; None if not known |
     | `batch` | tensors by name, from `live.set_batch(inputs=x)`; empty without them |
     | `labels` | `batch["labels"]`, of examples (n,) or of tokens (n, time); None without them |
+    | `layer` | at the input of a module: its call, a `LayerCall`; None if not asked for |
     | `gradient` | at `Updates`: the gradient from which the optimizer made the update; else None |
     | `examples` | the gradients of the single examples of the group; None if not asked for |
     | `rank` | number of the process, before gradients are averaged over several; else 0 |
@@ -123,6 +168,7 @@ class TransformContext:
     call: int = 0
     backward: BackwardInfo | None = None
     entering: tuple[Tensor | None, ...] = ()
+    layer: LayerCall | None = None
     gradient: Tensor | None = None
     examples: Examples | None = None
     rank: int = 0
@@ -369,6 +415,24 @@ def entering_of(transform: Transform, context: TransformContext) -> Tensor:
             "side=leave, of operations with one output"
         )
     return autograd.detached(entered[0])
+
+
+def layer_of(
+    transform: Transform, context: TransformContext
+) -> tuple[LayerCall, Tensor, Tensor, Tensor]:
+    """Return the call of the module, its input, its output and the output's gradient, detached.
+
+    Raises ValueError unless the module takes one tensor and returns another.
+    """
+    layer = context.layer
+    if layer is None or layer.output is None or layer.entering is None:
+        raise ValueError(
+            f"{type(transform).__name__} needs a module that takes one tensor and returns another, "
+            f"and that at the site '{context.site}' does not: choose others, as with site.types"
+        )
+    tensors = (layer.input, layer.output, layer.entering)
+    given, output, entering = map(autograd.detached, tensors)
+    return layer, given, output, entering
 
 
 def gradient_of(transform: Transform, context: TransformContext) -> Tensor:

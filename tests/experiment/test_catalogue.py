@@ -24,7 +24,7 @@ def test_the_file_is_up_to_date() -> None:
 
 def test_every_file_begins_with_its_command_and_purpose() -> None:
     for one in gs.list():
-        assert one.command.startswith("python -m gradsurg.run "), one
+        assert one.command.startswith(("python -m gradsurg.run ", "gs.load(")), one
         assert not one.summary[0].islower() or one.summary == one.target, one
         assert one.summary.partition(":")[0] not in ("Paper", "package"), one
 

@@ -40,15 +40,28 @@ SHIPPED = {
     "tgr": (gs.TGR(), gs.Inputs("*.mlp")),
 }
 """The transform and the site of each; those without an oracle below have one as a transform."""
+SEVERAL = {
+    "attnlrp": {
+        "norm": (gs.Zero(), gs.Nodes("Rsqrt", types="*RMSNorm", side="leave")),
+        "activation": (gs.LRP("identity", epsilon=1e-10), gs.Inputs("*.act_fn")),
+        "gate": (gs.Scale(0.5), gs.Inputs("*.down_proj")),
+        "queries_keys": (gs.Scale(0.25), gs.Outputs(r"re:.*\.[qk]_proj")),
+        "values": (gs.Scale(0.5), gs.Outputs("*.v_proj")),
+    },
+}
+"""The same of those with several interventions, by their names."""
 
 
 def test_the_shipped_recipes_are_surgeries_as_written_in_python() -> None:
-    assert recipes() == [*SHIPPED]
+    assert recipes() == sorted([*SHIPPED, *SEVERAL])
     assert {entry.name for entry in gs.list("recipe")} >= {*SHIPPED}
     for name, (transform, site) in SHIPPED.items():
         names = ("dp_sgd",) if name == "dp_sgd" else ()
         made = gs.Surgery(gs.Intervention(transform, at=site, names=names))
         assert repr(gs.load(name)) == repr(made)
+    for name, named in SEVERAL.items():
+        items = [gs.Intervention(act, at=at, names=(key,)) for key, (act, at) in named.items()]
+        assert repr(gs.load(name)) == repr(gs.Surgery(*items))
 
 
 def stored(folder: Path, text: str) -> Path:
@@ -104,6 +117,17 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
         (["sgm", "lr=3"], ValueError, r"^sgm: lr=3: is no key of a recipe, which are transform"),
         (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: .*Did you mean 'pattern'"),
         (["sgm", "transform.scale.factor=x"], ValueError, r"scale.factor: must be a number, found"),
+        (
+            ["attnlrp", "interventions.gate.site.patern=x"],
+            ValueError,
+            r"gate.site.patern: 'patern'",
+        ),
+        (
+            ["attnlrp", "interventions.gate=x"],
+            ValueError,
+            r"interventions.gate: must have a transf",
+        ),
+        (["attnlrp", "interventions=x"], ValueError, r"^attnlrp: interventions: must map names"),
         (["sgm", "seed=x"], ValueError, r"^sgm: seed: must be a whole number >= 0, found 'x'"),
     ],
 )
@@ -276,6 +300,12 @@ def test_dgc_sends_the_largest_entries_and_keeps_the_others_with_their_momentum(
             result = before - model.weight.detach()
             torch.testing.assert_close(result, v * mask, rtol=1e-12, atol=1e-12)
             u, v = u * ~mask, v * ~mask
+
+
+def test_the_command_line_refuses_a_recipe_of_several_interventions(here: Here) -> None:
+    ended = here("experiment=attnlrp")
+    assert ended.code == 2
+    assert ended.err.startswith("interventions: are for gs.load(..) in Python")
 
 
 @pytest.mark.full

@@ -340,6 +340,15 @@ ROWS = (
     Row("trust_ratio", [3.0, 4.0], [0.006, 0.008], value=[6.0, 8.0]),
     Row("trust_ratio", [3.0, 4.0], [3.0, 4.0], value=[0.0, 0.0]),
     Row("unit_norm", [[3.0, -4.0], [0.0, 0.0]], [[0.6, -0.8], [0.0, 0.0]]),
+    # The layer of the rows returns its input x, and its gradient is x: R / x of R = x x.
+    Row("lrp", [9.0, 9.0, 9.0], [1.6, -1.6, 0.0], {"epsilon": 0.5}, other=[2.0, -2.0, 0.0]),
+    Row(
+        "lrp",
+        [9.0, 9.0, NAN],
+        [1.6, -1.6, 0.0],
+        {"epsilon": 0.5, "rule": "identity"},
+        other=[2.0, -2.0, 0.0],
+    ),
     Row("zero", [1.0, NAN, INF], [0.0, 0.0, 0.0]),
 )
 

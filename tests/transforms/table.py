@@ -15,7 +15,7 @@ from tests.verdict_tables import cell, line, write
 
 # As documented; every other transform keeps a NaN in place.
 DROP_NAN = ("deconvolve", "delay", "random_mask", "sanitize", "straight_through", "zero")
-DROP_NAN += ("direct_feedback", "feedback_weights")
+DROP_NAN += ("direct_feedback", "feedback_weights", "lrp")
 README = Path(__file__).parents[2] / "gradsurg" / "transforms" / "README.md"
 HEAD = line(
     [

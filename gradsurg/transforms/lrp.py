@@ -1,0 +1,106 @@
+"""LRP: rules of layer-wise relevance propagation, at the inputs of modules."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import vjp
+
+from gradsurg.plugins.fields import validated
+from gradsurg.plugins.reductions import widened
+from gradsurg.transforms.base import (
+    LayerCall,
+    Need,
+    Stateless,
+    TransformContext,
+    TransformProperty,
+    layer_of,
+)
+
+Change = Callable[[Tensor], Tensor]
+
+
+@validated
+class LRP(Stateless):
+    """Replace the gradient of a module's input x by R / x, R the relevance that a rule gives to x.
+
+    The relevance of a tensor is its value times its gradient, here and after the backward pass:
+    `x.grad * x` is the explanation of a scalar output. So a module z = f(x) gets R = z e for the
+    gradient e of its output; ReLUs, max pooling and sums conserve relevance without a rule. With
+    x+ = max(x, 0), x- = min(x, 0), likewise for the parameters W, and a bias counted as part of W
+    where x+ stands:
+
+    | `rule` | relevance of x | source |
+    |---|---|---|
+    | `epsilon` | x J^T R / z, J the Jacobian of f | Bach et al. 2015, eq. 58 |
+    | `gamma` | the same with W + `gamma` W+ in f | Montavon et al. 2019, section 10.2.3 |
+    | `zplus` | the same of z = f(x+; W+) + f(x-; W-) | Montavon et al. 2017, section 4.1 |
+    | `identity` | R, at an elementwise f | Achtibat et al. 2024 (arXiv 2402.05602), eq. 9 |
+
+    `gamma` at inputs of both signs: where z > 0 the denominator is f(x+; W + gamma W+) +
+    f(x-; W + gamma W-), where z < 0 that with the opposite signs of the parameters (Andeol et al.
+    2021), as in zennit. `epsilon` is added to each denominator with its sign, and is positive at 0.
+
+    `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
+    convolutional layers. The module's forward runs again in the backward pass, without its hooks.
+    The result is not differentiable. It ignores the gradient, except for its dtype; NaN and
+    infinities of e, x and z spread as in the module, and an empty tensor stays empty.
+    """
+
+    rule: Literal["epsilon", "gamma", "zplus", "identity"] = "epsilon"
+    _: KW_ONLY
+    epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    gamma: Annotated[float, Field(ge=0)] = 0.25
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"layer"})
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        # Homogeneous because a loss scale multiplies the gradient of the output as well.
+        return frozenset({"homogeneous", "idempotent", "deterministic"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        layer, x, output, entering = layer_of(self, context)
+        relevance = widened(entering) * output
+        match self.rule:
+            case "epsilon":
+                result = self._shared(layer, x, relevance)
+            case "gamma":
+                up = _signed(layer, self._raised(min=0), self._raised(max=0))
+                down = _signed(layer, self._raised(max=0), self._raised(min=0))
+                result = self._shared(up, x, relevance * (output > 0))
+                result = result + self._shared(down, x, relevance * (output < 0))
+            case "zplus":
+                above = _signed(layer, lambda w: w.clamp(min=0), lambda w: w.clamp(max=0))
+                result = self._shared(above, x, relevance)
+            case "identity":
+                result = relevance / self._stable(widened(x))
+        return result.to(grad.dtype)
+
+    def _shared(self, function: Change, x: Tensor, relevance: Tensor) -> Tensor:
+        """Return J^T R / z for z = f(x)."""
+        z, pull, *_ = vjp(function, x)
+        return pull((relevance / self._stable(widened(z))).to(z.dtype))[0]
+
+    def _stable(self, z: Tensor) -> Tensor:
+        return z + torch.where(z < 0, -self.epsilon, self.epsilon)
+
+    def _raised(self, **bounds: float) -> Change:
+        return lambda weight: weight + self.gamma * weight.clamp(**bounds)
+
+
+def _signed(layer: LayerCall, above: Change, below: Change) -> Change:
+    """Return x -> f(x+; above(W)) + f(x-; below(W)), the second without bias."""
+
+    def positive(_: str, param: Tensor) -> Tensor:
+        return above(param)
+
+    def negative(name: str, param: Tensor) -> Tensor:
+        return torch.zeros_like(param) if name.endswith("bias") else below(param)
+
+    return lambda x: layer(x.clamp(min=0), positive) + layer(x.clamp(max=0), negative)
