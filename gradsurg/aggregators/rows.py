@@ -291,24 +291,7 @@ def _combine_in_float64(rows: Tensor, weights: Tensor, order: Tensor | None = No
 def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.dtype in HALVES:
         return _combine(rows.float(), weights).to(rows.dtype)
-    if rows.shape[1] < COLUMNS or rows.device.type != "cpu":
-        return weights.to(rows) @ rows
-    if len(rows) == 2 and weights[0]:
-        # One pass; a vector product takes a quarter longer. Not for a first weight of 0, with which
-        # addr would hide NaN and infinity in the first row.
-        first, second = weights.tolist()
-        left, result = rows.new_ones(1), uninitialized(rows[:1].shape, rows.dtype)
-        return torch.addr(rows[:1], left, rows[1], beta=first, alpha=second, out=result)[0]
-    weights, result = weights.to(rows.dtype), uninitialized(rows[0].shape, rows.dtype)
-    if torch.get_num_threads() == 1:
-        return torch.mv(rows.T, weights, out=result)
-    # A CPU uses one thread for a vector product, and all threads for a batch of them.
-    whole = rows.shape[1] // COLUMNS * COLUMNS
-    parts = rows[:, :whole].unflatten(1, (-1, COLUMNS)).transpose(0, 1)
-    below = result[:whole].view(-1, 1, COLUMNS)
-    torch.bmm(weights.expand(len(parts), 1, -1), parts, out=below)
-    torch.mv(rows[:, whole:].T, weights, out=result[whole:])
-    return result
+    return weights.to(rows) @ rows
 
 
 def uninitialized(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
