@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import Entry, SurgeryWarning
+from gradsurg.effects.summary import effects_by_path
 from gradsurg.experiment.errors import ErrorCollector, joined
 from gradsurg.experiment.instantiate import user_code
 from gradsurg.experiment.loop import Batches, outputs_of
@@ -89,6 +90,13 @@ def try_step(
                 text = full_message(error).removeprefix("ValueError: ")
             errors.add(trial.key_of(error), text + place_in_user_code(error))
     else:
+        if experiment.intervention is not None:
+            try:
+                effects_by_path(
+                    [], [{"site": entry.site} for entry in entries], experiment.settings.log
+                )
+            except LookupError as error:
+                errors.add("log", one_line(error).removeprefix("log: "))
         key, text, is_certain = trial.warning(entries)
         is_known = all("name" in experiment.config[group] for group in ("model", "task"))
         if text and (is_known or is_certain):

@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 from statistics import fmean, stdev
-from typing import Any
-
-import polars as pl
+from typing import TYPE_CHECKING, Any
 
 from gradsurg.experiment.run_directory import UNTIL_REACHED
 from gradsurg.report.arms import Arm, flat, group
 from gradsurg.report.load import LoadedRun
-from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Band, Expected
 from gradsurg.stats import (
     chances_of_all,
@@ -21,7 +18,10 @@ from gradsurg.stats import (
     paired_difference,
 )
 
-Studies = Mapping[str, Study]
+if TYPE_CHECKING:
+    from gradsurg.report.study import Study
+
+Studies = Mapping[str, "Study"]
 
 EFFECT = "effect/"
 DIVERGED = "diverged"
@@ -171,7 +171,7 @@ def verdict(results: Sequence[str], conditions: str) -> str:
     return CONDITIONS if conditions else HOLDS
 
 
-def _judge(band: Band, study: Study) -> Judgement:
+def _judge(band: Band, study: "Study") -> Judgement:
     chosen = _selected(study.all_runs, band.runs)
     others = _selected(study.all_runs, band.minus) if band.minus else []
     if band.of == "dominating":
@@ -205,7 +205,7 @@ def _judge(band: Band, study: Study) -> Judgement:
 
 
 def _dominating(
-    band: Band, study: Study, arms: Sequence[Arm], others: Sequence[LoadedRun]
+    band: Band, study: "Study", arms: Sequence[Arm], others: Sequence[LoadedRun]
 ) -> Judgement:
     """Count the arms that dominate the front of those of `others`; see `Band`."""
     if len({tuple(run.seed for run in arm.runs) for arm in arms}) > 1:
@@ -261,7 +261,7 @@ def is_selected(keys: Mapping[str, object], which: Mapping[str, object]) -> bool
     return all(key in keys and keys[key] == value for key, value in which.items())
 
 
-def outcome(study: Study, run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
+def outcome(study: "Study", run: LoadedRun, metric: str, at: str | int = "end") -> float | None:
     """Return an outcome of a run, or a sum or difference of outcomes; None if it is missing."""
     if metric == DIVERGED:
         return float(run.state == DIVERGED)
@@ -271,6 +271,8 @@ def outcome(study: Study, run: LoadedRun, metric: str, at: str | int = "end") ->
     elif at == "end":
         return _combined(run.summary or {}, metric)
     else:
+        import polars as pl
+
         rows = study.metrics.filter(pl.col("run").cast(pl.String) == run.name)
         rows = rows.select("step", *(name for name in terms(metric) if name in rows.columns))
         values = {row["step"]: _combined(row, metric) for row in rows.to_dicts()}
@@ -280,8 +282,10 @@ def outcome(study: Study, run: LoadedRun, metric: str, at: str | int = "end") ->
     return (max if at == "most" else min)(known, default=None)
 
 
-def _effect(study: Study, run: LoadedRun, path: str) -> dict[int, float | None]:
+def _effect(study: "Study", run: LoadedRun, path: str) -> dict[int, float | None]:
     """Return `effect/<transform>/<site>/<number>` by step."""
+    import polars as pl
+
     _, transform, rest = path.split("/", 2)
     site, _, number = rest.rpartition("/")
     texts = pl.col("run", "transform", "site").cast(pl.String)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradsurg
 from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
 from gradsurg.report.arms import Arm
 from gradsurg.report.load import LoadedRun
-from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Expected, Form
 from gradsurg.reproduce.judge import (
     COUNTED,
@@ -28,6 +27,9 @@ from gradsurg.reproduce.judge import (
     outcome,
     verdict,
 )
+
+if TYPE_CHECKING:
+    from gradsurg.report.study import Study
 
 Record = Mapping[str, Any]  # Any: what JSON can hold
 
@@ -218,7 +220,7 @@ def _arm_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:  # Any: JS
     return table
 
 
-def _arm_rows(name: str, study: Study, expected: Expected) -> list[dict[str, object]]:
+def _arm_rows(name: str, study: "Study", expected: Expected) -> list[dict[str, object]]:
     """Return a row for each arm and each metric of the study's bands, or of all bands."""
     bands = [band for band in expected.bands if band.study in ("", name)] or expected.bands
     quantities = dict.fromkeys((band.quantity, band.metric, band.at) for band in bands)
@@ -231,7 +233,7 @@ def _arm_rows(name: str, study: Study, expected: Expected) -> list[dict[str, obj
     return rows
 
 
-def _arm_row(study: Study, arm: Arm, metric: str, at: str | int) -> dict[str, object] | None:
+def _arm_row(study: "Study", arm: Arm, metric: str, at: str | int) -> dict[str, object] | None:
     """Return the mean of an arm's outcome and that of each seed; None for another's effect."""
     ended = [run for run in arm.runs if run.state in ("finished", DIVERGED)]
     diverged = [run for run in ended if run.state == DIVERGED]

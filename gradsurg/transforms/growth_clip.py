@@ -37,7 +37,8 @@ class GrowthClip(Transform):
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
         size, before = norm(grad, self.per), state["norm"]
-        bound = torch.where(before > 0, self.factor * before, torch.inf)
-        result = widened(grad) * (bound / torch.where(size > 0, size, 1.0)).clamp(max=1.0)
+        divisor = torch.where(size > 0, size, 1.0)
+        bound = torch.where(before > 0, self.factor * before, divisor)
+        result = widened(grad) * (bound / divisor).clamp(max=1.0)
         after = torch.where(size.isfinite(), torch.minimum(size, bound), before)
         return result.to(grad.dtype), {"norm": after}

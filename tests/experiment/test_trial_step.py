@@ -11,6 +11,7 @@ from torch import nn
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import build as build_module
 from gradsurg.experiment import command
+from gradsurg.experiment.errors import ConfigError
 from tests.builds import built, config
 from tests.conftest import Here
 
@@ -95,3 +96,9 @@ def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) 
 def test_a_transform_that_differentiates_in_the_step_of_the_optimizer_is_tried() -> None:
     line = "from tests.builds import built; built('transform=per_sample_clip', 'control=none')"
     subprocess.run([sys.executable, "-c", line], check=True)  # where nothing has imported Dynamo
+
+
+def test_a_pattern_of_logged_sites_that_matches_none_is_told_before_training() -> None:
+    with pytest.raises(ConfigError, match=r"^log: must be 'auto', 'sites' or a pattern"):
+        built("transform=clip", "log=none", "steps=10")
+    assert built("transform=clip", "log=*.weight", "steps=10").settings.log == "*.weight"

@@ -25,7 +25,9 @@ GROUPS = tuple(n for n in names() if build(n).scope == "group")
 UPDATES = [name for name in names() if "gradient" in build(name).needs]  # act in no backward pass
 WITH_STATE = [n for n in names() if n not in GROUPS and build(n).init(torch.zeros(2, 3))]
 STATEFUL = [name for name in WITH_STATE if name not in UPDATES]
-STATELESS = [name for name in names() if name not in (*STATEFUL, *DRAWS, *GROUPS, *UPDATES)]
+RERUNS = ("lrp",)  # runs a module again, with one gradient
+OTHERS = (*STATEFUL, *DRAWS, *GROUPS, *UPDATES, *RERUNS)
+STATELESS = [name for name in names() if name not in OTHERS]
 EXAMPLES = 5
 
 pytestmark = [

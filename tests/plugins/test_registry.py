@@ -83,7 +83,7 @@ def test_every_config_of_an_optimizer_names_one(stem: str) -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_starts_with_the_command_that_uses_it(path: Path) -> None:
     text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
-    assert text.startswith("# python -m gradsurg.")
+    assert text.startswith(("# python -m gradsurg.", '# gs.load("'))
 
 
 def test_the_stems_are_those_of_the_files_without_the_contracts() -> None:
