@@ -25,6 +25,7 @@ from gradsurg.experiment.catalogue import Entry
 from gradsurg.experiment.compose import CONFIG_DIR
 from gradsurg.experiment.instantiate import instantiate
 from gradsurg.transforms.base import Transform, TransformContext
+from gradsurg.triggers.base import Clock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -328,14 +329,8 @@ def draw_product(axes: "Axes", transform: Transform) -> None:
     """Draw the gradient of a layer's input, for circles and rays of gradients of its output."""
     weights = torch.tensor([[0.9, -0.3], [0.2, 0.8]])
 
-    class Backward:
-        task = ""
-        error: Tensor | None = None
-        labels: Tensor | None = None
-
     def result(point: Tensor) -> Tensor:
-        info = Backward()
-        info.error = point[None]
+        info = Clock(error=point[None])
         context = TransformContext("b", backward=info, entering=(point[None],))
         return applied(transform, (point @ weights)[None], context)[0]
 
@@ -346,13 +341,7 @@ def draw_examples_by_label(axes: "Axes", transform: Transform) -> None:
     """Draw the gradient of 8 units for 12 examples with two labels."""
     labels = torch.tensor([0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 0])
 
-    class Backward:
-        task = ""
-        error: Tensor | None = None
-        labels: Tensor | None = None
-
-    info = Backward()
-    info.labels = labels
+    info = Clock(batch={"labels": labels})
     result = applied(transform, torch.ones(12, 8), TransformContext("a", backward=info))
     axes.imshow(result, cmap="Blues", vmin=-0.2, vmax=1.3, aspect="auto")
     axes.set_yticks(range(12), [f"label {label}" for label in labels.tolist()], fontsize=5)

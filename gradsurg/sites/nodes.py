@@ -288,9 +288,9 @@ def residual_edge(node: Node) -> int | None:
     if len(operands) != 2 or any(map(_is_parameter, operands)):
         return None
     distances: list[dict[Node, int]] = [{operand: 0} for operand in operands]
-    ends = [[operand] for operand in operands]
+    ends, common = [[operand] for operand in operands], set[Node]()
     for distance in count(1):
-        common = distances[0].keys() & distances[1].keys()
+        common = {*distances[0]} & {*distances[1]}
         if common or not any(ends):
             break
         for known, end in zip(distances, ends, strict=True):

@@ -1,5 +1,7 @@
 """The recipe `attnlrp` at a small Llama, compared with its rules written as a forward pass."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,7 @@ def part(value: Tensor, share: float) -> Tensor:
     return share * value + (1 - share) * value.detach()
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def normed(norm: Any, x: Tensor) -> Tensor:
     factor = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt().detach()
     return norm.weight * x * factor
 
@@ -44,7 +46,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
-def attended(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def attended(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     def heads(layer: nn.Module) -> Tensor:
         return layer(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
 
@@ -57,7 +59,7 @@ def attended(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tenso
     return attention.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def by_hand(model: nn.Module, x: Tensor) -> Tensor:
+def by_hand(model: Any, x: Tensor) -> Tensor:
     """Return the logits, whose gradient is that of the rules of AttnLRP (equations 7 to 9, 15)."""
     cos, sin = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
     for layer in model.model.layers:

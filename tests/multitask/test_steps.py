@@ -324,7 +324,7 @@ def test_a_task_with_nan_is_left_out_if_chosen(bad: str) -> None:
         model, kept, [(Uneven(), [name for name, _ in model.named_parameters() if "trunk" in name])]
     )
     if bad == "gradient":
-        handle = model.heads["b"].weight.register_hook(lambda grad: grad * factor)
+        model.heads["b"].weight.register_hook(lambda grad: grad * factor)
     losses = losses_of(model)
     losses["b"] = losses["b"] * (factor if bad == "loss" else 1)
     model.zero_grad()
@@ -336,8 +336,6 @@ def test_a_task_with_nan_is_left_out_if_chosen(bad: str) -> None:
         surgery.attach(model) as live,
     ):
         live.backward(losses)
-    if bad == "gradient":
-        handle.remove()
     close(grads_of(model), expected)
 
 
@@ -354,7 +352,8 @@ def test_an_aggregator_that_needs_all_tasks_skips_a_step_with_nan() -> None:
         live.backward(losses)
         assert all(param.grad is None for param in model.parameters())
         live.backward(losses_of(model))
-    assert all(bool(param.grad.isfinite().all()) for param in model.parameters())
+    grads = grads_of(model).values()
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
 
 
 def test_skip_needs_the_engine_full() -> None:
