@@ -1,12 +1,12 @@
 """The share of each task, for aggregators that accept a preference."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators.base import Aggregator
+from gradsurg.aggregators.base import AggregatorProperty
 from gradsurg.aggregators.solvers import Array
 from gradsurg.plugins.fields import Contradiction, FieldError
 
@@ -16,30 +16,47 @@ Preference = (
 )
 
 
-def check_preference(preference: Preference) -> None:
-    """Raise Contradiction if every share is zero."""
-    if preference is not None and not any(preference):
-        raise Contradiction("preference", f"must have a share above 0, found {list(preference)}")
+class Preferring:
+    """A base class of aggregators with the field `preference`, before that of their kind.
 
-
-def shares_of(aggregator: Aggregator, preference: Preference, count: int) -> Array:
-    """Return the shares of `count` tasks, 1 / `count` each without a preference.
-
-    Raises FieldError for a preference of another length.
+    With equal shares the order of the tasks is of no influence; shares above zero give the
+    properties `if_positive`.
     """
-    if preference is None:
-        return np.full(count, 1 / count)
-    if len(preference) != count:
-        text = f"must be one share for each task, found {len(preference)} for {count} tasks"
-        raise FieldError(aggregator, [("preference", text)])
-    return np.array(preference)
 
+    if TYPE_CHECKING:
+        preference: Preference
+    tags: ClassVar[frozenset[AggregatorProperty]] = frozenset()
+    if_positive: ClassVar[frozenset[AggregatorProperty]] = frozenset({"strongly_stationary"})
 
-def nonzero_shares(aggregator: Aggregator, preference: Preference, gramian: Tensor) -> Array:
-    """Return the shares of the tasks whose gradient is not zero."""
-    return shares_of(aggregator, preference, len(gramian))[gramian.diagonal().numpy() > 0]
+    def __post_init__(self) -> None:
+        if self.preference is not None and not any(self.preference):
+            text = f"must have a share above 0, found {list(self.preference)}"
+            raise Contradiction("preference", text)
 
+    @property
+    def num_tasks(self) -> int | None:
+        return None if self.preference is None else len(self.preference)
 
-def is_symmetric(preference: Preference) -> bool:
-    """Whether all tasks have the same share."""
-    return preference is None or len(set(preference)) == 1
+    @property
+    def properties(self) -> frozenset[AggregatorProperty]:
+        shares = self.preference or (1.0,)
+        if_equal: set[AggregatorProperty] = {"permutation_invariant"}
+        found = self.tags | (if_equal if len({*shares}) == 1 else set())
+        return found | (self.if_positive if min(shares) > 0 else set())
+
+    def shares(self, count: int) -> Array:
+        """Return the shares of `count` tasks, 1 / `count` each without a preference.
+
+        Raises FieldError for a preference of another length.
+        """
+        if self.preference is None:
+            return np.full(count, 1 / count)
+        if len(self.preference) != count:
+            found = f"{len(self.preference)} for {count} tasks"
+            text = f"must be one share for each task, found {found}"
+            raise FieldError(self, [("preference", text)])
+        return np.array(self.preference)
+
+    def nonzero_shares(self, gramian: Tensor) -> Array:
+        """Return the shares of the tasks whose gradient is not zero."""
+        return self.shares(len(gramian))[gramian.diagonal().numpy() > 0]

@@ -7,13 +7,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    nonzero_shares,
-)
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._preference import Preference, Preferring
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.solvers import Array, factor, solve_weights
 from gradsurg.plugins.fields import validated
 
@@ -21,7 +16,7 @@ Scale = Literal["min", "median", "rmse"]
 
 
 @validated
-class AlignedMTL(Weighting):
+class AlignedMTL(Preferring, Weighting):
     """w = sigma G^(-1/2) p: a sum of the nearest orthogonal gradients of norm sigma.
 
     `preference` is p, by default 1 / T each, for their mean (as in the paper). `scale` selects
@@ -40,24 +35,10 @@ class AlignedMTL(Weighting):
     _: KW_ONLY
     preference: Preference = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"homogeneous", "deterministic"}
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        if min(self.preference or (1.0,)) > 0:
-            properties |= {"strongly_stationary"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        shares = nonzero_shares(self, self.preference, gramian)
+        shares = self.nonzero_shares(gramian)
         return solve_weights(gramian, partial(_aligned, shares=shares, scale=self.scale))
 
 

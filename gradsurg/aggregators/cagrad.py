@@ -9,13 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    nonzero_shares,
-    shares_of,
-)
+from gradsurg.aggregators._preference import Preference, Preferring
 from gradsurg.aggregators.base import AggregatorProperty, Weighting
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
@@ -37,7 +31,7 @@ MAX_TURNS = 100
 
 
 @validated
-class CAGrad(Weighting, SolvedOnRows):
+class CAGrad(Preferring, Weighting, SolvedOnRows):
     """d = argmax min_i g_i · d over |d - g_0| <= c |g_0|, g_0 = Σ p_i g_i.
 
     `preference` is p, by default 1 / T each (the paper). In the paper's letters d = g_0 + c |g_0|
@@ -65,20 +59,11 @@ class CAGrad(Weighting, SolvedOnRows):
     rescale: Literal["none", "1+c", "1+c^2"] = "none"
     preference: Preference = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
+    tags = frozenset({"homogeneous", "deterministic"})
 
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"homogeneous", "deterministic"}
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        if min(self.preference or (1.0,)) > 0:
-            properties |= {"strongly_stationary"}
+        properties: set[AggregatorProperty] = {*super().properties}
         if self.c >= 1:
             properties |= {"non_conflicting"}
         if self.c == 0:
@@ -86,7 +71,7 @@ class CAGrad(Weighting, SolvedOnRows):
         return frozenset(properties)
 
     def weights(self, gramian: Tensor) -> Tensor:
-        count, shares = len(gramian), nonzero_shares(self, self.preference, gramian)
+        count, shares = len(gramian), self.nonzero_shares(gramian)
 
         def averse(cosines: Array, norms: Array) -> Array:
             still = len(norms) < count
@@ -96,12 +81,12 @@ class CAGrad(Weighting, SolvedOnRows):
         return solve_weights(gramian, averse, 1 / count, on_rows) / self._divisor
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         on_rows = self._on_rows(shares[np.linalg.norm(rows.numpy(), axis=1) > 0], len(rows))
         return solve_weights_of_rows(rows, on_rows, ridge, least, 1 / len(rows)) / self._divisor
 
     def largest_norm(self, rows: Tensor, order: Tensor) -> float:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         return (1 + self.c) * float(np.linalg.norm(shares @ rows.numpy())) / self._divisor
 
     def _on_rows(self, shares: Array, count: int) -> OnRows:

@@ -6,19 +6,14 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    nonzero_shares,
-)
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._preference import Preference, Preferring
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.solvers import RANK, Array, equiangular, solve_weights
 from gradsurg.plugins.fields import validated
 
 
 @validated
-class ConFIG(Weighting):
+class ConFIG(Preferring, Weighting):
     """d = (Σ_i g_i · u) u, where u is U⁺ p normalized to length one; the rows of U are g_i / |g_i|.
 
     `preference` is p, the ratio of the cosines of d to the gradients, by default equal. Equation 2
@@ -34,26 +29,11 @@ class ConFIG(Weighting):
     _: KW_ONLY
     preference: Preference = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "linear_under_scaling",
-            "homogeneous",
-            "deterministic",
-        }
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        return frozenset(properties)
+    tags = frozenset({"linear_under_scaling", "homogeneous", "deterministic"})
+    if_positive = frozenset()
 
     def weights(self, gramian: Tensor) -> Tensor:
-        shares = nonzero_shares(self, self.preference, gramian)
+        shares = self.nonzero_shares(gramian)
         return solve_weights(gramian, partial(_conflict_free, shares=shares))
 
 

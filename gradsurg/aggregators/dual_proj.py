@@ -6,13 +6,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    shares_of,
-)
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._preference import Preference, Preferring
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
@@ -25,7 +20,7 @@ from gradsurg.plugins.fields import validated
 
 
 @validated
-class DualProj(Weighting, SolvedOnRows):
+class DualProj(Preferring, Weighting, SolvedOnRows):
     """The point nearest to g_0 = Σ p_i g_i among the d with g_j · d >= 0 for all j.
 
     `preference` is p, by default 1 / T each, so that g_0 is the mean. w = argmin_{v >= p} vᵀ G v,
@@ -47,24 +42,10 @@ class DualProj(Weighting, SolvedOnRows):
     _: KW_ONLY
     preference: Preference = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"non_conflicting", "homogeneous", "deterministic"}
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        if min(self.preference or (1.0,)) > 0:
-            properties |= {"strongly_stationary"}
-        return frozenset(properties)
+    tags = frozenset({"non_conflicting", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        shares = shares_of(self, self.preference, len(gramian))
+        shares = self.shares(len(gramian))
         nonzero = shares[gramian.diagonal().numpy() > 0]
 
         def projected(cosines: Array, norms: Array) -> Array:
@@ -74,13 +55,13 @@ class DualProj(Weighting, SolvedOnRows):
         return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         nonzero = shares[np.linalg.norm(rows.numpy(), axis=1) > 0]
         on_rows = partial(_projected_rows, shares=nonzero)
         return solve_weights_of_rows(rows, on_rows, ridge, least, idle=1 / len(rows))
 
     def largest_norm(self, rows: Tensor, order: Tensor) -> float:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         return float(np.linalg.norm(shares @ rows.numpy()))
 
 

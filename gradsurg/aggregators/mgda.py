@@ -4,14 +4,14 @@ from dataclasses import KW_ONLY
 
 from torch import Tensor
 
-from gradsurg.aggregators._preference import Preference, is_symmetric, shares_of
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._preference import Preference, Preferring
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.solvers import Array, min_norm_in_hull, solve_weights
 from gradsurg.plugins.fields import Contradiction, validated
 
 
 @validated
-class MGDA(Weighting):
+class MGDA(Preferring, Weighting):
     """w = argmin wᵀ G w over w >= 0, Σ w_i = 1: the minimum-norm point of the gradients' convex
     hull.
 
@@ -36,21 +36,13 @@ class MGDA(Weighting):
             text = f"must be above 0 for each task, found {list(self.preference)}"
             raise Contradiction("preference", text)
 
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"non_conflicting", "homogeneous", "deterministic"}
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        return frozenset(properties)
+    tags = frozenset({"non_conflicting", "homogeneous", "deterministic"})
+    if_positive = frozenset()
 
     def weights(self, gramian: Tensor) -> Tensor:
         if self.preference is None:
             return solve_weights(gramian, min_norm_in_hull, idle=None)
-        shares = shares_of(self, self.preference, len(gramian))
+        shares = self.shares(len(gramian))
 
         def general(cosines: Array, norms: Array) -> Array:
             return min_norm_in_hull(cosines, shares * norms)  # with a zero row it is not called

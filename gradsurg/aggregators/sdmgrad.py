@@ -8,11 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    shares_of,
-)
+from gradsurg.aggregators._preference import Preference, Preferring
 from gradsurg.aggregators.base import (
     AggregatorContext,
     AggregatorProperty,
@@ -25,7 +21,7 @@ from gradsurg.plugins.fields import validated
 
 
 @validated
-class SDMGrad(GramianAggregator):
+class SDMGrad(Preferring, GramianAggregator):
     """d = Jᵀ (w + lambda w~) / (1 + lambda), with w on the simplex, learned over the steps.
 
     Each call makes `num_steps` of w <- Π(w - lr v), v <- momentum v + A (w + lambda w~) + rho w,
@@ -57,13 +53,6 @@ class SDMGrad(GramianAggregator):
     rho: Annotated[float, Field(ge=0)] = 0.0
     normalize: bool = True
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
         properties: set[AggregatorProperty] = {"deterministic"}
@@ -81,7 +70,7 @@ class SDMGrad(GramianAggregator):
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
         w = state_of(self, state, "weights", len(gramian)).numpy()
-        pulled = self.pull * shares_of(self, self.preference, len(w))
+        pulled = self.pull * self.shares(len(w))
         matrix = gramian.numpy()
         if not np.isfinite(matrix).all():
             return torch.full((len(w),), torch.nan, dtype=torch.float64), state

@@ -8,12 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    shares_of,
-)
+from gradsurg.aggregators._preference import Preference, Preferring
 from gradsurg.aggregators.base import (
     AggregatorContext,
     AggregatorProperty,
@@ -25,7 +20,7 @@ from gradsurg.plugins.fields import FieldError, validated
 
 
 @validated
-class STCH(LossWeighting):
+class STCH(Preferring, LossWeighting):
     """Weights of the gradient of mu log Σ_i exp(y_i / mu), y_i = lambda_i (f_i - z_i).
 
     w_i = lambda_i exp(y_i / mu) / Σ_j exp(y_j / mu): the smooth Tchebycheff scalarization of the
@@ -44,9 +39,6 @@ class STCH(LossWeighting):
     preference: Preference = None
     ideal: Annotated[tuple[float, ...], Field(min_length=1)] | None = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
     @property
     def num_tasks(self) -> int | None:
         given = self.preference or self.ideal
@@ -59,7 +51,7 @@ class STCH(LossWeighting):
             "homogeneous",
             "deterministic",
         }
-        if is_symmetric(self.preference) and len(set(self.ideal or ())) <= 1:
+        if max(len({*(given or ())}) for given in (self.preference, self.ideal)) <= 1:
             properties |= {"permutation_invariant"}
         return frozenset(properties)
 
@@ -69,7 +61,7 @@ class STCH(LossWeighting):
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
-        shares = shares_of(self, self.preference, num_tasks)
+        shares = self.shares(num_tasks)
         if self.ideal is not None and len(self.ideal) != num_tasks:
             text = f"must be one number for each task, found {len(self.ideal)} for {num_tasks}"
             raise FieldError(self, [("ideal", text)])

@@ -6,14 +6,8 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from gradsurg.aggregators._preference import (
-    Preference,
-    check_preference,
-    is_symmetric,
-    nonzero_shares,
-    shares_of,
-)
-from gradsurg.aggregators.base import AggregatorProperty, Weighting
+from gradsurg.aggregators._preference import Preference, Preferring
+from gradsurg.aggregators.base import Weighting
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import (
     Array,
@@ -26,7 +20,7 @@ from gradsurg.plugins.fields import validated
 
 
 @validated
-class UPGrad(Weighting, SolvedOnRows):
+class UPGrad(Preferring, Weighting, SolvedOnRows):
     """Σ p_i d_i, where d_i is the point nearest to g_i among the d with g_j · d >= 0 for all j.
 
     `preference` is p, by default 1 / T each. w = Σ_i p_i argmin_{v >= e_i} vᵀ G v, solved by active
@@ -47,29 +41,10 @@ class UPGrad(Weighting, SolvedOnRows):
     _: KW_ONLY
     preference: Preference = None
 
-    def __post_init__(self) -> None:
-        check_preference(self.preference)
-
-    @property
-    def num_tasks(self) -> int | None:
-        return None if self.preference is None else len(self.preference)
-
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "non_conflicting",
-            "linear_under_scaling",
-            "homogeneous",
-            "deterministic",
-        }
-        if is_symmetric(self.preference):
-            properties |= {"permutation_invariant"}
-        if min(self.preference or (1.0,)) > 0:
-            properties |= {"strongly_stationary"}
-        return frozenset(properties)
+    tags = frozenset({"non_conflicting", "linear_under_scaling", "homogeneous", "deterministic"})
 
     def weights(self, gramian: Tensor) -> Tensor:
-        nonzero = nonzero_shares(self, self.preference, gramian)
+        nonzero = self.nonzero_shares(gramian)
 
         def projected(cosines: Array, norms: Array) -> Array:
             return (nonzero * norms) @ project_onto_dual_cone(cosines, np.eye(len(norms)))
@@ -78,13 +53,13 @@ class UPGrad(Weighting, SolvedOnRows):
         return solve_weights(gramian, projected, 1 / len(gramian), on_rows)
 
     def weights_of_rows(self, rows: Tensor, order: Tensor, ridge: float, least: float) -> Tensor:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         nonzero = shares[np.linalg.norm(rows.numpy(), axis=1) > 0]
         on_rows = partial(_projected_rows, shares=nonzero)
         return solve_weights_of_rows(rows, on_rows, ridge, least, idle=1 / len(rows))
 
     def largest_norm(self, rows: Tensor, order: Tensor) -> float:
-        shares = shares_of(self, self.preference, len(rows))[order]
+        shares = self.shares(len(rows))[order]
         return float(shares @ np.linalg.norm(rows.numpy(), axis=1))
 
 
