@@ -39,6 +39,14 @@ def test_stch() -> None:
             torch.testing.assert_close(found, slopes(theirs, losses), rtol=1e-9, atol=1e-12)
 
 
+def test_geometric_mean() -> None:
+    for step in range(5):
+        losses = losses_at(step)
+        found, _ = weigh(gs.GeometricMean(), {}, losses)
+        expected = slopes(scalarization.GeometricMean(), losses)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_dwa() -> None:
     ours, theirs = gs.DWA(period=3), scalarization.DWA()
     state = ours.init(4)
