@@ -145,7 +145,7 @@ def test_a_selection_of_nothing_lists_the_choices_and_gives_the_reason_or_the_ne
         (gs.SavedTensors(node="Relu", pattern="act"), gs.Parameters("last.bias"), {"last.bias"}),
         (gs.Uses("act"), gs.Uses("last.bias"), {"last.bias/use[0]"}),
     ],
-    ids=repr,
+    ids=lambda value: repr(sorted(value) if isinstance(value, set) else value),
 )
 def test_modules_of_an_exported_model_are_refused_and_its_nodes_and_parameters_act(
     wrong: Any, right: Selector, sites: set[str]
