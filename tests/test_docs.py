@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -60,9 +61,19 @@ def test_the_yaml_files_are_options(own: Here, folder: Path) -> None:
     assert own("--config-dir", "confs", "experiment=all", *SHORT).code == 0
 
 
+def test_the_rule_of_relevance_is_that_of_lrp() -> None:
+    names: dict[str, Any] = {}  # Any: what the page defines
+    exec(blocks("python", PAGE)[1], names)
+    x, net = names["x"], names["net"]
+    x.grad = None
+    with gs.Surgery(gs.Intervention(gs.LRP("epsilon"), gs.Inputs(types="Linear"))).attach(net):
+        net(x).sum().backward()
+    torch.testing.assert_close(names["relevance"], x * x.grad)
+
+
 def test_the_group_transform_trains() -> None:
     names: dict[str, type[GroupTransform]] = {}
-    exec(blocks("python", PAGE)[1], names)
+    exec(blocks("python", PAGE)[2], names)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     at = gs.Parameters(stage="step")
