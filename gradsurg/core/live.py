@@ -157,7 +157,7 @@ class Live:
         self.multi_task.backward(losses, self._attached, scale, aggregate, retain_graph)
 
     def jacobian(self, losses: "Losses") -> dict[str, Tensor]:
-        """Return the gradient of each of T losses by each parameter (T, *shape), by name.
+        """Return the gradient of each of T losses by each parameter `(T, *shape)`, by name.
 
         `losses` are those of `backward`. Transforms act on the gradient of each task, aggregators
         do not; rows of a task that does not reach a parameter are zeros. `.grad` does not change,
