@@ -27,7 +27,7 @@ def table(out: str) -> list[str]:
     return [" ".join(line.split()) for line in lines[head + 2 : lines.index("", head)]]
 
 
-def test_a_sweep_ends_with_a_table_of_its_jobs_and_code_1_if_one_failed(
+def test_a_sweep_tables_its_jobs_and_when_repeated_trains_failed_ones_alone_or_none(
     here: Here, folder: Path
 ) -> None:
     ended = here(*TWO, "seed=0")
@@ -44,6 +44,23 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_and_code_1_if_one_failed(
     assert failed.startswith("transform=their_module.total 1 of 2 runs failed TypeError: ")
     assert failed.endswith(f"({log.relative_to(folder)})")
     assert finished == "transform=clip finished"
+
+    again = here(*TWO, "seed=0")
+    assert again.code == 1
+    assert "2 jobs, 3 runs: " in again.err
+    for told in ("2 finished before, skipped", "1 failed before, tried again"):
+        assert told in again.err
+    assert "total, seed 0: TypeError: " in again.err
+    jobs = [line for line in again.err.splitlines() if line.startswith(("job ", "clip"))]
+    assert [job.partition(":")[0] for job in jobs] == ["job 1"]  # the one that has run anew
+    assert len(table(again.out)) == 2
+
+    before = log.read_text(encoding="utf-8"), log.stat().st_mtime_ns
+    kept = here(*TWO, "seed=0", "retry_failed=false")
+    assert kept.code == 1
+    assert "total, seed 0: failed before; not retried (retry_failed=false); TypeError: " in kept.err
+    assert (log.read_text(encoding="utf-8"), log.stat().st_mtime_ns) == before
+    assert "1 of 2 runs failed TypeError" in table(kept.out)[0]
 
 
 def test_every_run_is_written_down_before_the_first_is_trained(
@@ -68,21 +85,6 @@ def test_every_run_is_written_down_before_the_first_is_trained(
             assert facts[told["control"]]["arm"] == "control"
 
 
-def test_a_repeated_sweep_skips_finished_runs_and_retries_failed_ones(
-    here: Here, folder: Path
-) -> None:
-    assert here(*TWO, "seed=0").code == 1
-    again = here(*TWO, "seed=0")
-    assert again.code == 1
-    assert "2 jobs, 3 runs: " in again.err
-    for told in ("2 finished before, skipped", "1 failed before, tried again"):
-        assert told in again.err
-    assert "total, seed 0: TypeError: " in again.err
-    jobs = [line for line in again.err.splitlines() if line.startswith(("job ", "clip"))]
-    assert [job.partition(":")[0] for job in jobs] == ["job 1"]  # the one that has run anew
-    assert len(table(again.out)) == 2
-
-
 def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
     words = ("-m", "transform=clip,sign", "seed=0,1", *SHORT)
     first, again = here(*words), here(*words)
@@ -90,19 +92,6 @@ def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
     _, _, study = first.out.partition("\nstudy digits-mlp:")
     assert study
     assert again.out == f"\nstudy digits-mlp:{study}"
-
-
-def test_failed_runs_can_be_kept_failed(here: Here, folder: Path) -> None:
-    here(*TWO, "seed=0")
-    (log,) = folder.glob("runs/digits-mlp/total-*/error.log")
-    before = log.read_text(encoding="utf-8"), log.stat().st_mtime_ns
-    again = here(*TWO, "seed=0", "retry_failed=false")
-    assert again.code == 1
-    assert (
-        "total, seed 0: failed before; not retried (retry_failed=false); TypeError: " in again.err
-    )
-    assert (log.read_text(encoding="utf-8"), log.stat().st_mtime_ns) == before
-    assert "1 of 2 runs failed TypeError" in table(again.out)[0]
 
 
 def test_force_repeats_each_run_of_a_sweep_once(here: Here, folder: Path) -> None:
@@ -270,7 +259,9 @@ def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) ->
     assert controls(folder) == BOTH
 
 
-def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: Path) -> None:
+def test_a_resumed_run_keeps_its_control_and_a_broken_run_json_is_written_anew(
+    here: Here, folder: Path
+) -> None:
     words = ("transform=their_module.interrupts", "seed=0", "steps=100", *SHORT[2:])
     words = (*words, "log_every=1")
     here(*words)
@@ -278,13 +269,7 @@ def test_a_run_resumed_without_a_control_keeps_its_control(here: Here, folder: P
     assert RunDirectory(path).state == "interrupted"
     here(*words, "control=none")
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
-
-
-def test_a_broken_run_json_is_written_anew(here: Here, folder: Path) -> None:
-    words = ("transform=their_module.interrupts", "seed=0", "steps=100", *SHORT[2:])
-    here(*words)
-    (path,) = folder.glob("runs/digits-mlp/interrupts-*/run.json")
-    path.write_text("{", encoding="utf-8")
+    (path / "run.json").write_text("{", encoding="utf-8")
     here(*words)
     assert controls(folder, "interrupts") == {"plain": "none-seed0"}
 
