@@ -85,18 +85,15 @@ def test_every_run_is_written_down_before_the_first_is_trained(
             assert facts[told["control"]]["arm"] == "control"
 
 
-def test_a_finished_sweep_prints_one_line(here: Here, folder: Path) -> None:
-    words = ("-m", "transform=clip,sign", "seed=0,1", *SHORT)
+def test_a_finished_sweep_prints_one_line_and_force_repeats_its_runs(
+    here: Here, folder: Path
+) -> None:
+    words = ("-m", "transform=clip,sign", "seed=0", *SHORT)
     first, again = here(*words), here(*words)
-    assert again.err == "4 jobs, 6 runs: 6 finished before, skipped\n"
+    assert again.err == "2 jobs, 3 runs: 3 finished before, skipped\n"
     _, _, study = first.out.partition("\nstudy digits-mlp:")
     assert study
     assert again.out == f"\nstudy digits-mlp:{study}"
-
-
-def test_force_repeats_each_run_of_a_sweep_once(here: Here, folder: Path) -> None:
-    words = ("-m", "transform=their_module.halve,clip", "seed=0", *SHORT)
-    here(*words)
     old = {path: path.stat().st_mtime_ns for path in folder.rglob("summary.json")}
     forced = here(*words, "force=true")
     assert forced.code == 0
