@@ -47,8 +47,9 @@ def in_ranks(count: int, work: Callable[[Ranks, Path], Value]) -> Value:
             forked(lambda rank=rank: _work(rank, count, folder, work), folder / f"{rank}")
             for rank in range(1, count)
         ]
+        held: list[object] = []
         try:
-            return _work(0, count, folder, work)
+            return _work(0, count, folder, work, held)
         finally:
             for pid in others:
                 os.waitpid(pid, 0)
@@ -73,11 +74,23 @@ def forked(work: Callable[[], object], name: Path) -> int:
         os._exit(1)
 
 
-def _work(rank: int, count: int, folder: Path, work: Callable[[Ranks, Path], Value]) -> Value:
-    """Do the work of a rank in the process group."""
+def _work(
+    rank: int,
+    count: int,
+    folder: Path,
+    work: Callable[[Ranks, Path], Value],
+    held: list[object] | None = None,
+) -> Value:
+    """Do the work of a rank in the process group, which `held` keeps alive.
+
+    A thread of gloo that still runs a callback of PowerSGD would end the program if it were the
+    last to let go of the group.
+    """
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
     )
+    if held is not None:
+        held.append(distributed.group.WORLD)
     (own := folder / f"of{rank}").mkdir()
     try:
         return work(Ranks(rank, count), own)
