@@ -332,7 +332,8 @@ def test_editing_what_a_users_file_imports_changes_the_hash(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"import os.path\n{text}\n", encoding="utf-8")
         module = name.removesuffix("/__init__").replace("/", ".")
-        monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.setitem(sys.modules, module, None)  # removed when the test ends
+        monkeypatch.delitem(sys.modules, module)
     with (tmp_path / "their_ops.py").open("a", encoding="utf-8") as file:
         file.write(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
