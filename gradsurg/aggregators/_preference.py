@@ -37,12 +37,10 @@ class Preferring:
     def num_tasks(self) -> int | None:
         return None if self.preference is None else len(self.preference)
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
         shares = self.preference or (1.0,)
-        if_equal: set[AggregatorProperty] = {"permutation_invariant"}
-        found = self.tags | (if_equal if len({*shares}) == 1 else set())
-        return found | (self.if_positive if min(shares) > 0 else set())
+        is_equal, is_positive = len({*shares}) == 1, min(shares) > 0
+        return {"permutation_invariant": is_equal, **dict.fromkeys(self.if_positive, is_positive)}
 
     def shares(self, count: int) -> Array:
         """Return the shares of `count` tasks, 1 / `count` each without a preference.

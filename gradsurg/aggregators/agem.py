@@ -50,19 +50,18 @@ class AGEM(GramianAggregator):
     def num_tasks(self) -> int:
         return 2
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        if self.decay:  # the first call, or any with the same memory
-            return frozenset({"deterministic"})
-        return frozenset(
-            {
-                "non_conflicting",
-                "linear_under_scaling",
-                "scale_invariant",
-                "homogeneous",
-                "deterministic",
-            }
+    tags = frozenset({"deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        names: tuple[AggregatorProperty, ...] = (
+            "non_conflicting",
+            "linear_under_scaling",
+            "scale_invariant",
+            "homogeneous",
         )
+        return dict.fromkeys(
+            names, not self.decay
+        )  # else after the first call, or any with one memory
 
     def order_note(self, tasks: Sequence[str]) -> str:
         return order_note((self.memory,) if self.memory else (), tasks)

@@ -102,14 +102,19 @@ class Aggregator(ABC):
     tags: ClassVar[frozenset[AggregatorProperty]] = frozenset()
     """The properties guaranteed for any fields."""
 
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        """Return further properties by name, and whether each holds for these fields."""
+        return {}
+
     @property
     def properties(self) -> frozenset[AggregatorProperty]:
-        """The properties guaranteed for these fields, by default the `tags`, tested by
-        `gradsurg.testing.check_aggregator`.
+        """The properties guaranteed for these fields: by default the `tags`, and those of
+        `tags_if`. `gradsurg.testing.check_aggregator` tests them.
 
         They hold for finite rows, and for any fixed state and context.
         """
-        return self.tags
+        held: set[AggregatorProperty] = {name for name, holds in self.tags_if().items() if holds}
+        return self.tags | held
 
     @property
     def num_tasks(self) -> int | None:
@@ -134,12 +139,12 @@ class Aggregator(ABC):
         """What the order of losses with these names decides; empty if nothing is to be said."""
         return ""
 
-    @abstractmethod
     def init(self, num_tasks: int) -> AggregatorState:
-        """Return the state before the first call.
+        """Return the state before the first call; by default there is none.
 
         A tensor (T, 0) may have the columns of the rows, and their dtype, after it.
         """
+        return {}
 
     @abstractmethod
     def merge(
@@ -204,9 +209,6 @@ class Weighting(GramianAggregator):
     def weights(self, gramian: Tensor) -> Tensor:
         """Return the weights (T,) of the rows, from G (T, T); both in float64, on the CPU."""
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
-
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:
@@ -247,9 +249,6 @@ class Entrywise(Aggregator):
 
         Splitting the columns over several calls may change the rounding of sums and nothing else.
         """
-
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
 
     def merge(
         self, rows: Tensor, state: AggregatorState, context: AggregatorContext

@@ -61,14 +61,12 @@ class CAGrad(Preferring, Weighting, SolvedOnRows):
 
     tags = frozenset({"homogeneous", "deterministic"})
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {*super().properties}
-        if self.c >= 1:
-            properties |= {"non_conflicting"}
-        if self.c == 0:
-            properties |= {"linear_under_scaling"}
-        return frozenset(properties)
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        return {
+            **super().tags_if(),
+            "non_conflicting": self.c >= 1,
+            "linear_under_scaling": self.c == 0,
+        }
 
     def weights(self, gramian: Tensor) -> Tensor:
         count, shares = len(gramian), self.nonzero_shares(gramian)

@@ -36,16 +36,10 @@ class FairGrad(Weighting):
     _: KW_ONLY
     max_norm: Annotated[float, Field(ge=0)] = 1.0
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "non_conflicting",
-            "permutation_invariant",
-            "deterministic",
-        }
-        if self.alpha == 1:
-            properties |= {"scale_invariant"}
-        return frozenset(properties)
+    tags = frozenset({"non_conflicting", "permutation_invariant", "deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        return {"scale_invariant": self.alpha == 1}
 
     def weights(self, gramian: Tensor) -> Tensor:
         power = min(max(1 / self.alpha, 1 / LARGEST_POWER), LARGEST_POWER)

@@ -75,26 +75,17 @@ class FixedWeights(LossWeighting):
     def num_tasks(self) -> int | None:
         return None if self.weights is None else len(self.weights)
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
+    tags = frozenset({"linear_under_scaling", "homogeneous", "deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
         weights = self.weights or (1.0,)
-        alone = self.weights is not None and len(weights) == 1
-        properties: set[AggregatorProperty] = {
-            "linear_under_scaling",
-            "homogeneous",
-            "deterministic",
+        alone, zero = self.weights is not None and len(weights) == 1, not any(weights)
+        return {
+            "permutation_invariant": len(set(weights)) == 1,
+            "strongly_stationary": min(weights) > 0,
+            "non_conflicting": zero or (alone and weights[0] >= 0),
+            "scale_invariant": zero or alone,
         }
-        if len(set(weights)) == 1:
-            properties |= {"permutation_invariant"}
-        if min(weights) > 0:
-            properties |= {"strongly_stationary"}
-        if alone and weights[0] >= 0:
-            properties |= {"non_conflicting"}
-        if alone or not any(weights):
-            properties |= {"scale_invariant"}
-        if not any(weights):
-            properties |= {"non_conflicting"}
-        return frozenset(properties)
 
     def init(self, num_tasks: int) -> AggregatorState:
         if not self.tasks:

@@ -56,18 +56,18 @@ class GEM(GramianAggregator, SolvedOnRows):
     def __repr__(self) -> str:
         return shown(self)
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"homogeneous", "deterministic"}
-        if self.margin == 0:
-            properties |= {"non_conflicting", "linear_under_scaling", "scale_invariant"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        names: tuple[AggregatorProperty, ...] = (
+            "non_conflicting",
+            "linear_under_scaling",
+            "scale_invariant",
+        )
+        return dict.fromkeys(names, self.margin == 0)
 
     def order_note(self, tasks: Sequence[str]) -> str:
         return order_note(self._memories, tasks)
-
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
 
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext

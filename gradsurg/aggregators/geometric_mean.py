@@ -28,9 +28,6 @@ class GeometricMean(LossWeighting):
 
     tags = FIXED_WEIGHT_PROPERTIES
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
-
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:

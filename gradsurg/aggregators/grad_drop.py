@@ -43,17 +43,16 @@ class GradDrop(Entrywise):
     def num_tasks(self) -> int | None:
         return len(self.leak) if isinstance(self.leak, tuple) else None
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"homogeneous"}
+    tags = frozenset({"homogeneous"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
         leaks = set(self.leak) if isinstance(self.leak, tuple) else {self.leak}
-        if len(leaks) == 1:
-            properties |= {"permutation_invariant"}
-        if leaks == {0.0} or leaks == {1.0}:
-            properties |= {"strongly_stationary"}
-        if leaks == {1.0}:
-            properties |= {"linear_under_scaling", "deterministic"}
-        return frozenset(properties)
+        return {
+            "permutation_invariant": len(leaks) == 1,
+            "strongly_stationary": leaks == {0.0} or leaks == {1.0},
+            "linear_under_scaling": leaks == {1.0},
+            "deterministic": leaks == {1.0},
+        }
 
     def apply(self, rows: Tensor, context: AggregatorContext) -> Tensor:
         entries = ENTRIES if rows.device.type == "cpu" else DEVICE_ENTRIES

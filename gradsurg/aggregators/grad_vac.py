@@ -40,16 +40,10 @@ class GradVac(GramianAggregator):
     _: KW_ONLY
     order: Order = "random_per_task"
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "homogeneous",
-            "linear_under_scaling",
-            "strongly_stationary",
-        }
-        if self.order == "fixed":
-            properties |= {"deterministic"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "linear_under_scaling", "strongly_stationary"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        return {"deterministic": self.order == "fixed"}
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {"cosines": torch.zeros(num_tasks, num_tasks, dtype=torch.float64)}

@@ -39,14 +39,16 @@ class NashMTL(GramianAggregator):
     normalize: bool = True
     update_weights_every: Annotated[int, Field(ge=1)] = 1
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"deterministic"}
-        if self.update_weights_every == 1:
-            properties |= {"non_conflicting", "permutation_invariant", "scale_invariant"}
-            if self.normalize and not self.max_norm:
-                properties |= {"homogeneous"}
-        return frozenset(properties)
+    tags = frozenset({"deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        each_step = self.update_weights_every == 1
+        return {
+            "non_conflicting": each_step,
+            "permutation_invariant": each_step,
+            "scale_invariant": each_step,
+            "homogeneous": each_step and self.normalize and not self.max_norm,
+        }
 
     def init(self, num_tasks: int) -> AggregatorState:
         if self.update_weights_every == 1:

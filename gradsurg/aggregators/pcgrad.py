@@ -47,17 +47,14 @@ class PCGrad(GramianAggregator):
     include_self: bool = False
     eps: Annotated[float, Field(ge=0)] = 0.0
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"strongly_stationary"}
-        if not self.eps:
-            properties |= {"homogeneous", "linear_under_scaling"}
-        if self.order == "fixed":
-            properties |= {"deterministic"}
-        return frozenset(properties)
+    tags = frozenset({"strongly_stationary"})
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        return {
+            "homogeneous": not self.eps,
+            "linear_under_scaling": not self.eps,
+            "deterministic": self.order == "fixed",
+        }
 
     def update(
         self, gramian: Tensor, state: AggregatorState, context: AggregatorContext

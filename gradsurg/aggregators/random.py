@@ -29,9 +29,6 @@ class Random(LossWeighting):
 
     tags = frozenset({"linear_under_scaling", "homogeneous", "strongly_stationary"})
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
-
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:

@@ -53,14 +53,11 @@ class SDMGrad(Preferring, GramianAggregator):
     rho: Annotated[float, Field(ge=0)] = 0.0
     normalize: bool = True
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {"deterministic"}
-        if self.normalize:
-            properties |= {"homogeneous"}
-        if self.pull and min(self.preference or (1.0,)) > 0:
-            properties |= {"strongly_stationary"}
-        return frozenset(properties)
+    tags = frozenset({"deterministic"})
+
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        is_pulled = bool(self.pull) and min(self.preference or (1.0,)) > 0
+        return {"homogeneous": self.normalize, "strongly_stationary": is_pulled}
 
     def init(self, num_tasks: int) -> AggregatorState:
         return {"weights": torch.full((num_tasks,), 1 / num_tasks, dtype=torch.float64)}

@@ -44,19 +44,11 @@ class STCH(Preferring, LossWeighting):
         given = self.preference or self.ideal
         return None if given is None else len(given)
 
-    @property
-    def properties(self) -> frozenset[AggregatorProperty]:
-        properties: set[AggregatorProperty] = {
-            "linear_under_scaling",
-            "homogeneous",
-            "deterministic",
-        }
-        if max(len({*(given or ())}) for given in (self.preference, self.ideal)) <= 1:
-            properties |= {"permutation_invariant"}
-        return frozenset(properties)
+    tags = frozenset({"linear_under_scaling", "homogeneous", "deterministic"})
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
+    def tags_if(self) -> dict[AggregatorProperty, bool]:
+        most = max(len({*(given or ())}) for given in (self.preference, self.ideal))
+        return {"permutation_invariant": most <= 1}
 
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext

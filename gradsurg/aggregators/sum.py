@@ -21,9 +21,6 @@ class Sum(LossWeighting):
 
     tags = FIXED_WEIGHT_PROPERTIES
 
-    def init(self, num_tasks: int) -> AggregatorState:
-        return {}
-
     def weigh(
         self, num_tasks: int, state: AggregatorState, context: AggregatorContext
     ) -> tuple[Tensor, AggregatorState]:

@@ -34,18 +34,12 @@ class AGC(Stateless):
 
     needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "idempotent",
-            "odd",
-            "sign_preserving",
-            "norm_non_increasing",
-            "deterministic",
-        }
-        if self.per == "entry":
-            properties |= {"elementwise"}
-        return frozenset(properties)
+    tags = frozenset(
+        {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    )
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"elementwise": self.per == "entry"}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         bound = self.clipping * norm(value_of(self, context), self.per).clamp(min=self.eps)

@@ -237,14 +237,19 @@ class Transform(ABC):
     tags: ClassVar[frozenset[TransformProperty]] = frozenset()
     """The properties that hold for any fields; by default none is claimed."""
 
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        """Return further properties by name, and whether each holds for these fields."""
+        return {}
+
     @property
     def properties(self) -> frozenset[TransformProperty]:
-        """The properties that hold for these fields, by default the `tags`.
+        """The properties that hold for these fields: by default the `tags`, and those of `tags_if`.
 
         They hold for finite gradients and for every fixed state and context, so that a transform
         with state declares those alone that hold after any history.
         """
-        return self.tags
+        held: set[TransformProperty] = {name for name, holds in self.tags_if().items() if holds}
+        return self.tags | held
 
     @property
     def scope(self) -> Scope:
@@ -311,9 +316,9 @@ class GroupTransform(Transform):
     def scope(self) -> Scope:
         return "group"
 
-    @abstractmethod
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        """Return the state before the first gradients of a group; see `init`."""
+        """Return the state before the first gradients of a group; by default there is none."""
+        return {}
 
     @abstractmethod
     def update_group(

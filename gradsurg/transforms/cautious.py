@@ -45,14 +45,17 @@ class Cautious(Stateless):
 
     needed = frozenset({"gradient"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        if self.mode == "sign":
-            return frozenset({"elementwise", "deterministic"})
-        properties: set[TransformProperty] = {"homogeneous", "sign_preserving", "deterministic"}
-        if self.scale == "none":
-            properties |= {"elementwise", "idempotent", "norm_non_increasing"}
-        return frozenset(properties)
+    tags = frozenset({"deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        flips, scales = self.mode == "sign", self.scale != "none"
+        return {
+            "homogeneous": not flips,
+            "sign_preserving": not flips,
+            "elementwise": flips or not scales,
+            "idempotent": not flips and not scales,
+            "norm_non_increasing": not flips and not scales,
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if self.mode == "sign":

@@ -26,16 +26,17 @@ class Clamp(Stateless):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"elementwise", "idempotent", "deterministic"}
-        if (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0):
-            properties |= {"sign_preserving", "norm_non_increasing"}
-        if self.low is not None and self.high is not None and self.low == -self.high:
-            properties |= {"odd"}
-        if {self.low, self.high} <= {None, 0.0}:
-            properties |= {"homogeneous"}
-        return frozenset(properties)
+    tags = frozenset({"elementwise", "idempotent", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        low, high = self.low, self.high
+        has_zero = (low is None or low <= 0) and (high is None or high >= 0)
+        return {
+            "sign_preserving": has_zero,
+            "norm_non_increasing": has_zero,
+            "odd": low is not None and high is not None and low == -high,
+            "homogeneous": {low, high} <= {None, 0.0},
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         largest = torch.finfo(grad.dtype).max

@@ -38,9 +38,6 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     def acts_on_shards(self) -> bool:
         return self.p < inf  # an empty part has no largest entry
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[Iterable[Tensor], TransformState]:

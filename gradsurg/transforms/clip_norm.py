@@ -30,19 +30,10 @@ class ClipNorm(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
     mean: bool = False
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "odd",
-            "sign_preserving",
-            "norm_non_increasing",
-            "deterministic",
-        }
-        if self.eps == 0:
-            properties |= {"idempotent"}
-        if self.per == "entry":
-            properties |= {"elementwise"}
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"idempotent": self.eps == 0, "elementwise": self.per == "entry"}
 
     @property
     def acts_on_shards(self) -> bool:

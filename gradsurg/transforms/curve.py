@@ -30,17 +30,10 @@ class Curve(Stateless):
     by: Literal["tanh", "softsign", "log", "power", "soft_threshold"] = "tanh"
     amount: Annotated[float, Field(gt=0)] = 1.0
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "elementwise",
-            "odd",
-            "sign_preserving",
-            "deterministic",
-        }
-        if self.by != "power":
-            properties |= {"norm_non_increasing"}
-        return frozenset(properties)
+    tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"norm_non_increasing": self.by != "power"}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         g, a = widened(grad), self.amount

@@ -40,9 +40,6 @@ class GHM(GroupTransform, ExampleWeighting):
 
     needed = frozenset({"examples"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
     @torch.no_grad()
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]

@@ -23,18 +23,10 @@ class GradientReversal(Stateless):
 
     strength: Annotated[float, Field(ge=0)] = 1.0
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "elementwise",
-            "homogeneous",
-            "linear",
-            "odd",
-            "deterministic",
-        }
-        if self.strength <= 1:
-            properties |= {"norm_non_increasing"}
-        return frozenset(properties)
+    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"norm_non_increasing": self.strength <= 1}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * -self.strength

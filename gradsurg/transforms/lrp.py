@@ -16,7 +16,6 @@ from gradsurg.transforms.base import (
     Need,
     Stateless,
     TransformContext,
-    TransformProperty,
     layer_of,
 )
 
@@ -59,10 +58,8 @@ class LRP(Stateless):
     def needs(self) -> frozenset[Need]:
         return frozenset({"layer"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # Homogeneous because a loss scale multiplies the gradient of the output as well.
-        return frozenset({"homogeneous", "idempotent", "deterministic"})
+    # Homogeneous because a loss scale multiplies the gradient of the output as well.
+    tags = frozenset({"homogeneous", "idempotent", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         layer, x, output, entering = layer_of(self, context)

@@ -56,22 +56,19 @@ class Mask(Stateless):
         if self.by in ("threshold", "random") and self.per != "tensor":
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"odd", "sign_preserving"}
-        if not self.rescale:
-            properties |= {"norm_non_increasing"}
-        match self.by:
-            case "largest":
-                properties |= {"homogeneous", "deterministic"}
-                properties |= set() if self.rescale else {"idempotent"}
-            case "threshold":
-                properties |= {"elementwise", "idempotent", "deterministic"}
-            case "random" | "random_k":
-                # Not linear: two accumulated gradients have other draws than their sum.
-                properties |= {"elementwise", "homogeneous"}
-                properties |= {"unbiased"} if self.rescale else set()
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        largest, draws = self.by == "largest", self.by in ("random", "random_k")
+        return {
+            "norm_non_increasing": not self.rescale,
+            "elementwise": not largest,
+            # Not linear if it draws: two accumulated gradients have other draws than their sum.
+            "homogeneous": largest or draws,
+            "deterministic": not draws,
+            "idempotent": not draws and not (largest and self.rescale),
+            "unbiased": draws and self.rescale,
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.by:

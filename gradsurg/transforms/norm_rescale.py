@@ -27,14 +27,10 @@ class NormRescale(Stateless):
     per: Per = "tensor"
     eps: Annotated[float, Field(ge=0)] = 0.0
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
-        if self.eps == 0:
-            properties |= {"idempotent"}
-        if self.per == "entry":
-            properties |= {"elementwise"}
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"idempotent": self.eps == 0, "elementwise": self.per == "entry"}
 
     @property
     def acts_on_shards(self) -> bool:

@@ -81,10 +81,8 @@ class PerSample(GroupTransform):
             rule = "needs a transform that bounds the norm of each gradient, as ClipGlobalNorm"
             raise Contradiction("noise", f"{rule}, found of={self.of!r}")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        is_random = self.noise or "deterministic" not in self.of.properties
-        return frozenset() if is_random else frozenset({"deterministic"})
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"deterministic": not self.noise and "deterministic" in self.of.properties}
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -95,9 +93,6 @@ class PerSample(GroupTransform):
     @property
     def _bound(self) -> float | None:
         return self.of.example_bound if isinstance(self.of, ExampleWeighting) else None
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
 
     @torch.no_grad()
     def update_group(

@@ -35,13 +35,11 @@ class Perpendicular(Stateless):
 
     needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"homogeneous", "odd", "deterministic"}
-        properties |= {"norm_non_increasing"}
-        if not self.rescale and self.below is None:
-            properties |= {"linear", "idempotent"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        is_projection = not self.rescale and self.below is None
+        return {"linear": is_projection, "idempotent": is_projection}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         wide = widened(grad)

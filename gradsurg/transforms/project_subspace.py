@@ -64,22 +64,16 @@ class ProjectSubspace(GroupTransform):
     def scope(self) -> Scope:
         return "group" if self.vectors == "group" else "tensor"
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"homogeneous", "idempotent", "linear", "odd"}
-        properties |= {"norm_non_increasing"}
-        if self.path is not None:
-            properties |= {"deterministic"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"deterministic": self.path is not None}
 
     def check_parameters(self, params: Mapping[str, Tensor]) -> None:
         if self.path is not None:
             for name, param in params.items():
                 self._read_basis(name, self._rows(param).shape[1])
             self._check_whole(list(params))
-
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
 
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]

@@ -35,16 +35,15 @@ class Quantize(Stateless):
     per: Per = "tensor"
     stochastic: bool = True
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"odd", "sign_preserving"}
-        if self.stochastic:
-            properties |= {"homogeneous"}  # else an entry between two levels may go either way
-            properties |= {"unbiased"} if self.clip is None else set()
-        else:
-            properties |= {"deterministic"}
-            properties |= {"idempotent"} if (self.by, self.clip) == ("max", None) else set()
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {
+            "homogeneous": self.stochastic,  # else an entry between two levels may go either way
+            "unbiased": self.stochastic and self.clip is None,
+            "deterministic": not self.stochastic,
+            "idempotent": not self.stochastic and (self.by, self.clip) == ("max", None),
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         wide = widened(grad)

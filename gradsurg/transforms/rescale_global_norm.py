@@ -39,9 +39,6 @@ class RescaleGlobalNorm(GroupTransform):
     def acts_on_shards(self) -> bool:
         return True
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return {}
-
     def update_group(
         self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
     ) -> tuple[Iterable[Tensor], TransformState]:

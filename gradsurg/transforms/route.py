@@ -53,19 +53,15 @@ class Route(Stateless):
 
     needed = frozenset({"labels"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"elementwise", "homogeneous", "linear", "odd"}
-        properties |= {"deterministic"}
-        if self.outside >= 0:
-            properties |= {"sign_preserving"}
-        if abs(self.outside) <= 1:
-            properties |= {"norm_non_increasing"}
-        if self.outside in (0.0, 1.0):
-            properties |= {"idempotent"}
-        if self.outside == 1:
-            properties |= {"unbiased"}
-        return frozenset(properties)
+    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {
+            "sign_preserving": self.outside >= 0,
+            "norm_non_increasing": abs(self.outside) <= 1,
+            "idempotent": self.outside in (0.0, 1.0),
+            "unbiased": self.outside == 1,
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         labels, parts = example_labels(self, context), len(self.groups)

@@ -26,19 +26,13 @@ class Sanitize(Stateless):
 
     on_nonfinite: Literal["zero", "clamp", "drop"] = "zero"
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        # Neither homogeneous nor linear: where c * g overflows, so does c * T(g), but not T(c * g).
-        properties: set[TransformProperty] = {
-            "idempotent",
-            "odd",
-            "sign_preserving",
-            "norm_non_increasing",
-            "deterministic",
-        }
-        if self.on_nonfinite == "zero":
-            properties |= {"elementwise"}
-        return frozenset(properties)
+    # Neither homogeneous nor linear: where c * g overflows, so does c * T(g), but not T(c * g).
+    tags = frozenset(
+        {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+    )
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"elementwise": self.on_nonfinite == "zero"}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         finite = grad.isfinite()

@@ -18,24 +18,15 @@ class Scale(Stateless):
 
     factor: float = 0.1
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "elementwise",
-            "homogeneous",
-            "linear",
-            "odd",
-            "deterministic",
+    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {
+            "sign_preserving": self.factor >= 0,
+            "norm_non_increasing": abs(self.factor) <= 1,
+            "idempotent": self.factor in (0.0, 1.0),
+            "unbiased": self.factor == 1,
         }
-        if self.factor >= 0:
-            properties |= {"sign_preserving"}
-        if abs(self.factor) <= 1:
-            properties |= {"norm_non_increasing"}
-        if self.factor in (0.0, 1.0):
-            properties |= {"idempotent"}
-        if self.factor == 1:
-            properties |= {"unbiased"}
-        return frozenset(properties)
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return grad * self.factor

@@ -37,26 +37,19 @@ class ScaleBySign(Stateless):
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"} if self.of == "value" else ())
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        gains = (self.positive, self.negative)
-        of_grad = self.of == "grad"
-        properties: set[TransformProperty] = {"homogeneous", "deterministic"}
-        if self.per == "entry" or not of_grad:
-            properties |= {"elementwise"}
-        if not of_grad or self.positive == self.negative:
-            properties |= {"odd"}
-        if not of_grad or (
-            self.positive == self.negative and (self.per == "entry" or gains[0] == 1)
-        ):
-            properties |= {"linear"}
-        if min(gains) >= 0:
-            properties |= {"sign_preserving"}
-        if max(map(abs, gains)) <= 1:
-            properties |= {"norm_non_increasing"}
-        if set(gains) <= {0.0, 1.0}:
-            properties |= {"idempotent"}
-        return frozenset(properties)
+    tags = frozenset({"homogeneous", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        gains, of_other = (self.positive, self.negative), self.of != "grad"
+        is_even = self.positive == self.negative
+        return {
+            "elementwise": of_other or self.per == "entry",
+            "odd": of_other or is_even,
+            "linear": of_other or (is_even and (self.per == "entry" or self.positive == 1)),
+            "sign_preserving": min(gains) >= 0,
+            "norm_non_increasing": max(map(abs, gains)) <= 1,
+            "idempotent": set(gains) <= {0.0, 1.0},
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         match self.of:

@@ -27,15 +27,16 @@ class Sign(Stateless):
     _: KW_ONLY
     per: Per = "tensor"
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
-        match self.scale:
-            case "none":
-                properties |= {"elementwise", "idempotent"}
-            case "mean":
-                properties |= {"homogeneous", "norm_non_increasing"}
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        has_no_scale, of_mean = self.scale == "none", self.scale == "mean"
+        return {
+            "elementwise": has_no_scale,
+            "idempotent": has_no_scale,
+            "homogeneous": of_mean,
+            "norm_non_increasing": of_mean,
+        }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         signs = torch.where(grad.isnan(), grad, grad.sign())

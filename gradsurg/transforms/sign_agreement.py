@@ -30,10 +30,10 @@ class SignAgreement(Transform):
     _: KW_ONLY
     rescale: bool = False
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"deterministic"}
-        return frozenset(properties if self.rescale else {*properties, "elementwise"})
+    tags = frozenset({"deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"elementwise": not self.rescale}
 
     def init(self, grad: Tensor) -> TransformState:
         zeros = torch.zeros_like(widened(grad))

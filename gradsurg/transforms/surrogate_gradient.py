@@ -50,22 +50,13 @@ class SurrogateGradient(Stateless):
 
     needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {
-            "elementwise",
-            "homogeneous",
-            "linear",
-            "odd",
-            "sign_preserving",
-            "deterministic",
-        }
+    tags = frozenset(
+        {"elementwise", "homogeneous", "linear", "odd", "sign_preserving", "deterministic"}
+    )
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
         peak = {"sigmoid": self.slope / 4, "arctan": self.slope / 2}.get(self.window, 1.0)
-        if peak <= 1:
-            properties |= {"norm_non_increasing"}
-        if self.window == "rectangle":
-            properties |= {"idempotent"}
-        return frozenset(properties)
+        return {"norm_non_increasing": peak <= 1, "idempotent": self.window == "rectangle"}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         u = self.slope * (widened(value_of(self, context)) - self.center)

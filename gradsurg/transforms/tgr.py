@@ -28,12 +28,10 @@ class TGR(Stateless):
 
     factor: Annotated[float, Field(ge=0)] = 0.5
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"homogeneous", "odd", "sign_preserving"}
-        if self.factor <= 1:
-            properties |= {"norm_non_increasing"}
-        return frozenset({*properties, "deterministic"})
+    tags = frozenset({"homogeneous", "odd", "sign_preserving", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"norm_non_increasing": self.factor <= 1}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         scaled = grad * self.factor

@@ -33,14 +33,10 @@ class TrustRatio(Stateless):
 
     needed = frozenset({"value"})
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        properties: set[TransformProperty] = {"odd", "sign_preserving", "deterministic"}
-        if self.eps == 0:
-            properties |= {"idempotent"}
-        if self.per == "entry":
-            properties |= {"elementwise"}
-        return frozenset(properties)
+    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"idempotent": self.eps == 0, "elementwise": self.per == "entry"}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         size = norm(value_of(self, context), self.per)
