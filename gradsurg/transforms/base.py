@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -362,9 +363,19 @@ class ExampleWeighting(ABC):
 
 
 class Wrapper(GroupTransform):
-    """Transform around another transform `of`, with its scope and its needs."""
+    """Transform around another transform `of`, with its scope, its needs and its state.
+
+    Subclasses implement `combine`.
+    """
 
     of: Transform
+
+    inherited: ClassVar[frozenset[TransformProperty]] = frozenset()
+    """The properties that it has if `of` has them."""
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return super().properties | (self.of.properties & self.inherited)
 
     @property
     def scope(self) -> Scope:
@@ -373,6 +384,19 @@ class Wrapper(GroupTransform):
     @property
     def needs(self) -> frozenset[Need]:
         return self.of.needs
+
+    def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
+        """Return the new gradient, from the gradient and the result of `of`."""
+        return result
+
+    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
+        return init_all(self.of, grads)
+
+    def update_group(
+        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
+    ) -> tuple[Iterable[Tensor], TransformState]:
+        results, state = update_all(self.of, grads, state, contexts)
+        return map(self.combine, grads, results, contexts), state
 
 
 class Function(Stateless):
@@ -395,6 +419,10 @@ def as_transform(thing: Any) -> Any:
     if isinstance(thing, Transform | type) or not callable(thing):
         return thing
     return Function(cast(Callable[[Tensor], Tensor], thing))
+
+
+AnyTransform = Annotated[Transform, BeforeValidator(as_transform)]
+"""A field that takes a transform or a plain function of a gradient."""
 
 
 def value_of(transform: Transform, context: TransformContext) -> Tensor:

@@ -1,21 +1,17 @@
 """ErrorFeedback: add the error of a transform to the next gradient."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
 
 import torch
-from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
 from gradsurg.transforms.base import (
-    Transform,
+    AnyTransform,
     TransformContext,
-    TransformProperty,
     TransformState,
     Wrapper,
-    as_transform,
     init_all,
     substate,
     update_all,
@@ -36,12 +32,9 @@ class ErrorFeedback(Wrapper):
     infinity stays in e: put `Sanitize` before it.
     """
 
-    of: Annotated[Transform, BeforeValidator(as_transform)] = Sign("mean")
+    of: AnyTransform = Sign("mean")
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        inherited: set[TransformProperty] = {"elementwise", "deterministic"}
-        return self.of.properties & inherited
+    inherited = frozenset({"elementwise", "deterministic"})
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         wide = [widened(grad) for grad in grads]

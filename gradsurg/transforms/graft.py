@@ -1,22 +1,19 @@
 """Graft: the direction of one transform's result with the norm of another's."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
 
-from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import direction, norm
 from gradsurg.transforms.base import (
+    AnyTransform,
     GroupTransform,
     Need,
     Scope,
-    Transform,
     TransformContext,
     TransformProperty,
     TransformState,
-    as_transform,
     init_all,
     substate,
     update_all,
@@ -38,8 +35,8 @@ class Graft(GroupTransform):
     empty. The state is that of D and of M.
     """
 
-    direction: Annotated[Transform, BeforeValidator(as_transform)] = Sign()
-    magnitude: Annotated[Transform, BeforeValidator(as_transform)] = Identity()
+    direction: AnyTransform = Sign()
+    magnitude: AnyTransform = Identity()
 
     @property
     def scope(self) -> Scope:

@@ -1,23 +1,10 @@
 """NormMatched: the direction of the gradient with the norm of another transform's result."""
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
-
-from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import direction, norm
-from gradsurg.transforms.base import (
-    Transform,
-    TransformContext,
-    TransformProperty,
-    TransformState,
-    Wrapper,
-    as_transform,
-    init_all,
-    update_all,
-)
+from gradsurg.transforms.base import AnyTransform, TransformContext, Wrapper
 from gradsurg.transforms.clip import Clip
 
 
@@ -31,27 +18,13 @@ class NormMatched(Wrapper):
     every other entry zero. An empty tensor stays empty. The state is that of T.
     """
 
-    of: Annotated[Transform, BeforeValidator(as_transform)] = Clip(0.01)
+    of: AnyTransform = Clip(0.01)
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        inherited: set[TransformProperty] = {
-            "homogeneous",
-            "odd",
-            "norm_non_increasing",
-            "deterministic",
-        }
-        return (self.of.properties & inherited).union({"sign_preserving"})
+    tags = frozenset({"sign_preserving"})
+    inherited = frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return init_all(self.of, grads)
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
-        targets, state = update_all(self.of, grads, state, contexts)
-        pairs = zip(grads, targets, strict=True)
-        return (norm_matched(grad, target) for grad, target in pairs), state
+    def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
+        return norm_matched(grad, result)
 
 
 def norm_matched(grad: Tensor, target: Tensor) -> Tensor:

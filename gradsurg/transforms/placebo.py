@@ -1,24 +1,11 @@
 """Placebo: a random change of the gradient, as large and at the same angle as a transform's."""
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated
-
 import torch
-from pydantic import BeforeValidator
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import direction, norm, widened
-from gradsurg.transforms.base import (
-    Transform,
-    TransformContext,
-    TransformProperty,
-    TransformState,
-    Wrapper,
-    as_transform,
-    init_all,
-    update_all,
-)
+from gradsurg.transforms.base import AnyTransform, TransformContext, Wrapper
 from gradsurg.transforms.scale_by_sign import ScaleBySign
 
 
@@ -36,33 +23,18 @@ class Placebo(Wrapper):
     T(g) makes every entry NaN. An empty tensor stays empty. The state is that of T.
     """
 
-    of: Annotated[Transform, BeforeValidator(as_transform)] = ScaleBySign()
+    of: AnyTransform = ScaleBySign()
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        inherited: set[TransformProperty] = {"homogeneous", "norm_non_increasing"}
-        return self.of.properties & inherited
+    inherited = frozenset({"homogeneous", "norm_non_increasing"})
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return init_all(self.of, grads)
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
-        targets, state = update_all(self.of, grads, state, contexts)
-        triples = zip(grads, targets, contexts, strict=True)
-        return (_turned(grad, target, context) for grad, target, context in triples), state
-
-
-def _turned(grad: Tensor, target: Tensor, context: TransformContext) -> Tensor:
-    """Return the part of `target` along `grad`, and the rest of it in a random direction."""
-    # Another key than that of T, which may draw the same numbers.
-    generator = context.inside("placebo").generator(grad.device)
-    unit, wide = direction(grad, "tensor"), widened(target)
-    noise = torch.randn(grad.shape, dtype=unit.dtype, device=grad.device, generator=generator)
-    for _ in range(2):  # once leaves a rounding error along g, which is large if r is nearly g
-        noise = noise - (noise * unit).sum() * unit
-    along = (wide * unit).sum() * unit
-    rest = norm(wide - along, "tensor")
-    turned = (along + rest * direction(noise, "tensor")).to(grad.dtype)
-    return torch.where((target == grad).all(), grad, turned)
+    def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
+        # Another key than that of T, which may draw the same numbers.
+        generator = context.inside("placebo").generator(grad.device)
+        unit, wide = direction(grad, "tensor"), widened(result)
+        noise = torch.randn(grad.shape, dtype=unit.dtype, device=grad.device, generator=generator)
+        for _ in range(2):  # once leaves a rounding error along g, which is large if r is nearly g
+            noise = noise - (noise * unit).sum() * unit
+        along = (wide * unit).sum() * unit
+        rest = norm(wide - along, "tensor")
+        turned = (along + rest * direction(noise, "tensor")).to(grad.dtype)
+        return torch.where((result == grad).all(), grad, turned)

@@ -1,24 +1,19 @@
 """Scheduled: blend a transform in or out over the optimizer steps."""
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.transforms.base import (
-    Transform,
+    AnyTransform,
     TransformContext,
     TransformProperty,
-    TransformState,
     Wrapper,
-    as_transform,
-    init_all,
-    update_all,
 )
 from gradsurg.transforms.scale import Scale
 
@@ -41,7 +36,7 @@ class Scheduled(Wrapper):
     called at every step, so that its state advances also while s = 0.
     """
 
-    of: Annotated[Transform, BeforeValidator(as_transform)] = Scale(0.0)
+    of: AnyTransform = Scale(0.0)
     _: KW_ONLY
     start: float = 0.0
     stop: float = 1.0
@@ -49,19 +44,17 @@ class Scheduled(Wrapper):
     steps: Annotated[int, Field(ge=1)] = 1000
     curve: Literal["linear", "cosine", "saturating"] = "linear"
 
-    @property
-    def properties(self) -> frozenset[TransformProperty]:
-        inherited: set[TransformProperty] = {
-            "elementwise",
-            "homogeneous",
-            "linear",
-            "odd",
-            "unbiased",
-            "deterministic",
+    inherited = frozenset(
+        {"elementwise", "homogeneous", "linear", "odd", "unbiased", "deterministic"}
+    )
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        of = self.of.properties
+        is_mean = min(self.start, self.stop) >= 0 and max(self.start, self.stop) <= 1
+        return {
+            "sign_preserving": is_mean and "sign_preserving" in of,
+            "norm_non_increasing": is_mean and "norm_non_increasing" in of,
         }
-        if min(self.start, self.stop) >= 0 and max(self.start, self.stop) <= 1:
-            inherited |= {"sign_preserving", "norm_non_increasing"}
-        return self.of.properties & inherited
 
     def strength(self, step: int) -> float:
         """Return the strength s at a step."""
@@ -77,21 +70,8 @@ class Scheduled(Wrapper):
                 fraction = 2 / (1 + math.exp(-10 * x)) - 1
         return self.start + (self.stop - self.start) * fraction
 
-    def init_group(self, grads: Sequence[Tensor]) -> TransformState:
-        return init_all(self.of, grads)
-
-    def update_group(
-        self, grads: Sequence[Tensor], state: TransformState, contexts: Sequence[TransformContext]
-    ) -> tuple[Iterable[Tensor], TransformState]:
-        results, state = update_all(self.of, grads, state, contexts)
-        blended = (
-            _blend(grad, result, self.strength(context.step))
-            for grad, result, context in zip(grads, results, contexts, strict=True)
-        )
-        return blended, state
-
-
-def _blend(grad: Tensor, result: Tensor, strength: float) -> Tensor:
-    if strength == 0:
-        return grad
-    return result if strength == 1 else torch.lerp(grad, result, strength)
+    def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
+        strength = self.strength(context.step)
+        if strength == 0:
+            return grad
+        return result if strength == 1 else torch.lerp(grad, result, strength)
