@@ -17,15 +17,14 @@ from gradsurg.core.attached import Attached
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
-from gradsurg.multitask.features import (
-    EdgeGradients,
-    OutputMarker,
-    are_disjoint,
-    find_cut,
-    stack_gradients,
-    unstack_gradients,
+from gradsurg.multitask.features import OutputMarker, are_disjoint, find_cut
+from gradsurg.multitask.jacobian import (
+    Jacobian,
+    JacobianBuilder,
+    check_repeatable,
+    first_names,
+    jacobian_at,
 )
-from gradsurg.multitask.jacobian import Jacobian, JacobianBuilder, check_repeatable, first_names
 from gradsurg.multitask.losses import (
     BackwardCall,
     Losses,
@@ -332,13 +331,7 @@ class MultiTaskBackward:
             self._drop_nonfinite(aggregation, jacobian, losses)
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)
-        combined: dict[int, Tensor] = {}
-        for owner, group, members in self._builder.groups(jacobian):
-            if not any(reached.intersection(members) for reached in jacobian.reached):
-                continue  # all tasks that reach the group were dropped
-            grads = self._combine(owner, group, jacobian, members, losses, weights)
-            if grads is not None:
-                combined |= jacobian.split(members, grads)
+        combined = self._combined(jacobian, losses, weights)
         if self.aggregations and not jacobian.shared:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
@@ -376,6 +369,20 @@ class MultiTaskBackward:
         aggregation.count_nonfinite(names, is_step or len(dropped) == len(losses))
         for task in range(len(losses)) if is_step else dropped:
             jacobian.drop(task)
+
+    def _combined(
+        self, jacobian: Jacobian, losses: Mapping[str, float], weights: Tensor | None = None
+    ) -> dict[int, Tensor]:
+        """Return the combined gradients of all groups, by index; of a group none if no solver
+        converges."""
+        combined: dict[int, Tensor] = {}
+        for owner, group, members in self._builder.groups(jacobian):
+            if not any(reached.intersection(members) for reached in jacobian.reached):
+                continue  # all tasks that reach the group were dropped
+            grads = self._combine(owner, group, jacobian, members, losses, weights)
+            if grads is not None:
+                combined |= jacobian.split(members, grads)
+        return combined
 
     def _combine(
         self,
@@ -428,21 +435,29 @@ class MultiTaskBackward:
                 task_grads.append(at_edges)
                 head_grads |= of_head
         cut.check_dense(task_grads, self.session.model)
-        tasks = _tasks_with_gradients(losses, task_grads)
-        absent = [name for task, name in enumerate(losses) if task not in tasks]
+        group = f"{aggregation.label}/{REPRESENTATION}"
+        found, jacobian = jacobian_at(cut.edges, task_grads, group)
+        _check_reached(losses, jacobian)
+        absent = [
+            name for name, reached in zip(losses, jacobian.reached, strict=True) if not reached
+        ]
         self._warn_absent(aggregation, absent, "the representation that others share")
-        parts = stack_gradients([task_grads[task] for task in tasks])
-        self._warn_if_disjoint(aggregation, parts)
-        values = _of_tasks(loss_values(losses, self.session.loss_scale), tasks)
-        combined = aggregation.combine(REPRESENTATION, [part.rows for part in parts], values)
-        edge_grads = {} if combined is None else unstack_gradients(parts, combined)
+        if are_disjoint(task_grads):
+            self._warn_disjoint(aggregation, sum(part.numel() for part in jacobian.params))
+        task_grads.clear()  # those that were copied make room
+        combined = self._combined(jacobian, loss_values(losses, self.session.loss_scale))
+        edge_grads = {
+            edge: combined[index] for index, edge in enumerate(found) if index in combined
+        }
+        for edge, grad in edge_grads.items():
+            if found[edge].is_complex():
+                edge_grads[edge] = torch.complex(*grad.unbind(-1))
         if head_grads:
             with paused(call.at_leaves):
                 torch.autograd.backward(list(head_grads), list(head_grads.values()))
         with skipping(call.task_specific, cut.nodes):
-            edges = [cut.edges[index] for index in edge_grads]
             torch.autograd.backward(
-                edges, list(edge_grads.values()), retain_graph=call.retain_graph
+                list(edge_grads), list(edge_grads.values()), retain_graph=call.retain_graph
             )
 
     def _warn_absent(self, aggregation: Aggregation, names: Iterable[str], place: str) -> None:
@@ -467,36 +482,25 @@ class MultiTaskBackward:
                 "computed from its own output."
             )
 
-    def _warn_if_disjoint(self, aggregation: Aggregation, parts: Sequence[EdgeGradients]) -> None:
-        """Warn if the gradients at the representation cannot conflict."""
-        if are_disjoint(parts):
-            self.session.warn_once(
-                f"{aggregation.label}: at the shared representation, of "
-                f"{sum(part.rows.shape[1] for part in parts)} entries, no entry has a gradient of "
-                "two tasks, as where losses were stacked or the whole model was compiled as one: "
-                "the tasks cannot conflict there. Give losses apart, compile the trunk and the "
-                "heads apart, or name the representation (features=)."
-            )
-
-
-def _tasks_with_gradients(
-    losses: Mapping[str, Tensor], task_grads: Sequence[Sequence[Tensor | None]]
-) -> list[int]:
-    """Return the tasks with a gradient at the representation.
-
-    Raises ValueError if these are fewer than two of several tasks, or none.
-    """
-    tasks = [
-        task for task, grads in enumerate(task_grads) if any(grad is not None for grad in grads)
-    ]
-    if len(tasks) < min(2, len(losses)):
-        names = list(losses)
-        present = ", ".join(names[task] for task in tasks) or "none"
-        raise ValueError(
-            f"losses: of {', '.join(names)} only {present} has a gradient at the representation, "
-            "so there is nothing to combine"
+    def _warn_disjoint(self, aggregation: Aggregation, entries: int) -> None:
+        """Warn that the gradients at the representation cannot conflict."""
+        self.session.warn_once(
+            f"{aggregation.label}: at the shared representation, of {entries} entries, no entry "
+            "has a gradient of two tasks, as where losses were stacked or the whole model was "
+            "compiled as one: the tasks cannot conflict there. Give losses apart, compile the "
+            "trunk and the heads apart, or name the representation (features=)."
         )
-    return tasks
+
+
+def _check_reached(losses: Iterable[str], jacobian: Jacobian) -> None:
+    """Raise ValueError if of several tasks fewer than two have a gradient, or none has."""
+    names = [*losses]
+    present = [name for name, reached in zip(names, jacobian.reached, strict=True) if reached]
+    if len(present) < min(2, len(names)):
+        raise ValueError(
+            f"losses: of {', '.join(names)} only {', '.join(present) or 'none'} has a gradient at "
+            "the representation, so there is nothing to combine"
+        )
 
 
 def _of_tasks(losses: Mapping[str, float], tasks: Sequence[int]) -> dict[str, float]:

@@ -190,82 +190,25 @@ def _check_heads(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node
                 )
 
 
-@dataclass
-class EdgeGradients:
-    """The gradients of all tasks at the edges of one dtype and device, as rows (T, p).
-
-    `templates` has one gradient for each edge, by the index of the edge. A complex entry is stored
-    as two real entries.
-    """
-
-    templates: dict[int, Tensor]
-    rows: Tensor
-
-
-def stack_gradients(task_grads: Sequence[Sequence[Tensor | None]]) -> list[EdgeGradients]:
-    """Stack the gradients of all tasks at all edges: one matrix for each dtype and device.
-
-    Edges that no task reaches are left out.
-    """
-    by_kind: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-    for index, column in enumerate(zip(*task_grads, strict=True)):
-        template = next((grad for grad in column if grad is not None), None)
-        if template is not None:
-            kind = template.dtype.to_real(), template.device
-            by_kind.setdefault(kind, {})[index] = template
-    stacked = []
-    for templates in by_kind.values():
-        rows = [
-            torch.cat([_flatten(grads[index], templates[index]) for index in templates])
-            for grads in task_grads
-        ]
-        stacked.append(EdgeGradients(templates, torch.stack(rows)))
-    return stacked
-
-
-def are_disjoint(parts: Sequence[EdgeGradients]) -> bool:
+def are_disjoint(task_grads: Sequence[Sequence[Tensor | None]]) -> bool:
     """Whether several tasks have nonzero gradients, and no entry is nonzero for two of them.
 
     Such tasks cannot conflict.
     """
+    columns = [
+        [grad for grad in column if grad is not None] for column in zip(*task_grads, strict=True)
+    ]
     # The first entries nearly always decide, at little cost.
-    if any(_overlap(part.rows[:, :PREFIX] != 0) for part in parts):
+    if any(_overlap(column, PREFIX) or _overlap(column) for column in columns):
         return False
-    nonzero = [part.rows != 0 for part in parts]
-    if any(map(_overlap, nonzero)):
-        return False
-    tasks = torch.stack([mask.any(dim=1).cpu() for mask in nonzero]).any(dim=0)
-    return int(tasks.sum()) > 1
+    alive = [any(grad is not None and bool(grad.any()) for grad in grads) for grads in task_grads]
+    return sum(alive) > 1
 
 
-def _overlap(nonzero: Tensor) -> bool:
-    """Whether two tasks share an entry; synchronizes with the device."""
-    return bool((nonzero.sum(dim=0) > 1).any())
-
-
-def _flatten(grad: Tensor | None, template: Tensor) -> Tensor:
-    dense = torch.zeros_like(template) if grad is None else grad
-    real = torch.view_as_real(dense.resolve_conj()) if template.is_complex() else dense
-    return real.reshape(-1)
-
-
-def unstack_gradients(
-    parts: Sequence[EdgeGradients], combined: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """Split the combined gradient of each part into the gradients at its edges, by index."""
-    result: dict[int, Tensor] = {}
-    for part, grad in zip(parts, combined, strict=True):
-        templates = part.templates.values()
-        sizes = [template.numel() * (2 if template.is_complex() else 1) for template in templates]
-        pieces = map(_unflatten, grad.split(sizes), templates)
-        result |= dict(zip(part.templates, pieces, strict=True))
-    return result
-
-
-def _unflatten(flat: Tensor, template: Tensor) -> Tensor:
-    if not template.is_complex():
-        return flat.view(template.shape)
-    return torch.complex(*flat.view(*template.shape, 2).unbind(-1))
+def _overlap(grads: Sequence[Tensor], first: int | None = None) -> bool:
+    """Whether two gradients share an entry of the first ones; synchronizes with the device."""
+    masks = [grad.reshape(-1)[:first] != 0 for grad in grads]
+    return len(masks) > 1 and bool((torch.stack(masks).sum(dim=0) > 1).any())
 
 
 def module_of(model: nn.Module, name: str) -> nn.Module:

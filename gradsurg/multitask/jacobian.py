@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradsurg.aggregators.rows import Block, is_finite, summed, uninitialized
@@ -107,13 +107,13 @@ class Jacobian:
         """Add the gradients of a task for leaves that are not parameters."""
         _add(self._extra_leaves[task], zip(leaves, grads, strict=True))
 
-    def finish(self, strict: bool = True) -> list[str]:
-        """Find the shared parameters, after the last task.
+    def finish(self, strict: bool = True, least: int = 2) -> list[str]:
+        """Find the shared parameters, that `least` tasks reach, after the last task.
 
         Raises TypeError for a gradient that is not dense and real; if not `strict`, its parameter
         is not shared instead. Returns the names of those left out.
         """
-        least, counts = min(2, self.num_tasks), Counter(chain.from_iterable(self.reached))
+        least, counts = min(least, self.num_tasks), Counter(chain.from_iterable(self.reached))
         left_out: list[int] = []
         self.shared = []
         for index, group in enumerate(self.groups):
@@ -304,6 +304,34 @@ class Jacobian:
             "losses: no parameter with an aggregator is reached by two tasks, so there is nothing "
             f"to combine; of all {len(self.params)} parameters {counts}"
         )
+
+
+def jacobian_at(
+    edges: Sequence[GradientEdge], task_grads: Sequence[Sequence[Tensor | None]], group: str
+) -> tuple[dict[GradientEdge, Tensor], Jacobian]:
+    """Return the Jacobian of gradients at edges, and the edges of its columns.
+
+    Each of these edges comes with the gradient of one task; edges without any are left out. A
+    complex entry is two real entries of the Jacobian.
+    """
+    columns = dict(zip(edges, zip(*task_grads, strict=True), strict=True))
+    found = {
+        edge: next(grad for grad in column if grad is not None)
+        for edge, column in columns.items()
+        if any(grad is not None for grad in column)
+    }
+    names = [edge.node.name() for edge in found]
+    jacobian = Jacobian([*map(_real, found.values())], names, [group] * len(found))
+    jacobian.reset(len(task_grads))
+    for task in range(len(task_grads)):
+        grads = (columns[edge][task] for edge in found)
+        jacobian.add(task, [None if grad is None else _real(grad) for grad in grads])
+    jacobian.finish(least=1)
+    return found, jacobian
+
+
+def _real(grad: Tensor) -> Tensor:
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
 def _add(total: dict[Key, Tensor], grads: Iterable[tuple[Key, Tensor | None]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator, AggregatorContext
-from gradsurg.multitask.features import EdgeGradients, are_disjoint
+from gradsurg.multitask.features import are_disjoint
 from tests.multitask.nets import (
     Grads,
     Net,
@@ -466,10 +466,9 @@ def test_tasks_are_disjoint_if_they_share_no_entry(own: list[list[int]], apart: 
     rows = torch.zeros(2, 999)
     for task, places in enumerate(own):
         rows[task, places] = 1.0
-    other = torch.zeros(2, 3)
-    other[1, 0] = 1.0
-    assert are_disjoint([EdgeGradients({}, rows), EdgeGradients({}, other)]) == apart
-    assert not are_disjoint([EdgeGradients({}, rows[:1])])  # a task alone is apart from nothing
+    other = torch.tensor([1.0, 0.0, 0.0])
+    assert are_disjoint([[rows[0], None], [rows[1], other]]) == apart
+    assert not are_disjoint([[rows[0], None]])  # a task alone is apart from nothing
 
 
 def test_fields_without_effect_with_this_engine_are_refused() -> None:
