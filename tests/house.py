@@ -19,7 +19,7 @@ ROOMS = {
     "transforms": (("transforms",), 4138),
     "aggregators": (("aggregators",), 3958),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4583),
-    "multitask per_example": (("multitask", "per_example"), 4243),
+    "multitask per_example": (("multitask", "per_example"), 4218),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6835),
     "report": (("report",), 5279),
     "stats": (("stats.py",), 495),
@@ -30,7 +30,7 @@ ROOMS = {
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2387, 46_281
+REST, TESTS = 2387, 46_280
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

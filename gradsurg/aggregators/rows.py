@@ -83,7 +83,7 @@ def part_name() -> str:
     return "" if group is None else f"/part {distributed.get_rank(group)}"
 
 
-def in_any(flag: bool, device: torch.device) -> bool:
+def _in_any(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set in one of the processes that have columns of J."""
     return bool(summed(torch.tensor(flag, device=device)))
 
@@ -178,7 +178,7 @@ def _out_of_range(gramian: Tensor, blocks: Sequence[Block]) -> bool:
     # A size of 0 means zeros, or numbers whose squares underflow: read these few rows to decide.
     suspects = [index for index, size in enumerate(sizes) if size == 0]
     has_numbers = any(bool(block[index].any()) for index in suspects for block in blocks)
-    return bool(suspects) and in_any(has_numbers, blocks[0][0].device)
+    return bool(suspects) and _in_any(has_numbers, blocks[0][0].device)
 
 
 def _nearly_dependent(gramian: Tensor) -> bool:
@@ -316,7 +316,7 @@ def is_finite(*blocks: Block) -> bool:
     tensors = [row for block in blocks for row in ([block] if isinstance(block, Tensor) else block)]
     ends = (torch.stack(tensor.aminmax()) for tensor in tensors if tensor.numel())
     nonfinite = not all(bool(pair.isfinite().all()) for pair in ends)
-    return not in_any(nonfinite, tensors[0].device)
+    return not _in_any(nonfinite, tensors[0].device)
 
 
 class SolvedOnRows(ABC):

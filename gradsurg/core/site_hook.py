@@ -206,7 +206,7 @@ class SiteHook:
             except Exception as error:
                 error.add_note(self._where(link))
                 raise
-            if not link.keeps_shape and not is_like(result, grad):
+            if not link.keeps_shape and not _is_like(result, grad):
                 raise self._result_error(link, grad, result)
             if firing.sampling:
                 effects.add(link.slot, grad, result)
@@ -320,7 +320,7 @@ class SiteHook:
         context.value = context.gradient = None
         if checks:
             result = self.check_result(link, grad, version, result, value, state)
-        elif not link.keeps_shape and not is_like(result, grad):
+        elif not link.keeps_shape and not _is_like(result, grad):
             raise self._result_error(link, grad, result)
         if link.apply is None:
             link.store(state, fires)
@@ -375,7 +375,7 @@ class SiteHook:
         modified the gradient, which was at `version`, or has returned the storage of the value.
         """
         if (
-            not is_like(result, grad)
+            not _is_like(result, grad)
             or result.device != grad.device
             or result.layout is not grad.layout
         ):
@@ -433,7 +433,7 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
 
 
-def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
+def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     """Whether a result is a tensor with the shape and dtype of the gradient."""
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
 

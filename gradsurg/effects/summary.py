@@ -43,7 +43,7 @@ def effects_by_path(
     numbers = {}
     for transform, own in by_transform(rows).items():
         is_summarized = log != SITES and len(sites.get(transform, ())) > MAX_SITES
-        shown = [*summarized(own, sites[transform])] if is_summarized else []
+        shown = [*_summarized(own, sites[transform])] if is_summarized else []
         if log != AUTO or not is_summarized:
             shown += [row for row in own if fnmatchcase(str(row["site"]), pattern)]
         for row in shown:
@@ -61,7 +61,7 @@ def by_transform(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return parts
 
 
-def summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
+def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
     """Yield at most 30 numbers about one transform at many `sites`, in rows by place.
 
     `mean` has the means over the sites, `total` the sums of counts. `worst_cosine/1` to `/3` are

@@ -14,7 +14,7 @@ _log = logging.getLogger("gradsurg")
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Add the file name to an OSError: that of a full disk has none."""
     try:
         yield
@@ -25,7 +25,7 @@ def naming(path: Path) -> Iterator[None]:
 def replace_file(path: Path, content: bytes | memoryview, previous: Path | None = None) -> None:
     """Replace a file atomically; the old one is renamed to `previous`, if that is given."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with naming(path):
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with draft.open("wb") as file:
@@ -47,7 +47,7 @@ def replace_file(path: Path, content: bytes | memoryview, previous: Path | None 
 
 def append_bytes(path: Path, lines: bytes) -> None:
     """Append lines to a file, which is created if it does not exist."""
-    with naming(path):
+    with _naming(path):
         if not os.path.exists(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
@@ -58,7 +58,7 @@ def sync(path: Path) -> int:
     """Flush a file to the disk and return its size in bytes; 0 if it does not exist."""
     if not path.is_file():
         return 0
-    with naming(path), path.open("rb+") as file:
+    with _naming(path), path.open("rb+") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
 

@@ -153,7 +153,7 @@ def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
 
 def _hidden_files(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each file of `--config-dir` that one of gradsurg's hides."""
-    for folder in config_dirs_in(words):
+    for folder in _config_dirs_in(words):
         for file in sorted(folder.glob("*/*.yaml")):
             if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
                 yield (
@@ -162,7 +162,7 @@ def _hidden_files(words: Sequence[str]) -> Iterator[str]:
                 )
 
 
-def config_dirs_in(words: Sequence[str]) -> list[Path]:
+def _config_dirs_in(words: Sequence[str]) -> list[Path]:
     """Return the folders that `--config-dir FOLDER` or `--config-dir=FOLDER` names."""
     following = zip(words, [*words[1:], ""], strict=False)
     found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]

@@ -183,7 +183,7 @@ class Wandb(StudyLogger):
         for name in names:
             if name not in session.named:
                 session.named.add(name)
-                if not has_panel(name):
+                if not _has_panel(name):
                     self._run().define_metric(name, step_metric=STEP, hidden=True)
 
     def _tabulate(self, step: int, values: Mapping[str, float]) -> None:
@@ -309,7 +309,7 @@ class _About:
     id_prefix: str = ""
 
 
-def has_panel(name: str) -> bool:
+def _has_panel(name: str) -> bool:
     """Return whether a logged name gets a panel with `panels="few"`."""
     first, _, rest = name.partition("/")
     return first not in PANELS or rest.rpartition("/")[2] in PANELS[first]

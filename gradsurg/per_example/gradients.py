@@ -375,7 +375,7 @@ class ExampleGradients:
     def _unit_rows(self) -> list[dict[nn.Parameter, Tensor]]:
         """For each record, the rows of the parameters that no layer with a rule uses."""
         return [
-            rows_of_units(self.recorder, record, {
+            _rows_of_units(self.recorder, record, {
                 name: param for name, param in self.params.items() if not uses[param]
             })
             for record, uses in zip(self.recorder.records, self._uses, strict=True)
@@ -508,7 +508,7 @@ def _named(sums: Tensor) -> dict[str, float]:
     return {name: value for name, value in zip(NUMBERS, values, strict=True) if value == value}
 
 
-def rows_of_units(
+def _rows_of_units(
     recorder: Recorder, record: BackwardRecord, params: Mapping[str, nn.Parameter]
 ) -> dict[nn.Parameter, Tensor]:
     """Compute the rows of parameters that no layer with a rule uses, by `vmap`.

@@ -45,7 +45,7 @@ def block_factors(runs: Sequence[LoadedRun]) -> tuple[str, ...]:
     for key in FACTORS:
         options: dict[str, set[str]] = {}
         for run in runs:
-            fields = without_block(run.config or {}, ()).get(key)
+            fields = _without_block(run.config or {}, ()).get(key)
             if isinstance(fields, Mapping):
                 options.setdefault(_option(fields), set()).add(canonical(fields))
         if len(options) > 1 and all(len(sets) == 1 for sets in options.values()):
@@ -75,7 +75,7 @@ def split_of(run: LoadedRun) -> int | None:
     return task.get(SPLIT) if isinstance(task, Mapping) else None
 
 
-def without_block(config: Mapping[str, Any], factors: Collection[str]) -> dict[str, Any]:
+def _without_block(config: Mapping[str, Any], factors: Collection[str]) -> dict[str, Any]:
     """Return a config without the seed and what defines a block. Any: YAML's values."""
     kept = {key: item for key, item in config.items() if key != "seed" and key not in factors}
     if isinstance(kept.get("task"), Mapping):
@@ -105,7 +105,7 @@ def group(runs: Sequence[LoadedRun], factors: Collection[str] = ()) -> list[Arm]
     in_time = sorted(groups.values(), key=lambda group: min(map(_planned_at, group)))
     members = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in in_time]
     configs = [flat(group[0].config or {}) for group in members]
-    told = [flat(without_block(group[0].config or {}, factors)) for group in members]
+    told = [flat(_without_block(group[0].config or {}, factors)) for group in members]
     names = _names([_called(group[0]) for group in members], told)
     arms = [Arm(*parts) for parts in zip(names, members, configs, strict=True)]
     return sorted(arms, key=_order)
@@ -114,7 +114,7 @@ def group(runs: Sequence[LoadedRun], factors: Collection[str] = ()) -> list[Arm]
 def _arm_key(run: LoadedRun, factors: Collection[str]) -> str:
     if not run.config:
         return f"{run.label or run.name} without a config"
-    return canonical(without_block(run.config, factors))
+    return canonical(_without_block(run.config, factors))
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:  # Any: YAML's values

@@ -327,13 +327,13 @@ def plain_name(run: LoadedRun) -> str:
 
     A run that is no control, as one of a shorter chain, has its label.
     """
-    kind = control_kind(run)
+    kind = _control_kind(run)
     if kind == "plain" or run.label == "none":
         return PLAIN
     return (kind or run.label).replace("_", "-")
 
 
-def control_kind(run: LoadedRun) -> str:
+def _control_kind(run: LoadedRun) -> str:
     """Return the kind of a control run, as the key `control` has it; empty for other runs."""
     if run.arm != "control":
         return ""
@@ -347,7 +347,7 @@ def _vacuous_control(study: Study, arm: Arm) -> str:
     transform has turned no gradient.
     """
     controls = [one for run in arm.whole if (one := study.by_name.get(run.control or ""))]
-    kinds = {control_kind(control) for control in controls}
+    kinds = {_control_kind(control) for control in controls}
     has_aggregator = any((run.config or {}).get("aggregator") for run in arm.whole)
     if not kinds & {"norm_matched", "placebo"} or has_aggregator:
         return ""

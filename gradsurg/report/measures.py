@@ -80,7 +80,7 @@ def times_to_target(study: Study) -> pl.DataFrame:
                 lost[why] += 1
             elif UNTIL_REACHED in (run.summary or {}) and UNTIL_REACHED in (other.summary or {}):
                 against, until = plain_name(other), str((run.summary or {})[UNTIL])
-                steps.append((step_reached(run), step_reached(other)))
+                steps.append((_step_reached(run), _step_reached(other)))
         if steps:
             ends = [(inf if a is None else a, inf if b is None else b) for a, b in steps]
             sooner, later = sum(a < b for a, b in ends), sum(a > b for a, b in ends)
@@ -105,7 +105,7 @@ def times_to_target(study: Study) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=TIMES)
 
 
-def step_reached(run: LoadedRun) -> float | None:
+def _step_reached(run: LoadedRun) -> float | None:
     """Return the step at which a run reached its stopping condition; None if it did not."""
     return run.number(UNTIL_STEP) if (run.summary or {}).get(UNTIL_REACHED) else None
 

@@ -70,7 +70,7 @@ def report(runs: Sequence[Runs]) -> str:
         _head(study, frame),
         _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
         *shares,
-        _lines([*update_lines(study), *_notes(study)]),
+        _lines([*_update_lines(study), *_notes(study)]),
         conflicts := _conflicts(study),
         _effects(study, [run.treated for run in runs if run.treated] or paths, bool(conflicts)),
         f"{count(len(paths), 'run')} in {printable(relpath(paths[0].parent))}",
@@ -91,7 +91,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
         *(shares_text(link_shares(study)) if few else []),
-        _lines(update_lines(study)) if few else "",
+        _lines(_update_lines(study)) if few else "",
         _unfinished(study),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -197,7 +197,7 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
     return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
 
 
-def update_lines(study: Study) -> list[str]:
+def _update_lines(study: Study) -> list[str]:
     """Describe the update effect of each arm that measured it, a sentence each."""
     lines = []
     for (arm,), rows in update_effects(study).group_by("arm", maintain_order=True):

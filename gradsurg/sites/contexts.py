@@ -69,13 +69,13 @@ GROUPS = {
 }
 
 
-def kinds_in(text: str) -> list[tuple[str, str]]:
+def _kinds_in(text: str) -> list[tuple[str, str]]:
     """Return the kinds in a text such as "Outputs Nodes.enter $RUNNING", each with its mode."""
     names = " ".join(GROUPS.get(name, name) for name in text.split()).split()
     return [(kind, mode) for kind, _, mode in (name.partition(".") for name in names)]
 
 
-KINDS = kinds_in(
+KINDS = _kinds_in(
     "Parameters.backward Parameters.accumulated Parameters.backward_end Parameters.step"
     " Buckets.sent Buckets.reduced Outputs Inputs.branch Inputs.total Nodes.enter Nodes.leave"
     " ModuleGradients.full_backward_pre ModuleGradients.full_backward"
@@ -228,7 +228,7 @@ def _rows(table: str) -> Iterator[Row]:
         contexts, outcome, names, *error = header.split(" | ")
         why, _, instead = " ".join(map(str.strip, lines)).rstrip(".").partition(". ")
         raised = vars(builtins)[error[0]] if error else RuntimeError
-        for context, (kind, mode) in product(contexts.split("; "), kinds_in(names)):
+        for context, (kind, mode) in product(contexts.split("; "), _kinds_in(names)):
             yield Row(kind, context, outcome, why, instead, mode, raised)
 
 

@@ -24,7 +24,7 @@ class Diabetes(Regression):
     split_seed: Seed = 0
 
     def load(self) -> Data:
-        measured, progress = load_table()
+        measured, progress = _load_table()
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
         inputs, targets = standardize(measured, train), standardize(progress[:, None], train)
         return Data(
@@ -38,7 +38,7 @@ class Diabetes(Regression):
 
 
 @cache
-def load_table() -> tuple[np.ndarray, np.ndarray]:
+def _load_table() -> tuple[np.ndarray, np.ndarray]:
     """Return measurements and progression after a year; read once a process."""
     with random_state.preserved():  # its import draws from Python's generator
         from sklearn.datasets import load_diabetes

@@ -116,13 +116,13 @@ def read_arrays(place: Path, layout: Layout) -> list[np.ndarray]:
 def hash_fault(arrays: list[np.ndarray], layout: Layout) -> str:
     """Name the first array whose hash differs from the published one; empty if none does."""
     for array, name, expected in zip(arrays, IDX_NAMES, layout.hashes, strict=True):
-        digest = new(layout.algorithm, as_idx(array), usedforsecurity=False).hexdigest()
+        digest = new(layout.algorithm, _as_idx(array), usedforsecurity=False).hexdigest()
         if digest != expected:
             return f"{name} has another {layout.algorithm}"
     return ""
 
 
-def as_idx(array: np.ndarray) -> bytes:
+def _as_idx(array: np.ndarray) -> bytes:
     """Encode an array of bytes as an IDX file."""
     head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
     return head + array.tobytes()
