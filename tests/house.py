@@ -17,7 +17,7 @@ ROOMS = {
     "core": (("core", "effects", "torch_internals"), 5420),
     "sites": (("sites",), 6418),
     "transforms": (("transforms",), 4138),
-    "aggregators": (("aggregators",), 3958),
+    "aggregators": (("aggregators",), 3957),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4583),
     "multitask per_example": (("multitask", "per_example"), 4218),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6835),

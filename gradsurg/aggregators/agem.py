@@ -59,9 +59,8 @@ class AGEM(GramianAggregator):
             "scale_invariant",
             "homogeneous",
         )
-        return dict.fromkeys(
-            names, not self.decay
-        )  # else after the first call, or any with one memory
+        # with a decaying memory they hold at the first call, or with the same memory, only
+        return dict.fromkeys(names, not self.decay)
 
     def order_note(self, tasks: Sequence[str]) -> str:
         return order_note((self.memory,) if self.memory else (), tasks)

@@ -203,7 +203,7 @@ class SiteHook:
                 owner.note_repeat(self, context.call)
             try:
                 result = apply(grad, context)
-            except Exception as error:
+            except Exception as error:  # whatever a user's transform raises
                 error.add_note(self._where(link))
                 raise
             if not link.keeps_shape and not _is_like(result, grad):

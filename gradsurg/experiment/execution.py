@@ -146,7 +146,7 @@ def _execute(
             summary = _train(lambda: run, directory, loggers, checkpoint)
         directory.write_summary(summary)
         state = "diverged" if summary["state"] == "diverged" else "finished"
-    except Exception:
+    except Exception:  # whatever it was, the loggers are told
         state = "failed"
         raise
     finally:

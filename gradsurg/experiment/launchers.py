@@ -42,7 +42,7 @@ def interrupt_at_time_limit() -> None:
         assert callable(handler)  # submitit installs it before it calls the job
         try:
             handler(signum, frame)
-        except Exception as error:
+        except Exception as error:  # whatever submitit's handler raises to end the job
             raise KeyboardInterrupt from error
 
     signal.signal(number, interrupt)

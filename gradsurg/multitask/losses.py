@@ -196,5 +196,5 @@ def loss_values(losses: Mapping[str, Tensor], scale: float) -> dict[str, float]:
     if len({loss.device for loss in detached}) == 1:
         numbers = torch.stack(detached).tolist()
     else:
-        numbers = [loss.item() for loss in detached]
+        numbers = [loss.item() for loss in detached]  # a wait for each device
     return {name: number / scale for name, number in zip(losses, numbers, strict=True)}
