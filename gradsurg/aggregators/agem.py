@@ -59,7 +59,7 @@ class AGEM(GramianAggregator):
             "scale_invariant",
             "homogeneous",
         )
-        # with a decaying memory they hold at the first call, or with the same memory, only
+        # with `decay` the mean lags behind the memory's gradient, which alone they are about
         return dict.fromkeys(names, not self.decay)
 
     def order_note(self, tasks: Sequence[str]) -> str:
