@@ -30,7 +30,7 @@ ROOMS = {
 A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
 beside the old one gets a row of its own until the old one is deleted."""
 
-REST, TESTS = 2387, 46_280
+REST, TESTS = 2387, 46_283
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
