@@ -91,32 +91,31 @@ class FinishedStudy:
         return [float(value) for value in values if value]
 
 
-def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedStudy:
-    """Train the runs of a study that are not finished, in a process of their own.
+def run_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Train the runs of a study that are not finished, in a process with these words.
 
     Other runs in its folder, as of other settings, are ignored. Raises WrongExperiment if the
     config is wrong, KeyboardInterrupt if the process was interrupted.
     """
-    words = [f"experiment={name}", *overrides]
     code = subprocess.run([sys.executable, "-m", "gradsurg.run", *words], check=False).returncode
     if code == WRONG_INPUT:
-        raise WrongExperiment(f"{name}: the runner refuses it")
+        raise WrongExperiment(f"{words[0]}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
     if plan.trials:
-        plan = plan_study(name, overrides)  # with the values that it has chosen
+        plan = plan_study(words)  # with the values that it has chosen
     runs = [run for run in read_runs(plan.folder, [*plan.runs]) if run.name in plan.runs]
     trials = read_runs(plan.folder / TUNING, plan.trials) if plan.trials else []
     return FinishedStudy(Study(plan.folder, group(runs)), trials)
 
 
-def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
-    """Compose a study and build its runs without training; WrongExperiment if it is wrong."""
+def plan_study(words: Sequence[str]) -> StudyPlan:
+    """Compose a study from the words of the runner and build its runs without training; WrongExperiment if it is wrong."""
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
     tuned: dict[str, int] = {}
     try:
-        for _, config in jobs_of_study([f"experiment={name}", *overrides]):
+        for _, config in jobs_of_study([*words]):
             experiment = build(config)
             folders.add(experiment.settings.study_folder)
             for run in experiment.tuning.runs if experiment.tuning else ():
@@ -136,7 +135,7 @@ def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[st
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
         try:
-            planned = plan_study(name, overrides).steps
+            planned = plan_study([f"experiment={name}", *overrides]).steps
         except WrongExperiment as error:
             return f"{paper}: {error}"
         steps += planned
