@@ -1,24 +1,15 @@
 """The benchmark of gradient surgery: methods, tuned alike, on tasks whose losses conflict."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Literal
 
-import polars as pl
-import yaml
 from pydantic import Field
 
-from gradsurg.experiment.files import replace_file
 from gradsurg.plugins.fields import validated
-from gradsurg.report.arms import split_of
-from gradsurg.report.load import TUNING
-from gradsurg.report.study import Study
-from gradsurg.reproduce.studies import FinishedStudy, plan_study, run_study
 from gradsurg.stats import Difference, paired_difference, power
 
 SUM, ALONE, LARGER, TUNED_SUM = "sum", "alone_", "larger_", "tuned_sum"
@@ -27,7 +18,6 @@ MIN_LOST = 0.1
 MIN_SPLITS = 3
 """Number of splits from which they are the random factor; of fewer, seeds are."""
 GAINS = (0.02, 0.05)
-Words = tuple[str, ...]
 Size = Annotated[int, Field(ge=1)]
 Verdict = Literal["better", "equivalent", "worse", "undecided"]
 
@@ -46,50 +36,53 @@ class TaskSpec:
 
 @validated
 class FormSpec:
-    """A form: numbers of levels, splits and seeds, the methods (empty: all), and the tuning.
+    """A form: numbers of levels, splits and seeds, its methods (empty: all), and the tuning.
 
-    `rates` are the learning rates; `grids` has for a method its other values, so that each has the
-    same number of configurations. A method without one has `default`.
+    `tune` is that of all methods; empty: of each method's own file.
     """
 
     levels: Size
     splits: Size
     seeds: Size
     tune_seeds: Size
-    rates: str
-    grids: dict[str, str]
+    tune: str = ""
     methods: tuple[str, ...] = ()
 
 
 @validated
 class Benchmark:
-    """The content of `benchmark.yaml`; methods that differ by less than `margin` are equivalent."""
+    """The content of `benchmark.yaml`; methods that differ by less than `margin` are equivalent.
+
+    `tune` is that of the weighted sums, where the form has none of its own.
+    """
 
     margin: Annotated[float, Field(gt=0)]
     larger: Annotated[float, Field(gt=1)]
+    tune: str
     tasks: dict[str, TaskSpec]
     forms: dict[str, FormSpec]
-    methods: dict[str, Words]
 
-
-@dataclass(frozen=True)
-class Job:
-    """A method at a level of a task, and the words of the runner."""
-
-    task: str
-    level: float
-    method: str
-    words: Words
+    def sums(self, task: str) -> dict[str, list[float]]:
+        """The weights of the sums by name: of one loss alone, and of all with one larger."""
+        count = range(len(self.tasks[task].losses))
+        alone = {f"{ALONE}{i}": [float(i == j) for j in count] for i in count}
+        larger = {f"{LARGER}{i}": [self.larger if i == j else 1.0 for j in count] for i in count}
+        return alone | larger
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The result of a job: rows of split, seed and the test losses, and means over its runs."""
+    """A method at a level of a task: rows of split, seed and the test losses, and means of runs.
+
+    `words` are those of the runner, `chosen` the values from the tuning, `validation` their score,
+    `lost` the share of measured steps that raise a loss to first order, None if not measured.
+    """
 
     task: str
     level: float
     method: str
-    words: Words
+    words: tuple[str, ...]
+    chosen: dict[str, object]
     rows: tuple[tuple[float, ...], ...]
     seconds: float
     validation: float
@@ -104,64 +97,6 @@ class Cell:
         """The mean of each loss, over all runs or those of a split."""
         rows = [row for (own, _), row in self.losses.items() if split in (None, own)]
         return tuple(map(fmean, zip(*rows, strict=True)))
-
-
-def jobs(spec: Benchmark, form: FormSpec) -> Iterator[Job]:
-    """Yield all that a form trains: each loss alone, sums with one loss larger, the methods."""
-    for task, one in spec.tasks.items():
-        count = len(one.losses)
-        weights = {f"{ALONE}{i}": [float(i == j) for j in range(count)] for i in range(count)}
-        larger = {i: [spec.larger if i == j else 1.0 for j in range(count)] for i in range(count)}
-        weights |= {f"{LARGER}{i}": larger[i] for i in larger}
-        sums = {
-            name: ("aggregator=fixed_weights", f"aggregator.weights={json.dumps(row)}")
-            for name, row in weights.items()
-        }
-        chosen = {name: spec.methods[name] for name in form.methods or spec.methods}
-        for level in one.levels[: form.levels]:
-            size = f"splits={form.splits}", f"seeds={form.seeds}", f"tune_seeds={form.tune_seeds}"
-            common = (f"experiment=conflict_{task}", f"{one.key}={level:g}", "report=false", *size)
-            for name, words in {**sums, **chosen}.items():
-                grid = "" if name in sums else form.grids.get(name, form.grids["default"])
-                tune = "; ".join(filter(None, [f"lr={form.rates}", grid]))
-                study = f"study=conflict_{task}-{level:g}"
-                yield Job(task, level, name, (*common, study, *words, f"tune='{tune}'"))
-
-
-def run(job: Job, overrides: Sequence[str], losses: Sequence[str]) -> Cell:
-    """Train the runs of a job that are not finished, and return their result."""
-    words = [*job.words, *overrides]
-    ended = run_study(words, plan_study(words))
-    runs = [one for one in ended.study.all_runs if one.state == "finished"]
-    rows = tuple(
-        (
-            float(split_of(one) or 0),
-            float(one.seed),
-            *(one.number(f"test/{x}") for x in losses),
-        )
-        for one in runs
-    )
-    seconds = fmean(one.number("time/train_s") or 0.0 for one in runs)
-    return Cell(
-        **asdict(job), rows=rows, seconds=seconds, validation=_score(ended), lost=_lost(ended.study)
-    )
-
-
-def _score(ended: FinishedStudy) -> float:
-    """Return the mean validation loss of the configuration that was chosen."""
-    files = (ended.study.folder / TUNING).glob("*.json")
-    tuned = (json.loads(file.read_text(encoding="utf-8")) for file in files)
-    own = {run.name for run in ended.study.all_runs}
-    chosen = next(one for one in tuned if own & {*one["runs"]})
-    rows = [row["score"] for row in chosen["rows"] if row["values"] == chosen["chosen"]]
-    return fmean(rows)
-
-
-def _lost(study: Study) -> float | None:
-    """Return the share of the measured steps that raise a loss, to first order."""
-    if study.conflicts.is_empty():
-        return None
-    return study.conflicts.select((pl.col("decrease").list.min() < 0).mean()).item()
 
 
 def with_tuned_sum(cells: Sequence[Cell]) -> list[Cell]:
@@ -204,7 +139,7 @@ class Level:
         """The paired differences of the excess to another method's.
 
         With three or more splits a difference is that of a split, the mean over its seeds: splits
-        are the random factor. With fewer it is that of a seed, and the result is about these splits.
+        are the random factor. With fewer it is that of a seed, and the result is about these.
         """
         own, others = self.excess(method), self.excess(other)
         pairs: dict[object, list[tuple[float, float]]] = {}
@@ -272,7 +207,7 @@ def hypervolume(points: Sequence[tuple[float, ...]], reference: Sequence[float])
     inside = [p for p in points if all(a < b for a, b in zip(p, reference, strict=True))]
     if len(reference) == 1:
         return max((reference[0] - p[0] for p in inside), default=0.0)
-    cuts = sorted({p[-1] for p in inside}) + [reference[-1]]
+    cuts = [*sorted({p[-1] for p in inside}), reference[-1]]
     slices = (
         (upper - lower) * hypervolume([p[:-1] for p in inside if p[-1] <= lower], reference[:-1])
         for lower, upper in pairwise(cuts)

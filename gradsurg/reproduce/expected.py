@@ -38,6 +38,7 @@ class Band:
         study: A study of `quick`; may be empty if there is only one.
         runs: The runs, by `label` or by keys of their config, as `task.start`.
         minus: Runs whose value of the same seed is subtracted.
+        minus_study: The study of these, if it is another; all its runs where `minus` is empty.
 
     Without `low` and `high` the measured number is reported and not judged.
     """
@@ -53,9 +54,10 @@ class Band:
     study: str = ""
     runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
     minus: dict[str, Any] = Field(default_factory=dict)
+    minus_study: str = ""
 
     def __post_init__(self) -> None:
-        if self.of == "share" and self.minus:
+        if self.of == "share" and self.is_difference:
             raise Contradiction("minus", "is for of=mean, which takes differences of 1 and 0 too")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
@@ -63,6 +65,11 @@ class Band:
     def holds(self, value: float) -> bool:
         """Return whether a value lies in the band; NaN does not."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the number is a difference between two arms."""
+        return bool(self.minus or self.minus_study)
 
     @property
     def quantity(self) -> str:
@@ -84,7 +91,7 @@ class Band:
     @property
     def selects(self) -> dict[str, Any]:
         """What a measured value depends on, apart from the runs' own configs; as JSON."""
-        keys = ("metric", "of", "at", "study", "runs", "minus")
+        keys = ("metric", "of", "at", "study", "runs", "minus", "minus_study")
         return {key: getattr(self, key) for key in keys}
 
     @property
@@ -166,6 +173,7 @@ class Expected:
         for band in self.bands:
             self._check(band, "claim", [*self.claims], may_be_empty=True)
             self._check(band, "study", self.quick, may_be_empty=len(self.quick) == 1)
+            self._check(band, "minus_study", self.quick, may_be_empty=True)
         for study in self.figure.studies if isinstance(self.figure, Drawing) else ():
             if study not in self.quick:
                 near = nearest(study, list(self.quick))

@@ -103,7 +103,7 @@ class Judgement:
     @property
     def p_value(self) -> float | None:
         """The exact sign-flip p-value of a mean difference of zero; None for other bands."""
-        if self.lacking or not self.band.minus or self.band.of != "mean":
+        if self.lacking or not self.band.is_difference or self.band.of != "mean":
             return None
         return paired_difference(self.values, [0.0] * len(self.values)).p_value
 
@@ -198,33 +198,34 @@ def verdicts(expected: Expected, judgements: Iterable[Judgement]) -> list[Verdic
 
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
     """Judge each band by the runs of its study; `studies` are keyed by their quick names."""
-    return [_judge(band, studies[band.study or expected.quick[0]]) for band in expected.bands]
+    return [_judge(band, studies, band.study or expected.quick[0]) for band in expected.bands]
 
 
-def _judge(band: Band, study: "Study") -> Judgement:
+def _judge(band: Band, studies: Studies, name: str) -> Judgement:
+    study, other = studies[name], studies[band.minus_study or name]
     chosen = _selected(study.all_runs, band.runs)
-    others = _selected(study.all_runs, band.minus) if band.minus else []
-    if not chosen or (band.minus and not others):
+    others = _selected(other.all_runs, band.minus) if band.is_difference else []
+    if not chosen or (band.is_difference and not others):
         return Judgement(band, lacking="no run has these keys")
     if any(run in chosen for run in others):
         return Judgement(band, lacking="runs and minus are the same runs")
-    needed = [*chosen, *others]
+    needed = [*((study, run) for run in chosen), *((other, run) for run in others)]
     # a diverged run has an outcome if the question is whether it diverged or reached a goal
     ended = ("finished", "diverged") if band.metric in COUNTED else ("finished",)
-    if unfinished := [run for run in needed if run.state not in ended]:
+    if unfinished := [run for _, run in needed if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judgement(band, lacking=f"{len(unfinished)} of {len(needed)} runs: {states}")
-    outcomes = {run.name: outcome(study, run, band.metric, band.at) for run in needed}
-    values = {name: value for name, value in outcomes.items() if value is not None}
-    values = {name: value for name, value in values.items() if isfinite(value)}
-    if missing := [name for name in outcomes if name not in values]:
+    outcomes = {run.path: outcome(own, run, band.metric, band.at) for own, run in needed}
+    values = {path: value for path, value in outcomes.items() if value is not None}
+    values = {path: value for path, value in values.items() if isfinite(value)}
+    if missing := [path.name for path in outcomes if path not in values]:
         return Judgement(band, lacking=f"no {band.quantity} in {missing[0]}")
     if not others:
         return Judgement(band, tuple(values.values()))
-    seeds = {run.seed: values[run.name] for run in others}
+    seeds = {run.seed: values[run.path] for run in others}
     if len(seeds) < len(others) or sorted(seeds) != sorted(run.seed for run in chosen):
         return Judgement(band, lacking="runs and minus must be one run each of the same seeds")
-    return Judgement(band, tuple(values[run.name] - seeds[run.seed] for run in chosen))
+    return Judgement(band, tuple(values[run.path] - seeds[run.seed] for run in chosen))
 
 
 def _selected(runs: Sequence[LoadedRun], which: Mapping[str, object]) -> list[LoadedRun]:
