@@ -109,7 +109,7 @@ class Measurement:
         splits = ",".join(str(1 + split) for split in range(self.form.splits))  # 0: the tuning's
         final = [word for word in words if not word.startswith("tune")]
         final += [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        final += [SWEEP, f"seeds={self.form.seeds}", f"task.{SPLIT}={splits}"]
+        final += [SWEEP, "tune=null", f"seeds={self.form.seeds}", f"task.{SPLIT}={splits}"]
         train(final)
         study = read_study(final, plan_study(final)).study
         runs = [one for one in study.all_runs if one.state == "finished"]

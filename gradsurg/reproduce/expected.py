@@ -111,11 +111,10 @@ class Drawing:
     `curves` has `metric` over the steps; `outcomes` has its value for each seed; `maps` has the
     numbers of an examination, whose names begin with `metric`, layer by layer, and the pictures
     saved by it. For `alignment` the metric is a transform, and the figure has the angle between the
-    gradient before and after it, at each site. `front` has a panel for each task, with the means
-    of the arms in the two terms of `metric`.
+    gradient before and after it, at each site.
     """
 
-    kind: Literal["curves", "outcomes", "maps", "alignment", "front"]
+    kind: Literal["curves", "outcomes", "maps", "alignment"]
     metric: Text
     studies: tuple[Text, ...] = ()
 

@@ -11,15 +11,13 @@ from gradsurg.experiment.run_directory import EXAMINED
 from gradsurg.experiment.run_reader import known
 from gradsurg.report import charts
 from gradsurg.report.arms import Arm
-from gradsurg.report.fronts import front_chart, fronts
 from gradsurg.report.paper import save
 from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Drawing
-from gradsurg.reproduce.judge import outcome, terms
+from gradsurg.reproduce.judge import outcome
 
 NAME = "figure"
 SIDE = 64  # of a picture, in pixels
-LINE = 2  # arms named in a line below a panel
 MAX_IMAGES = 3
 TRAINED, IMAGE = "trained", "image"
 Chart = Any  # Any: kinds of charts, of which Altair has no common type
@@ -27,8 +25,7 @@ Chart = Any  # Any: kinds of charts, of which Altair has no common type
 
 def draw(drawing: Drawing, study: Study, folder: Path) -> Path | None:
     """Write the figure of a study into `folder`; return its PNG, None if no run has the numbers."""
-    drawings = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment}
-    drawings |= {"front": _front, "maps": _maps}
+    drawings = {"curves": _curves, "outcomes": _outcomes, "alignment": _alignment, "maps": _maps}
     chart = drawings[drawing.kind](study, drawing.metric)
     if chart is None:
         return None
@@ -63,21 +60,6 @@ def _outcomes(study: Study, metric: str) -> Chart | None:
         alt.Chart(charts.inline(means)).mark_tick(thickness=2, size=18).encode(value, arm),
     )
     return chart.properties(width=320, height=alt.Step(charts.ROW))
-
-
-def _front(study: Study, metric: str) -> Chart | None:
-    """The report's trade-off of two losses, a panel for each task with its arms named above."""
-    panels = []
-    for front in fronts(study):
-        begins = f"test/{front.metric}_"
-        pair = [name.removeprefix(begins) for name in terms(metric) if name.startswith(begins)]
-        if {*pair} <= {*front.names} and len(pair) == len(terms(metric)):
-            arms = front.arms.select(pl.format("{} {}", "number", "arm"))
-            lines = [", ".join(part.to_series()) for part in arms.iter_slices(LINE)]
-            title = alt.Title(front.title, subtitle=lines)
-            panel = front_chart(front, *pair)
-            panels.append(panel.properties(width=300, height=300, title=title))
-    return alt.concat(*panels, columns=1) if panels else None
 
 
 def _alignment(study: Study, transform: str) -> Chart | None:

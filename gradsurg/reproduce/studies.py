@@ -285,16 +285,15 @@ def _figure_fault(figure: Drawing, runs: list[PlannedRun]) -> str:
     match figure.kind:
         case "curves":
             names = [name for run in runs for name in run.rows]
-        case "outcomes" | "front":
+        case "outcomes":
             names = [name for run in runs for name in run.ends]
         case "alignment":
             names = [name for run in runs for name in run.transforms]
         case "maps":
             names = [name.partition("/")[0] for run in runs for name in run.ends]
-    for term in terms(figure.metric) if figure.kind == "front" else [figure.metric]:
-        if term not in names:
-            return f"there will be no {term} to draw. {_nearest(term, names)}"
-    return ""
+    if figure.metric in names:
+        return ""
+    return f"there will be no {figure.metric} to draw. {_nearest(figure.metric, names)}"
 
 
 def _nearest(name: object, choices: Iterable[object]) -> str:
