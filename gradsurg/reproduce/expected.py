@@ -92,7 +92,7 @@ class Band:
     def selects(self) -> dict[str, Any]:
         """What a measured value depends on, apart from the runs' own configs; as JSON."""
         keys = ("metric", "of", "at", "study", "runs", "minus", "minus_study")
-        return {key: getattr(self, key) for key in keys}
+        return {key: value for key in keys if (value := getattr(self, key))}
 
     @property
     def bounds(self) -> str:
