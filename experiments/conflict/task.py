@@ -6,6 +6,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from gradsurg.experiments.chaudhry2019.task import LABEL, TASK, PermutedMNIST
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
@@ -227,6 +228,49 @@ class LabelAgainstDomain(LossesAlone):
             "label": functional.cross_entropy(logits, label),
             "domain": explained(features, domain.to(features)),
         }
+
+
+@validated
+class PermutedStream(PermutedMNIST):
+    """`PermutedMNIST` with other permutations and images for each `split_seed`.
+
+    It is trained on the losses `now` and `memory`, and measured by the loss on the last task, `new`,
+    and the mean loss on the tasks before, `old`. Validation images are others of the test files.
+    """
+
+    num_test: Count = 1000
+    split_seed: Seed = 0
+
+    def load(self) -> Data:
+        return self.load_with_validation(0)
+
+    def load_with_validation(self, share: float) -> Data:
+        own = {name: getattr(self, name) for name in ("root", "num_tasks", "num_train", "verify")}
+        own |= {"per_class": self.per_class, "memory_batch": self.memory_batch}
+        twin = PermutedMNIST(**own, data_seed=self.split_seed, num_test=2 * self.num_test).load()
+        blocks = twin.test_inputs.unflatten(0, (self.num_tasks, 2, self.num_test)).unbind(dim=1)
+        targets = twin.test_targets.unflatten(0, (self.num_tasks, 2, self.num_test)).unbind(dim=1)
+        (test, other), (test_targets, other_targets) = (
+            [part.flatten(0, 1) for part in parts] for parts in (blocks, targets)
+        )
+        return replace(
+            twin,
+            test_inputs=test,
+            test_targets=test_targets,
+            validation_inputs=other if share else None,
+            validation_targets=other_targets if share else None,
+        )
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        each = functional.cross_entropy(outputs, targets[:, LABEL], reduction="none")
+        old = targets[:, TASK] < self.num_tasks - 1
+        parts = {"new": each[~old], "old": each[old]}
+        there = {name: part.mean().item() for name, part in parts.items() if len(part)}
+        return {"loss": sum(there.values()), **{f"loss_{name}": x for name, x in there.items()}}
+
+    @property
+    def trajectory_metric_names(self) -> tuple[str, ...]:
+        return ()
 
 
 def explained(features: Tensor, values: Tensor) -> Tensor:
