@@ -17,8 +17,8 @@ from gradsurg.tasks.mnist import MNIST
 class Workers(MultiTask):
     """Classify MNIST's digits, of half the height and width, with each batch divided among workers.
 
-    Each pixel is the mean of four. Worker i has the examples i, i + num_workers, ... of the batch and their mean cross-entropy as
-    its loss, 0 without examples; `accuracy` is that of all examples.
+    Each pixel is the mean of four. Worker i has the examples i, i + num_workers, ... of the batch
+    and their mean cross-entropy as its loss, 0 without examples; `accuracy` is that of all.
     """
 
     num_workers: Annotated[int, Field(ge=1)] = 50

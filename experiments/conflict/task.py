@@ -77,11 +77,11 @@ class ContradictingLabels(LossesAlone):
 
 @validated
 class FriedmanMulti(LossesAlone):
-    """Friedman's first function of three choices of five among ten inputs, one loss ten times another.
+    """Friedman's first function of three choices of five among ten inputs, of different scales.
 
-    y = 10 sin(pi a b) + 20 (c - 1/2)^2 + 10 d + 5 e + noise (Friedman 1991, The Annals of Statistics
-    19), standardized, by squared error. The losses are multiplied by 1, the root of `ratio`, and
-    `ratio`; the metrics are without these factors.
+    y = 10 sin(pi a b) + 20 (c - 1/2)^2 + 10 d + 5 e + noise (Friedman 1991, The Annals of
+    Statistics 19), standardized, by squared error. The losses are multiplied by 1, the root of
+    `ratio`, and `ratio`; the metrics are without these factors.
     """
 
     ratio: Ratio = 10.0
@@ -143,9 +143,9 @@ class NoisyQuadratics(LossesAlone):
     """Two quadratics of one point in the plane, of noisy examples of their centres.
 
     loss_i is the mean over examples of |A_i (x - c)|^2 / 2, c from a normal distribution around
-    (-1, 0) or (1, 0), with A_1 = diag(1, `ratio`) and A_2 = diag(`ratio`, 1). The point is the output
-    of a linear model without inputs. Its front is known: x with weights w of the simplex is
-    (sum w_i A_i^2)^-1 sum w_i A_i^2 c_i.
+    (-1, 0) or (1, 0), with A_1 = diag(1, `ratio`) and A_2 = diag(`ratio`, 1). The point is the
+    output of a linear model without inputs. Its front is known: x with weights w of the simplex
+    is (sum w_i A_i^2)^-1 sum w_i A_i^2 c_i.
     """
 
     ratio: Ratio = 3.0
@@ -192,8 +192,9 @@ class LabelAgainstDomain(LossesAlone):
 
     In the second domain images are mirrored. An image's domain is its label with probability `rho`,
     else chance, so that features without the domain lose the label where `rho` is large. The
-    adversary of Ganin and Lempitsky (2015) is replaced by the best linear one of each batch, in closed
-    form: `domain` is the share of the domain's variance that a ridge regression on the features explains.
+    adversary of Ganin and Lempitsky (2015) is replaced by the best linear one of each batch, in
+    closed form: `domain` is the share of the domain's variance that a ridge regression on the
+    features explains.
     """
 
     rho: Share = 0.7
@@ -234,8 +235,9 @@ class LabelAgainstDomain(LossesAlone):
 class PermutedStream(PermutedMNIST):
     """`PermutedMNIST` with other permutations and images for each `split_seed`.
 
-    It is trained on the losses `now` and `memory`, and measured by the loss on the last task, `new`,
-    and the mean loss on the tasks before, `old`. Validation images are others of the test files.
+    It is trained on the losses `now` and `memory`, and measured by the loss on the last task,
+    `new`, and the mean loss on the tasks before, `old`. Validation images are others of the test
+    files.
     """
 
     num_test: Count = 1000

@@ -138,7 +138,7 @@ def _reproduce(
     minutes = sum(one.minutes for one in ended.values())
     step_ms = {key: one.step_ms for key, one in ended.items()}
     record = make_record(expected, form, judgements, studies, minutes, step_ms)
-    figure = _figure(expected, studies)
+    figure = _figure(paper, expected, studies)
     found = verdicts(expected, judgements)
     print(f"\n{paper}, {form} form: {expected.source}\n")
     print(aligned(band_rows(found), left=(0, 1), width=table_width()))
@@ -161,7 +161,7 @@ def _reproduce(
     return same
 
 
-def _figure(expected: Expected, studies: "dict[str, Study]") -> Path | None:
+def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path | None:
     """Draw the paper's figure, or take it from the report of its first study; None if missing."""
     folder = studies[expected.quick[0]].folder / "report"
     if isinstance(expected.figure, Drawing):
@@ -171,7 +171,7 @@ def _figure(expected: Expected, studies: "dict[str, Study]") -> Path | None:
 
         shown = [studies[key] for key in expected.figure.studies or studies]
         runs = {run.name: run for study in shown for run in study.all_runs}
-        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder)
+        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder, paper)
     path = folder / f"{expected.figure}.png"
     return path if path.is_file() else None
 

@@ -108,13 +108,11 @@ class Band:
 class Drawing:
     """A figure of all arms of `studies`, or of every study if that is empty.
 
-    `curves` has `metric` over the steps; `outcomes` has its value for each seed; `maps` has the
-    numbers of an examination, whose names begin with `metric`, layer by layer, and the pictures
-    saved by it. For `alignment` the metric is a transform, and the figure has the angle between the
-    gradient before and after it, at each site.
+    `curves` has `metric` over the steps; `outcomes` has its value for each seed; for `own` the
+    paper's `figure.py` has a function `chart(study, metric)` that returns an Altair chart or None.
     """
 
-    kind: Literal["curves", "outcomes", "maps", "alignment"]
+    kind: Literal["curves", "outcomes", "own"]
     metric: Text
     studies: tuple[Text, ...] = ()
 

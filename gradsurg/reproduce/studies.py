@@ -287,10 +287,8 @@ def _figure_fault(figure: Drawing, runs: list[PlannedRun]) -> str:
             names = [name for run in runs for name in run.rows]
         case "outcomes":
             names = [name for run in runs for name in run.ends]
-        case "alignment":
-            names = [name for run in runs for name in run.transforms]
-        case "maps":
-            names = [name.partition("/")[0] for run in runs for name in run.ends]
+        case "own":
+            return ""
     if figure.metric in names:
         return ""
     return f"there will be no {figure.metric} to draw. {_nearest(figure.metric, names)}"
