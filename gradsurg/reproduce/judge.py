@@ -102,7 +102,7 @@ class Judgement:
 
     @property
     def p_value(self) -> float | None:
-        """The exact sign-flip p-value of a mean difference of zero; None for other bands."""
+        """The sign-flip p-value of a mean difference of zero; None for other bands."""
         if self.lacking or not self.band.is_difference or self.band.of != "mean":
             return None
         return paired_difference(self.values, [0.0] * len(self.values)).p_value
@@ -167,14 +167,18 @@ class Verdict:
         """The probability of this verdict for as many new seeds, its bands taken as independent.
 
         The two numbers are without and with the uncertainty of what was measured; `-` without one.
+        A band that is not drawn has its result again.
         """
-        drawn = [chances for each in self.judged if (chances := each.chances) is not None]
+        found = [(each, each.chances) for each in self.judged]
+        drawn = [chances for _, chances in found if chances is not None]
         if self.result in (NOT_TESTED, UNMEASURED) or not drawn:
             return "-"
+        none = dict.fromkeys((HOLDS, FAILS, UNDECIDED), (0.0, 0.0))
+        certain = [none | {each.result: (1.0, 1.0)} for each, chances in found if chances is None]
         by_side = []
         for side in (0, 1):
-            all_hold = prod(chances[HOLDS][side] for chances in drawn)
-            none_fails = prod(1 - chances[FAILS][side] for chances in drawn)
+            all_hold = prod(chances[HOLDS][side] for chances in (*drawn, *certain))
+            none_fails = prod(1 - chances[FAILS][side] for chances in (*drawn, *certain))
             of_result = {HOLDS: all_hold, FAILS: 1 - none_fails, UNDECIDED: none_fails - all_hold}
             by_side.append(of_result[self.result])
         low, high = map(_percent, sorted(by_side))
@@ -220,6 +224,8 @@ def _judge(band: Band, studies: Studies, name: str) -> Judgement:
     values = {path: value for path, value in values.items() if isfinite(value)}
     if missing := [path.name for path in outcomes if path not in values]:
         return Judgement(band, lacking=f"no {band.quantity} in {missing[0]}")
+    if band.of == "share" and not {*values.values()} <= {0.0, 1.0}:
+        return Judgement(band, lacking=f"{band.quantity} is not 0 or 1 in each run")
     if not others:
         return Judgement(band, tuple(values.values()))
     seeds = {run.seed: values[run.path] for run in others}

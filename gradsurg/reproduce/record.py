@@ -192,7 +192,9 @@ def _arm_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:  # Any: JS
 
 def _arm_rows(name: str, study: "Study", expected: Expected) -> list[dict[str, object]]:
     """Return a row for each arm and each metric of the study's bands, or of all bands."""
-    bands = [band for band in expected.bands if band.study in ("", name)] or expected.bands
+    bands = [
+        b for b in expected.bands if name in (b.study, b.minus_study) or not b.study
+    ] or expected.bands
     quantities = dict.fromkeys((band.quantity, band.metric, band.at) for band in bands)
     rows = []
     for arm in study.arms:
