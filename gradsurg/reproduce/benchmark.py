@@ -83,9 +83,9 @@ class Cell:
     method: str
     words: tuple[str, ...]
     chosen: dict[str, object]
+    validation: float
     rows: tuple[tuple[float, ...], ...]
     seconds: float
-    validation: float
     lost: float | None
 
     @cached_property

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -46,8 +48,11 @@ class Measurement:
     A cell of the file is used if the words that made it are those of today.
     """
 
-    def __init__(self, spec: Benchmark, form: str, root: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, spec: Benchmark, form: str, root: Path, overrides: Sequence[str], jobs: int = 1
+    ) -> None:
         self.spec, self.form, self.overrides = spec, spec.forms[form], overrides
+        self.jobs = jobs
         self.methods = _methods(root, self.form)
         self.path = root / FOLDER / f"{form}.json"
         rows = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
@@ -89,43 +94,60 @@ class Measurement:
         return words | {name: (*common, f"+method={name}", *other) for name in self.methods}
 
     def measure(self, task: str, level: float) -> None:
-        """Tune and train the methods of a level that are lacking."""
+        """Tune and train the methods of a level that are lacking, `jobs` commands at a time."""
         known, words = self.known(task, level), self._words(task, level)
-        lacking = [name for name in words if name not in known]
-        for group in ([n for n in lacking if n in self.methods], [*set(lacking) - {*self.methods}]):
-            if group:  # in one sweep, which a launcher can do in parallel
-                train([SWEEP, "seeds=1", *_swept([words[name] for name in sorted(group)])])
-        for name in lacking:
-            cell = self._cell(task, level, name, words[name])
-            key = (task, level, name)
-            others = [one for one in self.cells if (one.task, one.level, one.method) != key]
-            self.cells = [*others, cell]
-            rows = [asdict(one) for one in self.cells]
-            replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
+        lacking = {name: own for name, own in words.items() if name not in known}
+        tunings = {name: [*own, "seeds=1"] for name, own in lacking.items()}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(train, tunings.values()))
+            tuned = {
+                name: _chosen(read_study(own, plan_study(own))) for name, own in tunings.items()
+            }
+            finals = {name: self._final(own, tuned[name][0]) for name, own in lacking.items()}
+            list(pool.map(train, finals.values()))
+        kept = [
+            one
+            for one in self.cells
+            if (one.task, one.level) != (task, level) or one.method not in lacking
+        ]
+        new = [
+            self._cell(task, level, name, own, tuned[name], read_study(final, plan_study(final)))
+            for (name, own), final in zip(lacking.items(), finals.values(), strict=True)
+        ]
+        self.cells = [*kept, *new]
+        rows = [asdict(one) for one in self.cells]
+        replace_file(self.path, (json.dumps(rows, indent=1) + "\n").encode())
 
-    def _cell(self, task: str, level: float, method: str, words: Words) -> Cell:
-        tuning = [*words, "seeds=1"]
-        chosen, score = _chosen(read_study(tuning, plan_study(tuning)))
-        splits = ",".join(str(1 + split) for split in range(self.form.splits))  # 0: the tuning's
+    def _final(self, words: Words, chosen: dict[str, object]) -> list[str]:
+        """Return the words that train the chosen values on the splits after the tuning's."""
+        splits = ",".join(str(1 + split) for split in range(self.form.splits))
         final = [word for word in words if not word.startswith("tune")]
         final += [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        final += [SWEEP, "tune=null", f"seeds={self.form.seeds}", f"task.{SPLIT}={splits}"]
-        train(final)
-        study = read_study(final, plan_study(final)).study
-        runs = [one for one in study.all_runs if one.state == "finished"]
+        return [*final, SWEEP, "tune=null", f"seeds={self.form.seeds}", f"task.{SPLIT}={splits}"]
+
+    def _cell(
+        self,
+        task: str,
+        level: float,
+        method: str,
+        words: Words,
+        tuned: tuple[dict[str, object], float],
+        ended: FinishedStudy,
+    ) -> Cell:
+        runs = [one for one in ended.study.all_runs if one.state == "finished"]
         names = self.spec.tasks[task].losses
         rows = tuple(
             (float(split_of(one) or 0), float(one.seed), *(one.number(f"test/{x}") for x in names))
             for one in runs
         )
         seconds = fmean(one.number("time/train_s") or 0.0 for one in runs)
-        conflicts = study.conflicts
+        conflicts = ended.study.conflicts
         lost = (
             None
             if conflicts.is_empty()
             else conflicts.select((pl.col("decrease").list.min() < 0).mean()).item()
         )
-        return Cell(task, level, method, words, chosen, rows, seconds, score, lost)
+        return Cell(task, level, method, words, *tuned, rows, seconds, lost)
 
 
 def _methods(root: Path, form: FormSpec) -> list[str]:
@@ -133,15 +155,6 @@ def _methods(root: Path, form: FormSpec) -> list[str]:
     if unknown := [name for name in form.methods if name not in there]:
         raise WrongExperiment(f"there is no method '{unknown[0]}'. There are: {', '.join(there)}")
     return list(form.methods) or there
-
-
-def _swept(words: Sequence[Words]) -> list[str]:
-    """Return one sweep over command lines that differ in one word."""
-    columns = [[*dict.fromkeys(column)] for column in zip(*words, strict=True)]
-    joined = (
-        ",".join(w if i == 0 else w.split("=", 1)[1] for i, w in enumerate(c)) for c in columns
-    )
-    return [*joined]
 
 
 def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], float]:
@@ -219,6 +232,8 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     text = "quick or full, and overrides for the runner, as hydra/launcher=joblib"
     made.add_argument("words", nargs="*", metavar="form", help=text)
     made.add_argument("--list", action="store_true", help="the tasks, levels, forms and methods")
+    text = "commands at a time; all of the processor's cores by default"
+    made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help=text)
     arguments = made.parse_intermixed_args(words)
     forms = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word]
@@ -231,7 +246,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
             return 0
         if len(forms) != 1 or forms[0] not in spec.forms:
             raise WrongExperiment(f"name one form of {', '.join(spec.forms)}, or --list")
-        measured = Measurement(spec, forms[0], root, overrides)
+        measured = Measurement(spec, forms[0], root, overrides, arguments.jobs)
         for task, level in measured.levels():
             measured.measure(task, level)
     except WrongExperiment as error:
