@@ -91,32 +91,43 @@ class FinishedStudy:
         return [float(value) for value in values if value]
 
 
-def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedStudy:
-    """Train the runs of a study that are not finished, in a process of their own.
+def run_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Train the runs of a study that are not finished, and read them."""
+    train(words)
+    return read_study(words, plan)
 
-    Other runs in its folder, as of other settings, are ignored. Raises WrongExperiment if the
-    config is wrong, KeyboardInterrupt if the process was interrupted.
+
+def train(words: Sequence[str]) -> None:
+    """Run the runner in a process with these words; finished runs are not repeated.
+
+    Raises WrongExperiment if the config is wrong, KeyboardInterrupt if it was interrupted.
     """
-    words = [f"experiment={name}", *overrides]
     code = subprocess.run([sys.executable, "-m", "gradsurg.run", *words], check=False).returncode
     if code == WRONG_INPUT:
-        raise WrongExperiment(f"{name}: the runner refuses it")
+        raise WrongExperiment(f"{words[0]}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
+
+
+def read_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Read the runs of a trained study; others in its folder, as of other settings, are ignored."""
     if plan.trials:
-        plan = plan_study(name, overrides)  # with the values that it has chosen
+        plan = plan_study(words)  # with the values that it has chosen
     runs = [run for run in read_runs(plan.folder, [*plan.runs]) if run.name in plan.runs]
     trials = read_runs(plan.folder / TUNING, plan.trials) if plan.trials else []
     return FinishedStudy(Study(plan.folder, group(runs)), trials)
 
 
-def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
-    """Compose a study and build its runs without training; WrongExperiment if it is wrong."""
+def plan_study(words: Sequence[str]) -> StudyPlan:
+    """Compose a study from the runner's words and build its runs; WrongExperiment if it is wrong.
+
+    Nothing is trained.
+    """
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
     tuned: dict[str, int] = {}
     try:
-        for _, config in jobs_of_study([f"experiment={name}", *overrides]):
+        for _, config in jobs_of_study([*words]):
             experiment = build(config)
             folders.add(experiment.settings.study_folder)
             for run in experiment.tuning.runs if experiment.tuning else ():
@@ -136,7 +147,7 @@ def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[st
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
         try:
-            planned = plan_study(name, overrides).steps
+            planned = plan_study([f"experiment={name}", *overrides]).steps
         except WrongExperiment as error:
             return f"{paper}: {error}"
         steps += planned
@@ -205,8 +216,11 @@ def missing_measurements(expected: Expected, plans: Plans) -> list[str]:
     lines = []
     for band in expected.bands:
         study = band.study or expected.quick[0]
-        runs = list(plans[study].values())
-        lines += [f"{band.name}: {study} {fault}" for fault in _band_faults(band, runs)]
+        parts = [(study, band.runs)]
+        parts += [(band.minus_study or study, band.minus)] if band.is_difference else []
+        for name, which in parts:
+            faults = _band_faults(band, which, list(plans[name].values()))
+            lines += [f"{band.name}: {name} {fault}" for fault in faults]
     if isinstance(expected.figure, Drawing):
         runs = [run for key in expected.figure.studies or plans for run in plans[key].values()]
         fault = _figure_fault(expected.figure, runs)
@@ -214,15 +228,14 @@ def missing_measurements(expected: Expected, plans: Plans) -> list[str]:
     return lines
 
 
-def _band_faults(band: Band, runs: list[PlannedRun]) -> Iterator[str]:
-    for which in (band.runs, *([band.minus] if band.minus else [])):
-        chosen = [run for run in runs if is_selected(run.known, which)]
-        if chosen:
-            faults = (_metric_fault(band, run) for run in chosen)
-            yield from dict.fromkeys(fault for fault in faults if fault)
-        else:
-            keys = ", ".join(f"{key}: {value}" for key, value in which.items())
-            yield f"has no run of {keys}{_suggestion(which, runs)}"
+def _band_faults(band: Band, which: Mapping[str, object], runs: list[PlannedRun]) -> Iterator[str]:
+    chosen = [run for run in runs if is_selected(run.known, which)]
+    if chosen:
+        faults = (_metric_fault(band, run) for run in chosen)
+        yield from dict.fromkeys(fault for fault in faults if fault)
+    else:
+        keys = ", ".join(f"{key}: {value}" for key, value in which.items())
+        yield f"has no run of {keys}{_suggestion(which, runs)}"
 
 
 def _suggestion(which: Mapping[str, object], runs: list[PlannedRun]) -> str:
@@ -272,16 +285,13 @@ def _figure_fault(figure: Drawing, runs: list[PlannedRun]) -> str:
     match figure.kind:
         case "curves":
             names = [name for run in runs for name in run.rows]
-        case "outcomes" | "front":
+        case "outcomes":
             names = [name for run in runs for name in run.ends]
-        case "alignment":
-            names = [name for run in runs for name in run.transforms]
-        case "maps":
-            names = [name.partition("/")[0] for run in runs for name in run.ends]
-    for term in terms(figure.metric) if figure.kind == "front" else [figure.metric]:
-        if term not in names:
-            return f"there will be no {term} to draw. {_nearest(term, names)}"
-    return ""
+        case "own":
+            return ""
+    if figure.metric in names:
+        return ""
+    return f"there will be no {figure.metric} to draw. {_nearest(figure.metric, names)}"
 
 
 def _nearest(name: object, choices: Iterable[object]) -> str:
