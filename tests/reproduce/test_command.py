@@ -35,7 +35,7 @@ Losses = dict[tuple[str, int], float | None]
 
 def foreseen(label: str, seed: int) -> PlannedRun:
     known = {"label": label, "seed": seed, "task.start": [1, 2]}
-    return PlannedRun(known, 10, ("test/loss", "test/other-loss"), {"train/loss": 5})
+    return PlannedRun(known, 10, {"test/loss": 0, "test/other-loss": 0, "train/loss": 5})
 
 
 @pytest.fixture
