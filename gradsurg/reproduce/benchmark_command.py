@@ -134,20 +134,22 @@ class Measurement:
         tuned: tuple[dict[str, object], float],
         ended: FinishedStudy,
     ) -> Cell:
-        runs = [one for one in ended.study.all_runs if one.state == "finished"]
-        names = self.spec.tasks[task].losses
-        rows = tuple(
-            (float(split_of(one) or 0), float(one.seed), *(one.number(f"test/{x}") for x in names))
-            for one in runs
-        )
-        seconds = fmean(one.number("time/train_s") or 0.0 for one in runs)
+        constant = self.spec.tasks[task].losses
+        rows, seconds = [], []
+        for one in ended.study.all_runs:
+            if one.state not in ("finished", "diverged"):
+                raise WrongExperiment(f"{task}, {method}: the run {one.name} is {one.state}")
+            found = one.summary if one.state == "finished" else None  # diverged: learned nothing
+            losses = [found[f"test/{x}"] if found else y for x, y in constant.items()]
+            rows.append((float(split_of(one) or 0), float(one.seed), *losses))
+            seconds.append(one.number("time/train_s") or 0.0)
         conflicts = ended.study.conflicts
         lost = (
             None
             if conflicts.is_empty()
             else conflicts.select((pl.col("decrease").list.min() < 0).mean()).item()
         )
-        return Cell(task, level, method, words, *tuned, rows, seconds, lost)
+        return Cell(task, level, method, words, *tuned, (*rows,), fmean(seconds), lost)
 
 
 def _methods(root: Path, form: FormSpec) -> list[str]:

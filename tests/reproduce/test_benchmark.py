@@ -12,6 +12,7 @@ import yaml
 from gradsurg.reproduce import benchmark_command
 from gradsurg.reproduce.benchmark import Cell, Level, hypervolume, with_tuned_sum
 from gradsurg.reproduce.benchmark_command import Measurement, main, read_benchmark
+from gradsurg.reproduce.expected import WrongExperiment
 
 TOY = {"losses": {"a": 2.0, "b": 4.0}, "key": "task.rho", "levels": [0.5, 0.25]}
 QUICK = {"levels": 1, "splits": 1, "seeds": 2, "tune_seeds": 1}
@@ -29,8 +30,8 @@ def level(by_method: Mapping[str, Rows], lost: float | None = 0.5) -> Level:
     """A level with constant predictions of 2 and 4, and 0 and 2 where each is trained alone."""
     splits = dict.fromkeys(row[0] for rows in by_method.values() for row in rows)
     cells = {"alone_0": [(k, 0, 0, 9) for k in splits], "alone_1": [(k, 0, 9, 2) for k in splits]}
-    cells |= by_method
-    return Level({name: cell(name, rows, lost=lost) for name, rows in cells.items()}, [2, 4], 0.02)
+    every = {**cells, **by_method}
+    return Level({name: cell(name, rows, lost=lost) for name, rows in every.items()}, [2, 4], 0.02)
 
 
 def test_a_hypervolume_is_the_union_of_the_boxes_below_the_reference() -> None:
@@ -148,7 +149,12 @@ def test_only_cells_whose_words_have_changed_are_measured_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[list[str]] = []
-    runs = [SimpleNamespace(state="finished", seed=s, number=lambda _: 0.5) for s in (0, 1)]
+    runs = [
+        SimpleNamespace(name="x", state=state, seed=seed, summary=end, number=lambda _: 0.5)
+        for seed, (state, end) in enumerate(
+            [("finished", {"test/a": 0.5, "test/b": 0.25}), ("diverged", {})]
+        )
+    ]
     lost = SimpleNamespace(is_empty=lambda: True)
     study = SimpleNamespace(study=SimpleNamespace(all_runs=runs, conflicts=lost))
     monkeypatch.setattr(benchmark_command, "train", trained.append)
@@ -166,6 +172,8 @@ def test_only_cells_whose_words_have_changed_are_measured_again(
         one.measure("toy", 0.5)
         stored = json.loads(one.path.read_text(encoding="utf-8"))
         assert sorted(row["method"] for row in stored) == EVERY
+        diverged = [1, 1, 2.0, 4.0]  # as a constant prediction
+        assert all(row["rows"] == [[1, 0, 0.5, 0.25], diverged] for row in stored)
         return sorted(set(EVERY) - {*before})
 
     assert measured() == EVERY
@@ -180,3 +188,6 @@ def test_only_cells_whose_words_have_changed_are_measured_again(
     assert len(trained) == 4 + 4
     assert measured(larger=2.0, tune="lr=[1]") == ["larger_0", "larger_1"]
     assert measured("steps=5", larger=2.0, tune="lr=[1]") == EVERY
+    runs[1].state = "failed"
+    with pytest.raises(WrongExperiment, match=r"toy, .*: the run x is failed"):
+        measured("steps=6")
