@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from gradsurg.plugins.fields import validated
-from gradsurg.stats import Difference, paired_difference, power
+from gradsurg.stats import Difference, chances_of_interval, paired_difference, power
 
 SUM, ALONE, LARGER, TUNED_SUM = "sum", "alone_", "larger_", "tuned_sum"
 MIN_LOST = 0.1
@@ -18,6 +18,8 @@ MIN_LOST = 0.1
 MIN_SPLITS = 3
 """Number of splits from which they are the random factor; of fewer, seeds are."""
 GAINS = (0.02, 0.05)
+Key = tuple[int, int]
+"""Split and seed."""
 Size = Annotated[int, Field(ge=1)]
 Verdict = Literal["better", "equivalent", "worse", "undecided"]
 
@@ -26,7 +28,7 @@ Verdict = Literal["better", "equivalent", "worse", "undecided"]
 class TaskSpec:
     """A task: its losses, the key that makes them conflict, and its levels, the quick one first.
 
-    `losses` has for each the loss of the best constant prediction, which is the unit of an excess.
+    `losses` has for each the loss of a model that learns nothing of it, at which an excess is 1.
     """
 
     losses: dict[str, float]
@@ -74,22 +76,26 @@ class Benchmark:
 class Cell:
     """A method at a level of a task: rows of split, seed and the test losses, and means of runs.
 
-    `words` are those of the runner, `chosen` the values from the tuning, `validation` their score,
-    `lost` the share of measured steps that raise a loss to first order, None if not measured.
+    `words` are those of the runner, `digest` is of the files that it reads, `chosen` are the values
+    from the tuning, some perhaps `at_edge` of their range, and `validation` is their score. `lost`
+    is the share of measured steps that raise a loss to first order, None if not measured.
     """
 
     task: str
     level: float
     method: str
     words: tuple[str, ...]
+    digest: str
     chosen: dict[str, object]
+    at_edge: bool
     validation: float
     rows: tuple[tuple[float, ...], ...]
+    diverged: int
     seconds: float
     lost: float | None
 
     @cached_property
-    def losses(self) -> dict[tuple[int, int], tuple[float, ...]]:
+    def losses(self) -> dict[Key, tuple[float, ...]]:
         """The test losses by split and seed."""
         return {(int(split), int(seed)): tuple(rest) for split, seed, *rest in self.rows}
 
@@ -120,14 +126,14 @@ class Level:
         splits = dict.fromkeys(split for split, _ in alone[0].losses)
         return {k: [cell.mean(k)[i] for i, cell in enumerate(alone)] for k in splits}
 
-    def excess(self, method: str) -> dict[tuple[int, int], float]:
-        """By split and seed, how much of what is learned alone is lost, on average over the losses.
+    def excesses(self, method: str) -> dict[Key, tuple[float, ...]]:
+        """By split and seed, how much is lost of each loss's part that is learned alone.
 
-        0: each loss is as low as where it is trained alone; 1: as high as a constant prediction's.
+        0: as low as where it is trained alone; 1, the most: as if nothing had been learned of it.
         """
         return {
-            key: fmean(
-                (own - alone) / (constant - alone)
+            key: tuple(
+                min(1.0, (own - alone) / (constant - alone))
                 for own, alone, constant in zip(
                     row, self.single[key[0]], self.constant, strict=True
                 )
@@ -135,13 +141,19 @@ class Level:
             for key, row in self.cells[method].losses.items()
         }
 
+    def excess(self, method: str) -> dict[Key, float]:
+        """The mean of the excesses over the losses."""
+        return {key: fmean(row) for key, row in self.excesses(method).items()}
+
     def difference(self, method: str, other: str = SUM) -> Difference:
         """The paired differences of the excess to another method's.
 
         With three or more splits a difference is that of a split, the mean over its seeds: splits
         are the random factor. With fewer it is that of a seed, and the result is about these.
         """
-        own, others = self.excess(method), self.excess(other)
+        return self._paired(self.excess(method), self.excess(other))
+
+    def _paired(self, own: Mapping[Key, float], others: Mapping[Key, float]) -> Difference:
         pairs: dict[object, list[tuple[float, float]]] = {}
         for key in own.keys() & others.keys():
             group = key[0] if len(self.single) >= MIN_SPLITS else key
@@ -149,9 +161,9 @@ class Level:
         means = [tuple(map(fmean, zip(*pairs[key], strict=True))) for key in sorted(pairs, key=str)]
         return paired_difference([a for a, _ in means], [b for _, b in means])
 
-    def verdict(self, method: str) -> Verdict:
-        """Return the relation to the plain sum, by the whole 95 % t interval."""
-        difference = self.difference(method)
+    def verdict(self, method: str, other: str = SUM) -> Verdict:
+        """Return the relation to another method, by the whole 95 % t interval."""
+        difference = self.difference(method, other)
         low, high = difference.t_low, difference.t_high
         if low is None or high is None:
             return "undecided"
@@ -161,18 +173,13 @@ class Level:
 
     @property
     def gaps(self) -> list[Difference]:
-        """For each loss, that of the best joint model less that trained alone, by split and seed.
-
-        The best joint model is the weighted sum with the least mean excess on the test data, which
-        favours it.
-        """
-        joint = [name for name in self.cells if name == SUM or name.startswith(LARGER)]
-        best = self.cells[min(joint, key=lambda name: fmean(self.excess(name).values()))].losses
+        """For each loss, that of the tuned sum less that trained alone."""
+        joint = self.cells[TUNED_SUM].losses
         gaps = []
-        for i in range(len(next(iter(best.values())))):
+        for i in range(len(self.constant)):
             alone = self.cells[f"{ALONE}{i}"].losses
-            keys = sorted(best.keys() & alone.keys())
-            gaps.append(paired_difference([best[k][i] for k in keys], [alone[k][i] for k in keys]))
+            pair = [{key: row[i] for key, row in rows.items()} for rows in (joint, alone)]
+            gaps.append(self._paired(*pair))
         return gaps
 
     @property
@@ -182,21 +189,37 @@ class Level:
         return apart and (self.cells[SUM].lost or 0.0) >= MIN_LOST
 
     def front_gain(self, method: str) -> float:
-        """By what share a method's mean extends the hypervolume of the front of weighted sums."""
-        names = [name for name in self.cells if name == SUM or name.startswith((LARGER, ALONE))]
-        points = [self.cells[name].mean() for name in names]
-        joint = [p for n, p in zip(names, points, strict=True) if not n.startswith(ALONE)]
-        reference = tuple(1.1 * max(column) for column in zip(*joint, strict=True))
-        whole = hypervolume(points, reference)
-        return hypervolume([*points, self.cells[method].mean()], reference) / whole - 1
+        """By how much a method's mean extends the hypervolume of the front of weighted sums.
 
-    def power(self, gain: float) -> float:
-        """The probability of finding a true gain, at the median spread of the methods."""
-        spreads = [
-            self.difference(name) for name in self.cells if name != SUM and ALONE not in name
-        ]
-        sd = median(one.sd or 0.0 for one in spreads)
-        return power(spreads[0].n, sd, gain) if sd else 1.0
+        In excesses, below 1: the front of all losses at their optimum has a volume of 1.
+        """
+        names = [name for name in self.cells if name == SUM or name.startswith((LARGER, ALONE))]
+        points = [self._point(name) for name in names]
+        reference = [1.0] * len(self.constant)
+        whole = hypervolume(points, reference)
+        return hypervolume([*points, self._point(method)], reference) - whole
+
+    def _point(self, method: str) -> tuple[float, ...]:
+        return tuple(map(fmean, zip(*self.excesses(method).values(), strict=True)))
+
+    def chances(self, gain: float) -> tuple[float, float]:
+        """The probabilities of finding a true gain, and of `equivalent` where there is none.
+
+        At the median spread of the methods' differences to the plain sum, without other sums.
+        """
+        others = [name for name in self.cells if not is_sum(name)]
+        spreads = sorted((self.difference(name) for name in others), key=lambda one: one.sd or 0.0)
+        typical = spreads[len(spreads) // 2]
+        if not typical.sd:
+            return 1.0, 1.0
+        centred = [value - typical.mean for value in typical.differences]
+        (same, _), _ = chances_of_interval(centred, -self.margin, self.margin)
+        return power(typical.n, typical.sd, gain), same
+
+
+def is_sum(method: str) -> bool:
+    """Return whether a method is a weighted sum of the losses."""
+    return method in (SUM, TUNED_SUM) or method.startswith((ALONE, LARGER))
 
 
 def hypervolume(points: Sequence[tuple[float, ...]], reference: Sequence[float]) -> float:

@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 
@@ -24,7 +25,9 @@ from gradsurg.reproduce.benchmark import (
     ALONE,
     GAINS,
     LARGER,
+    MIN_SPLITS,
     SUM,
+    TUNED_SUM,
     Benchmark,
     Cell,
     FormSpec,
@@ -70,24 +73,47 @@ class Measurement:
         """Return the cells of a level that are measured, by method."""
         own = [one for one in self.cells if (one.task, one.level) == (task, level)]
         words = self._words(task, level)
-        return {one.method: one for one in own if words.get(one.method) == one.words}
+        return {
+            one.method: one
+            for one in own
+            if words.get(one.method) == one.words and self._digest(task, one.method) == one.digest
+        }
+
+    def _digest(self, task: str, method: str) -> str:
+        """Return a hash of the files that a cell depends on, in the benchmark's folder."""
+        names = f"conf/experiment/conflict_{task}.yaml", f"conf/method/{method}.yaml"
+        files = [self.path.parent / name for name in (*names, "task.py", "model.py")]
+        content = b"".join(file.read_bytes() for file in files if file.is_file())
+        return sha256(content).hexdigest()[:12]
 
     def level(self, task: str, level: float) -> Level:
-        """Return a level with all its cells."""
+        """Return a level with all its cells; WrongExperiment if a loss alone learns nothing."""
         cells = with_tuned_sum([*self.known(task, level).values()])
-        constant = [*self.spec.tasks[task].losses.values()]
-        return Level({one.method: one for one in cells}, constant, self.spec.margin)
+        constant = self.spec.tasks[task].losses
+        one = Level({one.method: one for one in cells}, [*constant.values()], self.spec.margin)
+        for split, losses in one.single.items():
+            for (name, most), loss in zip(constant.items(), losses, strict=True):
+                if loss >= most:
+                    where = f"{task} {level:g}, split {split}: {name} trained alone"
+                    raise WrongExperiment(f"{where} must be below {most:g}, found {loss:.4g}")
+        return one
 
     def _words(self, task: str, level: float) -> dict[str, Words]:
         """Return the words of each method's tuning."""
         one = self.spec.tasks[task]
         name = f"conflict_{task}"
-        common = (f"experiment={name}", f"{one.key}={level:g}", f"study={name}-{level:g}")
+        common = (
+            f"experiment={name}",
+            f"{one.key}={level:g}",
+            f"study={name}-{level:g}-{self.path.stem}",
+        )
         common += ("report=false", f"tune_seeds={self.form.tune_seeds}", *self.overrides)
-        sums = {
+        sums: dict[str, Words] = {
             name: ("aggregator=fixed_weights", f"aggregator.weights={json.dumps(weights)}")
             for name, weights in self.spec.sums(task).items()
         }
+        for i, loss in enumerate(one.losses):
+            sums[f"{ALONE}{i}"] += (f"metric=test/{loss}",)
         tune = self.form.tune or self.spec.tune
         words = {name: (*common, *own, f"tune='{tune}'") for name, own in sums.items()}
         other = (f"tune='{self.form.tune}'",) if self.form.tune else ()
@@ -131,7 +157,7 @@ class Measurement:
         level: float,
         method: str,
         words: Words,
-        tuned: tuple[dict[str, object], float],
+        tuned: tuple[dict[str, object], bool, float],
         ended: FinishedStudy,
     ) -> Cell:
         constant = self.spec.tasks[task].losses
@@ -149,7 +175,9 @@ class Measurement:
             if conflicts.is_empty()
             else conflicts.select((pl.col("decrease").list.min() < 0).mean()).item()
         )
-        return Cell(task, level, method, words, *tuned, (*rows,), fmean(seconds), lost)
+        made = task, level, method, words, self._digest(task, method)
+        diverged = sum(one.state == "diverged" for one in ended.study.all_runs)
+        return Cell(*made, *tuned, (*rows,), diverged, fmean(seconds), lost)
 
 
 def _methods(root: Path, form: FormSpec) -> list[str]:
@@ -159,51 +187,79 @@ def _methods(root: Path, form: FormSpec) -> list[str]:
     return list(form.methods) or there
 
 
-def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], float]:
-    """Return the values that a tuning chose, and their mean validation loss."""
+def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], bool, float]:
+    """Return the values that a tuning chose, if one is an end of its range, and their mean score.
+
+    A value of 0 is not an end: there is none below.
+    """
     own = {run.name for run in ended.study.all_runs}
     files = (ended.study.folder / TUNING).glob("*.json")
     tuned = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     found = next(one for one in tuned if own & {*one["runs"]})
-    rows = [row["score"] for row in found["rows"] if row["values"] == found["chosen"]]
-    return found["chosen"], fmean(rows)
+    chosen, scores = found["chosen"], [r for r in found["rows"] if r["values"] == found["chosen"]]
+    at_edge = any(
+        (value := chosen[axis["key"]]) and value in (min(axis["values"]), max(axis["values"]))
+        for axis in found["axes"]
+    )
+    return chosen, at_edge, fmean(row["score"] for row in scores)
 
 
 def admission(measured: Measurement) -> Rows:
-    """Return the table of levels: what decides that they enter, and the power of the protocol."""
+    """Return the table of levels: what decides that they enter, and what the protocol can find."""
     gains = [f"power for {gain:.0%}" for gain in GAINS]
-    rows = [["task", "joint less alone, each loss", "steps that lose a task", "enters", *gains]]
+    heads = ["tuned sum less alone, each loss", "steps that lose a task", "enters"]
+    rows = [["task", *heads, *gains, "equivalent if none"]]
     for task, level in measured.levels():
         one = measured.level(task, level)
         gaps = "; ".join(_with_ends(gap.mean, gap.t_low, gap.t_high) for gap in one.gaps)
         lost = f"{one.cells[SUM].lost or 0:.0%}"
-        powers = [f"{one.power(gain):.0%}" for gain in GAINS]
+        chances = [one.chances(gain) for gain in GAINS]
         rows.append([f"{task} {level:g}", gaps, lost, "yes" if one.is_admitted else "control"])
-        rows[-1] += powers
+        rows[-1] += [f"{found:.0%}" for found, _ in chances] + [f"{chances[0][1]:.0%}"]
     return rows
 
 
-def results(measured: Measurement) -> Rows:
-    """Return the table of methods: excess over the plain sum's at each level, rank, front, time."""
-    levels = {f"{t} {x:g}": measured.level(t, x) for t, x in measured.levels()}
+def against(measured: Measurement, other: str) -> Rows:
+    """Return the table of methods: verdict, and excess less that of `other`, at each level."""
+    levels = _levels(measured)
+    rows = [[f"less {other}", *levels]]
+    for name in _shown(levels):
+        if name != other:
+            cells = [one.difference(name, other) for one in levels.values()]
+            texts = [_with_ends(one.mean, one.t_low, one.t_high) for one in cells]
+            verdicts = [one.verdict(name, other) for one in levels.values()]
+            rows.append([name, *map(" ".join, zip(verdicts, texts, strict=True))])
+    return rows
+
+
+def summary(measured: Measurement) -> Rows:
+    """Return the table of methods over the levels: rank and front of those that enter, and time."""
+    levels = _levels(measured)
+    entered = [one for one in levels.values() if one.is_admitted]
+    shown = _shown(levels)
+    rows = [["method", "mean rank", "front", "time", "diverged", "at an edge"]]
+    for name in shown:
+        ranks = [_rank(one, name, shown) for one in entered]
+        front = fmean(one.front_gain(name) for one in entered) if entered else 0.0
+        cells = [one.cells[name] for one in levels.values()]
+        sums = [one.cells[SUM] for one in levels.values()]
+        time = fmean(a.seconds / b.seconds for a, b in zip(cells, sums, strict=True))
+        diverged = f"{sum(a.diverged for a in cells)} of {sum(len(a.rows) for a in cells)}"
+        edges = f"{sum(a.at_edge for a in cells)} of {len(cells)}"
+        rank = _rank_text(ranks, len(shown)) if ranks else "-"
+        rows.append([name, rank, f"{front:+.3f}", f"{time:.2f}", diverged, edges])
+    return rows
+
+
+def _levels(measured: Measurement) -> dict[str, Level]:
+    return {f"{t} {x:g}": measured.level(t, x) for t, x in measured.levels()}
+
+
+def _shown(levels: Mapping[str, Level]) -> list[str]:
+    """The methods, and the plain and the tuned sum, by their rank."""
     shown = [n for n in next(iter(levels.values())).cells if not n.startswith((ALONE, LARGER))]
     entered = [one for one in levels.values() if one.is_admitted]
-    ranks = {name: [_rank(one, name, shown) for one in entered] for name in shown}
-    rows = [["method", *levels, "mean rank", "front", "time"]]
-    for name in sorted(shown, key=lambda name: (sum(ranks[name]), name)):
-        row = [name]
-        for one in levels.values():
-            difference = one.difference(name)
-            ends = _with_ends(difference.mean, difference.t_low, difference.t_high)
-            row.append("-" if name == SUM else f"{one.verdict(name)} {ends}")
-        rank = "-"
-        if ranks[name]:
-            mean = paired_difference(ranks[name], [0.0] * len(ranks[name]))
-            rank = _with_ends(mean.mean, mean.t_low, mean.t_high, 1)
-        front = fmean(one.front_gain(name) for one in levels.values())
-        time = fmean(one.cells[name].seconds / one.cells[SUM].seconds for one in levels.values())
-        rows.append([*row, rank, f"{front:+.1%}", f"{time:.2f}"])
-    return rows
+    return sorted(shown, key=lambda name: (sum(_rank(one, name, shown) for one in entered), name))
 
 
 def _rank(level: Level, method: str, methods: Sequence[str]) -> float:
@@ -211,6 +267,14 @@ def _rank(level: Level, method: str, methods: Sequence[str]) -> float:
     below = sum(means[name] < means[method] for name in methods)
     ties = sum(means[name] == means[method] for name in methods)
     return below + (ties + 1) / 2
+
+
+def _rank_text(ranks: Sequence[float], most: int) -> str:
+    """The mean rank, with its interval if there are three levels, within 1 and `most`."""
+    mean = paired_difference(ranks, [0.0] * len(ranks))
+    if len(ranks) < MIN_SPLITS or mean.t_low is None or mean.t_high is None:
+        return f"{mean.mean:.1f}"
+    return _with_ends(mean.mean, max(1.0, mean.t_low), min(most, mean.t_high), 1)
 
 
 def _with_ends(mean: float, low: float | None, high: float | None, decimals: int = 3) -> str:
@@ -251,13 +315,14 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
         measured = Measurement(spec, forms[0], root, overrides, arguments.jobs)
         for task, level in measured.levels():
             measured.measure(task, level)
+        compared = [against(measured, other) for other in (SUM, TUNED_SUM)]
+        tables = [admission(measured), *compared, summary(measured)]
     except WrongExperiment as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130
-    tables = [admission(measured), results(measured)]
     for rows in tables:
         print(aligned(rows, left=(0, 1), width=table_width()) + "\n")
     path = root / FOLDER / f"{forms[0]}.md"
