@@ -65,6 +65,25 @@ def test_the_best_point_of_two_quadratics_is_that_of_the_formula() -> None:
     assert [loss.item() for loss in task.losses(torch.zeros(1, 2), centres).values()] == [0.5, 6.5]
 
 
+def test_a_quadratic_is_measured_without_noise_in_what_the_others_best_point_costs() -> None:
+    task = NoisyQuadratics(ratio=3.0)
+    noisy = 100 * torch.randn(5, 4)
+    for point, left, right in (((-1, 0), 0, 1), ((1, 0), 1, 0), ((0, 0), 0.25, 0.25)):
+        outputs = torch.tensor([point], dtype=torch.float32).expand(5, -1)
+        found = task.metrics(outputs, noisy)
+        assert found == {"loss": left + right, "loss_left": left, "loss_right": right}
+    assert task.metrics(torch.tensor([[-1.0, 1.0]]), noisy)["loss_left"] == 9 / 2 / 2
+
+
+@pytest.mark.parametrize("scale", [10.0, 0.01])
+def test_the_explained_share_does_not_depend_on_the_scale_of_the_features(scale: float) -> None:
+    torch.manual_seed(0)
+    features, domain = torch.randn(200, 3), (torch.arange(200) % 2).float()
+    features[:, 0] += domain
+    assert explained(scale * features, domain) == pytest.approx(explained(features, domain).item())
+    assert explained(torch.zeros(200, 3), domain) == 0
+
+
 def test_the_explained_share_is_that_of_a_regression() -> None:
     torch.manual_seed(0)
     features = torch.randn(200, 3, dtype=torch.float64)
