@@ -113,7 +113,10 @@ def _relation(band: Band, interval: Ends | None) -> str:
     if interval is None:
         return UNDECIDED
     low, high = interval
-    if band.holds(low) and band.holds(high):
+    # A difference of counts can end at a bound of 0 with p = 1; only a single value is met by that.
+    open_ended = band.of == "mean" and band.is_difference and band.low != band.high
+    touches = open_ended and (low == band.low or high == band.high)
+    if band.holds(low) and band.holds(high) and not touches:
         return HOLDS
     above = band.high is not None and low > band.high
     below = band.low is not None and high < band.low

@@ -11,9 +11,9 @@ from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.report.arms import group
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
-from gradsurg.reproduce.expected import Claim, Drawing, read_expected
+from gradsurg.reproduce.expected import Band, Claim, Drawing, read_expected
 from gradsurg.reproduce.figures import draw
-from gradsurg.reproduce.judge import Verdict, judge, mean_with_interval, verdicts
+from gradsurg.reproduce.judge import Judgement, Verdict, judge, mean_with_interval, verdicts
 from gradsurg.reproduce.record import band_rows, make_record
 from tests.reproduce.mini import (
     BAND,
@@ -54,6 +54,23 @@ def test_a_mean_is_judged_by_its_whole_interval(
     judged = judged_with(root, with_values(values, root), **{"high": None, **bounds})
     assert judged.result == result
     assert judged.interval == ((min(values), max(values)) if len(values) == 6 else None)
+
+
+@pytest.mark.parametrize(
+    ("differences", "bounds", "result"),
+    [
+        ((1, 0, 0, 0, 0, 0, 0, 0), {"low": 0}, "undecided"),  # p = 1
+        ((-1, 0, 0, 0, 0, 0, 0, 0), {"high": 0}, "undecided"),
+        ((0,) * 8, {"low": 0}, "undecided"),
+        ((0,) * 8, {"low": 0, "high": 0}, "holds"),
+        ((1,) * 8, {"low": 0}, "holds"),
+    ],
+)
+def test_a_difference_whose_interval_ends_at_a_bound_is_undecided(
+    differences: Sequence[float], bounds: Mapping[str, float], result: str
+) -> None:
+    band = Band(name="x", says="x", metric="test/loss", minus={"label": "none"}, **bounds)
+    assert Judgement(band, differences).result == result
 
 
 @pytest.mark.parametrize(
