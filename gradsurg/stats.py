@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import ceil, comb, floor, fsum, isclose, isfinite, isnan, log2, sqrt
+from math import ceil, comb, floor, fsum, inf, isclose, isfinite, isnan, log2, sqrt
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -414,6 +414,7 @@ def chances_of_interval(
     """
     import numpy
 
+    low, high = -inf if low is None else low, inf if high is None else high
     mean, sd, n = fmean(values), stdev(values), len(values)
     generator = numpy.random.default_rng(0)
     normal, other = generator.standard_normal((2, NUM_POSTERIOR_DRAWS))
@@ -424,12 +425,8 @@ def chances_of_interval(
     for mu, sigma in ((mean, sd), (mean + sd / other_spread * other / sqrt(n), sd / other_spread)):
         means = mu + sigma * normal / sqrt(n)
         margin = t_critical(n) * sigma * spread / sqrt(n)
-        above_low = True if low is None else means - margin >= low
-        below_high = True if high is None else means + margin <= high
-        inside.append(float(numpy.mean(above_low & below_high)))
-        below = False if low is None else means + margin < low
-        above = False if high is None else means - margin > high
-        outside.append(float(numpy.mean(below | above)))
+        inside.append(float(numpy.mean((means - margin >= low) & (means + margin <= high))))
+        outside.append(float(numpy.mean((means + margin < low) | (means - margin > high))))
     return (inside[0], inside[1]), (outside[0], outside[1])
 
 
