@@ -260,7 +260,9 @@ class PermutedStream(PermutedMNIST):
         blocks = twin.test_inputs.unflatten(0, (self.num_tasks, 2, self.num_test)).unbind(dim=1)
         targets = twin.test_targets.unflatten(0, (self.num_tasks, 2, self.num_test)).unbind(dim=1)
         (test, other), (test_targets, other_targets) = (
-            [part.flatten(0, 1) for part in parts] for parts in (blocks, targets)
+            # by turns of the tasks, so that a few examples have both losses
+            [part.transpose(0, 1).flatten(0, 1) for part in parts]
+            for parts in (blocks, targets)
         )
         return replace(
             twin,
