@@ -1,7 +1,7 @@
 """Compare methods of gradient surgery, tuned alike, on tasks whose losses conflict.
 
 python scripts/benchmark.py --list      the tasks, their levels and the methods
-python scripts/benchmark.py quick       one level of each task, six methods: half an hour on two cores
+python scripts/benchmark.py quick       one level of each task, six methods: half an hour
 python scripts/benchmark.py full        all of them: hours; what is finished is kept
 """
 

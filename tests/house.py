@@ -21,7 +21,7 @@ ROOMS = {
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4583),
     "multitask per_example": (("multitask", "per_example"), 4218),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6839),
-    "report": (("report",), 5279),
+    "report": (("report",), 5283),
     "stats": (("stats.py",), 501),
     "reproduce": (("reproduce",), 1929),
 }
