@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
-from math import ceil, comb, floor, fsum, isclose, isfinite, isnan, log2, sqrt
+from math import ceil, comb, floor, fsum, inf, isclose, isfinite, isnan, log2, sqrt
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -325,6 +325,16 @@ def detectable_effect(n: int, sd: float, power: float = 0.8) -> float | None:
     return noncentrality / sqrt(n) * sd / _T_TEST_SHARE.get(n, 1.0)
 
 
+def power(n: int, sd: float, effect: float) -> float:
+    """Return the probability that the paired t test of n differences finds a true mean at 0.05.
+
+    The differences are normal with standard deviation `sd`; from the noncentral t distribution.
+    """
+    from scipy.special import nctdtr
+
+    return float(1 - nctdtr(n - 1, abs(effect) * sqrt(n) / sd, t_critical(n)))
+
+
 @dataclass(frozen=True)
 class Trend:
     """Change of the outcome from the smallest to the largest dose, in its unit, over n seeds.
@@ -392,26 +402,41 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[fl
     return tuple(differences)
 
 
-def chances_of_mean(
+def chances_of_interval(
     values: Sequence[float], low: float | None, high: float | None
-) -> tuple[float, float]:
-    """Return the probabilities that the mean of as many new values is from `low` to `high`.
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the probabilities that a new 95 % interval of the mean is inside, and is outside.
 
-    Values are drawn from a normal distribution: of the measured mean and deviation, and of both
-    from their posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must
-    differ.
+    Inside from `low` to `high`, outside of it wholly; the interval is the t interval of as many new
+    values, which is 3 % shorter than that of the sign-flip test at n = 8. Each is a pair: values
+    are drawn from a normal distribution of the measured mean and deviation, and of both from their
+    posterior (prior 1 / sigma^2), by 20,000 draws with a fixed seed. The values must differ.
     """
-    return _normal_chances(values, low, high, len(values), 1)
+    import numpy
+
+    low, high = -inf if low is None else low, inf if high is None else high
+    mean, sd, n = fmean(values), stdev(values), len(values)
+    generator = numpy.random.default_rng(0)
+    normal, other = generator.standard_normal((2, NUM_POSTERIOR_DRAWS))
+    spread, other_spread = numpy.sqrt(
+        generator.chisquare(n - 1, (2, NUM_POSTERIOR_DRAWS)) / (n - 1)
+    )
+    inside, outside = [], []
+    for mu, sigma in ((mean, sd), (mean + sd / other_spread * other / sqrt(n), sd / other_spread)):
+        means = mu + sigma * normal / sqrt(n)
+        margin = t_critical(n) * sigma * spread / sqrt(n)
+        inside.append(float(numpy.mean((means - margin >= low) & (means + margin <= high))))
+        outside.append(float(numpy.mean((means + margin < low) | (means - margin > high))))
+    return (inside[0], inside[1]), (outside[0], outside[1])
 
 
-def chances_of_all(
-    values: Sequence[float], low: float | None, high: float | None
-) -> tuple[float, float]:
-    """Return the probabilities that each of as many new values is from `low` to `high`.
+def share_interval(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the exact interval of a share, `count` of n (Clopper and Pearson 1934)."""
+    from scipy.special import betaincinv
 
-    They are computed as those of `chances_of_mean`.
-    """
-    return _normal_chances(values, low, high, 1, len(values))
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(count, n - count + 1, tail)) if count else 0.0
+    return low, float(betaincinv(count + 1, n - count, 1 - tail)) if count < n else 1.0
 
 
 def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, float]:
@@ -424,25 +449,6 @@ def chances_of_count(count: int, n: int, inside: Sequence[int]) -> tuple[float, 
     plug_in = binom.pmf(inside, n, count / n).sum()
     predicted = betabinom.pmf(inside, n, count + 0.5, n - count + 0.5).sum()
     return float(plug_in), float(predicted)
-
-
-def _normal_chances(
-    values: Sequence[float], low: float | None, high: float | None, averaged: int, repeats: int
-) -> tuple[float, float]:
-    import numpy
-    from scipy.special import ndtr
-
-    mean, sd, n = fmean(values), stdev(values), len(values)
-    generator = numpy.random.default_rng(0)
-    sigmas = sd * numpy.sqrt((n - 1) / generator.chisquare(n - 1, NUM_POSTERIOR_DRAWS))
-    means = mean + sigmas / sqrt(n) * generator.standard_normal(NUM_POSTERIOR_DRAWS)
-    results = []
-    for mu, sigma in ((numpy.array([mean]), numpy.array([sd])), (means, sigmas)):
-        scale = sigma / sqrt(averaged)
-        below = 0.0 if low is None else ndtr((low - mu) / scale)
-        up_to = 1.0 if high is None else ndtr((high - mu) / scale)
-        results.append(float(numpy.mean((up_to - below) ** repeats)))
-    return results[0], results[1]
 
 
 def _subset_sums(differences: Sequence[float]) -> "tuple[NDArray[float64], NDArray[float64]]":

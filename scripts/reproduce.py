@@ -1,6 +1,6 @@
 """Run a published claim again and compare it with the bands that were stated beforehand.
 
-python scripts/reproduce.py liu2021            its quick form: 0 if every band holds, else 1
+python scripts/reproduce.py liu2021            its quick form: 0 if the verdicts are as recorded
 python scripts/reproduce.py liu2021 --full     at the paper's scale
 python scripts/reproduce.py --all              every paper; finished runs are not repeated
 python scripts/reproduce.py --list             the papers, their claims and verdicts

@@ -25,7 +25,7 @@ def test_few_modules_outside_the_plugins_have_a_single_importer() -> None:
     figures = house.figures()
     assert figures["root modules"] == 6
     assert int(str(figures["modules with a single importer"])) <= 19
-    assert int(str(figures["files outside the plug-ins"])) <= 146
+    assert int(str(figures["files outside the plug-ins"])) <= 148
 
 
 def test_no_room_has_more_lines_than_its_budget() -> None:

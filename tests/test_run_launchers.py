@@ -2,10 +2,12 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import threading
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
+from gradsurg.experiment.command import Command
 from gradsurg.experiment.launchers import LAUNCHERS, interrupt_at_time_limit
 from gradsurg.experiment.run_directory import ERROR, LOCK, METRICS, SUMMARY
+from gradsurg.experiment.sweep import Sweep
 from scripts.same_runs import differences
 
 ROOT = Path(__file__).parents[1]
@@ -206,6 +210,13 @@ for word in {words}:
     ]
     assert sweeper.startswith("hydra/sweeper: must be basic, found 'optuna'; to search for values")
     assert not (folder / "runs").exists()
+
+
+def test_a_launcher_sends_no_plan_to_its_jobs() -> None:
+    sweep = Sweep()
+    sweep._command = Command()
+    sweep._command.experiments.append(threading.RLock())  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(sweep))._command is None
 
 
 def test_the_listed_launchers_are_those_of_the_extra() -> None:

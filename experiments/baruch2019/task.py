@@ -1,4 +1,4 @@
-"""Digits divided among workers: each has a part of every batch, and a loss of its own."""
+"""MNIST divided among workers: each has a part of every batch, and a loss of its own."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -9,25 +9,35 @@ from torch.nn import functional
 
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Chance, Data, MultiTask, by_name, floats
-from gradsurg.tasks.digits import Digits
+from gradsurg.tasks.data.arrays import Count
+from gradsurg.tasks.mnist import MNIST
 
 
 @validated
 class Workers(MultiTask):
-    """Classify scikit-learn's digits, with each batch divided evenly among `num_workers`.
+    """Classify MNIST's digits, of half the height and width, with each batch divided among workers.
 
-    Worker i has the examples i, i + num_workers, ... of the batch and their mean cross-entropy as
-    its loss, 0 without examples; `accuracy` is that of all examples.
+    Each pixel is the mean of four. Worker i has the examples i, i + num_workers, ... of the batch
+    and their mean cross-entropy as its loss, 0 without examples; `accuracy` is that of all.
     """
 
-    num_workers: Annotated[int, Field(ge=1)] = 20
+    num_workers: Annotated[int, Field(ge=1)] = 50
+    root: str | None = None
+    num_train: Count | None = None
+    num_test: Count | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"worker_{index}" for index in range(self.num_workers))
 
+    @property
+    def _mnist(self) -> MNIST:
+        return MNIST(root=self.root, num_train=self.num_train, num_test=self.num_test)
+
     def load(self) -> Data:
-        return Digits().load()
+        data = self._mnist.load()
+        train, test = (functional.avg_pool2d(x, 2) for x in (data.train_inputs, data.test_inputs))
+        return replace(data, train_inputs=train, test_inputs=test, input_shape=train.shape[1:])
 
     def losses(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         each = functional.cross_entropy(outputs, targets, reduction="none")
@@ -47,5 +57,5 @@ class Workers(MultiTask):
         }
 
     def chance(self, targets: Tensor) -> Chance:
-        chance = Digits().chance(targets)
+        chance = self._mnist.chance(targets)
         return replace(chance, loss=self.num_workers * chance.loss)

@@ -45,6 +45,10 @@ class Sweep(Callback):
     def __init__(self) -> None:
         self._command: Command | None = None
 
+    def __getstate__(self) -> dict[str, None]:
+        """Return what a launcher sends to its jobs: not the plan, whose tasks may hold locks."""
+        return {"_command": None}
+
     def on_multirun_start(
         self, config: DictConfig, config_name: str = "config", **_: object
     ) -> None:

@@ -24,6 +24,7 @@ from gradsurg.stats import t_critical
 MAX_PAIRS, MAX_ARMS, MAX_DRAWN = 6, 12, 60  # arms with trajectories, of a trade-off
 WIDE = 10  # an axis that goes from 1 to 10 or further is by logarithms
 LEAST = 1e-3  # of what the arms span: runs that end in one place differ by less
+NARROW = 2e-3  # of its values, the least that an axis spans
 SIGNS = {metric.name: 1 if metric.better == "lower" else -1 for metric in TASK_METRICS}
 """The metrics that are better lower (1) or higher (-1); of others this is not known."""
 X1, X2 = "test/x1", "test/x2"
@@ -166,6 +167,9 @@ def _axis(front: Front, axis: str, name: str) -> Any:  # Any: a channel of Altai
     """An axis with room for all runs, by logarithms where it is wide."""
     low, high = front.runs.select(low=pl.col(name).min(), high=pl.col(name).max()).row(0)
     by_log = 0 < WIDE * low <= high
+    narrow = NARROW * max(abs(low), abs(high)) - (high - low)
+    if narrow > 0:  # marks are rounded, and would lie far outside
+        low, high = low - narrow / 2, high + narrow / 2
     kind = "log" if by_log else "linear"
     scale = alt.Scale(type=kind, domain=[low, high], padding=14, nice=False, zero=False)
     form = alt.Axis(format=".2~%" if is_share(front.metric) else ".3~g", tickCount=5)

@@ -22,16 +22,16 @@ from gradsurg.reproduce.expected import (
     papers,
     read_expected,
 )
-from gradsurg.reproduce.judge import judge
+from gradsurg.reproduce.judge import UNMEASURED, judge, verdicts
 from gradsurg.reproduce.record import (
-    Record,
-    chance_of_all,
+    band_rows,
+    conclusion,
+    filled,
     make_record,
     markdown,
     place,
     read_record,
-    recorded_verdict,
-    summary,
+    recorded,
     write_between,
     write_record,
     write_tables,
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 NEUTRAL = ("out=", "hydra", "task.root=", "threads=", "device=", "logger=", "report=", "force=")
 """Beginnings of overrides that leave the question of a study as it is."""
-ALL_HOLD, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+SAME, OTHER, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     """Run the command on the checkout `root` and return the exit code.
 
-    0: every band holds, 1: one does not, 2: the command or an `expected.yaml` is wrong, or there is
-    no checkout.
+    0: each claim has the verdict that is recorded for it, 1: one has another, or could not be
+    judged, 2: the command or an `expected.yaml` is wrong, or there is no checkout.
     """
     arguments = parser().parse_intermixed_args(words)
     if root is None:
@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
         expected = {paper: read_expected(root, paper) for paper in chosen}
         if arguments.list:
             print(_list(root, expected))
-            return ALL_HOLD
+            return SAME
         if arguments.table:
             return _table(root, expected, arguments.write)
         form: Form = "full" if arguments.full or arguments.cost else "quick"
@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
             from gradsurg.reproduce.studies import full_cost
 
             print("\n".join(full_cost(root, paper, expected[paper], overrides) for paper in chosen))
-            return ALL_HOLD
+            return SAME
         if arguments.write and (other := _changing(overrides)):
             rule = "--write records the study as it is configured"
             raise WrongExperiment(f"{rule}: leave out {' '.join(other)}, or --write")
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
-    return ALL_HOLD if all(results) else FAILED
+    return SAME if all(results) else OTHER
 
 
 def parser() -> argparse.ArgumentParser:
@@ -120,48 +120,48 @@ def _changing(overrides: Sequence[str]) -> list[str]:
 def _reproduce(
     folder: Path, expected: Expected, form: Form, overrides: Sequence[str], write: bool
 ) -> bool:
-    """Run a paper's studies, print the bands and return whether all hold."""
+    """Run a paper's studies, print bands and verdicts, return whether they are as recorded."""
     from gradsurg.reproduce.studies import missing_measurements, plan_study, run_study
 
-    paper, expected = folder.name, expected.of(form)
-    other = _changing(overrides)
-    names = expected.studies(form)
-    plans = {key: plan_study(name, overrides) for key, name in names.items()}
+    paper, other = folder.name, _changing(overrides)
+    words = {
+        key: [f"experiment={name}", *overrides] for key, name in expected.studies(form).items()
+    }
+    plans = {key: plan_study(own) for key, own in words.items()}
     planned = {key: plan.runs for key, plan in plans.items()}
     # with other overrides it is another study, which may have other runs
     if not other and (faults := missing_measurements(expected, planned)):
         raise WrongExperiment("\n".join(f"{paper}: {fault}" for fault in faults))
-    ended = {key: run_study(name, overrides, plans[key]) for key, name in names.items()}
+    ended = {key: run_study(own, plans[key]) for key, own in words.items()}
     studies = {key: one.study for key, one in ended.items()}
     judgements = judge(expected, studies)
     minutes = sum(one.minutes for one in ended.values())
     step_ms = {key: one.step_ms for key, one in ended.items()}
     record = make_record(expected, form, judgements, studies, minutes, step_ms)
-    figure = _figure(expected, studies)
-    print(f"\n{paper}: {expected.claim}\n{expected.source}\n")
-    rows = [["band", "stated", "measured", "runs", ""]]
-    for item in judgements:
-        cells = [item.band.name, item.band.bounds, item.measured, str(len(item.values))]
-        rows.append([*cells, item.result])
-    print(aligned(rows))
+    figure = _figure(paper, expected, studies)
+    found = verdicts(expected, judgements)
+    print(f"\n{paper}, {form} form: {expected.source}\n")
+    print(aligned(band_rows(found), left=(0, 1), width=table_width()))
     if figure is None and expected.figure:
         print("figure: none, no run has the numbers that it shows")
     elif figure is not None:
         print(f"figure: {figure}")
-    conditions = f" ({expected.conditions})" if expected.conditions else ""
-    changed = f", with {' '.join(other)}, which is not what the claim is about" if other else ""
-    print(f"{paper}, {form} form: {record['verdict']}{conditions}{changed}")
-    if not other and (chance := chance_of_all(expected, record)) != "-":
-        print(f"Probability that all bands hold for as many new seeds: {chance}")
-    for item in judgements:
-        if not item.holds:
-            print(f"{item.band.name} does not hold: {item.band.says} Found: {item.measured}.")
+    if other:
+        print(f"with {' '.join(other)}, which is not what the claims are about:")
+    before = [] if other else recorded(expected, read_record(folder, form))
+    same = all(each.result != UNMEASURED for each in found)
+    for each in found:
+        print(f"{paper}, {each.name}: {conclusion(each).replace('**', '')}")
+    for each, was in zip(found, before, strict=False):
+        if was.result not in (UNMEASURED, each.result):
+            print(f"{paper}, {each.name}: another verdict than the recorded one, {was.result}.")
+            same = False
     if write:
         write_record(folder, expected, record, figure)
-    return all(item.holds for item in judgements)
+    return same
 
 
-def _figure(expected: Expected, studies: "dict[str, Study]") -> Path | None:
+def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path | None:
     """Draw the paper's figure, or take it from the report of its first study; None if missing."""
     folder = studies[expected.quick[0]].folder / "report"
     if isinstance(expected.figure, Drawing):
@@ -171,18 +171,21 @@ def _figure(expected: Expected, studies: "dict[str, Study]") -> Path | None:
 
         shown = [studies[key] for key in expected.figure.studies or studies]
         runs = {run.name: run for study in shown for run in study.all_runs}
-        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder)
+        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder, paper)
     path = folder / f"{expected.figure}.png"
     return path if path.is_file() else None
 
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
-    rows = [["paper", "verdict", "minutes", "claim", "conditions"]]
-    for paper, claim in expected.items():
+    rows = [["paper", "claim", "verdict", "minutes", "says", "conditions"]]
+    for paper, one in expected.items():
         record = read_record(root / "experiments" / paper)
-        verdict = recorded_verdict(claim, record)
-        rows.append([paper, verdict, _minutes(record), claim.claim, claim.conditions or "-"])
-    return aligned(rows, left=(0, 1, 3, 4), width=table_width())
+        minutes = f"{record['minutes']:g}" if record else "-"
+        for each in recorded(one, record):
+            claim = each.claim
+            rows.append([paper, each.name, each.result, minutes, claim.says])
+            rows[-1].append(claim.not_tested or claim.conditions or "-")
+    return aligned(rows, left=(0, 1, 2, 4, 5), width=table_width())
 
 
 def _places(places: dict[str, list[str]]) -> str:
@@ -191,33 +194,29 @@ def _places(places: dict[str, list[str]]) -> str:
     return "; ".join([first, *(f"{', '.join(places[text])}: {text}" for text in others)])
 
 
-def _minutes(record: Record | None) -> str:
-    return f"{record['minutes']:g}" if record else "-"
-
-
 def _table(root: Path, expected: dict[str, Expected], write: bool) -> int:
     """Print the claims' table; with `write` put it and the papers' tables into the READMEs."""
-    rows = [["paper", "claim", "published", "measured here", "verdict", "again", "minutes"]]
+    rows = [["paper", "claim", "measured here", "verdict", "again", "minutes"]]
     places: dict[str, list[str]] = {}
-    for paper, claim in expected.items():
+    for paper, one in expected.items():
         folder = root / "experiments" / paper
         record = read_record(folder)
-        verdict = recorded_verdict(claim, record)
-        if claim.conditions:
-            verdict += f": {claim.conditions}"
-        measured, chance = "-", "-"
         if record is not None:
-            measured, chance = summary(claim, record), chance_of_all(claim, record)
             places.setdefault(place(record), []).append(paper)
             if write:
-                write_tables(folder, claim, record)
-        link = f"[`{paper}`]({paper}/README.md)"
-        cells = [claim.claim, claim.published, measured, verdict, chance, _minutes(record)]
-        rows.append([link, *cells])
+                write_tables(folder, one, record)
+        found = recorded(one, record)
+        for each in found:
+            claim, reason = each.claim, each.claim.not_tested or each.claim.conditions
+            verdict = f"**{each.result}**{': ' if reason else ''}{reason}"
+            measured = filled(claim.front, found) if record else "-"
+            minutes = f"{record['minutes']:g}" if record else "-"
+            link = f"[`{paper}`]({paper}/README.md) {each.name}"
+            rows.append([link, claim.says, measured, verdict, each.again, minutes])
     table = markdown(rows)
     if places:
         table = f"Measured on {_places(places)}.\n\n{table}"
     print(table)
     if write:
         write_between(root / "experiments" / "README.md", table)
-    return ALL_HOLD
+    return SAME

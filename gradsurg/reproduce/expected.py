@@ -1,7 +1,7 @@
 """A paper's claim, its studies and the bands that they must meet, read from `expected.yaml`."""
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,20 +30,17 @@ class Band:
         says: The band in a sentence.
         metric: An outcome of a run, a sum or difference of outcomes (`test/x1 + test/x2`),
             `diverged`, 1 or 0, or `effect/<transform>/<site>/<number>`, read from `effects.jsonl`.
-        of: The number that must lie in the band: `every` run's, their `mean`, their `total`, or the
-            number of arms that dominate the front of the arms of `minus` (`dominating`).
+        of: The number that must lie in the band: over seeds the `mean`, or the `share` of runs with
+            a metric of 1; or that of `every` run, of runs that differ by more than their seed.
         at: Take the metric at the `end`, or from the rows of `metrics.jsonl` its maximum (`most`),
             minimum (`least`) or value at a step.
+        claim: A claim of `claims`; empty: the first.
         study: A study of `quick`; may be empty if there is only one.
         runs: The runs, by `label` or by keys of their config, as `task.start`.
         minus: Runs whose value of the same seed is subtracted.
-        count: The required number of runs.
+        minus_study: The study of these, if it is another; all its runs where `minus` is empty.
 
     Without `low` and `high` the measured number is reported and not judged.
-
-    An arm of `runs` that is not in `minus` dominates the front if for one arm of `minus` the 95 %
-    paired t interval of every term of `metric` lies below 0, and in the means no other arm of
-    `minus` is at least as low as that one in every term and lower in one.
     """
 
     name: Text
@@ -51,24 +48,28 @@ class Band:
     metric: Text
     low: float | None = None
     high: float | None = None
-    of: Literal["every", "mean", "total", "dominating"] = "every"
+    of: Literal["every", "mean", "share"] = "mean"
     at: Literal["end", "most", "least"] | Annotated[int, Field(ge=1)] = "end"
+    claim: str = ""
     study: str = ""
     runs: dict[str, Any] = Field(default_factory=dict)  # Any: what YAML can hold
     minus: dict[str, Any] = Field(default_factory=dict)
-    count: Annotated[int, Field(ge=1)] | None = None
+    minus_study: str = ""
 
     def __post_init__(self) -> None:
-        if self.of == "total" and self.count is None and not self.is_unbounded:
-            raise Contradiction("count", "is required with of=total")
-        if self.of == "dominating" and not self.minus:
-            raise Contradiction("minus", "is required with of=dominating")
+        if self.of == "share" and self.is_difference:
+            raise Contradiction("minus", "is for of=mean, which takes differences of 1 and 0 too")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
     def holds(self, value: float) -> bool:
         """Return whether a value lies in the band; NaN does not."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the number is a difference between two arms."""
+        return bool(self.minus or self.minus_study)
 
     @property
     def quantity(self) -> str:
@@ -88,9 +89,10 @@ class Band:
         return self.low is None and self.high is None
 
     @property
-    def is_two_sided(self) -> bool:
-        """Whether the band has two bounds."""
-        return self.low is not None and self.high is not None
+    def selects(self) -> dict[str, Any]:
+        """What a measured value depends on, apart from the runs' own configs; as JSON."""
+        keys = ("metric", "of", "at", "study", "runs", "minus", "minus_study")
+        return {key: value for key in keys if (value := getattr(self, key))}
 
     @property
     def bounds(self) -> str:
@@ -106,46 +108,52 @@ class Band:
 class Drawing:
     """A figure of all arms of `studies`, or of every study if that is empty.
 
-    `curves` has `metric` over the steps; `outcomes` has its value for each seed; `maps` has the
-    numbers of an examination, whose names begin with `metric`, layer by layer, and the pictures
-    saved by it. For `alignment` the metric is a transform, and the figure has the angle between the
-    gradient before and after it, at each site. `front` has a panel for each task, with the means
-    of the arms in the two terms of `metric`.
+    `curves` has `metric` over the steps; `outcomes` has its value for each seed; for `own` the
+    paper's `figure.py` has a function `chart(study, metric)` that returns an Altair chart or None.
     """
 
-    kind: Literal["curves", "outcomes", "maps", "alignment", "front"]
+    kind: Literal["curves", "outcomes", "own"]
     metric: Text
     studies: tuple[Text, ...] = ()
 
 
 @validated
-class Expected:
-    """A claim, the studies that test it in each form, and their bands.
+class Claim:
+    """One sentence that bands judge: the published one, or a variant of it under other conditions.
 
     Args:
+        says: The sentence.
         conditions: How the conditions here differ from the published ones.
-        figure: A drawing, or the name of a figure in the report of the first study.
-        front: The result in the claims' table; `{name}` stands for the value of a band: for runs of
-            several seeds their mean and its interval.
-        result: The result in the experiment's README, with `{name}` as in `front`.
-        opens: Another README of the repository that has the result between its markers.
-        full_conditions: As `conditions`, of the full form.
-        full_result: As `result`, of the full form.
+        not_tested: The reason why the setting here cannot refute the sentence; its bands are then
+            reported and not judged.
+        front: The result in the claims' table; `{name}` stands for the value of a band.
     """
 
-    claim: Text
+    says: Text
+    conditions: str = ""
+    not_tested: str = ""
+    front: str = ""
+
+
+@validated
+class Expected:
+    """The claims about a paper, the studies that test them in each form, and their bands.
+
+    Args:
+        claims: The claims by name, that of the paper first.
+        published: The sentence of the paper, quoted or paraphrased.
+        figure: A drawing, or the name of a figure in the report of the first study.
+        result: The result in the experiment's README, with `{name}` for the value of a band.
+    """
+
+    claims: Annotated[dict[str, Claim], Field(min_length=1)]
     source: Text
     published: Text
     quick: Annotated[tuple[Text, ...], Field(min_length=1)]
     bands: Annotated[tuple[Band, ...], Field(min_length=1)]
     full: tuple[Text, ...] = ()
     figure: Text | Drawing | None = None
-    front: str = ""
     result: str = ""
-    opens: str = ""
-    conditions: str = ""
-    full_conditions: str = ""
-    full_result: str = ""
 
     def __post_init__(self) -> None:
         names = [band.name for band in self.bands]
@@ -153,26 +161,39 @@ class Expected:
             raise Contradiction("bands", f"must have a name each, found {twice[0]} twice")
         if self.full and len(self.full) != len(self.quick):
             raise Contradiction("full", "must be as many studies as quick, in the same order")
-        for field in ("front", "result", "full_result"):
-            text = getattr(self, field)
+        texts = {"result": self.result} | {
+            f"claims.{name}.front": claim.front for name, claim in self.claims.items()
+        }
+        for field, text in texts.items():
             if unknown := [name for name in _names_in(text) if name not in names]:
                 raise Contradiction(field, f"names no band {{{unknown[0]}}}")
         for band in self.bands:
-            if band.study not in (self.quick if len(self.quick) > 1 else ("", *self.quick)):
-                rule = f"must name a study of quick in the band {band.name}"
-                found = f"found {band.study or 'none'}. {nearest(band.study, list(self.quick))}"
-                raise Contradiction("bands", f"{rule}, {found}")
+            self._check(band, "claim", [*self.claims], may_be_empty=True)
+            self._check(band, "study", self.quick, may_be_empty=len(self.quick) == 1)
+            self._check(band, "minus_study", self.quick, may_be_empty=True)
         for study in self.figure.studies if isinstance(self.figure, Drawing) else ():
             if study not in self.quick:
                 near = nearest(study, list(self.quick))
                 raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")
+        for name, claim in self.claims.items():
+            judged = [band for band in self.bands_of(name) if not band.is_unbounded]
+            if not judged and not claim.not_tested:
+                raise Contradiction("bands", f"none with bounds is about the claim {name}")
 
-    def of(self, form: Form) -> "Expected":
-        """Return it with the conditions and the result of a form."""
-        if form == "quick":
-            return self
-        conditions = self.full_conditions or self.conditions
-        return replace(self, conditions=conditions, result=self.full_result)
+    def _check(self, band: Band, field: str, choices: Sequence[str], may_be_empty: bool) -> None:
+        found = getattr(band, field)
+        if found not in choices and not (may_be_empty and not found):
+            rule = f"must name a {field} in the band {band.name}"
+            near = nearest(found, list(choices))
+            raise Contradiction("bands", f"{rule}, found {found or 'none'}. {near}")
+
+    def claim_of(self, band: Band) -> str:
+        """Return the name of the claim that a band is about."""
+        return band.claim or next(iter(self.claims))
+
+    def bands_of(self, claim: str) -> list[Band]:
+        """Return the bands about a claim."""
+        return [band for band in self.bands if self.claim_of(band) == claim]
 
     def studies(self, form: Form) -> dict[str, str]:
         """Return the names of the studies in `form`, by those of the quick form."""

@@ -1,36 +1,33 @@
-"""Judge the bands of a claim by its runs."""
+"""Judge the bands of a claim by its runs, and a claim by its bands."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
-from statistics import fmean, stdev
+from functools import cached_property
+from math import floor, isfinite, log10, prod
 from typing import TYPE_CHECKING, Any
 
 from gradsurg.experiment.run_directory import UNTIL_REACHED
-from gradsurg.report.arms import Arm, flat, group
+from gradsurg.report.arms import flat
 from gradsurg.report.load import LoadedRun
-from gradsurg.reproduce.expected import Band, Expected
+from gradsurg.reproduce.expected import Band, Claim, Expected
 from gradsurg.stats import (
-    chances_of_all,
     chances_of_count,
-    chances_of_mean,
+    chances_of_interval,
     paired_difference,
+    share_interval,
 )
 
 if TYPE_CHECKING:
     from gradsurg.report.study import Study
 
 Studies = Mapping[str, "Study"]
+Ends = tuple[float, float]
 
 EFFECT = "effect/"
 DIVERGED = "diverged"
-HOLDS, CONDITIONS = "holds", "holds under conditions"
-UNDECIDED = "in the mean; interval undecided"
-UNMEASURED, FAILS = "not measured", "does not hold"
-REPORTED = "reported"
-WEAKEST = (FAILS, UNMEASURED, UNDECIDED)
-"""Results of a band that are a paper's verdict if one band has them, the weakest first."""
+HOLDS, FAILS, UNDECIDED, NOT_TESTED = "holds", "does not hold", "undecided", "not tested"
+UNMEASURED, REPORTED = "not measured", "reported"
 COUNTED = (UNTIL_REACHED, DIVERGED)
 """Outcomes that a diverged run has."""
 MAX_DECIMALS = 6
@@ -38,107 +35,104 @@ MAX_DECIMALS = 6
 
 @dataclass(frozen=True)
 class Judgement:
-    """A band and the values of its runs; `lacking` says why it could not be judged.
-
-    Of a band `of` dominating arms, the values are 1 or 0 for each arm, 1 for those in `dominating`.
-    """
+    """A band and the values of its runs; `lacking` says why it could not be judged."""
 
     band: Band
     values: tuple[float, ...] = ()
     lacking: str = ""
-    seeds: tuple[int, ...] = ()
-    dominating: tuple[str, ...] = ()
 
-    @property
-    def holds(self) -> bool:
-        if self.lacking or not self.values:
-            return False
-        if self.band.of == "mean":
-            return self.band.holds(fmean(self.values))
-        if self.band.of in ("total", "dominating"):
-            return self.band.holds(sum(self.values))
-        return all(self.band.holds(value) for value in self.values)
+    @cached_property
+    def interval(self) -> Ends | None:
+        """The range that decides: the 95 % interval over seeds, or of every run; None if too few.
+
+        Of a mean it inverts the sign-flip test, of a share it is that of Clopper and Pearson.
+        """
+        if self.band.of == "every":
+            return min(self.values), max(self.values)
+        if self.band.of == "share":
+            return share_interval(round(sum(self.values)), len(self.values))
+        return paired_difference(self.values, [0.0] * len(self.values)).interval
 
     @property
     def result(self) -> str:
-        """`holds`, `does not hold`, or `reported` for a band without bounds.
-
-        A band of a mean whose interval reaches over a bound is `in the mean; interval undecided`.
-        """
-        if not self.holds:
-            return FAILS
-        if self.band.is_unbounded:
-            return REPORTED
-        return HOLDS if self.band.of != "mean" or self.is_decided else UNDECIDED
+        """The band's verdict, `reported` for a band without bounds, or `not measured`."""
+        if self.lacking:
+            return UNMEASURED
+        return REPORTED if self.band.is_unbounded else _relation(self.band, self.interval)
 
     @property
-    def is_decided(self) -> bool:
-        """Whether the interval of the mean lies in the band; without an interval it does not.
+    def chances(self) -> Mapping[str, tuple[float, float]] | None:
+        """The probability of each verdict for as many new seeds; None for runs that are not drawn.
 
-        Of a band with two bounds the interval of 90 %, which is the test of equivalence by two
-        one-sided t tests at 5 % (TOST; Schuirmann 1987), else that of 95 %.
+        Each is a pair, without and with the uncertainty of the measured mean, deviation or share.
         """
-        ends = _interval(self.values, 0.9 if self.band.is_two_sided else 0.95)
-        return ends is not None and all(self.band.holds(end) for end in ends)
-
-    @property
-    def chances(self) -> tuple[float, float] | None:
-        """The probabilities that the band holds for as many new seeds; see `gradsurg.stats`."""
-        if self.lacking or self.band.is_unbounded or self.band.of == "dominating":
+        band, n = self.band, len(self.values)
+        if self.lacking or band.is_unbounded or band.of == "every" or self.interval is None:
             return None
-        if self.band.of == "total":
-            if not all(value in (0, 1) for value in self.values):
-                return None
-            inside = [k for k in range(len(self.values) + 1) if self.band.holds(k)]
-            return chances_of_count(round(sum(self.values)), len(self.values), inside)
-        if len(self.values) < 2 or len(set(self.seeds)) < len(self.values):
-            return None  # starts or settings, which are not draws
-        low, high = self.band.low, self.band.high
-        if not stdev(self.values):
-            holds = float(self.band.holds(self.values[0]))
-            return holds, holds
-        chances = chances_of_mean if self.band.of == "mean" else chances_of_all
-        return chances(self.values, low, high)
+        if band.of == "share":
+            by_verdict: dict[str, list[int]] = {}
+            for count in range(n + 1):
+                relation = _relation(band, share_interval(count, n))
+                by_verdict.setdefault(relation, []).append(count)
+            found = round(sum(self.values))
+            chances = {
+                verdict: chances_of_count(found, n, counts)
+                for verdict, counts in by_verdict.items()
+            }
+        elif min(self.values) == max(self.values):
+            chances = {self.result: (1.0, 1.0)}
+        else:
+            inside, outside = chances_of_interval(self.values, band.low, band.high)
+            rest = (1 - inside[0] - outside[0], 1 - inside[1] - outside[1])
+            chances = {HOLDS: inside, FAILS: outside, UNDECIDED: rest}
+        return {each: chances.get(each, (0.0, 0.0)) for each in (HOLDS, FAILS, UNDECIDED)}
 
     @property
     def measured(self) -> str:
-        """The value as text; of several runs the mean with its interval, total, or range."""
+        """The value as text: a mean or share with its interval, and of a difference its p-value."""
         if self.lacking:
             return self.lacking
+        if self.band.of == "share":
+            low, high = share_interval(round(sum(self.values)), len(self.values))
+            return f"{sum(self.values):g} of {len(self.values)} ({low:.0%} to {high:.0%})"
         if self.band.of == "mean":
-            text, ends = mean_with_interval(self.values), _interval(self.values, 0.9)
-            if self.band.is_two_sided and ends is not None and ends[0] < ends[1]:
-                return f"{text}; 90 % {ends[0]:.2g} to {ends[1]:.2g}"
-            return text
-        if self.band.of == "total":
-            of = f" of {len(self.values)}" if self.band.metric in COUNTED else ""
-            return f"{sum(self.values):.4g}{of}"
-        if self.band.of == "dominating":
-            text = f"{sum(self.values):g} of {len(self.values)}"
-            return f"{text} ({', '.join(self.dominating)})" if self.dominating else text
+            return mean_with_interval(self.values)
         least, most = min(self.values), max(self.values)
         return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
 
     @property
-    def over_seeds(self) -> str:
-        """Like `measured`, but for runs of several seeds their mean with its interval."""
-        if self.band.of == "mean" and not self.lacking:
-            return mean_with_interval(self.values)
-        apart = len(set(self.seeds)) == len(self.values) > 1 and self.band.of == "every"
-        apart = apart and min(self.values) < max(self.values)
-        return mean_with_interval(self.values) if apart else self.measured
+    def p_value(self) -> float | None:
+        """The sign-flip p-value of a mean difference of zero; None for other bands."""
+        if self.lacking or not self.band.is_difference or self.band.of != "mean":
+            return None
+        return paired_difference(self.values, [0.0] * len(self.values)).p_value
+
+
+def _relation(band: Band, interval: Ends | None) -> str:
+    """Return the verdict of an interval: within the band, outside, or neither."""
+    if interval is None:
+        return UNDECIDED
+    low, high = interval
+    # A difference of counts can end at a bound of 0 with p = 1; only a single value is met by that.
+    open_ended = band.of == "mean" and band.is_difference and band.low != band.high
+    touches = open_ended and (low == band.low or high == band.high)
+    if band.holds(low) and band.holds(high) and not touches:
+        return HOLDS
+    above = band.high is not None and low > band.high
+    below = band.low is not None and high < band.low
+    return FAILS if above or below or band.of == "every" else UNDECIDED
 
 
 def mean_with_interval(values: Sequence[float]) -> str:
-    """Format the mean with its 95 % t interval, which needs several values.
+    """Format the mean with its 95 % interval, which needs six values.
 
     Both have as many decimals as half the interval has in two significant digits, and enough to
     tell the sign of each end.
     """
     difference = paired_difference(values, [0.0] * len(values))
-    low, high = difference.t_low, difference.t_high
-    if low is None or high is None or low == high:
+    if difference.interval is None or difference.interval[0] == difference.interval[1]:
         return f"{difference.mean:.4g}"
+    low, high = difference.interval
     decimals = 1 - floor(log10((high - low) / 2))
     decimals = max(decimals, *(-floor(log10(abs(end))) for end in (low, high) if end))
     if decimals > MAX_DECIMALS:
@@ -150,97 +144,97 @@ def mean_with_interval(values: Sequence[float]) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def _interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Return the t interval of the mean; None for fewer than three values."""
-    difference = paired_difference(values, [0.0] * len(values), confidence)
-    if difference.t_low is None or difference.t_high is None:
-        return None
-    return difference.t_low, difference.t_high
+@dataclass(frozen=True)
+class Verdict:
+    """A claim and the judgements of its bands."""
+
+    name: str
+    claim: Claim
+    judgements: tuple[Judgement, ...]
+
+    @property
+    def judged(self) -> list[Judgement]:
+        """The judgements that decide."""
+        return [each for each in self.judgements if not each.band.is_unbounded]
+
+    @property
+    def result(self) -> str:
+        """The verdict: that of the weakest band, or `not tested`."""
+        if self.claim.not_tested:
+            return NOT_TESTED
+        results = [each.result for each in self.judged]
+        return next((each for each in (FAILS, UNMEASURED, UNDECIDED) if each in results), HOLDS)
+
+    @property
+    def again(self) -> str:
+        """The probability of this verdict for as many new seeds, its bands taken as independent.
+
+        The two numbers are without and with the uncertainty of what was measured; `-` without one.
+        A band that is not drawn has its result again.
+        """
+        found = [(each, each.chances) for each in self.judged]
+        drawn = [chances for _, chances in found if chances is not None]
+        if self.result in (NOT_TESTED, UNMEASURED) or not drawn:
+            return "-"
+        none = dict.fromkeys((HOLDS, FAILS, UNDECIDED), (0.0, 0.0))
+        certain = [none | {each.result: (1.0, 1.0)} for each, chances in found if chances is None]
+        by_side = []
+        for side in (0, 1):
+            all_hold = prod(chances[HOLDS][side] for chances in (*drawn, *certain))
+            none_fails = prod(1 - chances[FAILS][side] for chances in (*drawn, *certain))
+            of_result = {HOLDS: all_hold, FAILS: 1 - none_fails, UNDECIDED: none_fails - all_hold}
+            by_side.append(of_result[self.result])
+        low, high = map(_percent, sorted(by_side))
+        text = high if high == low else f"{low} to {high}"
+        of = f" ({len(drawn)} of {len(self.judged)} bands)"
+        return text if len(drawn) == len(self.judged) else text + of
+
+
+def _percent(share: float) -> str:
+    return "> 99 %" if share > 0.99 else f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
+
+
+def verdicts(expected: Expected, judgements: Iterable[Judgement]) -> list[Verdict]:
+    """Return the verdict on each claim."""
+    judgements = list(judgements)
+    return [
+        Verdict(name, claim, tuple(j for j in judgements if expected.claim_of(j.band) == name))
+        for name, claim in expected.claims.items()
+    ]
 
 
 def judge(expected: Expected, studies: Studies) -> list[Judgement]:
     """Judge each band by the runs of its study; `studies` are keyed by their quick names."""
-    return [_judge(band, studies[band.study or expected.quick[0]]) for band in expected.bands]
+    return [_judge(band, studies, band.study or expected.quick[0]) for band in expected.bands]
 
 
-def verdict(results: Sequence[str], conditions: str) -> str:
-    """Return the verdict on a claim, that of its weakest band."""
-    for result in WEAKEST:
-        if result in results:
-            return result
-    return CONDITIONS if conditions else HOLDS
-
-
-def _judge(band: Band, study: "Study") -> Judgement:
+def _judge(band: Band, studies: Studies, name: str) -> Judgement:
+    study, other = studies[name], studies[band.minus_study or name]
     chosen = _selected(study.all_runs, band.runs)
-    others = _selected(study.all_runs, band.minus) if band.minus else []
-    if band.of == "dominating":
-        chosen = [run for run in chosen if run not in others]
-    if not chosen or (band.minus and not others):
+    others = _selected(other.all_runs, band.minus) if band.is_difference else []
+    if not chosen or (band.is_difference and not others):
         return Judgement(band, lacking="no run has these keys")
     if any(run in chosen for run in others):
         return Judgement(band, lacking="runs and minus are the same runs")
-    if band.count not in (None, len(chosen)):
-        return Judgement(band, lacking=f"{len(chosen)} runs, and the band is of {band.count}")
-    needed = [*chosen, *others]
+    needed = [*((study, run) for run in chosen), *((other, run) for run in others)]
     # a diverged run has an outcome if the question is whether it diverged or reached a goal
     ended = ("finished", "diverged") if band.metric in COUNTED else ("finished",)
-    if unfinished := [run for run in needed if run.state not in ended]:
+    if unfinished := [run for _, run in needed if run.state not in ended]:
         states = ", ".join(dict.fromkeys(run.state for run in unfinished))
         return Judgement(band, lacking=f"{len(unfinished)} of {len(needed)} runs: {states}")
-    if band.of == "dominating":
-        return _dominating(band, study, group(needed), others)
-    outcomes = {run.name: outcome(study, run, band.metric, band.at) for run in needed}
-    values = {name: value for name, value in outcomes.items() if value is not None}
-    values = {name: value for name, value in values.items() if isfinite(value)}
-    if missing := [name for name in outcomes if name not in values]:
+    outcomes = {run.path: outcome(own, run, band.metric, band.at) for own, run in needed}
+    values = {path: value for path, value in outcomes.items() if value is not None}
+    values = {path: value for path, value in values.items() if isfinite(value)}
+    if missing := [path.name for path in outcomes if path not in values]:
         return Judgement(band, lacking=f"no {band.quantity} in {missing[0]}")
+    if band.of == "share" and not {*values.values()} <= {0.0, 1.0}:
+        return Judgement(band, lacking=f"{band.quantity} is not 0 or 1 in each run")
     if not others:
-        return Judgement(band, tuple(values.values()), seeds=tuple(run.seed for run in chosen))
-    seeds = {run.seed: values[run.name] for run in others}
+        return Judgement(band, tuple(values.values()))
+    seeds = {run.seed: values[run.path] for run in others}
     if len(seeds) < len(others) or sorted(seeds) != sorted(run.seed for run in chosen):
         return Judgement(band, lacking="runs and minus must be one run each of the same seeds")
-    differences = {run.seed: values[run.name] - seeds[run.seed] for run in chosen}
-    return Judgement(band, tuple(differences.values()), seeds=tuple(differences))
-
-
-def _dominating(
-    band: Band, study: "Study", arms: Sequence[Arm], others: Sequence[LoadedRun]
-) -> Judgement:
-    """Count the arms that dominate the front of those of `others`; see `Band`."""
-    if len({tuple(run.seed for run in arm.runs) for arm in arms}) > 1:
-        return Judgement(band, lacking="runs and minus must have the same seeds in every arm")
-    names = terms(band.metric)
-    columns: dict[str, list[list[float]]] = {}  # of an arm: for each term the value of each seed
-    for arm in arms:
-        values = [[outcome(study, run, name, band.at) for run in arm.runs] for name in names]
-        known = [
-            [value for value in row if value is not None and isfinite(value)] for row in values
-        ]
-        if any(len(row) < len(arm.runs) for row in known):
-            return Judgement(band, lacking=f"no {band.quantity} in {arm.name}")
-        columns[arm.name] = known
-    rivals = [arm.name for arm in arms if arm.runs[0] in others]
-    means = {name: [fmean(column) for column in columns[name]] for name in rivals}
-    front = [
-        name
-        for name, own in means.items()
-        if not any(
-            other != own and all(a <= b for a, b in zip(other, own, strict=True))
-            for other in means.values()
-        )
-    ]
-    judged = [arm.name for arm in arms if arm.name not in rivals]
-    dominating = tuple(
-        name for name in judged if any(_is_below(columns[name], columns[rival]) for rival in front)
-    )
-    return Judgement(band, tuple(float(name in dominating) for name in judged), "", (), dominating)
-
-
-def _is_below(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> bool:
-    """Return whether the paired interval of every column lies below 0."""
-    highs = [paired_difference(*pair).t_high for pair in zip(own, other, strict=True)]
-    return all(high is not None and high < 0 for high in highs)
+    return Judgement(band, tuple(values[run.path] - seeds[run.seed] for run in chosen))
 
 
 def _selected(runs: Sequence[LoadedRun], which: Mapping[str, object]) -> list[LoadedRun]:

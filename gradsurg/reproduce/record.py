@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from platform import python_version
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,13 @@ from gradsurg.reproduce.judge import (
     DIVERGED,
     EFFECT,
     HOLDS,
-    REPORTED,
     UNMEASURED,
     Judgement,
     Studies,
+    Verdict,
     mean_with_interval,
     outcome,
-    verdict,
+    verdicts,
 )
 
 if TYPE_CHECKING:
@@ -53,12 +52,9 @@ def make_record(
     bands = [
         {
             "name": item.band.name,
-            "band": item.band.bounds,
-            "measured": item.measured,
-            "over_seeds": item.over_seeds,
-            "runs": len(item.values),
-            "said": item.result,
-            "again": item.chances and [round(chance, 4) for chance in item.chances],
+            "selects": item.band.selects,
+            "values": item.values,
+            "lacking": item.lacking,
         }
         for item in judgements
     ]
@@ -67,7 +63,6 @@ def make_record(
     ]
     return {
         "form": form,
-        "verdict": verdict([item.result for item in judgements], expected.conditions),
         "minutes": round(minutes, 1),
         "step_ms": {key: time and round(time, 3) for key, time in step_ms.items()},
         "hardware": "; ".join(dict.fromkeys(str(text) for text in places if text)),
@@ -77,9 +72,9 @@ def make_record(
     }
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path, form: Form = "quick") -> Record | None:
     """Read the record of an experiment's folder; None if there is none."""
-    path = folder / FILE
+    path = folder / (FULL if form == "full" else FILE)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -103,11 +98,8 @@ def write_record(folder: Path, expected: Expected, record: Record, figure: Path 
 
 
 def write_tables(folder: Path, expected: Expected, record: Record) -> None:
-    """Write the tables of an experiment's README from its record, and its result where it opens."""
+    """Write the tables of an experiment's README from its record."""
     write_between(folder / "README.md", tables(expected, record))
-    if expected.opens:
-        result = filled(expected.result, expected, record)
-        write_between(folder.parents[1] / expected.opens, result)
 
 
 def write_between(path: Path, text: str) -> None:
@@ -126,82 +118,60 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def results(expected: Expected, record: Record) -> list[str]:
-    """Return the result of each band; of one that the record lacks, `not measured`."""
-    return [row["said"] for row in _band_rows(expected, record)]
+def recorded(expected: Expected, record: Record | None) -> list[Verdict]:
+    """Judge the recorded values anew; a band whose runs or metric have changed is not measured."""
+    rows = {row["name"]: row for row in record["bands"]} if record else {}
+    judgements = []
+    for band in expected.bands:
+        row = rows.get(band.name, {})
+        if row.get("selects") == json.loads(json.dumps(band.selects)):
+            judgements.append(Judgement(band, tuple(row["values"]), row["lacking"]))
+        else:
+            judgements.append(Judgement(band, lacking=UNMEASURED))
+    return verdicts(expected, judgements)
 
 
-def recorded_verdict(expected: Expected, record: Record | None) -> str:
-    """Return the verdict of the bands as they stand now on the recorded numbers."""
-    if record is None:
-        return UNMEASURED
-    return verdict(results(expected, record), expected.conditions)
-
-
-def filled(text: str, expected: Expected, record: Record) -> str:
+def filled(text: str, found: Sequence[Verdict]) -> str:
     """Replace each `{name}` in a text by the value of that band."""
-    values = {row["name"]: row["over_seeds"] for row in _band_rows(expected, record)}
+    values = {item.band.name: item.measured for each in found for item in each.judgements}
     return re.sub(r"\{(\w+)\}", lambda match: values[match[1]], text)
 
 
-def summary(expected: Expected, record: Record) -> str:
-    """Return the sentence `front` with its numbers filled in, and how many bands hold."""
-    stated = [result for result in results(expected, record) if result != REPORTED]
-    held = f"{stated.count(HOLDS)} of {len(stated)} bands hold"
-    text = filled(expected.front, expected, record)
-    return f"{text}; {held}" if text else held
-
-
-def chance_of_all(expected: Expected, record: Record) -> str:
-    """Return the probability that all bands hold for as many new seeds, without and with the
-    uncertainty of the measured means, deviations and shares; `-` if no band has one."""
-    rows = [row for row in _band_rows(expected, record) if row["said"] != REPORTED]
-    pairs = [row["again"] for row in rows if row.get("again")]
-    if not pairs:
-        return "-"
-    low, high = map(_percent, sorted(prod(pair[side] for pair in pairs) for side in (0, 1)))
-    text = high if high == low else f"{low} to {high}"
-    return text if len(pairs) == len(rows) else f"{text} ({len(pairs)} of {len(rows)} bands)"
-
-
-def _percent(share: float) -> str:
-    return "> 99 %" if share > 0.99 else f"{100 * share:.0f} %" if share >= 0.01 else "< 1 %"
-
-
-def _band_rows(expected: Expected, record: Record) -> list[Mapping[str, Any]]:  # Any: JSON
-    """Return the recorded row of each band; a band added or changed since is not measured."""
-    recorded = {row["name"]: row for row in record["bands"]}
-    missing = {"measured": "-", "over_seeds": UNMEASURED, "runs": 0}
-    rows = []
-    for band in expected.bands:
-        row = recorded.get(band.name)
-        if band.is_unbounded:
-            row = {**(row or {**missing, "name": band.name, "measured": UNMEASURED})}
-            row |= {"said": REPORTED, "again": None}
-        elif row is None or row["band"] != band.bounds:
-            row = {**missing, "name": band.name, "said": UNMEASURED}
-        rows.append({**row, "says": band.says, "band": band.bounds})
+def band_rows(found: Sequence[Verdict]) -> list[list[str]]:
+    """Return the table of all bands; the first row is its head."""
+    rows = [["claim", "band", "stated", "measured", "runs", "result"]]
+    for verdict in found:
+        for item in verdict.judgements:
+            p = "" if item.p_value is None else f"; p {item.p_value:.2g}"
+            cells = [item.band.says, item.band.bounds, item.measured + p, str(len(item.values))]
+            rows.append([verdict.name, *cells, item.result])
     return rows
 
 
+def conclusion(verdict: Verdict) -> str:
+    """Return a claim's verdict in a sentence, with its reason or conditions."""
+    claim = verdict.claim
+    held = sum(item.result == HOLDS for item in verdict.judged)
+    text = f"**{verdict.result}**"
+    if verdict.judged and not claim.not_tested:
+        text += f" ({held} of {len(verdict.judged)} bands hold)"
+    if claim.not_tested:
+        text += f": {claim.not_tested}"
+    if claim.conditions:
+        text += f". Conditions: {claim.conditions}"
+    if verdict.again != "-":
+        text += f". Probability of this verdict for as many new seeds: {verdict.again}"
+    return f"{text}."
+
+
 def tables(expected: Expected, record: Record) -> str:
-    """Return the verdict with its conditions, the result in words, and the tables."""
-    bands = [["band", "stated", "measured", "runs", "result"]]
-    bands += [
-        [row["says"], row["band"], row["measured"], str(row["runs"]), row["said"]]
-        for row in _band_rows(expected, record)
-    ]
+    """Return the verdict on each claim with its conditions, the result in words, and the tables."""
+    found = recorded(expected, record)
     time = f"{record['minutes']:g} minutes of training, all runs together"
-    conclusion = recorded_verdict(expected, record)
-    parts = [f"Verdict of the {record['form']} form: **{conclusion}**."]
-    if expected.conditions:
-        parts.append(f"Conditions: {expected.conditions}.")
-    chance = chance_of_all(expected, record)
-    if chance != "-":
-        parts.append(f"Probability that all bands hold for as many new seeds: {chance}.")
-    head = " ".join(parts)
+    lines = [f"- `{each.name}`: {each.claim.says} {conclusion(each)}" for each in found]
     caption = f"Measured on {place(record)}; {time}."
-    texts = [head, filled(expected.result, expected, record), f"Bands. {caption}", markdown(bands)]
+    texts = [f"Verdicts of the {record['form']} form:", "\n".join(lines)]
+    texts += [filled(expected.result, found), f"Bands. {caption}", markdown(band_rows(found))]
     texts += [f"Arms. {caption}", markdown(_arm_table(record["arms"]))]
     return "\n\n".join(text for text in texts if text)
 
@@ -222,7 +192,9 @@ def _arm_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:  # Any: JS
 
 def _arm_rows(name: str, study: "Study", expected: Expected) -> list[dict[str, object]]:
     """Return a row for each arm and each metric of the study's bands, or of all bands."""
-    bands = [band for band in expected.bands if band.study in ("", name)] or expected.bands
+    bands = [
+        b for b in expected.bands if name in (b.study, b.minus_study) or not b.study
+    ] or expected.bands
     quantities = dict.fromkeys((band.quantity, band.metric, band.at) for band in bands)
     rows = []
     for arm in study.arms:

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -30,28 +32,22 @@ from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
 
 WRONG_INPUT = 2
+MAX_CHOICES = 40
+"""Names that an error lists; of more there are the nearest five."""
 ALWAYS = ("steps", "skipped_steps", "time/train_s", "time/step_ms", DIVERGED)
 """Numbers that every run has at its end."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run before it is trained.
+    """A run before it is trained: the keys by which a band can choose it, its steps and numbers.
 
-    Args:
-        known: The keys by which a band can choose it.
-        ends: The names of the numbers at its end.
-        rows: The names of the numbers of its steps, with the interval between two of them.
-        transforms: The transforms with effects, measured at each of `sites`, `every` so many steps.
+    `numbers` has for each name the steps between two of its rows, 0 if it is there at the end only.
     """
 
     known: Mapping[str, object]
     steps: int
-    ends: tuple[str, ...]
-    rows: Mapping[str, int]
-    transforms: tuple[str, ...] = ()
-    sites: tuple[str, ...] = ()
-    every: int = 1
+    numbers: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -91,32 +87,43 @@ class FinishedStudy:
         return [float(value) for value in values if value]
 
 
-def run_study(name: str, overrides: Sequence[str], plan: StudyPlan) -> FinishedStudy:
-    """Train the runs of a study that are not finished, in a process of their own.
+def run_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Train the runs of a study that are not finished, and read them."""
+    train(words)
+    return read_study(words, plan)
 
-    Other runs in its folder, as of other settings, are ignored. Raises WrongExperiment if the
-    config is wrong, KeyboardInterrupt if the process was interrupted.
+
+def train(words: Sequence[str]) -> None:
+    """Run the runner in a process with these words; finished runs are not repeated.
+
+    Raises WrongExperiment if the config is wrong, KeyboardInterrupt if it was interrupted.
     """
-    words = [f"experiment={name}", *overrides]
     code = subprocess.run([sys.executable, "-m", "gradsurg.run", *words], check=False).returncode
     if code == WRONG_INPUT:
-        raise WrongExperiment(f"{name}: the runner refuses it")
+        raise WrongExperiment(f"{words[0]}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
+
+
+def read_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
+    """Read the runs of a trained study; others in its folder, as of other settings, are ignored."""
     if plan.trials:
-        plan = plan_study(name, overrides)  # with the values that it has chosen
+        plan = plan_study(words)  # with the values that it has chosen
     runs = [run for run in read_runs(plan.folder, [*plan.runs]) if run.name in plan.runs]
     trials = read_runs(plan.folder / TUNING, plan.trials) if plan.trials else []
     return FinishedStudy(Study(plan.folder, group(runs)), trials)
 
 
-def plan_study(name: str, overrides: Sequence[str]) -> StudyPlan:
-    """Compose a study and build its runs without training; WrongExperiment if it is wrong."""
+def plan_study(words: Sequence[str]) -> StudyPlan:
+    """Compose a study from the runner's words and build its runs; WrongExperiment if it is wrong.
+
+    Nothing is trained.
+    """
     runs: dict[str, PlannedRun] = {}
     folders: set[Path] = set()
     tuned: dict[str, int] = {}
     try:
-        for _, config in jobs_of_study([f"experiment={name}", *overrides]):
+        for _, config in jobs_of_study([*words]):
             experiment = build(config)
             folders.add(experiment.settings.study_folder)
             for run in experiment.tuning.runs if experiment.tuning else ():
@@ -136,7 +143,7 @@ def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[st
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
         try:
-            planned = plan_study(name, overrides).steps
+            planned = plan_study([f"experiment={name}", *overrides]).steps
         except WrongExperiment as error:
             return f"{paper}: {error}"
         steps += planned
@@ -162,7 +169,14 @@ def plan_runs(experiment: Experiment) -> dict[str, PlannedRun]:
         numbers = examined_names(task, model, data) if isinstance(task, Examined) else []
         sites = _sites(experiment, model) if experiment.settings.effects_every else ()
     names = {"train": trained, "test": tested, "examined": numbers}
-    return {name: _planned(run, names, sites) for name, run in runs.items()}
+    return {
+        name: PlannedRun(
+            selectable_keys(run.identity, run.label, run.seed),
+            run.schedule.steps,
+            _outcomes(run, names) | _effects(run, sites),
+        )
+        for name, run in runs.items()
+    }
 
 
 def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
@@ -173,8 +187,8 @@ def _sites(experiment: Experiment, model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _planned(run: Run, names: Mapping[str, Sequence[str]], sites: tuple[str, ...]) -> PlannedRun:
-    """Return a run with the numbers of its parts; `names` has those of a part, as `test`."""
+def _outcomes(run: Run, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return the outcomes of a run and the steps between rows; `names` has those of a part."""
     schedule, parts = run.schedule, dict(names)
     if schedule.validation:
         parts["validation"] = names["test"]
@@ -185,104 +199,78 @@ def _planned(run: Run, names: Mapping[str, Sequence[str]], sites: tuple[str, ...
     )
     until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
     numbers = [f"{part}/{name}" for part in parts for name in parts[part]]
-    ends = (*numbers, *until, *updates, *ALWAYS)
-    rows: dict[str, int] = dict.fromkeys(("train/loss", *updates), schedule.log_every)
+    every = dict.fromkeys((*numbers, *until, *ALWAYS), 0)
+    every |= dict.fromkeys(("train/loss", *updates), schedule.log_every)
     if schedule.eval_every:
         watched = "validation" if schedule.validation else "test"
-        rows |= {f"{watched}/{name}": schedule.eval_every for name in names["test"]}
-    known = selectable_keys(run.identity, run.label, run.seed)
+        every |= {f"{watched}/{name}": schedule.eval_every for name in names["test"]}
+    return every
+
+
+def _effects(run: Run, sites: tuple[str, ...]) -> dict[str, int]:
+    """Return the effects of the transforms of a run, at each site, and the steps between rows."""
     labels = zip(run.surgery.interventions, run.surgery.labels, strict=True)
-    transforms = tuple(name for item, group in labels if not item.aggregator for name in group)
-    every = schedule.log_every
-    return PlannedRun(known, schedule.steps, ends, rows, transforms, sites, every)
+    transforms = [name for item, group in labels if not item.aggregator for name in group]
+    names = product(transforms, sites, EFFECT_NAMES)
+    return {f"{EFFECT}{'/'.join(name)}": run.schedule.log_every for name in names}
 
 
-Plans = Mapping[str, Mapping[str, PlannedRun]]
-
-
-def missing_measurements(expected: Expected, plans: Plans) -> list[str]:
+def missing_measurements(
+    expected: Expected, plans: Mapping[str, Mapping[str, PlannedRun]]
+) -> list[str]:
     """Return a line for each number that a band or the figure needs and no run will have."""
     lines = []
     for band in expected.bands:
         study = band.study or expected.quick[0]
-        runs = list(plans[study].values())
-        lines += [f"{band.name}: {study} {fault}" for fault in _band_faults(band, runs)]
-    if isinstance(expected.figure, Drawing):
-        runs = [run for key in expected.figure.studies or plans for run in plans[key].values()]
-        fault = _figure_fault(expected.figure, runs)
-        lines += [f"figure: {fault}"] if fault else []
+        parts = [(study, band.runs)]
+        parts += [(band.minus_study or study, band.minus)] if band.is_difference else []
+        for name, which in parts:
+            runs = list(plans[name].values())
+            chosen = [run for run in runs if is_selected(run.known, which)]
+            faults = [_fault(band, run) for run in chosen] or [_no_run(which, runs)]
+            lines += [f"{band.name}: {name} {fault}" for fault in dict.fromkeys(faults) if fault]
+    figure = expected.figure
+    if isinstance(figure, Drawing) and figure.kind != "own":
+        runs = [run for key in figure.studies or plans for run in plans[key].values()]
+        at_end = figure.kind == "outcomes"
+        names = [name for run in runs for name, every in run.numbers.items() if every or at_end]
+        if figure.metric not in names:
+            near = _nearest(figure.metric, names)
+            lines.append(f"figure: there will be no {figure.metric} to draw. {near}")
     return lines
 
 
-def _band_faults(band: Band, runs: list[PlannedRun]) -> Iterator[str]:
-    for which in (band.runs, *([band.minus] if band.minus else [])):
-        chosen = [run for run in runs if is_selected(run.known, which)]
-        if chosen:
-            faults = (_metric_fault(band, run) for run in chosen)
-            yield from dict.fromkeys(fault for fault in faults if fault)
-        else:
-            keys = ", ".join(f"{key}: {value}" for key, value in which.items())
-            yield f"has no run of {keys}{_suggestion(which, runs)}"
-
-
-def _suggestion(which: Mapping[str, object], runs: list[PlannedRun]) -> str:
-    """Return the choices for the first key, or value of a key, that no run has."""
+def _no_run(which: Mapping[str, object], runs: Sequence[PlannedRun]) -> str:
+    """Name the choices for the first key, or value of a key, that no run has."""
+    text = f"has no run of {', '.join(f'{key}: {value}' for key, value in which.items())}"
     for key, value in which.items():
         values = [run.known[key] for run in runs if key in run.known]
         if not values:
             known = (key for run in runs for key in run.known)
-            return f": their config has no '{key}'. {_nearest(key, known)}"
+            return f"{text}: their config has no '{key}'. {_nearest(key, known)}"
         if value not in values:
-            return f". {_nearest(value, values)}"
-    return ""
+            return f"{text}. {_nearest(value, values)}"
+    return text
 
 
-def _metric_fault(band: Band, run: PlannedRun) -> str:
+def _fault(band: Band, run: PlannedRun) -> str:
     """Name the first number of a band that the run will not have; empty if it has all."""
-    if band.metric.startswith(EFFECT):
-        return _effect_fault(band, run)
-    for name in terms(band.metric):
-        if band.at == "end" and name not in run.ends:
-            return f"will have no {name}. {_nearest(name, run.ends)}"
-        if band.at != "end" and name not in run.rows:
-            return f"will have no {name} but at the end. {_nearest(name, run.rows)}"
-        if fault := _step_fault(band, run, run.rows.get(name, 1)):
-            return fault
-    return ""
-
-
-def _effect_fault(band: Band, run: PlannedRun) -> str:
-    _, transform, rest = f"{band.metric}//".split("/", 2)
-    site, _, number = rest.removesuffix("//").rpartition("/")
-    parts = ("transform", transform, run.transforms), ("site", site, run.sites)
-    for part, name, choices in (*parts, ("number", number, EFFECT_NAMES)):
-        if name not in choices:
-            return f"will have no {band.metric}: no {part} '{name}'. {_nearest(name, choices)}"
-    return _step_fault(band, run, run.every)
-
-
-def _step_fault(band: Band, run: PlannedRun, every: int) -> str:
-    step = band.at_step
-    if step is None or step == run.steps or (step < run.steps and step % every == 0):
-        return ""
-    return f"will have {band.metric} at every {every} steps up to {run.steps}, not at {step}"
-
-
-def _figure_fault(figure: Drawing, runs: list[PlannedRun]) -> str:
-    match figure.kind:
-        case "curves":
-            names = [name for run in runs for name in run.rows]
-        case "outcomes" | "front":
-            names = [name for run in runs for name in run.ends]
-        case "alignment":
-            names = [name for run in runs for name in run.transforms]
-        case "maps":
-            names = [name.partition("/")[0] for run in runs for name in run.ends]
-    for term in terms(figure.metric) if figure.kind == "front" else [figure.metric]:
-        if term not in names:
-            return f"there will be no {term} to draw. {_nearest(term, names)}"
+    is_effect, step = band.metric.startswith(EFFECT), band.at_step
+    for name in [band.metric] if is_effect else terms(band.metric):
+        known = {
+            key: every for key, every in run.numbers.items() if key.startswith(EFFECT) == is_effect
+        }
+        every = known.get(name)
+        if every is None:
+            return f"will have no {name}. {_nearest(name, known)}"
+        if not every and band.at != "end":
+            return f"will have no {name} but at the end. {_nearest(name, filter(known.get, known))}"
+        if step not in (None, run.steps, *range(0, run.steps, every or 1)):
+            return f"will have {name} at every {every} steps up to {run.steps}, not at {step}"
     return ""
 
 
 def _nearest(name: object, choices: Iterable[object]) -> str:
-    return nearest(str(name), list(dict.fromkeys(map(str, choices))))
+    known = list(dict.fromkeys(map(str, choices)))
+    few = known if len(known) <= MAX_CHOICES else get_close_matches(str(name), known, 5, 0.0)
+    return nearest(str(name), few)

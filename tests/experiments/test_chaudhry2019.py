@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gradsurg.experiments.chaudhry2019.task import KEPT, LABEL, TASK, PermutedMNIST
+from gradsurg.experiments.conflict.task import PermutedStream
 from torch import Tensor
 from torch.nn import functional
 
@@ -289,3 +290,27 @@ def test_an_order_that_ends_before_its_epoch_is_refused() -> None:
     batches = Batches(numbers, numbers, 5, 0, order=lambda *_: iter([numbers[:5], numbers[5:10]]))
     with pytest.raises(ValueError, match="the order of epoch 0 has 2 of 4 batches"):
         list(islice(batches.start(0), 4))
+
+
+def test_a_stream_is_validated_on_other_images_and_measured_on_the_old_and_the_new(
+    root: str,
+) -> None:
+    fields = {"num_tasks": 3, "num_train": 40, "num_test": 10, "per_class": 2, "memory_batch": 25}
+    task = PermutedStream(root=root, verify=False, split_seed=4, **fields)  # type: ignore[arg-type]
+    data, tuned = task.load(), task.load_with_validation(0.2)
+    assert torch.equal(data.test_inputs, tuned.test_inputs)
+    assert data.validation_inputs is None
+    assert tuned.validation_inputs is not None
+    assert len(tuned.validation_inputs) == len(tuned.test_inputs) == 3 * 10
+    test, other = (
+        {tuple(np.sort(image)) for image in bytes_of(part)}
+        for part in (tuned.test_inputs, tuned.validation_inputs)
+    )
+    assert not test & other
+    outputs = torch.randn(30, 10)
+    each = functional.cross_entropy(outputs, data.test_targets[:, LABEL], reduction="none")
+    found = task.metrics(outputs, data.test_targets)
+    old = torch.arange(30) % 3 < 2  # by turns, so that the first examples have both
+    assert found["loss_old"] == pytest.approx(each[old].mean().item())
+    assert found["loss_new"] == pytest.approx(each[~old].mean().item())
+    assert found["loss"] == found["loss_old"] + found["loss_new"]

@@ -110,6 +110,15 @@ def test_one_loss_one_arm_or_two_problems_are_no_trade_off(tmp_path: Path) -> No
     assert fronts(read_study(study)) == sections(read_study(study)) == []
 
 
+def test_losses_that_differ_in_their_last_digits_are_drawn_within_the_axes(tmp_path: Path) -> None:
+    (front,) = found_in(tmp_path, a=[(1.9627292, 2.0)], none=[(1.9627293, 2.0)])
+    spec = front_chart(front, "first", "second").to_dict()
+    drawn = [row["x"] for layer in spec["layer"] for row in layer["data"]["values"]]
+    low, high = axes_of(front_chart(front, "first", "second"))["x"]["scale"]["domain"]
+    assert low < min(drawn) <= max(drawn) < high
+    assert high - low == pytest.approx(2e-3 * 1.96, rel=0.01)
+
+
 def axes_of(chart: Any) -> dict[str, Any]:  # Any: kinds of charts, JSON
     return next(layer["encoding"] for layer in chart.to_dict()["layer"])
 
