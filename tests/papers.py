@@ -9,6 +9,23 @@ from gradsurg.plugins import registry
 
 ROOT = Path(__file__).parents[1]
 
+FROM_FILES = (
+    "cifar10",
+    "clipped_mnist",
+    "fashion_mnist",
+    "mnist",
+    "mnist_overlay",
+    "permuted_mnist",
+    "permuted_stream",
+    "scaled_mnist_overlay",
+    "split_overlay",
+    "workers",
+)
+"""Tasks whose data are fetched."""
+
+OWN_METRICS = ("friedman_multi", "noisy_quadratics")
+"""Tasks whose metrics are not their losses."""
+
 
 def config_path(group: str, stem: str) -> Path:
     """Return the yaml of an option of `task` or `model`, of gradsurg or of a paper."""

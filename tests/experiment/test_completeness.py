@@ -76,7 +76,7 @@ def _uses(first: str, group: str, names: set[str]) -> bool:
     if words[:3] != COMMAND:
         return False
     for key, _, value in (word.partition("=") for word in words[3:]):
-        asked, *inside = key.split(".")
+        asked, *inside = key.removeprefix("+").split(".")
         if asked == group and names & set(inside[:1] or re.findall(r"\w+", value)):
             return True
     return False

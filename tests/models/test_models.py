@@ -25,6 +25,7 @@ TOLD = {  # what is required by name
     "point": {"start": (1.0,) * 10},
 }
 IMAGES = [name for name in NAMES if name not in {*TOLD, "siamese", "autoencoder"}]
+FEATURES = {"with_features": 8}  # columns beside the outputs
 SHAPES = {"gpt": (8,), "siamese": (2, 1, 8, 8)}  # what is not one image of 8 x 8
 SEQUENCES = ["gru", "lstm", "rnn"]
 
@@ -78,7 +79,7 @@ def test_output_has_a_row_an_example_and_every_parameter_a_gradient(name, shape)
     torch.manual_seed(0)
     options = {"patch": shape[1] % 8 or 8} if name == "vit" else {}
     model = made(name, shape, 7, **options)
-    assert_learns(model, torch.randn(5, *shape), (5, 7))
+    assert_learns(model, torch.randn(5, *shape), (5, 7 + FEATURES.get(name, 0)))
 
 
 @pytest.mark.parametrize("stem", [*SEQUENCES, "gpt"])
