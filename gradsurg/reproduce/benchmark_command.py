@@ -206,9 +206,9 @@ def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], bool, float]:
 
 def admission(measured: Measurement) -> Rows:
     """Return the table of levels: what decides that they enter, and what the protocol can find."""
-    gains = [f"power for {gain:.0%}" for gain in GAINS]
-    heads = ["tuned sum less alone, each loss", "steps that lose a task", "enters"]
-    rows = [["task", *heads, *gains, "equivalent if none"]]
+    gains = [f"power at {gain:g}" for gain in GAINS]
+    heads = ["each loss, tuned sum minus alone", "steps that raise a loss", "enters"]
+    rows = [["task", *heads, *gains, "equivalent at 0"]]
     for task, level in measured.levels():
         one = measured.level(task, level)
         gaps = "; ".join(_with_ends(gap.mean, gap.t_low, gap.t_high) for gap in one.gaps)
@@ -220,16 +220,22 @@ def admission(measured: Measurement) -> Rows:
 
 
 def against(measured: Measurement, other: str) -> Rows:
-    """Return the table of methods: verdict, and excess less that of `other`, at each level."""
+    """Return the table of methods: verdict, and excess minus that of `other`, at each level."""
     levels = _levels(measured)
-    rows = [[f"less {other}", *levels]]
+    own = [f"{fmean(one.excess(other).values()):.3f}" for one in levels.values()]
+    rows = [[f"excess minus {other}'s", *levels], [f"{other} itself", *own]]
     for name in _shown(levels):
         if name != other:
-            cells = [one.difference(name, other) for one in levels.values()]
-            texts = [_with_ends(one.mean, one.t_low, one.t_high) for one in cells]
-            verdicts = [one.verdict(name, other) for one in levels.values()]
-            rows.append([name, *map(" ".join, zip(verdicts, texts, strict=True))])
+            rows.append([name, *(_compared(one, name, other) for one in levels.values())])
     return rows
+
+
+def _compared(level: Level, method: str, other: str) -> str:
+    found = level.difference(method, other)
+    if not any(found.differences):
+        return "same"
+    ends = _with_ends(found.mean, found.t_low, found.t_high)
+    return f"{level.verdict(method, other)} {ends}"
 
 
 def summary(measured: Measurement) -> Rows:

@@ -204,26 +204,31 @@ def test_tables_have_each_level_and_what_is_told_of_a_method(root: Path) -> None
     heads, row = admission(measured)
     assert dict(zip(heads, row, strict=True)) == {
         "task": "toy 0.5",
-        "tuned sum less alone, each loss": "0.800 (0.800 to 0.800); 1.000 (1.000 to 1.000)",
-        "steps that lose a task": "25%",
+        "each loss, tuned sum minus alone": "0.800 (0.800 to 0.800); 1.000 (1.000 to 1.000)",
+        "steps that raise a loss": "25%",
         "enters": "yes",
-        "power for 2%": "100%",
-        "power for 5%": "100%",
-        "equivalent if none": "100%",
+        "power at 0.02": "100%",
+        "power at 0.05": "100%",
+        "equivalent at 0": "100%",
     }
     better = "better -0.100 (-0.100 to -0.100)"
     assert against(measured, "sum") == [
-        ["less sum", "toy 0.5"],
+        ["excess minus sum's", "toy 0.5"],
+        ["sum itself", "0.500"],
         ["mgda", better],
         ["tuned_sum", "better -0.050 (-0.050 to -0.050)"],
     ]
-    assert against(measured, "tuned_sum")[1] == ["mgda", "better -0.050 (-0.050 to -0.050)"]
+    assert against(measured, "tuned_sum")[2] == ["mgda", "better -0.050 (-0.050 to -0.050)"]
     assert summary(measured) == [
         ["method", "mean rank", "front", "time", "diverged", "at an edge"],
         ["mgda", "1.0", "+0.050", "1.00", "2 of 3", "1 of 1"],
         ["tuned_sum", "2.0", "+0.000", "1.00", "2 of 3", "0 of 1"],
         ["sum", "3.0", "+0.000", "1.00", "2 of 3", "0 of 1"],
     ]
+    own = {"method": "mgda", "words": words["mgda"], "digest": measured._digest("toy", "mgda")}
+    twin = replace(measured.known("toy", 0.5)["sum"], **own)
+    measured.cells = [twin if one.method == "mgda" else one for one in measured.cells]
+    assert ["mgda", "same"] in against(measured, "sum")
 
 
 def write(root: Path, change: Mapping[str, object]) -> None:
