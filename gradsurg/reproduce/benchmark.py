@@ -145,6 +145,10 @@ class Level:
         """The mean of the excesses over the losses."""
         return {key: fmean(row) for key, row in self.excesses(method).items()}
 
+    def mean_excess(self, method: str) -> float:
+        """The mean over losses and runs."""
+        return fmean(self.excess(method).values())
+
     def difference(self, method: str, other: str = SUM) -> Difference:
         """The paired differences of the excess to another method's.
 
@@ -207,7 +211,8 @@ class Level:
 
         At the median spread of the methods' differences to the plain sum, without other sums.
         """
-        others = [name for name in self.cells if not is_sum(name)]
+        sums = (SUM, TUNED_SUM)
+        others = [x for x in self.cells if x not in sums and not x.startswith((ALONE, LARGER))]
         spreads = sorted((self.difference(name) for name in others), key=lambda one: one.sd or 0.0)
         typical = spreads[len(spreads) // 2]
         if not typical.sd:
@@ -215,11 +220,6 @@ class Level:
         centred = [value - typical.mean for value in typical.differences]
         (same, _), _ = chances_of_interval(centred, -self.margin, self.margin)
         return power(typical.n, typical.sd, gain), same
-
-
-def is_sum(method: str) -> bool:
-    """Return whether a method is a weighted sum of the losses."""
-    return method in (SUM, TUNED_SUM) or method.startswith((ALONE, LARGER))
 
 
 def hypervolume(points: Sequence[tuple[float, ...]], reference: Sequence[float]) -> float:

@@ -37,7 +37,7 @@ from gradsurg.reproduce.benchmark import (
 from gradsurg.reproduce.expected import WrongExperiment
 from gradsurg.reproduce.record import markdown
 from gradsurg.reproduce.studies import FinishedStudy, plan_study, read_study, train
-from gradsurg.stats import paired_difference
+from gradsurg.stats import Difference, paired_difference
 
 FOLDER = "experiments/conflict"
 SWEEP = "hydra.mode=MULTIRUN"
@@ -71,12 +71,12 @@ class Measurement:
 
     def known(self, task: str, level: float) -> dict[str, Cell]:
         """Return the cells of a level that are measured, by method."""
-        own = [one for one in self.cells if (one.task, one.level) == (task, level)]
         words = self._words(task, level)
         return {
             one.method: one
-            for one in own
-            if words.get(one.method) == one.words and self._digest(task, one.method) == one.digest
+            for one in self.cells
+            if (one.task, one.level, one.words) == (task, level, words.get(one.method))
+            and one.digest == self._digest(task, one.method)
         }
 
     def _digest(self, task: str, method: str) -> str:
@@ -102,12 +102,9 @@ class Measurement:
         """Return the words of each method's tuning."""
         one = self.spec.tasks[task]
         name = f"conflict_{task}"
-        common = (
-            f"experiment={name}",
-            f"{one.key}={level:g}",
-            f"study={name}-{level:g}-{self.path.stem}",
-        )
-        common += ("report=false", f"tune_seeds={self.form.tune_seeds}", *self.overrides)
+        study = f"study={name}-{level:g}-{self.path.stem}"
+        common = (f"experiment={name}", f"{one.key}={level:g}", study, "report=false")
+        common += (f"tune_seeds={self.form.tune_seeds}", *self.overrides)
         sums: dict[str, Words] = {
             name: ("aggregator=fixed_weights", f"aggregator.weights={json.dumps(weights)}")
             for name, weights in self.spec.sums(task).items()
@@ -126,16 +123,11 @@ class Measurement:
         tunings = {name: [*own, "seeds=1"] for name, own in lacking.items()}
         with ThreadPoolExecutor(self.jobs) as pool:
             list(pool.map(train, tunings.values()))
-            tuned = {
-                name: _chosen(read_study(own, plan_study(own))) for name, own in tunings.items()
-            }
+            tuned = {x: _chosen(read_study(own, plan_study(own))) for x, own in tunings.items()}
             finals = {name: self._final(own, tuned[name][0]) for name, own in lacking.items()}
             list(pool.map(train, finals.values()))
-        kept = [
-            one
-            for one in self.cells
-            if (one.task, one.level) != (task, level) or one.method not in lacking
-        ]
+        old = {(task, level, name) for name in lacking}
+        kept = [one for one in self.cells if (one.task, one.level, one.method) not in old]
         new = [
             self._cell(task, level, name, own, tuned[name], read_study(final, plan_study(final)))
             for (name, own), final in zip(lacking.items(), finals.values(), strict=True)
@@ -205,37 +197,44 @@ def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], bool, float]:
 
 
 def admission(measured: Measurement) -> Rows:
-    """Return the table of levels: what decides that they enter, and what the protocol can find."""
-    gains = [f"power at {gain:g}" for gain in GAINS]
-    heads = ["each loss, tuned sum minus alone", "steps that raise a loss", "enters"]
-    rows = [["task", *heads, *gains, "equivalent at 0"]]
-    for task, level in measured.levels():
-        one = measured.level(task, level)
-        gaps = "; ".join(_with_ends(gap.mean, gap.t_low, gap.t_high) for gap in one.gaps)
-        lost = f"{one.cells[SUM].lost or 0:.0%}"
+    """Return the table of levels: what decides that they enter."""
+    rows = [["task", "each loss: tuned sum minus alone", "conflict", "enters"]]
+    for name, one in _levels(measured).items():
+        gaps = "; ".join(map(_with_half_width, one.gaps))
+        enters = "yes" if one.is_admitted else "control"
+        rows.append([name, gaps, f"{one.cells[SUM].lost or 0:.0%}", enters])
+    return rows
+
+
+def powers(measured: Measurement) -> Rows:
+    """Return the table of levels: what the protocol can find."""
+    rows = [["task", *(f"power at {gain:g}" for gain in GAINS), "equivalent at 0"]]
+    for name, one in _levels(measured).items():
         chances = [one.chances(gain) for gain in GAINS]
-        rows.append([f"{task} {level:g}", gaps, lost, "yes" if one.is_admitted else "control"])
-        rows[-1] += [f"{found:.0%}" for found, _ in chances] + [f"{chances[0][1]:.0%}"]
+        rows.append([name, *(f"{found:.0%}" for found, _ in chances), f"{chances[0][1]:.0%}"])
     return rows
 
 
-def against(measured: Measurement, other: str) -> Rows:
-    """Return the table of methods: verdict, and excess minus that of `other`, at each level."""
-    levels = _levels(measured)
-    own = [f"{fmean(one.excess(other).values()):.3f}" for one in levels.values()]
-    rows = [[f"excess minus {other}'s", *levels], [f"{other} itself", *own]]
-    for name in _shown(levels):
-        if name != other:
-            rows.append([name, *(_compared(one, name, other) for one in levels.values())])
-    return rows
+def comparisons(measured: Measurement) -> list[Rows]:
+    """Return a table for each level: the methods' excess, and minus that of the two sums."""
+    levels, others, tables = _levels(measured), (SUM, TUNED_SUM), []
+    for title, one in levels.items():
+        tables.append([[title, "excess", *(f"minus {other}'s" for other in others)]])
+        for name in _shown(levels):
+            compared = (_compared(one, name, other) for other in others)
+            tables[-1].append([name, f"{one.mean_excess(name):.3f}", *compared])
+    return tables
 
 
 def _compared(level: Level, method: str, other: str) -> str:
     found = level.difference(method, other)
-    if not any(found.differences):
-        return "same"
-    ends = _with_ends(found.mean, found.t_low, found.t_high)
-    return f"{level.verdict(method, other)} {ends}"
+    told = f"{level.verdict(method, other)} {_with_half_width(found)}"
+    return told if any(found.differences) else "same"
+
+
+def _with_half_width(found: Difference) -> str:
+    width = "" if found.t_high is None else f" \u00b1{found.t_high - found.mean:.3f}"
+    return f"{found.mean:.3f}{width}"
 
 
 def summary(measured: Measurement) -> Rows:
@@ -269,7 +268,7 @@ def _shown(levels: Mapping[str, Level]) -> list[str]:
 
 
 def _rank(level: Level, method: str, methods: Sequence[str]) -> float:
-    means = {name: fmean(level.excess(name).values()) for name in methods}
+    means = {name: level.mean_excess(name) for name in methods}
     below = sum(means[name] < means[method] for name in methods)
     ties = sum(means[name] == means[method] for name in methods)
     return below + (ties + 1) / 2
@@ -280,13 +279,8 @@ def _rank_text(ranks: Sequence[float], most: int) -> str:
     mean = paired_difference(ranks, [0.0] * len(ranks))
     if len(ranks) < MIN_SPLITS or mean.t_low is None or mean.t_high is None:
         return f"{mean.mean:.1f}"
-    return _with_ends(mean.mean, max(1.0, mean.t_low), min(most, mean.t_high), 1)
-
-
-def _with_ends(mean: float, low: float | None, high: float | None, decimals: int = 3) -> str:
-    if low is None or high is None:
-        return f"{mean:.{decimals}f}"
-    return f"{mean:.{decimals}f} ({low:.{decimals}f} to {high:.{decimals}f})"
+    low, high = max(1.0, mean.t_low), min(most, mean.t_high)
+    return f"{mean.mean:.1f} ({low:.1f} to {high:.1f})"
 
 
 def read_benchmark(root: Path) -> Benchmark:
@@ -321,8 +315,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
         measured = Measurement(spec, forms[0], root, overrides, arguments.jobs)
         for task, level in measured.levels():
             measured.measure(task, level)
-        compared = [against(measured, other) for other in (SUM, TUNED_SUM)]
-        tables = [admission(measured), *compared, summary(measured)]
+        tables = [admission(measured), powers(measured), *comparisons(measured), summary(measured)]
     except WrongExperiment as error:
         print(error, file=sys.stderr)
         return 2

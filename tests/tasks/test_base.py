@@ -33,7 +33,7 @@ from gradsurg.tasks.digits import Digits
 from tests import papers
 
 MORE_TARGETS = {"split_digits": 1, "noisy_quadratics": 2}  # columns, beside those of the outputs
-OTHER_DEFAULTS = {
+OTHERS = {
     "permuted_stream": {"num_tasks": 5, "num_train": 2000, "per_class": 5, "memory_batch": 64}
 }
 NAMES = [name for name in papers.names("task") if name not in papers.FROM_FILES]
@@ -63,7 +63,7 @@ def test_every_task_has_a_yaml_with_its_defaults():
         kind = papers.find("task", stem)
         said = content.pop("_target_", None) or content.pop("name")
         assert said in (stem, f"{kind.__module__}.{kind.__name__}")
-        assert kind(**content) == kind(**OTHER_DEFAULTS.get(stem, {}))
+        assert kind(**content) == kind(**OTHERS.get(stem, {}))
 
 
 @pytest.mark.parametrize("name", NAMES)
