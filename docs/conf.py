@@ -9,12 +9,16 @@ import base64
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from shutil import copytree
 
 from sphinx.application import Sphinx
 
 from gradsurg import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import plugin_pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "pages"
@@ -33,15 +37,23 @@ PICTURE = re.compile(r'<picture>.*?src="([^"]+)" alt="([^"]+)">\s*</picture>', r
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 project, author, release = "gradsurg", "The gradsurg authors", __version__
+project_copyright = f"{author}. Version {release}, MIT licence"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions += ["sphinx_copybutton", "sphinxext.opengraph"]  # the latter writes meta descriptions
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gradsurg {release}"
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
 html_show_sphinx = False
-viewcode_follow_imported_members = False  # else links to sources that have no page
+viewcode_follow_imported_members = True
 highlight_language = "text"  # of blocks that name none: commands and printed text
 myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline"]
+ogp_site_url = ""
+ogp_social_cards = {"enable": False}
 autodoc_member_order = "bysource"
+default_role = "literal"  # `x` in a docstring is code
 
 
 def linked(text: str, folder: Path, page_folder: Path) -> str:
@@ -82,20 +94,33 @@ def rendered(notebook: Path) -> str:
     return "\n\n".join(parts)
 
 
+def tour(folder: Path) -> str:
+    """Return each example of hooks in a folder, with its output."""
+    parts = []
+    for script in sorted(folder.glob("*.py")):
+        code, printed = (script.with_suffix(end).read_text("utf-8") for end in (".py", ".txt"))
+        title = script.stem.replace("_", " ").capitalize()
+        parts.append(f"\n## {title}\n\n```python\n{code}```\n\n```text\n{printed}```\n")
+    return "".join(parts)
+
+
 PAGES.mkdir(exist_ok=True)
 for notebook in (ROOT / "docs" / "notebooks").glob("*.ipynb"):
     (PAGES / f"{notebook.stem}.md").write_text(rendered(notebook), encoding="utf-8")
 for source, name in READMES.items():
     text = linked(source.read_text(encoding="utf-8"), source.parent, PAGES)
+    text += tour(source.parent) if name == "hooks_tour" else ""
     (PAGES / f"{name}.md").write_text(text, encoding="utf-8")
+plugin_pages.write(PAGES / "api")
 
 
 def setup(app: Sphinx) -> None:
     """Rewrite the links of the pages in docs/, and let |g| in a docstring be a norm."""
 
     def relink(_app: Sphinx, name: str, source: list[str]) -> None:
-        if "/" not in name:
-            source[0] = linked(source[0], ROOT / "docs", ROOT / "docs")
+        if not name.startswith("pages/"):
+            folder = (ROOT / "docs" / name).parent
+            source[0] = linked(source[0], folder, folder)
 
     def copy_pictures(app: Sphinx, error: Exception | None) -> None:
         # Those of <img> tags in tables, which Markdown cannot size and Sphinx does not copy.
@@ -106,8 +131,13 @@ def setup(app: Sphinx) -> None:
     def escape(_app: Sphinx, *_about: object) -> None:
         lines = _about[-1]
         assert isinstance(lines, list)
-        lines[:] = [line.replace("|", r"\|") for line in lines]
+        lines[:] = [line.replace("|", r"\|") for line in plugin_pages.restructured(lines)]
+
+    def shorten(_app: Sphinx, *about: object) -> tuple[object, object]:
+        signature, result = about[-2:]
+        return str(signature or "").replace("<factory>", "...") or None, result
 
     app.connect("source-read", relink)
     app.connect("build-finished", copy_pictures)
     app.connect("autodoc-process-docstring", escape)
+    app.connect("autodoc-process-signature", shorten)

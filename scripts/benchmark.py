@@ -7,7 +7,9 @@ python scripts/benchmark.py full        all of them: hours; what is finished is 
 
 import sys
 
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.reproduce.benchmark_command import main
 
 if __name__ == "__main__":
+    ignore_closed_pipes()
     sys.exit(main(sys.argv[1:]))

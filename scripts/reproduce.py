@@ -9,7 +9,9 @@ python scripts/reproduce.py --table            the table of claims (--write: exp
 
 import sys
 
+from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.reproduce.command import main
 
 if __name__ == "__main__":
+    ignore_closed_pipes()
     sys.exit(main(sys.argv[1:]))

@@ -27,10 +27,21 @@ def written() -> str:
     return "\n".join([*head, *imports, "", f"__version__: {type(version).__name__}", ""])
 
 
-if __name__ == "__main__":
-    STUB.write_text(written(), encoding="utf-8")
-    catalogue.FILE.write_text(catalogue.measured().json(), encoding="utf-8")
-
+def write() -> list[Path]:
+    """Write the files whose text has changed, and return their paths."""
     from gallery import PAGE, page
 
-    PAGE.write_text(page(), encoding="utf-8")
+    # The text of the gallery is made from the catalogue.
+    texts = ((STUB, written), (catalogue.FILE, lambda: catalogue.measured().json()), (PAGE, page))
+    return [path for path, text in texts if _write(path, text())]
+
+
+def _write(path: Path, text: str) -> bool:
+    if path.read_text(encoding="utf-8") == text:
+        return False
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    write()

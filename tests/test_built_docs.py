@@ -1,14 +1,21 @@
 """The built documentation: each picture and each page that it links to is there."""
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
+from tests.report.browser import browser, missing
+
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+needs_browser = pytest.mark.skipif(bool(missing()), reason=missing() or "all there")
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # of selenium's sockets
 
 
 class Links(HTMLParser):
@@ -45,16 +52,92 @@ def dead(site: Path, pages: dict[Path, Links]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
-def test_the_built_site_has_each_picture_and_each_page_that_it_links_to(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("sphinx")
-    site = tmp_path.resolve() / "site"
+    site = tmp_path_factory.mktemp("docs").resolve() / "site"
     command = [sys.executable, "-m", "sphinx", "-W", "-q", str(DOCS), str(site)]
     subprocess.run(command, check=True, timeout=600)
-    pages = {
-        page: Links(page.read_text(encoding="utf-8"))
-        for page in site.rglob("*.html")
-        if "_static" not in page.parts
-    }
+    return site
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    files = [page for page in site.rglob("*.html") if "_static" not in page.parts]
+    return {page: Links(page.read_text(encoding="utf-8")) for page in files}
+
+
+@pytest.mark.slow
+def test_the_built_site_has_each_picture_and_each_page_that_it_links_to(
+    site: Path, pages: dict[Path, Links]
+) -> None:
     assert dead(site, pages) == []
     assert pages[site / "gallery.html"].pictures >= len([*DOCS.glob("gallery/*.png")]) > 0
+
+
+@pytest.mark.slow
+def test_each_page_has_a_title_and_a_description_of_its_own(pages: dict[Path, Links]) -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    titles = [re.findall(r"<title>(.*?)</title>", text)[0] for text in texts.values()]
+    assert sorted(titles) == sorted({*titles})
+    written = [page for page in texts if page.stem not in ("genindex", "search", "py-modindex")]
+    own = [page for page in written if "_modules" not in page.parts]
+    assert [page for page in own if '<meta name="description"' not in texts[page]] == []
+
+
+BROKEN = (
+    "return [...document.images].filter(i => !i.naturalWidth && i.offsetParent).map(i => i.src)"
+)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_shows_each_picture_and_says_nothing(
+    site: Path, pages: dict[Path, Links]
+) -> None:
+    with browser(1400, 900) as driver:
+        faults = []
+        for page in pages:
+            driver.get(page.as_uri())
+            said = [entry["message"] for entry in driver.get_log("browser")]
+            faults += [f"{page.name}: {x}" for x in (*driver.execute_script(BROKEN), *said)]
+        assert faults == []
+
+
+FINISHED = "return typeof Search !== 'undefined' && Search.title?.innerText === 'Search Results'"
+FOUND = (
+    "return [...document.querySelectorAll('#search-results ul.search > li > a')].map(a => a.href)"
+)
+SEARCHES = {
+    "register_full_backward_hook": "how/backward_hook",
+    "pcgrad plain sum seeds": "how/pcgrad",
+    "GradScaler": "how/clip",
+    "Muon": "how/clip",
+    "embedding rows": "how/embedding_rows",
+    "unfreeze": "how/freeze",
+    "clip_grad_norm_": "how/one_norm",
+    "NaN gradients": "how/nan",
+    "torch.compile": "how/compile",
+    "Hugging Face outputs": "how/huggingface",
+    "gradient routing": "how/routing",
+    "unlearning": "how/unlearning",
+    "AttnLRP": "how/attnlrp",
+    "GRPO": "how/trl",
+    "FSDP2": "how/fsdp2",
+    "hundreds of tensors": "how/logs",
+}
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_search_finds_the_page_that_answers(site: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    ranks = {}
+    with browser(1400, 900) as driver:
+        for words, wanted in SEARCHES.items():
+            driver.get(f"{(site / 'search.html').as_uri()}?q={quote(words)}")
+            WebDriverWait(driver, 20).until(lambda driver: driver.execute_script(FINISHED))
+            found = [urlsplit(link).path for link in driver.execute_script(FOUND)]
+            ranks[words] = next((i for i, x in enumerate(found, 1) if wanted in x), None)
+    assert {words: rank for words, rank in ranks.items() if not rank or rank > 3} == {}

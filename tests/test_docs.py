@@ -1,5 +1,6 @@
 """The commands and snippets of the pages in docs/ run as they stand."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.plugins.registry import names
 from gradsurg.transforms import GroupTransform
 from tests.conftest import Here
 from tests.forks import Ranks, in_ranks
@@ -104,6 +106,28 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert pages <= {*index.split()}
+
+
+def test_the_landing_page_prints_its_table_and_counts_right(capsys) -> None:
+    (code,) = blocks("python", "docs/index.md")
+    exec(code, {})
+    assert capsys.readouterr().out == blocks("text", "docs/index.md")[0]
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    told = re.search(r"(\d+) transforms of a gradient\s+and (\d+) ways", text)
+    assert told
+    assert [*map(int, told.groups())] == [len(names("transforms")), len(names("aggregators"))]
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/how/*.md")])
+PAGES += sorted([*ROOT.glob("gradsurg/*/README.md"), *ROOT.glob("experiments/*/README.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_code_is_as_narrow_as_the_site(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [line for kind, block in blocks if kind not in ("sh", "text") for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 79] == []
 
 
 SETTING, *ANSWERS = blocks("python", "docs/faq.md")

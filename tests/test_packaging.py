@@ -37,8 +37,13 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
     python(tmp_path, *pip, "wheel", "--no-deps", str(source))
     (wheel,) = tmp_path.glob("*.whl")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`pip install {wheel.name}`" in readme
     python(tmp_path, *pip, "install", "--no-deps", "--target", str(installed), str(wheel))
     rmtree(source)
+    (metadata,) = installed.glob("gradsurg-*.dist-info/METADATA")
+    assert "\nProject-URL: Repository, https://" in metadata.read_text(encoding="utf-8")
+    assert readme in metadata.read_text(encoding="utf-8")
     package = installed / "gradsurg"
     for folder, there in ((ROOT / "gradsurg", package), (ROOT / "conf", package / "conf")):
         paths = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]

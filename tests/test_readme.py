@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.multitask.conflict import Conflict
-from tests.conftest import Here
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +27,7 @@ def blocks(language: str, file: str = "README.md") -> list[str]:
 
 
 def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) -> None:
-    _, code = blocks("python")
+    (code,) = blocks("python")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     names = {
@@ -44,15 +43,6 @@ def test_the_python_example_runs_and_prints_an_effect_table(capsys, tmp_path) ->
     assert "1#0/ReluBackward[0]" in printed
     assert "0.weight" in printed
     assert "0.bias" not in printed
-
-
-def test_the_example_of_ones_own_code_trains(here: Here, folder: Path) -> None:
-    code, _ = blocks("python")
-    (folder / "mine.py").write_text(code, encoding="utf-8")
-    (line,) = re.findall(r"^python -m gradsurg.run (.*mine.*)$", README, re.MULTILINE)
-    ended = here(*line.split(), "steps=2", "seeds=1", "logger=none", "report=false")
-    assert ended.code == 0, ended.err
-    assert ended.out.startswith("Test accuracy of halve minus control: ")
 
 
 def test_the_example_of_where_and_when_runs_and_shows_its_three_sites(capsys, tmp_path) -> None:

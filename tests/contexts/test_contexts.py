@@ -84,6 +84,7 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
     assert "Nodes (backward, enter) acts in: eager" in text
     assert "  refused in torch.compile inside the block: what is compiled runs as one node." in text
     assert "FSDP2: sharded" not in text
+    assert "{" not in text
 
 
 def test_a_refusal_names_kind_site_reason_and_way_out() -> None:

@@ -3,6 +3,7 @@
 python -m tests.transforms.table writes the table into gradsurg/transforms/README.md.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +11,7 @@ from gradsurg.experiment import catalogue
 from gradsurg.testing import check_transform
 from gradsurg.testing.transforms import SHAPES
 from gradsurg.transforms.base import TransformProperty
-from tests.transforms.cases import SHAPES_OF, build, names
+from tests.transforms.cases import CONFIGS, SHAPES_OF, build, names
 from tests.verdict_tables import cell, line, write
 
 # As documented; every other transform keeps a NaN in place.
@@ -33,9 +34,14 @@ def row(name: str) -> str:
     shapes = SHAPES_OF.get(name, SHAPES)
     checked = check_transform(transform, shapes=shapes, drops_nan=name in DROP_NAN)
     cells = [cell(verdict) for verdict in checked.verdicts]
-    entry = next(entry for entry in catalogue.list("transform") if entry.name == name)
-    paper = f"[{entry.paper}]({entry.url})" if entry.url else entry.paper
-    return line([f"`{name}`", f"`{type(transform).__name__}`", *cells, paper])
+    return line([f"`{name}`", f"`{type(transform).__name__}`", *cells, _papers()[name]])
+
+
+@cache
+def _papers() -> dict[str, str]:
+    """Return the citation of each config, from its yaml file: the catalogue may be older."""
+    entries = catalogue.list("transform", config_dirs=[CONFIGS.parent])
+    return {one.name: f"[{one.paper}]({one.url})" if one.url else one.paper for one in entries}
 
 
 if __name__ == "__main__":

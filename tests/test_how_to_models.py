@@ -1,0 +1,55 @@
+"""The pages of docs/how/ about transformers, TRL and FSDP2 run as they stand."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.forks import Ranks, in_ranks
+from tests.test_how_to import FOLDER, OTHERS, blocks, stripped
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of transformers and TRL
+    pytest.mark.filterwarnings("error::gradsurg.effects.ledger.SurgeryWarning"),
+]
+
+
+def run(stem: str, capsys: pytest.CaptureFixture[str] | None = None) -> None:
+    """Run the blocks of a page in one namespace; compare the printed text that it shows."""
+    names: dict[str, object] = {}
+    pairs = blocks(stem)
+    assert pairs
+    for number, (code, shown) in enumerate(pairs):
+        exec(compile(code, f"{stem}.md, block {number}", "exec"), names)
+        printed = "" if capsys is None else capsys.readouterr().out  # a Trainer prints its logs
+        assert shown is None or stripped(printed) == stripped(shown), f"block {number} of {stem}.md"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["huggingface", "attnlrp"])
+def test_a_page_about_a_model_of_transformers_prints_what_it_shows(
+    stem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="needs the extra trainers")
+    run(stem, capsys)
+
+
+@pytest.mark.slow
+def test_the_page_about_trl_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", reason="needs pip install trl")
+    run("trl", capsys)
+
+
+def _in_two_processes(ranks: Ranks, folder: Path) -> None:
+    run("fsdp2")
+
+
+def test_the_page_about_sharded_parameters_runs_in_two_processes() -> None:
+    in_ranks(2, _in_two_processes)
+
+
+@pytest.mark.parametrize("stem", OTHERS)
+def test_a_page_has_a_title_and_short_lines_of_code(stem: str) -> None:
+    text = (FOLDER / f"{stem}.md").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert 40 <= len(text.splitlines()) <= 90
+    assert [line for code, _ in blocks(stem) for line in code.splitlines() if len(line) > 79] == []
