@@ -45,6 +45,7 @@ html_theme = "furo"
 html_title = f"gradsurg {release}"
 html_static_path = ["static"]
 html_css_files = ["narrow.css"]
+html_search_scorer = str(ROOT / "docs" / "static" / "scorer.js")
 html_show_sphinx = False
 viewcode_follow_imported_members = True
 highlight_language = "text"  # of blocks that name none: commands and printed text

@@ -3,18 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsurg.experiment import catalogue
 from gradsurg.testing import Verdict
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-
-
-def paper(cls: type) -> str:
-    """Return the citation of a plug-in's class, as a link if it has an arXiv number, or ''."""
-    target = f"{cls.__module__}.{cls.__name__}"
-    entries = (entry for entry in catalogue.list() if entry.target == target)
-    entry = next((entry for entry in entries if not entry.preset_of), None)
-    return "" if entry is None else f"[{entry.paper}]({entry.url})" if entry.url else entry.paper
 
 
 def cell(verdict: Verdict) -> str:
