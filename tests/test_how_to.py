@@ -41,11 +41,3 @@ def test_the_blocks_of_a_page_print_what_it_shows(
         exec(compile(code, f"{stem}.md, block {number}", "exec"), names)
         printed = stripped(capsys.readouterr().out)
         assert printed == stripped(shown or ""), f"block {number} of {stem}.md"
-
-
-@pytest.mark.parametrize("stem", PAGES)
-def test_a_page_has_a_title_and_short_lines_of_code(stem: str) -> None:
-    text = (FOLDER / f"{stem}.md").read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    long = [line for code, _ in blocks(stem) for line in code.splitlines() if len(line) > 79]
-    assert long == []

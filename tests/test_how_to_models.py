@@ -45,11 +45,3 @@ def _in_two_processes(ranks: Ranks, folder: Path) -> None:
 
 def test_the_page_about_sharded_parameters_runs_in_two_processes() -> None:
     in_ranks(2, _in_two_processes)
-
-
-@pytest.mark.parametrize("stem", OTHERS)
-def test_a_page_has_a_title_and_short_lines_of_code(stem: str) -> None:
-    text = (FOLDER / f"{stem}.md").read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    assert 40 <= len(text.splitlines()) <= 90
-    assert [line for code, _ in blocks(stem) for line in code.splitlines() if len(line) > 79] == []
