@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Ranks, in_ranks
-from tests.test_how_to import FOLDER, OTHERS, blocks, stripped
+from tests.test_how_to import blocks, stripped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of transformers and TRL
