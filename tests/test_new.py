@@ -52,7 +52,8 @@ def test_the_check_passes_for_new_files_and_fails_for_a_wrong_result(root: Path)
         return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
 
     house, code = root / "tests/house.py", root / "gradsurg/transforms/soft_clip.py"
-    house.write_text(re.sub(r"\b\d\d_?\d\d\d?\b", "99999", house.read_text("utf-8")))  # no limits
+    no_limits = re.sub(r"\b\d\d_?\d\d\d?\b", "99999", house.read_text("utf-8"))
+    house.write_text(no_limits, encoding="utf-8")
     assert run("transform", "soft_clip").returncode == 0
     assert run("--check", "soft_clip").returncode == 0
     code.write_text(code.read_text("utf-8").replace("return grad", "return grad / 2"), "utf-8")

@@ -284,7 +284,7 @@ def outcomes(at: Selector) -> str:
         acts = "; ".join(name for name in CONTEXTS if name not in others)
         parts.append(f"{type(kind).__name__} ({', '.join(_modes(kind))}) acts in: {acts}")
         parts += [f"  {one.outcome} in {one.context}: {one.sentences}" for one in rows]
-    return "\n".join(parts).replace("{transform}", "a transform")
+    return re.sub(r"'?\{(\w+)\}'?", r"*\1*", "\n".join(parts))
 
 
 def visible_contexts(model: nn.Module) -> list[str]:
