@@ -13,7 +13,7 @@ from os.path import commonpath, relpath
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
@@ -320,7 +320,7 @@ def _table(rows: Sequence[Mapping[str, object]]) -> "wandb.Table":
     import wandb
 
     columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
-    data = [[row.get(str(column)) for column in columns] for row in rows]
+    data: list[Any] = [[row.get(str(column)) for column in columns] for row in rows]  # Any: W&B's
     return wandb.Table(columns=columns, data=data, allow_mixed_types=True)
 
 

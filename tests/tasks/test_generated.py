@@ -120,7 +120,7 @@ def test_modular_refuses_an_empty_part(fraction):
 def test_overlay_of_digits_that_do_not_touch_holds_both_as_they_are():
     data = Overlay(**SMALL, shift=8).load()
     assert data.input_shape == (1, 16, 16)
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     image, targets = data.train_inputs[0, 0], data.train_targets[0]
     assert (image[8:, :8] == image[0, 15]).all()  # nothing lies there
     for corner, target in ((image[:8, :8], targets[0]), (image[8:, 8:], targets[1])):
