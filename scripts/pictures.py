@@ -1,4 +1,4 @@
-"""Write the pictures of README.md, light and dark: python scripts/pictures.py STUDY
+"""Write the pictures of the documentation, light and dark: python scripts/pictures.py STUDY
 
 STUDY is the folder of the README's first command, as runs/digits-mlp.
 """
