@@ -394,6 +394,7 @@ def surgery_page() -> str:
     functions = [f"gradsurg.{name}" for name, one in given.items() if inspect.isroutine(one)]
     parts = ["# Surgery: the other names of gradsurg", "## Classes", automatic(classes)]
     parts += ["## Functions", automatic(functions)]
+    modules.remove(gradsurg.integrations)  # its modules import other libraries
     for module in modules:
         if members := public(module):
             parts += [f"## {module.__name__}", automatic(members)]
