@@ -59,7 +59,7 @@ RESULT = "a result computed by hand, one row for each branch of your formula"
 DRAWN = "only if the default fields are not visible in the picture: fields to draw it with"
 COMMON = (("scripts/gallery.py", "ILLUSTRATED", DRAWN),)
 COMMON += (("tests/house.py", "ROOMS", "only if --check says that a limit of lines is exceeded"),)
-COMMON += (("CHANGELOG.md", "## ", "one line"),)
+COMMON += (("CHANGELOG.md", "### New", "its name in the item that fits, or a line of its own"),)
 DROPS = "only if a NaN does not stay in its place: its name"
 SHAPES = "only if it does not take tensors of every shape: its name and shapes"
 EQUAL = "only for a Gramian aggregator that does not return g for equal rows g: its result"
@@ -119,7 +119,7 @@ $name:
         (
             "tests/transforms/test_properties.py",
             "OTHERS",
-            "if `tags_if` has conditions: an instance for each",
+            "only if `tags_if` has conditions: an instance for each",
         ),
         ("tests/transforms/table.py", "DROP_NAN", DROPS),
         ("tests/transforms/cases.py", "SHAPES_OF", SHAPES),
@@ -231,7 +231,9 @@ def begin(kind: Kind, name: str, root: Path) -> list[str]:
     first = [(f"{code}:{line_of(root / code, 'class ')}", DOCSTRING), (f"{yaml}:2", YAML)]
     first += [(f"{cases}:{line}", RESULT)]
     lists = [(f"{path}:{line_of(root / path, text)}", say) for path, text, say in kind.steps]
-    last = [(f"python scripts/new.py --check {name}", "until all is ok; then scripts/check")]
+    last = [
+        (f"python scripts/new.py --check {name}", "until all is ok; then pyright and scripts/check")
+    ]
     steps = enumerate([*first, *lists, *last], 1)
     return [f"{number}. {place}  {text}" for number, (place, text) in steps]
 

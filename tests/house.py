@@ -18,7 +18,7 @@ NEW = 300
 
 ROOMS = {
     "core": (("core", "effects", "torch_internals"), 5420),
-    "sites": (("sites",), 6418),
+    "sites": (("sites",), 6418 + NEW),
     "transforms": (("transforms",), 4138 + NEW),
     "aggregators": (("aggregators",), 3957 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4583 + NEW),
