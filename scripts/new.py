@@ -58,7 +58,8 @@ YAML = "purpose in one line; '# Paper: ...' and '# Also: other words' if any; ev
 RESULT = "a result computed by hand, one row for each branch of your formula"
 DRAWN = "only if the default fields are not visible in the picture: fields to draw it with"
 COMMON = (("scripts/gallery.py", "ILLUSTRATED", DRAWN),)
-COMMON += (("tests/house.py", "ROOMS", "only if --check says that a limit of lines is exceeded"),)
+OVER = "only if --check says that a limit of lines is exceeded: raise it by your lines"
+COMMON += (("tests/house.py", "ROOMS", OVER),)
 COMMON += (("CHANGELOG.md", "### New", "its name in the item that fits, or a line of its own"),)
 DROPS = "only if a NaN does not stay in its place: its name"
 SHAPES = "only if it does not take tensors of every shape: its name and shapes"
@@ -203,7 +204,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
         return 2
     if root == ROOT:
         check(kind, name, GENERATED)
-    print(*steps, sep="\n")
+    words = name.replace("_", " ")
+    print(f"Does it exist already? python -m gradsurg.run --list {words}", *steps, sep="\n")
     return 0
 
 

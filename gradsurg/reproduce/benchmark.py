@@ -206,8 +206,8 @@ class Level:
     def _point(self, method: str) -> tuple[float, ...]:
         return tuple(map(fmean, zip(*self.excesses(method).values(), strict=True)))
 
-    def chances(self, gain: float) -> tuple[float, float]:
-        """The probabilities of finding a true gain, and of `equivalent` where there is none.
+    def chances(self) -> list[float]:
+        """The probability of finding each of `GAINS`, and of `equivalent` where there is no gain.
 
         At the median spread of the methods' differences to the plain sum, without other sums.
         """
@@ -216,10 +216,10 @@ class Level:
         spreads = sorted((self.difference(name) for name in others), key=lambda one: one.sd or 0.0)
         typical = spreads[len(spreads) // 2]
         if not typical.sd:
-            return 1.0, 1.0
+            return [1.0] * (len(GAINS) + 1)
         centred = [value - typical.mean for value in typical.differences]
         (same, _), _ = chances_of_interval(centred, -self.margin, self.margin)
-        return power(typical.n, typical.sd, gain), same
+        return [*(power(typical.n, typical.sd, gain) for gain in GAINS), same]
 
 
 def hypervolume(points: Sequence[tuple[float, ...]], reference: Sequence[float]) -> float:

@@ -86,6 +86,10 @@ class Measurement:
         content = b"".join(file.read_bytes() for file in files if file.is_file())
         return sha256(content).hexdigest()[:12]
 
+    def titled(self) -> dict[str, Level]:
+        """Return the levels with all their cells, by task and level."""
+        return {f"{task} {level:g}": self.level(task, level) for task, level in self.levels()}
+
     def level(self, task: str, level: float) -> Level:
         """Return a level with all its cells; WrongExperiment if a loss alone learns nothing."""
         cells = with_tuned_sum([*self.known(task, level).values()])
@@ -196,31 +200,30 @@ def _chosen(ended: FinishedStudy) -> tuple[dict[str, object], bool, float]:
     return chosen, at_edge, fmean(row["score"] for row in scores)
 
 
-def admission(measured: Measurement) -> Rows:
+def admission(levels: Mapping[str, Level]) -> Rows:
     """Return the table of levels: what decides that they enter."""
     rows = [["task", "each loss: tuned sum minus alone", "conflict", "enters"]]
-    for name, one in _levels(measured).items():
+    for name, one in levels.items():
         gaps = "; ".join(map(_with_half_width, one.gaps))
         enters = "yes" if one.is_admitted else "control"
         rows.append([name, gaps, f"{one.cells[SUM].lost or 0:.0%}", enters])
     return rows
 
 
-def powers(measured: Measurement) -> Rows:
+def powers(levels: Mapping[str, Level]) -> Rows:
     """Return the table of levels: what the protocol can find."""
     rows = [["task", *(f"power at {gain:g}" for gain in GAINS), "equivalent at 0"]]
-    for name, one in _levels(measured).items():
-        chances = [one.chances(gain) for gain in GAINS]
-        rows.append([name, *(f"{found:.0%}" for found, _ in chances), f"{chances[0][1]:.0%}"])
+    for name, one in levels.items():
+        rows.append([name, *(f"{chance:.0%}" for chance in one.chances())])
     return rows
 
 
-def comparisons(measured: Measurement) -> list[Rows]:
+def comparisons(levels: Mapping[str, Level]) -> list[Rows]:
     """Return a table for each level: the methods' excess, and minus that of the two sums."""
-    levels, others, tables = _levels(measured), (SUM, TUNED_SUM), []
+    others, tables, shown = (SUM, TUNED_SUM), [], _shown(levels)
     for title, one in levels.items():
         tables.append([[title, "excess", *(f"minus {other}'s" for other in others)]])
-        for name in _shown(levels):
+        for name in shown:
             compared = (_compared(one, name, other) for other in others)
             tables[-1].append([name, f"{one.mean_excess(name):.3f}", *compared])
     return tables
@@ -237,9 +240,8 @@ def _with_half_width(found: Difference) -> str:
     return f"{found.mean:.3f}{width}"
 
 
-def summary(measured: Measurement) -> Rows:
+def summary(levels: Mapping[str, Level]) -> Rows:
     """Return the table of methods over the levels: rank and front of those that enter, and time."""
-    levels = _levels(measured)
     entered = [one for one in levels.values() if one.is_admitted]
     shown = _shown(levels)
     rows = [["method", "mean rank", "front", "time", "diverged", "at an edge"]]
@@ -254,10 +256,6 @@ def summary(measured: Measurement) -> Rows:
         rank = _rank_text(ranks, len(shown)) if ranks else "-"
         rows.append([name, rank, f"{front:+.3f}", f"{time:.2f}", diverged, edges])
     return rows
-
-
-def _levels(measured: Measurement) -> dict[str, Level]:
-    return {f"{t} {x:g}": measured.level(t, x) for t, x in measured.levels()}
 
 
 def _shown(levels: Mapping[str, Level]) -> list[str]:
@@ -315,7 +313,8 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
         measured = Measurement(spec, forms[0], root, overrides, arguments.jobs)
         for task, level in measured.levels():
             measured.measure(task, level)
-        tables = [admission(measured), powers(measured), *comparisons(measured), summary(measured)]
+        levels = measured.titled()
+        tables = [admission(levels), powers(levels), *comparisons(levels), summary(levels)]
     except WrongExperiment as error:
         print(error, file=sys.stderr)
         return 2

@@ -54,11 +54,12 @@ class Row:
     def at(self, name: str) -> Selector:
         if self.cls == "Nodes":
             return gs.Nodes("re:Addmm|Mm|Relu", module=name)
-        return getattr(gs, self.cls)(name if self.of_modules else f"{name}.weight", **self.fields)
+        pattern = self.site.replace("#", "/").partition("/")[0].format(name)
+        return getattr(gs, self.cls)(pattern, **self.fields)
 
     @property
     def of_modules(self) -> bool:
-        return ".weight" not in self.site
+        return "#" in self.site
 
     def sites(self, *names: str) -> set[str]:
         return {self.site.format(name, node=MADE[name], saved=SAVED[name]) for name in names}

@@ -160,12 +160,12 @@ def test_chances_are_those_of_the_median_spread_of_methods_without_sums() -> Non
     }
     one = level({"sum": plain, **rows})
     sd = 0.025 * (4 / 3) ** 0.5  # an excess is a quarter
-    found, same = one.chances(0.05)
-    assert found == pytest.approx(power(4, sd, 0.05))
-    assert one.chances(0.02)[0] < found
-    assert same < 0.05  # an interval of 3.18 sd / 2 on each side of 0, for a margin of 0.7 sd
+    *powers, same = one.chances()
+    assert powers == pytest.approx([power(4, sd, 0.02), power(4, sd, 0.05)])
+    # an interval of 3.18 sd / 2 on each side of 0, for a margin of 0.7 sd
+    assert same < 0.05
     exact = level({"sum": plain, "mgda": plain})
-    assert exact.chances(0.05) == (1.0, 1.0)
+    assert exact.chances() == [1.0, 1.0, 1.0]
 
 
 def test_the_tuned_sum_has_the_least_validation_loss() -> None:
@@ -202,15 +202,16 @@ def test_tables_have_each_level_and_what_is_told_of_a_method(root: Path) -> None
         one = cell(name, [(1, seed, a + seed / 1000, b) for seed in range(3)], a, lost=0.25)
         own = {"words": words[name], "digest": measured._digest("toy", name)}
         measured.cells.append(replace(one, **own, diverged=2, at_edge=name == "mgda"))
-    assert admission(measured) == [
+    levels = measured.titled()
+    assert admission(levels) == [
         ["task", "each loss: tuned sum minus alone", "conflict", "enters"],
         ["toy 0.5", "0.800 \u00b10.000; 1.000 \u00b10.000", "25%", "yes"],
     ]
-    assert powers(measured) == [
+    assert powers(levels) == [
         ["task", "power at 0.02", "power at 0.05", "equivalent at 0"],
         ["toy 0.5", "100%", "100%", "100%"],
     ]
-    assert comparisons(measured) == [
+    assert comparisons(levels) == [
         [
             ["toy 0.5", "excess", "minus sum's", "minus tuned_sum's"],
             ["mgda", "0.400", "better -0.100 \u00b10.000", "better -0.050 \u00b10.000"],
@@ -218,7 +219,7 @@ def test_tables_have_each_level_and_what_is_told_of_a_method(root: Path) -> None
             ["sum", "0.500", "same", "worse 0.050 \u00b10.000"],
         ]
     ]
-    assert summary(measured) == [
+    assert summary(levels) == [
         ["method", "mean rank", "front", "time", "diverged", "at an edge"],
         ["mgda", "1.0", "+0.050", "1.00", "2 of 3", "1 of 1"],
         ["tuned_sum", "2.0", "+0.000", "1.00", "2 of 3", "0 of 1"],
