@@ -364,8 +364,8 @@ LACKS: dict[Need, tuple[str, str, str]] = {
     ),
     "examples": ("the gradients of the single examples", "{kind} has none", "Parameters"),
     "skip": (
-        "an optimizer whose step can be skipped",
-        "{kind} has none",
+        "an optimizer's step that it can skip",
+        "{at!r} has none",
         "Parameters, stage 'step'",
     ),
     "labels": ("a gradient with an axis of examples", "{kind} has none", "Outputs or Inputs"),

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 from torch import nn
 
@@ -85,7 +85,7 @@ class SharedParameters(ParamSelector):
     engine: Engine = "full"
     features: str = ""
     reduce: Reduce = "mean"
-    on_nonfinite: Annotated[OnNonfinite, Field(repr=False)] = "propagate"
+    on_nonfinite: OnNonfinite = "propagate"
 
     stages: ClassVar[tuple[Stage, ...]] = ()
     for_aggregators: ClassVar[bool] = True

@@ -217,10 +217,13 @@ def test_an_optimizer_that_steps_without_gradients_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gs.Intervention(gs.SkipUpdate(), at=gs.Updates()), "step can be skipped"),
+        (
+            lambda: gs.Intervention(gs.SkipUpdate(), at=gs.Updates()),
+            "step that it can skip, and Updates",
+        ),
         (
             lambda: gs.Intervention(gs.SkipUpdate(), at=gs.Parameters(stage="backward_end")),
-            "an optimizer whose step can be skipped",
+            "an optimizer.s step that it can skip",
         ),
         (
             lambda: gs.Intervention(gs.SkipUpdate(), at=gs.Parameters(stage="backward")),
