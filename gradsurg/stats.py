@@ -328,7 +328,7 @@ def detectable_effect(n: int, sd: float, power: float = 0.8) -> float | None:
 def power(n: int, sd: float, effect: float) -> float:
     """Return the probability that the paired t test of n differences finds a true mean at 0.05.
 
-    The differences are normal with standard deviation `sd`; from the noncentral t distribution.
+    Its sign must be found too. The differences are normal with standard deviation `sd`.
     """
     from scipy.special import nctdtr
 

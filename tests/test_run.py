@@ -113,8 +113,8 @@ def test_the_main_job_prints_the_answer_first_then_outcomes_then_effects(first) 
     head, _, *table = paragraphs[2].splitlines()
     assert re.split(r"\s{2,}", head.strip()) == ["clip", "control", "difference", "range", "higher"]
     titles = [re.split(r"\s{2,}", line)[0] for line in table[:5]]
-    metrics = ["test accuracy", "test loss", "train loss", "area under train loss"]
-    assert titles == [*metrics, "step time"]
+    metrics = ["test accuracy", "test loss", "train loss", "train loss AUC"]
+    assert titles == [*metrics, "step time (ms)"]
     assert paragraphs[3] == "Gradients at each site, means over 2 runs:"
     effects = paragraphs[4].splitlines()
     assert re.split(r"\s{2,}", effects[0])[:3] == ["site", "norm before", "norm after"]
@@ -127,7 +127,7 @@ def test_the_main_job_ends_with_where_its_runs_lie_and_how_to_upload_them(first)
     ending = " ".join(done.stdout.split("\n\n")[-1].split())
     found = re.fullmatch(
         r"4 runs in runs/first report: runs/first/report/index.html "
-        r"W&B \(offline\): 5 runs under runs/first "
+        r"W&B \(offline\): 5 runs, one for the report, under runs/first "
         r"to upload: wandb sync (\S+)",
         ending,
     )

@@ -366,7 +366,8 @@ def _remove_offline_runs(directory: Path, id_prefix: str = "") -> str | None:
 def _location(paths: list[Path]) -> str:
     if len(paths) == 1:
         return str(paths[0])
-    return f"{len(paths)} runs under {commonpath(paths)}"
+    report = ", one for the report," * any((path / SENT_TABLE).is_file() for path in paths)
+    return f"{len(paths)} runs{report} under {commonpath(paths)}"
 
 
 def _glob_argument(paths: list[Path]) -> str:

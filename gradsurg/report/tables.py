@@ -95,7 +95,7 @@ def fitted(table: Table, spared: Sequence[Collection[str]] = SPARED) -> str:
     words = {head for head in heads if head in WORDS or head == heads[0]}
     widths |= {head: min(widths[head], NARROWEST) for head in words}
     for more in spared:
-        if sum(widths[head] + 2 for head in columns) > table_width():
+        if sum(widths[head] + 2 for head in columns) - 2 > table_width():
             columns = {head: cells for head, cells in columns.items() if head not in more}
     lines = [[*columns], *zip(*columns.values(), strict=True)]
     left = [place for place, head in enumerate(columns) if head in words]

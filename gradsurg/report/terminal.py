@@ -183,17 +183,17 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
     heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
     for cost in costs(study).to_dicts():  # none beside a control that runs a surgery too
-        times = [f"{cost[side]:.3g} ms" for side in ("treated_ms", "control_ms")]
-        ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%} (range)" * (cost["pairs"] > 1)
-        row = ["step time", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]
+        times = [f"{cost[side]:.3g}" for side in ("treated_ms", "control_ms")]
+        ends = f"{cost['low'] - 1:+.0%} to {cost['high'] - 1:+.0%}" * (cost["pairs"] > 1)
+        row = ["step time (ms)", *times, f"{cost['ratio'] - 1:+.0%}", ends, "", "", ""]
         table.append(row[: len(heads)])
         every = max((run.summary or {}).get("effects_every", 1) for run in study.all_runs)
         which = f"without those that measure effects on gradients (one in {every}, which takes "
         which += f"{cost['measured_ms'] or 0:.3g} ms with {cost['arm']})"
         which = which if every > 1 else "each of which measures the effects on gradients"
-        difference = "its difference: median over the seeds"
+        difference = "its difference: median and range over the seeds"
         notes = [f"Step time: median over the steps, {which}; {difference}."]
-    spared = ({"higher"}, {*arms.values()}, {"p"})
+    spared = ({"higher"}, {"p"}, {*arms.values()})
     return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
 
 

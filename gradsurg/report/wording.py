@@ -44,7 +44,7 @@ def titles(summary: Mapping[str, object]) -> dict[str, str]:
 def title(key: str) -> str:
     """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
     if key.startswith(AREA):
-        return f"area under {title(key.removeprefix(AREA))}"
+        return f"{title(key.removeprefix(AREA))} AUC"
     return re.sub("[/_]", " ", key)
 
 

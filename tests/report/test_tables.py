@@ -187,7 +187,7 @@ def test_numbers_names_and_lists_have_one_format() -> None:
     assert listed(list("abcdefg"), 3) == "a, b and 5 more"
     times = [duration(s) for s in (3.21, 45.2, 250, 7500)]
     assert times == ["3.2 s", "45 s", "4 min 10 s", "2 h 5 min"]
-    assert title("area/test/loss_first") == "area under test loss first"
+    assert title("area/test/loss_first") == "test loss first AUC"
     directions = [better(k) for k in ("test/loss_first", "test/accuracy", "test/f1")]
     assert directions == ["lower", "higher", ""]
 

@@ -54,8 +54,8 @@ def test_a_job_prints_the_verdict_both_arms_and_the_effects_of_its_runs_alone(
     assert said.startswith("clip lowers test accuracy by 7.33 pp (95 % interval ")
     cells = "82.67%, 90.00%, -7.33 pp, -10.00 to -4.00 pp, 0.0312, 0/6"
     assert row_of(text, "test accuracy")[1:] == cells.split(", ")
-    assert row_of(text, "step time")[1:] == ["1.5 ms", "1 ms", "+50%", "+50% to +50% (range)"]
-    assert "(one in 10, which takes 2 ms with clip); its difference: median over" in said
+    assert row_of(text, "step time (ms)")[1:] == ["1.5", "1", "+50%", "+50% to +50%"]
+    assert "(one in 10, which takes 2 ms with clip); its difference: median and range over" in said
     assert "Gradients at each site, means over 6 runs at one step in 10:" in text
     assert row_of(text, "first.weight")[1:] == ["2", "1", "0.5000", "25.0%", "12.5%", "240"]
     assert text.splitlines()[-1].startswith("12 runs in ")
@@ -67,6 +67,17 @@ def test_a_job_with_few_seeds_has_ranges_and_no_p(tmp_path: Path) -> None:
     assert heads == ["clip", "control", "difference", "range", "higher"]
     cells = "85.00%, 90.00%, -5.00 pp, -10.00 to +1.00 pp, 1/3"
     assert row_of(text, "test accuracy")[1:] == cells.split(", ")
+
+
+def test_a_narrow_table_of_a_job_keeps_both_arms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = job(tmp_path, [0.80, 0.81, 0.82, 0.83, 0.84, 0.86])
+    arms, rest = ["clip", "control", "difference"], ["95", "%", "interval"]
+    for width, more in ((80, ["p", "higher"]), (79, ["p"]), (72, ["p"]), (71, [])):
+        monkeypatch.setattr(wording, "TEXT_WIDTH", width)
+        heads = next(line for line in report(runs).splitlines() if "  difference  " in line)
+        assert heads.split() == [*arms, *rest, *more], width
 
 
 def test_effects_measured_at_every_step_are_said_in_one_clause(tmp_path: Path) -> None:
@@ -168,7 +179,7 @@ def test_an_overview_has_a_table_for_each_metric_and_the_unfinished_runs(tmp_pat
     said = plain(text)
     assert said.startswith("1 of 3 seeds diverged with zero and 0 with control (exact McNemar p 1)")
     assert "13 runs: 8 finished, " in said
-    for name in ("test accuracy", "train loss", "area under train loss"):
+    for name in ("test accuracy", "train loss", "train loss AUC"):
         assert f"\n\n{name}\narm " in text
     assert "1 failed, 1 interrupted, 1 planned" in text
     last = text.split("\n\n")[-1]
