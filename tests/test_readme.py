@@ -123,7 +123,7 @@ def test_the_examples_of_choosing_run() -> None:
         found,
     )
     assert isinstance(found["made"], list)
-    assert len(found["made"]) == 7
+    assert len(found["made"]) == 8
 
 
 def test_the_two_commands_stand_on_lines_of_their_own() -> None:

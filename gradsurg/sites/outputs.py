@@ -15,7 +15,7 @@ from gradsurg.sites.module_calls import (
     rebuilt,
     tensors_in,
 )
-from gradsurg.sites.selection import ModuleSelector
+from gradsurg.sites.selection import ModuleSelector, Pattern, matches
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
@@ -27,6 +27,7 @@ class Outputs(ModuleSelector):
     A tensor hook on every floating tensor that a matching module returns, also inside tuples,
     lists, dicts and dataclasses: its gradient is the sum over all uses of that output. Site ids are
     `name#call`, followed by the path of the tensor if there are several: `encoder.lstm#0.1.0`.
+    `item` picks tensors by that path, as "0" or "1.*"; a module without such a tensor is left out.
     Calls are counted from 0 within one call of the model. Modules that return the same tensor (a
     container and its last child) are one site, unless it was changed in place between them. A
     module that returns its input (an identity, dropout in evaluation) returns an alias of it while
@@ -36,11 +37,17 @@ class Outputs(ModuleSelector):
     graph.
     """
 
+    item: Pattern = "*"
+
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
     @property
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "error", "labels"})
+
+    @property
+    def mechanism(self) -> tuple[object, ...]:
+        return ("Outputs", self.stage, self.item)
 
     def hook(self, attached: Attached) -> None:
         tensors = _HookedOutputs(self, attached, Shared())
@@ -66,7 +73,13 @@ class Outputs(ModuleSelector):
                 autograd.hook_first(output, fast[site])
                 return output
             bare = isinstance(output, Tensor)  # a complex one has a site too, and is refused there
-            for path, tensor in [("", output)] if bare else tensors_in(output):
+            found = {"": output} if bare else dict(tensors_in(output))
+            chosen = [path for path in found if matches(path[1:], self.item)]
+            if found and not chosen:
+                items = ", ".join(path[1:] for path in found) or "one tensor"
+                attached.expect(site, skipped=f"has no item '{self.item}'; it has {items}")
+            for path in chosen:
+                tensor = found[path]
                 if tensors.hook_tensor(tensor, site, path, module) and tensor is output:
                     fast[site] = attached.hook_at(site)
             return output

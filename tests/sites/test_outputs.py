@@ -70,6 +70,26 @@ def test_the_tensors_that_modules_return_are_sites(
     assert not gradients(model)[next(iter(gradients(model)))].any()
 
 
+def test_modules_without_the_item_are_left_out_and_say_which_they_have() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+
+    def backward() -> None:
+        sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+
+    for at, sites in (
+        (gs.Outputs(item="0"), ["1#0.0"]),
+        (gs.Outputs(item=r"re:.*\.1"), ["1#0.1.1"]),
+        (gs.Outputs(item="1.*") | gs.Outputs("0"), ["0#0", "1#0.1.0", "1#0.1.1"]),
+    ):
+        with attached(model, gs.Zero(), at) as live:
+            backward()
+        assert sorted(str(row["site"]) for row in live.effects.rows()) == sites
+    missed = pytest.warns(gs.SurgeryWarning, match=r"1#0 \(has no item '2'; it has 0, 1.0, 1.1\)")
+    with missed, attached(model, gs.Zero(), gs.Outputs(item="2")) as live:
+        backward()
+    assert "0#0  (has no item '2'; it has one tensor)" in live.ledger.table()
+
+
 def _residual(inner: nn.Module) -> Made:
     """A module that returns its input, or a list of it, with other uses of that input."""
 
