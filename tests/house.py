@@ -30,8 +30,9 @@ ROOMS = {
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
-A room may give lines to another; the sum of all rooms may only shrink. A room that is rebuilt
-beside the old one gets a row of its own until the old one is deleted."""
+A change that adds to what users can do raises the limit of its room by its own lines; any other
+change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
+old one is deleted."""
 
 REST, TESTS = 2387, 47_300 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""

@@ -159,8 +159,10 @@ def test_every_file_in_the_architecture_is_there() -> None:
     assert missing == []
 
 
-def test_the_changelog_has_the_version_of_the_package() -> None:
+def test_the_changelog_and_the_citation_have_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
     ]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == version

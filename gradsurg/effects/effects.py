@@ -191,7 +191,7 @@ class Effects:
 
         The keys are `<prefix>/<transform>/<site>/<number>`, with the numbers of `EFFECT_NUMBERS`,
         the gradients `seen` and the `calls` of the transform; those without a value are left out.
-        If a transform has more than 12 sites they are at most 30 numbers about all of them, such as
+        If a transform has more than 12 sites they are about 30 numbers about all of them, such as
         `<prefix>/<transform>/mean/cosine`. With `log="sites"` they are those of each site, with a
         pattern (`log="*.weight"`) those of the sites that match it, beside the summary. LookupError
         if none matches.

@@ -62,7 +62,7 @@ def by_transform(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
-    """Yield at most 30 numbers about one transform at many `sites`, in rows by place.
+    """Yield about 30 numbers about one transform at many `sites`, in rows by place.
 
     `mean` has the means over the sites, `total` the sums of counts. `worst_cosine/1` to `/3` are
     the lowest cosines, `worst_norm_ratio/1` to `/3` the ratios farthest from 1. `block/<layers>`

@@ -78,9 +78,10 @@ class Place:
     """A candidate site, on which a selector decides.
 
     `thing` is the parameter or module, `name` one of its names. `call` is the index of the module
-    call, `node` the autograd node made in it and `occurrence` the index among such nodes; each is
-    None as long as it is unknown. The `owner` of a parameter is its module; `aliases` are places of
-    the same parameter under its other names. `whole` means that no more will be known.
+    call, `node` the autograd node made in it, `occurrence` the index among such nodes, and `item`
+    the path of a tensor in the module's output; each is None as long as it is unknown. The `owner`
+    of a parameter is its module; `aliases` are places of the same parameter under its other names.
+    `whole` means that no more will be known, but for `item`.
 
     `mechanism` identifies the kind of hook; a selector of another mechanism does not select it.
     """
@@ -91,6 +92,7 @@ class Place:
     call: int | None = None
     node: str | None = None
     occurrence: int | None = None
+    item: str | None = None
     owner: nn.Module | None = None
     aliases: tuple["Place", ...] = ()
     whole: bool = False
@@ -98,13 +100,16 @@ class Place:
     @property
     def key(self) -> tuple[object, ...]:
         """A key that is unique to the place."""
-        return (self.mechanism, self.name, self.call, self.node, self.occurrence)
+        return (self.mechanism, self.name, self.call, self.node, self.occurrence, self.item)
 
     @property
     def label(self) -> str:
         """The name with what is known of it, as `encoder#0/ReluBackward[1]`."""
         call = "" if self.call is None else f"#{self.call}"
-        return f"{self.name}{call}" + (f"/{self.node}[{self.occurrence}]" if self.node else "")
+        item = f".{self.item}" if self.item else ""
+        return f"{self.name}{call}{item}" + (
+            f"/{self.node}[{self.occurrence}]" if self.node else ""
+        )
 
 
 PlaceTest = Callable[[Place], bool | None]
@@ -268,8 +273,11 @@ class Selector(ABC):
 
     @property
     def mechanism(self) -> tuple[object, ...]:
-        """Identifies the kind of hook: selectors with equal mechanisms are hooked together."""
-        return (type(self).__name__, self.stage)
+        """Identifies the kind of hook: selectors with equal mechanisms are hooked together.
+
+        A subclass that inherits `hook` has the mechanism of its base.
+        """
+        return (type(self).hook.__qualname__.rpartition(".")[0], self.stage)
 
     @property
     def kinds(self) -> tuple["Selector", ...]:

@@ -38,9 +38,9 @@ class Combined(Selector):
             raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(selector.count is not None for selector in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
-        staged = {type(kind) for kind in self.kinds if kind.stage is not None}
+        staged = {kind.mechanism[0] for kind in self.kinds if kind.stage is not None}
         for kind in self.kinds:
-            if kind.stage is None and type(kind) in staged:
+            if kind.stage is None and kind.mechanism[0] in staged:
                 name = type(kind).__name__
                 raise Contradiction(
                     "of", f"give each of these {name} a stage, or none of them; {kind!r} has none"
@@ -175,7 +175,7 @@ class Selection:
                 selected = self._within(self.combined.limit, place, selected)
         if selected:
             self.matched = True
-        elif place.whole and place.mechanism in _mechanisms(self.selector):
+        elif selected is False and place.whole and place.mechanism in _mechanisms(self.selector):
             self.rejected[place.label] = None
         return selected
 
@@ -189,7 +189,7 @@ class Selection:
 
     def _within(self, limit: int, place: Place, selected: bool | None) -> bool | None:
         full = len(self._admitted) >= limit
-        if not place.whole:
+        if not place.whole or selected is None:
             # Once the limit is reached, only places inside an admitted one can still be selected.
             inside = place.key[:2] in {key[:2] for key in self._admitted}
             return None if inside or not full else False

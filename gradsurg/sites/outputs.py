@@ -1,12 +1,13 @@
 """Outputs: the gradient with respect to the output of a module."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Attached, Stage
+from gradsurg.sites.base import Attached, Place, Stage
 from gradsurg.sites.module_calls import (
     HookedTensors,
     Shared,
@@ -15,7 +16,7 @@ from gradsurg.sites.module_calls import (
     rebuilt,
     tensors_in,
 )
-from gradsurg.sites.selection import ModuleSelector, Pattern, matches
+from gradsurg.sites.selection import ModuleSelector, Pattern, matches, unnumbered
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need
 
@@ -45,15 +46,29 @@ class Outputs(ModuleSelector):
     def provides(self) -> frozenset[Need]:
         return frozenset({"value", "error", "labels"})
 
-    @property
-    def mechanism(self) -> tuple[object, ...]:
-        return ("Outputs", self.stage, self.item)
+    def selects(self, place: Place) -> bool | None:
+        selected = super().selects(place)
+        if not selected or self.item == "*":
+            return selected
+        return None if place.item is None else matches(place.item, self.item)
 
     def hook(self, attached: Attached) -> None:
         tensors = _HookedOutputs(self, attached, Shared())
         modules = hookable_modules(self, tensors, attached)
-        site_ids = self.site_ids(attached)
+        undecided, known = dict[str, Place](), dict[str, bool]()
+        site_ids = self.site_ids(attached, undecided=undecided)
         fast = tensors.shared.fast
+
+        def is_selected(site: str, path: str) -> bool:
+            if site not in undecided:
+                return True
+            if site + path not in known:
+                selected = attached.selects(replace(undecided[site], item=path[1:]))
+                if selected is None:
+                    raise unnumbered(undecided[site].name)
+                known[site + path] = selected
+                attached.forget(site)
+            return known[site + path]
 
         # Any: a user's values
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
@@ -73,13 +88,9 @@ class Outputs(ModuleSelector):
                 autograd.hook_first(output, fast[site])
                 return output
             bare = isinstance(output, Tensor)  # a complex one has a site too, and is refused there
-            found = {"": output} if bare else dict(tensors_in(output))
-            chosen = [path for path in found if matches(path[1:], self.item)]
-            if found and not chosen:
-                items = ", ".join(path[1:] for path in found) or "one tensor"
-                attached.expect(site, skipped=f"has no item '{self.item}'; it has {items}")
-            for path in chosen:
-                tensor = found[path]
+            for path, tensor in [("", output)] if bare else tensors_in(output):
+                if not is_selected(site, path):
+                    continue
                 if tensors.hook_tensor(tensor, site, path, module) and tensor is output:
                     fast[site] = attached.hook_at(site)
             return output

@@ -193,9 +193,11 @@ class ModuleSelector(NamedSelector):
             attached.expect(f"{name}#{call}{suffix}", skipped=skipped, foreign=foreign)
         return list(selected)
 
-    def site_ids(self, attached: Attached, suffix: str = "") -> SiteIds:
+    def site_ids(
+        self, attached: Attached, suffix: str = "", undecided: dict[str, Place] | None = None
+    ) -> SiteIds:
         """Return a cached function from the calls of modules to site ids."""
-        return site_ids(self.mechanism, attached, {}, suffix)
+        return site_ids(self.mechanism, attached, {}, suffix, undecided)
 
 
 @validated
@@ -303,9 +305,11 @@ def site_ids(
     attached: Attached,
     known: MutableMapping[nn.Module, dict[tuple[str, int], str | None]],
     suffix: str = "",
+    undecided: dict[str, Place] | None = None,
 ) -> SiteIds:
     """Return a function that gives the site id of a call of a module, None if not selected.
 
+    Calls of which items may be selected are put into `undecided`, by site id.
     It keeps its answers in `known`. The first time it sees a call it updates the ledger.
     """
 
@@ -314,12 +318,15 @@ def site_ids(
         if call not in calls:
             name, number = call
             counted = None if number == OUTSIDE else number
-            selected = attached.selects(Place(mechanism, name, module, counted, whole=True))
-            if selected is None:
-                raise unnumbered(name)
+            place = Place(mechanism, name, module, counted, whole=True)
+            selected = attached.selects(place)
             site = f"{name}#{counted or 0}{suffix}"
-            calls[call] = site if selected else None
-            if not selected:
+            if selected is None and undecided is None:
+                raise unnumbered(name)
+            if selected is None and undecided is not None:
+                undecided[site] = place
+            calls[call] = None if selected is False else site
+            if selected is False:
                 attached.forget(site)
             elif compiling.in_jit_trace():
                 attached.note(TRACED)

@@ -38,21 +38,22 @@ FIELDS = {
 """The pattern of a kind, and the field of its mode; other kinds select a parameter at a stage."""
 
 MORE = {"Nodes": {"module": "act"}, "EveryModule": {"types": "ReLU"}}  # a copy has other names
+PROBED = {"SavedTensors": "last.weight"}  # the parameter that is read; of others `first.weight`
 PROBES = {"Weights": "value", "Updates": "update", "Captured": "captured"}
 
 
 def _kind(name: str, mode: str) -> Kind:
     pattern, field = FIELDS.get(name, ("first.weight", "stage"))
     fields = MORE.get(name, {}) | ({field: mode} if mode else {})
-    probe = "last.weight" if name == "SavedTensors" else "first.weight"
-    return Kind(lambda: getattr(gs, name)(pattern, **fields), probe, PROBES.get(name, "gradient"))
+    probe, of = PROBED.get(name, "first.weight"), PROBES.get(name, "gradient")
+    return Kind(lambda: getattr(gs, name)(pattern, **fields), probe, of)
 
 
 KINDS = {f"{name} {mode}".rstrip(): _kind(name, mode) for name, mode in contexts.KINDS}
 
 
 class Net(nn.Module):
-    """Two linear layers with a ReLU: linear in every gradient, so that factors are visible."""
+    """Two linear layers with a ReLU. `last` has no bias: a factor on the activation is one on y."""
 
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()

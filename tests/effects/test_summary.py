@@ -7,6 +7,8 @@ from gradsurg.effects.summary import effects_by_path
 from gradsurg.effects.tables import effect_table
 
 LAYERS = 20
+SUMMARY, EACH = len(EFFECT_NAMES) + 22, len(EFFECT_NAMES) + 3
+"""The numbers about many sites, and those of each site: bytes, seen, calls and the ratio too."""
 
 
 def rows_of(layers: int = LAYERS) -> list[dict[str, object]]:
@@ -21,11 +23,11 @@ def rows_of(layers: int = LAYERS) -> list[dict[str, object]]:
     return rows
 
 
-def test_many_sites_are_30_numbers_whose_names_stay_if_a_site_has_none() -> None:
+def test_many_sites_have_few_numbers_whose_names_stay_if_a_site_has_none() -> None:
     rows = rows_of()
     rows[0] |= {"cosine": None, "norm_before": 0.0}  # the best cosine, a gradient of zeros
     numbers = effects_by_path(rows, rows)
-    assert len(numbers) == 30
+    assert len(numbers) == SUMMARY
     place = "effect/clip"
     cosines = [1 - layer / LAYERS - part / 100 for layer in range(LAYERS) for part in (0, 1)][1:]
     assert numbers[f"{place}/mean/cosine"] == pytest.approx(sum(cosines) / 39)
@@ -46,12 +48,12 @@ def test_many_sites_are_30_numbers_whose_names_stay_if_a_site_has_none() -> None
 def test_few_sites_and_those_asked_for_have_numbers_of_their_own() -> None:
     few, many = rows_of(6), rows_of()
     each = effects_by_path(few, few)
-    assert len(each) == 12 * 11
+    assert len(each) == 12 * EACH
     assert each == {path: number for path, number in each.items() if "/h." in path}
     assert effects_by_path(few, many).keys().isdisjoint(each)  # the others have no gradient now
-    assert len(effects_by_path(many, many, "sites")) == 40 * 11
+    assert len(effects_by_path(many, many, "sites")) == 40 * EACH
     chosen = effects_by_path(many, many, "*.1?.bias", "mine")
-    assert len(chosen) == 30 + 10 * 11
+    assert len(chosen) == SUMMARY + 10 * EACH
     assert chosen["mine/clip/h.12.bias/norm_after"] == 12.5
     with pytest.raises(LookupError, match=r"log: .* found '\*.bais'. Nearest of 40 sites: h.*bias"):
         effects_by_path(many, many, "*.bais")

@@ -138,6 +138,37 @@ def test_selectors_combine_by_set_operations(
         assert at.find(make()) == met == expected
 
 
+class Thin(gs.Parameters):
+    """The parameters with fewer than two dimensions."""
+
+    def fits(self, place: Place) -> bool:
+        return isinstance(place.thing, Tensor) and place.thing.ndim < 2 and super().fits(place)
+
+
+@pytest.mark.parametrize(
+    ("at", "factors"),
+    [
+        (gs.Parameters() | Thin(), (2, 2)),
+        (gs.Parameters() & ~Thin(), (2, 1)),
+        (~Thin("*"), (2, 1)),
+        (Thin(), (1, 2)),
+    ],
+)
+def test_a_subclass_that_selects_otherwise_combines_with_its_base(
+    at: Selector, factors: tuple[int, int]
+) -> None:
+    model = nn.Linear(2, 1)
+    with attached(model, gs.Scale(2.0), at):
+        model(torch.ones(1, 2)).sum().backward()
+    assert gradients(model)["weight"].tolist() == [[factors[0]] * 2]
+    assert gradients(model)["bias"].tolist() == [factors[1]]
+
+
+def test_a_subclass_and_its_base_act_at_one_stage() -> None:
+    with pytest.raises(FieldError, match="give each of these Thin a stage, or none of them"):
+        gs.Parameters(stage="backward") | Thin()
+
+
 def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     model = small()
     optimizer = sgd(model)

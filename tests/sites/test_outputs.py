@@ -1,10 +1,13 @@
 """Outputs: which tensors are hooked, under which name, and with which gradient."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.sites.base import Selector
 from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.contexts.table import README
@@ -70,24 +73,54 @@ def test_the_tensors_that_modules_return_are_sites(
     assert not gradients(model)[next(iter(gradients(model)))].any()
 
 
-def test_modules_without_the_item_are_left_out_and_say_which_they_have() -> None:
+HALF = gs.Outputs("lstm", item="1.*")
+
+
+@pytest.mark.parametrize(
+    ("at", "sites"),
+    [
+        (gs.Outputs(item="0"), ["lstm#0.0"]),
+        (gs.Outputs("lstm", item=r"re:.*\.1"), ["lstm#0.1.1"]),
+        (HALF | gs.Outputs("first"), ["first#0", "lstm#0.1.0", "lstm#0.1.1"]),
+        (HALF | gs.Outputs("lstm", item="*.1"), ["lstm#0.1.0", "lstm#0.1.1"]),
+        (HALF & gs.Outputs(item="*.1"), ["lstm#0.1.1"]),
+        (gs.Outputs("lstm") & ~HALF, ["lstm#0.0"]),
+        (HALF.first(1), ["lstm#0.1.0"]),
+        (HALF.where(lambda place: place.label == "lstm#0.1.1"), ["lstm#0.1.1"]),
+        (
+            gs.Outputs("lstm", item="?*", call=0).expect(3),
+            [f"lstm#0.{x}" for x in ("0", "1.0", "1.1")],
+        ),
+    ],
+)
+def test_items_of_an_output_are_selected_each_once(at: Selector, sites: list[str]) -> None:
+    model = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), lstm=nn.LSTM(3, 4)))
+    with attached(model, gs.Identity(), at) as live:
+        for _ in range(2):
+            sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+    assert {str(row["site"]): row["calls"] for row in live.effects.rows()} == dict.fromkeys(
+        sites, 2
+    )
+    assert live.ledger.table().count("lstm") + live.ledger.table().count("first") == len(sites)
+
+
+def test_an_item_that_no_output_has_is_refused_in_the_first_forward() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
-
-    def backward() -> None:
-        sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
-
-    for at, sites in (
-        (gs.Outputs(item="0"), ["1#0.0"]),
-        (gs.Outputs(item=r"re:.*\.1"), ["1#0.1.1"]),
-        (gs.Outputs(item="1.*") | gs.Outputs("0"), ["0#0", "1#0.1.0", "1#0.1.1"]),
+    with (
+        pytest.raises(LookupError, match=r"item='2'.* There were: 0#0, 1#0.0, 1#0.1.0, 1#0.1.1"),
+        attached(model, gs.Identity(), gs.Outputs(item="2")),
     ):
-        with attached(model, gs.Zero(), at) as live:
-            backward()
-        assert sorted(str(row["site"]) for row in live.effects.rows()) == sites
-    missed = pytest.warns(gs.SurgeryWarning, match=r"1#0 \(has no item '2'; it has 0, 1.0, 1.1\)")
-    with missed, attached(model, gs.Zero(), gs.Outputs(item="2")) as live:
-        backward()
-    assert "0#0  (has no item '2'; it has one tensor)" in live.ledger.table()
+        model(torch.ones(2, 1, 3))
+
+
+@pytest.mark.parametrize("at", [gs.Outputs("1", call=0), gs.Outputs("1", call=0, item="*.1")])
+def test_a_call_of_a_module_by_itself_has_no_number(at: Selector) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
+    with (
+        pytest.raises(RuntimeError, match="'1' is called, but not the model that is attached"),
+        attached(model, gs.Identity(), at),
+    ):
+        model[1](torch.ones(2, 1, 3))
 
 
 def _residual(inner: nn.Module) -> Made:

@@ -28,7 +28,7 @@ def steps(transform: Transform, sequence: Sequence[list[Tensor]]) -> list[list[T
     for step, grads in enumerate(sequence):
         contexts = [TransformContext(f"site{index}", step) for index in range(len(grads))]
         result, state = update_all(transform, grads, state, contexts)
-        results.append(result)
+        results.append([*result])
     return results
 
 
