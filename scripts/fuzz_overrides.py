@@ -85,6 +85,7 @@ def case(seed: str, folder: Path, seconds: float = SECONDS) -> Iterator[Outcome]
     parts = [word.lstrip("+~").partition("=") for word in words]
     values = {key: value for key, _, value in parts}
     named = [value for key in FOLDER_KEYS if (value := values.get(key)) and "\0" not in value]
+    named = ["." if "${" in value else value for value in named]  # as ${now:%Y}: any name
     inside = [folder / name for value in named for name in (value, _as_number(value))]
     yield watched(run.main, words, [folder / values.get("out", "runs"), *inside], seconds)
 

@@ -17,13 +17,19 @@ TESTS = [
     "torch_internals",
     "hooks",
     "surgery",
+    "effects",
     "sites",
+    "contexts",
     "transforms",
+    "triggers",
     "aggregators",
     "multitask",
+    "per_example",
+    "models",
+    "tasks",
+    "plugins",
+    "experiment",
     "report",
-    "config",
-    "training",
 ]
 # Of packages that are newer than the lowest ones; a deprecation is no fault.
 IGNORED = ("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
@@ -46,7 +52,8 @@ def main() -> int:
         subprocess.run([*install, "-e", ".[test]"], cwd=ROOT, check=True)
         subprocess.run(["uv", "pip", "list", "-p", python], check=True)
         ignored = [word for warning in IGNORED for word in ("-W", warning)]
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", *ignored, *options.tests]
+        command = [python, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", *ignored]
+        command += options.tests
         return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
