@@ -90,9 +90,9 @@ def overlay_pairs(pools: Sequence[Pool], shift: int, seed: int, validation: floa
     if validation:
         apart = _apart(pools[0], validation)
         parts[:1] = [_drawn(pool, shift, [seed, 2 * part]) for part, pool in enumerate(apart)]
-    inputs = [
-        torch.from_numpy(((images - mean) / deviation).astype(np.float32)) for images, _ in parts
-    ]
+    # In float64 with NumPy 1 too, where a scalar does not widen an array.
+    wide = [(images.astype(np.float64) - mean) / deviation for images, _ in parts]
+    inputs = [torch.from_numpy(images.astype(np.float32)) for images in wide]
     targets = [torch.from_numpy(labels) for _, labels in parts]
     return Data(
         train_inputs=inputs[0],
