@@ -63,4 +63,4 @@ def test_the_claim_of_ones_own_is_judged(tmp_path: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "graves2013, quick form: holds" in done.stdout
+    assert "graves2013, published: holds (2 of 2 bands hold)" in done.stdout

@@ -1,7 +1,9 @@
 """ModuleGradients: PyTorch's full backward hooks of a module."""
 
+import re
 import warnings
 from contextlib import ExitStack
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -115,8 +117,10 @@ def suppress_warning(stack: ExitStack) -> None:
     It would be emitted in each backward pass, also if only gradients of outputs are asked for. The
     ledger reports sites at which no gradient passes for that reason.
     """
-    # A regex comment makes the filter differ from those of other attachments.
-    warnings.filterwarnings("ignore", f"Full backward hook is firing(?#{id(stack)})")
+    # A number in a regex comment makes the filter differ from those of other attachments.
+    taken = {entry[1].pattern for entry in warnings.filters if isinstance(entry[1], re.Pattern)}
+    texts = (f"Full backward hook is firing(?#{number})" for number in count())
+    warnings.filterwarnings("ignore", next(text for text in texts if text not in taken))
     added, filters = warnings.filters[0], warnings.filters
     assert isinstance(filters, list)
     # Others may have replaced all filters.
