@@ -59,3 +59,10 @@ def test_the_check_passes_for_new_files_and_fails_for_a_wrong_result(root: Path)
     code.write_text(code.read_text("utf-8").replace("return grad", "return grad / 2"), "utf-8")
     assert (done := run("--check", "soft_clip")).returncode == 1
     assert re.search(r"FAIL tests(.|\n)*Mismatched elements", done.stdout)
+    cases = root / "tests/aggregators/cases.py"  # the second row of an aggregator is wrong
+    second = 'Row("and_mask", [[1.0, 3.0], [1.0, 3.0], [4.0, -3.0]], [2.0, '
+    text = cases.read_text("utf-8")
+    assert second in text
+    cases.write_text(text.replace(second, second.replace("[2.0, ", "[2.5, ")), "utf-8")
+    assert (done := run("--check", "and_mask")).returncode == 1
+    assert re.search(r"FAIL tests(.|\n)*Mismatched elements", done.stdout)

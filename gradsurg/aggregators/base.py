@@ -53,7 +53,9 @@ FIXED_WEIGHT_PROPERTIES: frozenset[AggregatorProperty] = frozenset(
         "deterministic",
     }
 )
-"""The properties of positive weights that do not depend on the gradients, for a fixed state."""
+"""The properties of positive weights that do not depend on the gradients, for a fixed state.
+
+Weights that can be 0 for some losses, or underflow to it, are not strongly stationary."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from gradsurg.aggregators.base import AggregatorContext
 from tests.aggregators.cases import CONFIGS, ROWS, Row, made
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.name}-{i}" for i, row in enumerate(ROWS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_aggregator_returns_the_hand_computed_result(row: Row, dtype: torch.dtype) -> None:
     losses = None if row.losses is None else torch.tensor(row.losses, dtype=torch.float64)
