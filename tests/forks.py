@@ -91,6 +91,8 @@ def _work(
     )
     if held is not None:
         held.append(distributed.group.WORLD)
+    # A rank whose work sends nothing would end while another one still connects, which then fails.
+    distributed.barrier()
     (own := folder / f"of{rank}").mkdir()
     try:
         return work(Ranks(rank, count), own)
