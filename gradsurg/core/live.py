@@ -73,7 +73,6 @@ class Live:
         session.effects.begin(clock.step)
         self._first_steps: FirstSteps | None = None
         self.on_end: Callable[[], None] = lambda: None
-        self.is_state_in_model = False  # `in_state_dict` of `attach`
         # What removes the hooks must not refer to this object, which would never be garbage then.
         self.stack = ExitStack()
         self.stack.callback(session.close)
@@ -313,7 +312,6 @@ class Live:
                 else:
                     each.firing.set(each.intervention)
             undo.pop_all()
-        self.warn_of_lost_state()
 
     def before_step(self, optimizer: Optimizer | None = None) -> None:
         """Let stage `step` act now, and not in the next step of the optimizer.
@@ -403,16 +401,6 @@ class Live:
             self._multi_task = MultiTaskBackward(self.session, self.conflicts)
             self.stack.callback(self._multi_task.close)
         return self._multi_task
-
-    def warn_of_lost_state(self) -> None:
-        """Warn if training seems to go on and the state of `in_state_dict` was not loaded."""
-        optimizers = self.session.steps.optimizers
-        if self.is_state_in_model and not self.step and any(each.state for each in optimizers):
-            warn_user(
-                "in_state_dict: the optimizer has a state, as after a resume, and the surgery has "
-                "none: load the model's state while the surgery is attached, or a load with "
-                "strict=False loses that of the surgery"
-            )
 
     def load_states(self) -> None:
         """Take over the states and the step of the session."""

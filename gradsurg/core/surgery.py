@@ -1,23 +1,20 @@
 """Surgery: interventions that are attached to a model for the length of a block."""
 
-import io
 import sys
-import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
-from weakref import WeakMethod, WeakSet, ref
+from weakref import WeakMethod
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
 from gradsurg.core.session import Session
 from gradsurg.effects.effects import Effects
-from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.contexts import refuse_at_once, visible_rows
 from gradsurg.sites.model_tree import tree
@@ -27,11 +24,6 @@ from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.probability import Probability
-
-STATE_KEY = "_gradsurg"
-"""The key of the state of a surgery in `model.state_dict()`, after the prefix of the model."""
-
-_models_with_state: WeakSet[nn.Module] = WeakSet()
 
 
 class Surgery:
@@ -94,7 +86,6 @@ class Surgery:
         shadow: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
-        in_state_dict: bool = False,
     ) -> Live:
         """Hook `model` for the length of a `with` block; all hooks are removed after it, on errors
         too.
@@ -110,11 +101,6 @@ class Surgery:
         Pass the `scaler` if losses are scaled: a transform, a trigger or an aggregator that depends
         on the scale is then refused at stages with scaled gradients. A scaler that was not passed
         is noticed, with a warning, at the first optimizer step.
-
-        With `in_state_dict` the state of the surgery is stored in `model.state_dict()` as a tensor
-        of bytes, `_gradsurg`, and is restored by `model.load_state_dict()` if a surgery is attached
-        with this option; load into other models with `strict=False`. One surgery of a model at a
-        time can do so.
 
         Without a `with` block the surgery stays attached until `live.close()`, as by `start`; if
         that is never called, a warning names this call.
@@ -137,7 +123,6 @@ class Surgery:
             shadow=shadow,
             scaler=scaler,
             steps_per_epoch=steps_per_epoch,
-            in_state_dict=in_state_dict,
         )
         caller = sys._getframe(1)
         live.unentered.append(
@@ -158,7 +143,6 @@ class Surgery:
         shadow: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         steps_per_epoch: int | None = None,
-        in_state_dict: bool = False,
     ) -> Live:
         """Hook `model` until `live.close()`, for callbacks of a trainer; else as `attach`.
 
@@ -214,10 +198,6 @@ class Surgery:
                     attached.attach()
             self._live = live
             self.was_attached = True
-            if in_state_dict:
-                _store_in_model(self, model, live.stack)
-                live.is_state_in_model = True
-                live.warn_of_lost_state()
             live.watch()
             undo.pop_all()
         return live
@@ -281,7 +261,8 @@ class Surgery:
     def state_dict(self) -> dict[str, object]:
         """Return step, epoch, switches and the state of transforms, aggregators and triggers.
 
-        All values are plain tensors, numbers and strings.
+        All values are plain tensors, numbers and strings: save it with the states of the model and
+        of the optimizer.
         """
         return {
             "step": self._clock.step,
@@ -375,79 +356,3 @@ def _copies_size(item: Intervention, params: Sequence[TensorSpec | None]) -> str
     likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params if like]
     size = sum(tensor.nbytes for tensor in likes)
     return f", {plural(size, 'byte')} of copied parameters in each step"
-
-
-def _store_in_model(owner: Surgery, model: nn.Module, stack: ExitStack) -> None:
-    """Save and load the state with that of the model until `stack` is closed.
-
-    Raises ValueError if the model has another surgery's state already.
-    """
-    if model in _models_with_state:
-        raise ValueError(
-            "in_state_dict: this model's state_dict has another surgery's state already, and "
-            f"there is one '{STATE_KEY}'; put all interventions into one surgery"
-        )
-    _models_with_state.add(model)
-    stack.callback(_models_with_state.discard, model)
-    # A copy of the model has the same hooks: they are of this model alone, and keep nothing alive.
-    held, held_owner = ref(model), ref(owner)
-    saving = model.register_state_dict_post_hook(_saving(held, held_owner))
-    stack.callback(saving.remove)
-    loading = model.register_load_state_dict_pre_hook(_loading(held, held_owner))
-    stack.callback(loading.remove)
-
-
-def packed(state: Mapping[str, object]) -> Tensor:
-    """Pack a state into a tensor of bytes: a model's state_dict has tensors only."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def unpacked(data: Tensor, device: torch.device | None = None) -> dict[str, object]:
-    """Unpack a state, with its tensors on `device` (None: the device they were saved from)."""
-    buffer = io.BytesIO(data.cpu().numpy().tobytes())
-    return torch.load(buffer, map_location=device, weights_only=True)
-
-
-def _saving(model: ref[nn.Module], owner: ref[Surgery]) -> Callable[..., None]:
-    def hook(
-        module: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, metadata: object
-    ) -> None:
-        surgery = owner()
-        if surgery is not None and module is model():
-            state_dict[prefix + STATE_KEY] = packed(surgery.state_dict())
-
-    return hook
-
-
-def _loading(model: ref[nn.Module], owner: ref[Surgery]) -> Callable[..., None]:
-    has_warned = False
-
-    def hook(
-        module: nn.Module, state_dict: MutableMapping[str, Tensor], prefix: str, *args: object
-    ) -> None:
-        nonlocal has_warned
-        surgery = owner()
-        if surgery is None or module is not model():
-            return
-        # Taken out of PyTorch's copy: the state_dict that the user gave stays as it is.
-        data = state_dict.pop(prefix + STATE_KEY, None)
-        if data is not None:
-            surgery.load_state_dict(unpacked(data, _device_of(module)))
-        elif not has_warned:
-            has_warned = True
-            warnings.warn(
-                f"in_state_dict: the loaded state has no '{prefix + STATE_KEY}': the model is "
-                "restored, the surgery keeps its present state",
-                SurgeryWarning,
-                stacklevel=2,
-            )
-
-    return hook
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    """The device of a model's parameters, if they share one: its gradients are there too."""
-    devices = {tensor.device for tensor in module.parameters()}
-    return devices.pop() if len(devices) == 1 else None

@@ -95,8 +95,7 @@ class Observed:
         for model, optimizers, before in self._watched:
             self.outcome.hooks_left += num_hooks(model, optimizers) - before
             for name, tensor in model.state_dict().items():
-                if name != "_gradsurg":  # the packed state of a surgery
-                    self.outcome.weights[f"{len(self.outcome.weights)} {name}"] = whole(tensor)
+                self.outcome.weights[f"{len(self.outcome.weights)} {name}"] = whole(tensor)
         texts = {str(each.message) for each in caught if each.category is gs.SurgeryWarning}
         self.outcome.warnings = sorted(f"at {self._sites_in(text)}" for text in texts)
 

@@ -45,12 +45,6 @@ class Case:
 
     place: str
     name: str
-    is_inside: bool
-    """Whether the state is saved in that of the model."""
-
-    @property
-    def detail(self) -> str:
-        return f"{self.name}, {'in_state_dict' if self.is_inside else 'state_dict'}"
 
     def surgery(self) -> gs.Surgery:
         make, when = SURGERIES[self.name]
@@ -61,7 +55,7 @@ class Case:
         """Train two steps and save."""
         model, surgery = Mlp(), self.surgery()
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-        with surgery.attach(model, optimizer, in_state_dict=self.is_inside) as live:
+        with surgery.attach(model, optimizer) as live:
             if self.name == "Flag":
                 live.switch("flag", on=True)
             _train(model, optimizer, 0)
@@ -74,16 +68,15 @@ class Case:
         model, surgery = Mlp(), self.surgery()
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         observed.watch(model, optimizer)
-        with surgery.attach(model, optimizer, in_state_dict=self.is_inside) as live:
+        with surgery.attach(model, optimizer) as live:
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-            if not self.is_inside:
-                surgery.load_state_dict(saved["surgery"])
+            surgery.load_state_dict(saved["surgery"])
             _train(model, optimizer, 2)
         observed.take(surgery, live)
 
 
-CASES = [Case(*parts) for parts in product(PLACES, SURGERIES, (False, True))]
+CASES = [Case(*parts) for parts in product(PLACES, SURGERIES)]
 
 
 def _train(model: Mlp, optimizer: SGD, start: int) -> None:
@@ -97,13 +90,13 @@ def cells(written: Path) -> Iterator[Cell]:
     """Yield cells that save a state into a folder and continue from it."""
 
     def run(case: Case, observed: Observed) -> None:
-        file = written / f"{case.place} {case.detail}.pt"
+        file = written / f"{case.place} {case.name}.pt"
         case.save(file)
         torch.manual_seed(0)  # as if it were the first model of the process
         case.resume(file, observed)
 
     for case in CASES:
-        yield Cell(case.place, OWN, case.detail, partial(run, case))
+        yield Cell(case.place, OWN, case.name, partial(run, case))
 
 
 def main(tree: Path, read: Path, written: Path) -> None:
@@ -112,10 +105,10 @@ def main(tree: Path, read: Path, written: Path) -> None:
     torch.set_num_threads(1)
     outcomes = {}
     for case in CASES:
-        if not (read / f"{case.place} {case.detail}.pt").exists():
+        if not (read / f"{case.place} {case.name}.pt").exists():
             continue  # not among the selected cells
-        run = partial(case.resume, read / f"{case.place} {case.detail}.pt")
-        cell = Cell(case.place, OTHERS, case.detail, run)
+        run = partial(case.resume, read / f"{case.place} {case.name}.pt")
+        cell = Cell(case.place, OTHERS, case.name, run)
         outcomes[cell.key] = case.place, OTHERS, outcome_of(cell)
     with (written / "states.pickle").open("wb") as file:
         pickle.dump(outcomes, file)
