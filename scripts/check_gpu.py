@@ -7,7 +7,7 @@ Prints a table. The exit code is 0 if all checks pass, 1 if one fails, 2 without
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -54,7 +54,7 @@ def pairs(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tenso
 def measured(before: Tensor, after: Tensor) -> Tensor:
     """Return the sums of a pair as they are measured on its device."""
     if not before.is_cpu:
-        return sums.sums_of(before, after).cpu().double()
+        return sums.eager_sums(before, after).cpu().double()
     result = torch.zeros(1, sums.NUM_SUMS, dtype=torch.float64)
     sums.add_on_cpu(before, after, result, 0)
     return result[0]
@@ -71,22 +71,6 @@ def sums_equal(device: torch.device) -> str:
             assert close, f"{name}, {dtype}: {found.tolist()}, not {expected.tolist()}"
             count += 1
     return f"{count} pairs"
-
-
-@contextmanager
-def with_triton(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        sums.use_triton()
-    try:
-        yield
-    finally:
-        sums.use_triton(False)
-
-
-def triton_equal(device: torch.device) -> str:
-    """The same with the kernel of Triton."""
-    with with_triton(device):
-        return sums_equal(device)
 
 
 def norms_equal(device: torch.device) -> str:
@@ -128,7 +112,8 @@ class Training:
         return torch.cat([param.detach().flatten() for param in self.model.parameters()])
 
 
-def _without_waiting(device: torch.device) -> str:
+def no_waiting(device: torch.device) -> str:
+    """A step whose effects are measured does not wait for the device."""
     counts = []
     surgeries: list[tuple[Transform, Stage]] = [
         (gs.Clip(BOUND), "backward"),
@@ -150,17 +135,6 @@ def _without_waiting(device: torch.device) -> str:
                     torch.cuda.set_sync_debug_mode("default")
             counts.append(len(live.effects.rows()))
     return f"{len(counts)} surgeries, {sum(counts)} sites"
-
-
-def no_waiting(device: torch.device) -> str:
-    """A step whose effects are measured does not wait for the device."""
-    return _without_waiting(device)
-
-
-def no_waiting_triton(device: torch.device) -> str:
-    """The same with the kernel of Triton."""
-    with with_triton(device):
-        return _without_waiting(device)
 
 
 def clip_as_torch(device: torch.device) -> str:
@@ -252,12 +226,6 @@ def step_times(device: torch.device, rounds: int = 20) -> str:
     return text
 
 
-def step_times_triton(device: torch.device, rounds: int = 20) -> str:
-    """The same with the kernel of Triton."""
-    with with_triton(device):
-        return step_times(device, rounds)
-
-
 def _clamp_by_hand(training: Training) -> None:
     for param in training.model.parameters():
         param.register_hook(lambda grad: grad.clamp(-BOUND, BOUND))
@@ -275,15 +243,12 @@ def _seconds(training: Training, device: torch.device) -> float:
 
 CHECKS: dict[str, Check] = {
     "sums": sums_equal,
-    "sums-triton": triton_equal,
     "norms": norms_equal,
     "waiting": no_waiting,
-    "waiting-triton": no_waiting_triton,
     "clip": clip_as_torch,
     "amp": amp,
     "compile": compiled,
     "times": step_times,
-    "times-triton": step_times_triton,
 }
 
 

@@ -59,7 +59,7 @@ def test_an_unknown_check_is_refused(
     with pytest.raises(SystemExit) as found:
         check_gpu.main(["sum"])
     assert found.value.code == 2
-    assert "must be one of sums, sums-triton" in capsys.readouterr().err
+    assert "must be one of sums, norms" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -51,7 +51,6 @@ DOORS = {
     "sklearn": ("tasks",),
     "scipy": ("stats", "tasks"),
     "numba": ("effects.sums",),
-    "triton": ("effects.sums",),
     "filelock": ("experiment.files", "tasks"),
 }
 """Library: the units or modules that may import it."""

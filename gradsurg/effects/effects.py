@@ -14,7 +14,14 @@ from torch import Tensor, distributed
 from gradsurg.effects.ledger import Entry, Ledger
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.effects.summary import AUTO, effects_by_path
-from gradsurg.effects.sums import NUM_SUMS, Array, add_on_cpu, effect_numbers, is_in_memory, sums_of
+from gradsurg.effects.sums import (
+    NUM_SUMS,
+    Array,
+    add_on_cpu,
+    eager_sums,
+    effect_numbers,
+    is_in_memory,
+)
 from gradsurg.effects.tables import effect_table
 from gradsurg.torch_internals import autograd
 
@@ -123,7 +130,7 @@ class Effects:
         if is_plain and before.is_cpu:
             add_on_cpu(before, after, self._sums, row)
         else:
-            self._elsewhere[row] = sums_of(before, after)
+            self._elsewhere[row] = eager_sums(before, after)
         if not self._slots[slot].is_sketched:
             self._slots[slot].is_sketched = True
             self._slots[slot].sketch = _sketch(before.detach())

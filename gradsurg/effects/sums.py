@@ -68,28 +68,10 @@ def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sums_of(before: Tensor, after: Tensor) -> Tensor:
-    """Return the sums of any pair, on its device."""
-    is_fit = _triton and before.is_cuda and is_in_memory(before) and is_in_memory(after)
-    return (cuda_kernel() if is_fit else eager_sums)(before.detach(), after.detach())
-
-
-_triton: list[bool] = []  # not empty if `use_triton`
-
-
-def use_triton(on: bool = True) -> None:
-    """Sum pairs on CUDA in one pass, by a kernel of Triton, or by PyTorch's operations (default).
-
-    For all surgeries of this process. The kernel is compiled at its first use. Raises ImportError
-    without Triton, which comes with PyTorch for CUDA.
-    """
-    _triton[:] = [bool(cuda_kernel())] if on else []
-
-
 def eager_sums(before: Tensor, after: Tensor) -> Tensor:
-    """Compute the sums of a pair by one operation after the other: the oracle of the kernels."""
+    """Return the sums of any pair, on its device, by one operation of PyTorch after the other."""
     wide = torch.promote_types(before.dtype, torch.float32)
-    before, after = before.to(wide), after.to(wide)
+    before, after = before.detach().to(wide), after.detach().to(wide)
     # The product of small numbers underflows, that of their signs does not.
     maps = [
         before.square(),
@@ -182,40 +164,3 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
 
 _compiled: list[object] = []
 """The owners of the compiled code that `cpu_kernels` returns addresses of."""
-
-
-@cache
-def cuda_kernel() -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the kernel of Triton, which is compiled at its first call for a dtype."""
-    triton: Any = import_module("triton")  # Any: PyTorch for the CPU comes without it
-    tl: Any = import_module("triton.language")
-
-    @triton.jit
-    def pair(before, after, partial, size, block: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm] - Triton reads it
-        index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-        x = tl.load(before + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
-        y = tl.load(after + index, mask=index < size, other=0.0).to(partial.dtype.element_ty)
-        infinity = float("inf")
-        sums = partial + tl.program_id(0) * 9
-        tl.store(sums, tl.sum(x * x))
-        tl.store(sums + 1, tl.sum(y * y))
-        tl.store(sums + 2, tl.sum((y - x) * (y - x)))
-        tl.store(sums + 3, tl.sum(x * y))
-        tl.store(sums + 4, tl.sum(((x != y) & ((x == x) | (y == y))).to(tl.int32)))
-        tl.store(sums + 5, tl.sum((((x > 0) & (y < 0)) | ((x < 0) & (y > 0))).to(tl.int32)))
-        tl.store(sums + 6, tl.sum(((x != 0) & (y == 0)).to(tl.int32)))
-        finite = (tl.abs(x) < infinity) & (tl.abs(y) < infinity)
-        tl.store(sums + 7, tl.sum((finite == 0).to(tl.int32)))
-        tl.store(sums + 8, tl.sum((x != 0).to(tl.int32)))
-
-    def launch(before: Tensor, after: Tensor) -> Tensor:
-        after = _in_memory_order(after, before).contiguous()
-        before = _in_memory_order(before, before).contiguous()
-        blocks = triton.cdiv(before.numel(), BLOCK)
-        wide = torch.promote_types(before.dtype, torch.float32)
-        partial = before.new_empty(blocks, NUM_SUMS, dtype=wide)
-        with torch.cuda.device_of(before):
-            pair[(blocks,)](before, after, partial, before.numel(), block=BLOCK)
-        return partial.sum(0, dtype=torch.float64)
-
-    return launch
