@@ -1,6 +1,5 @@
 """Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, ClassVar, Literal
@@ -10,7 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import validated
@@ -26,11 +24,6 @@ Bucket = distributed.GradBucket  # pyright: ignore[reportPrivateImportUsage] - d
 Reduce = Literal["allreduce", "fp16", "powerSGD"]
 Future = torch.futures.Future[Tensor]
 
-DENSE, SPARSE, PALETTE = range(3)  # the forms in which a gradient is sent
-MAX_VALUES = 256  # distinct values of a gradient that is sent as indices into a list of values
-SAMPLE = 4096  # entries in which these values are looked for first
-ALIGNMENT = 8  # bytes, so that every part of a message can be read as a tensor
-NOT_SMALLER = 2**62  # the size that a process announces if all its gradients are dense
 POWER_SGD_START = 2  # backward passes before PowerSGD begins: the buckets change after the first
 
 
@@ -45,10 +38,8 @@ class Buckets(ParamSelector):
     each backward pass.
 
     `reduce` is the average: `allreduce` as in DistributedDataParallel itself, or PyTorch's
-    communication hook `fp16` or `powerSGD` of rank `power_rank`. With `allreduce`, gradients that a
-    transform at `sent` made sparse, or reduced to at most 256 distinct values, are sent in a
-    shorter form without loss, if that takes fewer bytes: as indices and values, or as 1, 2, 4
-    or 8 bits an entry. The effects have the `bytes` that one process sends for a gradient.
+    communication hook `fp16` or `powerSGD` of rank `power_rank`. All entries are sent, also zeros.
+    The effects have the `bytes` that one process sends for a gradient.
 
     The model has one communication hook, which stays registered and averages as before when no
     surgery is attached. A communication hook of others is refused.
@@ -147,12 +138,8 @@ class _Dispatcher:
         """Average one bucket, transformed before and after."""
         if not self.parts:
             return default_hooks.allreduce_hook(self.group, bucket)
-        has_changed = self._transform(bucket, "sent")
-        future, reduce = None, self.parts[0].at.reduce
-        if reduce == "allreduce" and self._at("sent"):
-            future = self._exchange(bucket, has_changed)
-        if future is None:
-            future = self._reduce(bucket, reduce)
+        self._transform(bucket, "sent")
+        future = self._reduce(bucket)
         if self._at("reduced"):
             bucket.buffer().copy_(future.wait())
             self._transform(bucket, "reduced")
@@ -162,65 +149,32 @@ class _Dispatcher:
     def _at(self, stage: Stage) -> list[_Part]:
         return [part for part in self.parts if part.attached.stage == stage]
 
-    def _transform(self, bucket: Bucket, stage: Stage) -> bool:
-        """Apply the interventions of a stage; return whether a gradient has another value."""
-        has_changed = False
+    def _transform(self, bucket: Bucket, stage: Stage) -> None:
+        """Apply the interventions of a stage."""
         for part in self._at(stage):
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # A copy, because a state may keep the gradient and the bucket is used again.
                 result = part.sites[param][1](view.clone()) if param in part.sites else None
                 if result is not None:
                     view.copy_(result)
-                    has_changed = True
-        return has_changed
 
-    def _reduce(self, bucket: Bucket, reduce: Reduce) -> Future:
-        """Average the dense gradients of a bucket."""
-        power, sizes, n = self.power_state, [], self.group.size()
-        for view in bucket.gradients():
+    def _reduce(self, bucket: Bucket) -> Future:
+        """Average the gradients of a bucket, and count the bytes that this process sends."""
+        reduce, power, n = self.parts[0].at.reduce, self.power_state, self.group.size()
+        for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             entries, width = view.numel(), 2 if reduce == "fp16" else view.element_size()
             if power is not None and power.iter >= POWER_SGD_START:
                 entries = _power_sgd_entries(view, power.matrix_approximation_rank)
-            sizes.append(round(2 * (n - 1) / n * entries * width))
-        self._count(bucket, sizes)
+            for part in self.parts:
+                if param in part.sites:
+                    size = round(2 * (n - 1) / n * entries * width)
+                    part.attached.count_bytes(part.sites[param][0], size)
         if power is not None:
             # It waits for itself several times, and two buckets at once would mix their messages.
             return _done(powerSGD_hook.powerSGD_hook(power, bucket).wait())
         if reduce == "fp16":
             return default_hooks.fp16_compress_hook(self.group, bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
-
-    def _exchange(self, bucket: Bucket, has_changed: bool) -> Future | None:
-        """Send the gradients of a bucket in their shortest form; None if that takes more bytes.
-
-        A message goes to each other process, while an all-reduce of d bytes sends 2 d (n-1) / n.
-        """
-        views, n = bucket.gradients(), self.group.size()
-        messages = [_encoded(view) for view in views] if has_changed else []
-        own = sum(map(len, messages)) if has_changed else NOT_SMALLER
-        size = torch.tensor(own, device=bucket.buffer().device)
-        distributed.all_reduce(size, distributed.ReduceOp.MAX, self.group)
-        longest = int(size)
-        if longest * n >= 2 * bucket.buffer().nbytes:
-            return None
-        message = pad(torch.cat(messages), (0, longest - own))
-        received = [torch.empty_like(message) for _ in range(n)]
-        distributed.all_gather(received, message, self.group)
-        self._count(bucket, [(n - 1) * len(part) for part in messages])
-        bucket.buffer().zero_()
-        for other in received:
-            start = 0
-            for view in views:
-                grad, start = _decoded(other, start, view)
-                view += grad.div_(n)
-        return _done(bucket.buffer())
-
-    def _count(self, bucket: Bucket, sizes: Sequence[int]) -> None:
-        """Count the bytes that this process sends for each parameter."""
-        for param, size in zip(bucket.parameters(), sizes, strict=False):
-            for part in self.parts:
-                if param in part.sites:
-                    part.attached.count_bytes(part.sites[param][0], size)
 
 
 def _done(buffer: Tensor) -> Future:
@@ -235,70 +189,3 @@ def _power_sgd_entries(grad: Tensor, rank: int) -> int:
     columns = grad.numel() // max(rows, 1)
     factors = (rows + columns) * min(rank, rows, columns)
     return factors if factors * 2 < grad.numel() else grad.numel()
-
-
-# A message is a header of two int32, the form and a count, and then
-# DENSE: all entries; SPARSE: `count` values, `count` indices;
-# PALETTE: `count` values, then for each entry the index of its value, in as few bits as are needed.
-
-
-def _encoded(grad: Tensor) -> Tensor:
-    """Return the shortest message that has all entries of a gradient, as bytes."""
-    flat = grad.reshape(-1)
-    forms = [(DENSE, [flat])]
-    if flat.numel() < 2**31 and flat.count_nonzero() * (4 + flat.element_size()) < flat.nbytes:
-        places = flat.nonzero()[:, 0]
-        forms.append((SPARSE, [flat[places], places.int()]))
-    values, indices = _palette(flat)
-    if len(values):
-        _, shifts = _bits(len(values), grad.device)
-        rows = pad(indices, (0, -len(indices) % len(shifts))).view(-1, len(shifts))
-        forms.append((PALETTE, [values, (rows << shifts).sum(1, dtype=torch.uint8)]))
-    form, parts = min(forms, key=lambda each: sum(part.nbytes for part in each[1]))
-    header = torch.tensor([form, len(parts[0])], dtype=torch.int32, device=grad.device)
-    contents = [part.contiguous().view(torch.uint8) for part in (header, *parts)]
-    return torch.cat([pad(each, (0, -len(each) % ALIGNMENT)) for each in contents])
-
-
-def _decoded(message: Tensor, start: int, like: Tensor) -> tuple[Tensor, int]:
-    """Return the gradient that begins at a place of a message, and the place where it ends."""
-    dtype, size = like.dtype, like.numel()
-    header, start = _read(message, start, 2, torch.int32)
-    form, count = header.tolist()
-    values, start = _read(message, start, count, dtype)
-    if form == SPARSE:
-        places, start = _read(message, start, count, torch.int32)
-        flat = torch.zeros(size, dtype=dtype, device=like.device)
-        flat[places.long()] = values
-    elif form == PALETTE:
-        bits, shifts = _bits(count, like.device)
-        packed, start = _read(message, start, -(-size * bits // 8), torch.uint8)
-        indices = (packed[:, None] >> shifts) & (2**bits - 1)
-        flat = values[indices.reshape(-1)[:size].int()]
-    else:
-        flat = values.clone()
-    return flat.reshape(like.shape), start
-
-
-def _read(message: Tensor, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Return `count` entries of a message, and the place where the next part begins."""
-    end = start + count * dtype.itemsize
-    return message[start:end].view(dtype), end + -end % ALIGNMENT
-
-
-def _palette(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct values, in order, and the index of each entry; empty if they are many."""
-    values = flat[:: max(1, flat.numel() // SAMPLE)].unique()
-    while 0 < len(values) <= MAX_VALUES and not values.isnan().any():
-        indices = torch.searchsorted(values, flat, out_int32=True).clamp_(max=len(values) - 1)
-        others = flat[values[indices] != flat]
-        if not len(others):
-            return values, indices.to(torch.uint8)
-        values = torch.cat([values, others[: 16 * SAMPLE]]).unique()
-    return flat[:0], flat[:0]
-
-
-def _bits(count: int, device: torch.device) -> tuple[int, Tensor]:
-    """The bits of an index into `count` values, and the place of each index in a byte."""
-    bits = next(bits for bits in (1, 2, 4, 8) if count <= 2**bits)
-    return bits, torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
