@@ -75,8 +75,8 @@ OURS = {
     "mean": (gs.Mean(), {}, 0),
     "full": (gs.UPGrad(), {}, 0),
     "full, measured": (gs.UPGrad(), {}, 1),
-    "feature": (gs.UPGrad(), {"engine": "feature"}, 0),
-    "feature, measured": (gs.UPGrad(), {"engine": "feature"}, 1),
+    "feature": (gs.UPGrad(), {"engine": "feature", "features": "trunk"}, 0),
+    "feature, measured": (gs.UPGrad(), {"engine": "feature", "features": "trunk"}, 1),
 }
 THEIRS = {
     "torchjd": (None, False),

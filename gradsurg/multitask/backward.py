@@ -17,7 +17,7 @@ from gradsurg.core.attached import Attached
 from gradsurg.core.session import Session
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
-from gradsurg.multitask.features import OutputMarker, are_disjoint, find_cut
+from gradsurg.multitask.features import OutputMarker, are_disjoint, check_dense, find_cut
 from gradsurg.multitask.jacobian import (
     Jacobian,
     JacobianBuilder,
@@ -419,6 +419,7 @@ class MultiTaskBackward:
                 "needs engine='full'"
             )
         losses = call.losses
+        assert self._marker is not None
         cut = find_cut(losses, self._marker)
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
@@ -434,7 +435,7 @@ class MultiTaskBackward:
                     at_edges, of_head = cut.backward(losses[name], name, keep_graph)
                 task_grads.append(at_edges)
                 head_grads |= of_head
-        cut.check_dense(task_grads, self.session.model)
+        check_dense(task_grads, self._marker.name)
         group = f"{aggregation.label}/{REPRESENTATION}"
         found, jacobian = jacobian_at(cut.edges, task_grads, group)
         _check_reached(losses, jacobian)
@@ -486,9 +487,8 @@ class MultiTaskBackward:
         """Warn that the gradients at the representation cannot conflict."""
         self.session.warn_once(
             f"{aggregation.label}: at the shared representation, of {entries} entries, no entry "
-            "has a gradient of two tasks, as where losses were stacked or the whole model was "
-            "compiled as one: the tasks cannot conflict there. Give losses apart, compile the "
-            "trunk and the heads apart, or name the representation (features=)."
+            "has a gradient of two tasks: the tasks cannot conflict there. Name a module below, "
+            "whose output they share (features=)."
         )
 
 

@@ -1,7 +1,7 @@
-"""The representation that the graphs of several losses share: find it, split gradients at it."""
+"""The representation that several tasks share, the output of a named module: cut graphs there."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,21 +16,20 @@ from gradsurg.multitask.graph import leaf_of, next_nodes, reachable
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.module_calls import tensors_in
-from gradsurg.sites.selection import names_of, owned_params
+from gradsurg.sites.selection import names_of
 from gradsurg.torch_internals import compiling
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint
 METADATA_KEY = "gradsurg.features"  # marks the nodes that produced the output of a named module
 PREFIX = 64  # entries that are compared first
-SEVERAL = -1  # the owner of a node that several tasks reach
 
 
 @dataclass(frozen=True)
 class GraphCut:
-    """The edges at which the graphs of the tasks enter the shared part, and the heads above them.
+    """The edges at which the graphs of the tasks reach the representation, and the heads above.
 
     Attributes:
-        edges: The edges into the shared part, at the shared representation.
+        edges: The edges into the nodes that made the representation.
         heads: For each task, the leaves above the edges.
         nested: Whether one edge leads to another; then gradients are stopped at each edge, so that
             the second does not receive those of the first.
@@ -66,37 +65,18 @@ class GraphCut:
         pairs = zip(head, of_head, strict=True)
         return at_edges, {leaf: grad for leaf, grad in pairs if grad is not None}
 
-    def check_dense(self, task_grads: Sequence[Sequence[Tensor | None]], model: nn.Module) -> None:
-        """Raise TypeError if a gradient at the edges is not dense."""
-        for edge, grad in (
-            pair for grads in task_grads for pair in zip(self.edges, grads, strict=True)
-        ):
-            if grad is not None and grad.layout != torch.strided:
-                raise TypeError(
-                    f"{_describe(edge.node, model)}: an aggregator takes dense gradients, found "
-                    f"{grad.dtype} with layout {grad.layout}"
-                )
 
+def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker") -> GraphCut:
+    """Find the cut at the marked outputs of a module.
 
-def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker | None" = None) -> GraphCut:
-    """Find the cut: where several losses share nodes, or at the marked output of a module.
-
-    Raises ValueError if the losses share nothing, or a leaf above the edges, RuntimeError if they
-    do not depend on the marked output.
+    Raises ValueError if the losses share a leaf above them, RuntimeError if they do not depend on
+    them.
     """
-    roots = [get_gradient_edge(loss) for loss in losses.values()]
-    below: Container[Node]
-    if marker is not None:
-        below = marker
-    elif len(roots) == 1:
-        below = {roots[0].node}  # a single task shares everything
-    else:
-        below = {node for node, owner in _owners(roots).items() if owner == SEVERAL}
     edges: dict[tuple[Node, int], GradientEdge] = {}
     heads: dict[str, list[Tensor]] = {}
     counts: Counter[Node] = Counter()  # of the tasks that reach a node above the edges
-    for name, root in zip(losses, roots, strict=True):
-        above, entered = _above(root, below)
+    for name, loss in losses.items():
+        above, entered = _above(get_gradient_edge(loss), marker)
         if any(node.name() == REENTRANT for node in above):
             raise RuntimeError(
                 f"the head of task '{name}' holds a reentrant checkpoint, which hides its "
@@ -105,15 +85,10 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker | None" = None)
         heads[name] = [leaf for node in above if (leaf := leaf_of(node)) is not None]
         edges |= {(edge.node, edge.output_nr): edge for edge in entered}
         counts.update(above)
-    if not edges and marker is not None:
+    if not edges:
         raise RuntimeError(
             f"features: the losses {', '.join(losses)} do not depend on an output of "
             f"'{marker.name}' that requires a gradient: was the model called in the block?"
-        )
-    if not edges:
-        raise ValueError(
-            f"the losses {', '.join(losses)} share no graph: no tensor that requires a gradient is "
-            "part of two of them"
         )
     if any(count > 1 and node.name() == compiling.COMPILED for node, count in counts.items()):
         raise RuntimeError(
@@ -128,33 +103,15 @@ def find_cut(losses: Mapping[str, Tensor], marker: "OutputMarker | None" = None)
     return GraphCut(list(edges.values()), heads, nested, joined)
 
 
-def _owners(roots: Iterable[GradientEdge]) -> dict[Node, int]:
-    """Return, for each node, the one task that reaches it, or SEVERAL.
-
-    Visits each node at most twice.
-    """
-    owners: dict[Node, int] = {}
-    for task, root in enumerate(roots):
-        pending = [root.node]
-        while pending:
-            node = pending.pop()
-            owner = owners.get(node)
-            if owner in (task, SEVERAL):
-                continue
-            owners[node] = task if owner is None else SEVERAL
-            pending += next_nodes(node)
-    return owners
-
-
-def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list[GradientEdge]]:
-    """Return the nodes from a root down to those in `below`, and the edges that enter `below`."""
-    if root.node in below:
+def _above(root: GradientEdge, marker: "OutputMarker") -> tuple[list[Node], list[GradientEdge]]:
+    """Return the nodes from a root down to the marked ones, and the edges that enter these."""
+    if root.node in marker:
         return [], [root]
     entered: list[GradientEdge] = []
 
     def successors(node: Node) -> Iterator[Node]:
         for following, output in node.next_functions:
-            if following is not None and following in below:
+            if following is not None and following in marker:
                 entered.append(GradientEdge(following, output))
             elif following is not None:
                 yield following
@@ -162,19 +119,13 @@ def _above(root: GradientEdge, below: Container[Node]) -> tuple[list[Node], list
     return list(reachable([root.node], successors)), entered
 
 
-def _describe(node: Node, model: nn.Module) -> str:
-    """Return a name of a node for error messages."""
-    leaf = leaf_of(node)
-    if leaf is None:
-        return f"the output of {node.name()} that the tasks share"
-    names = (places[0][0] for param, places in owned_params(model).items() if param is leaf)
-    return f"parameter '{next(names, 'outside the model')}'"
-
-
 def _check_heads(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node]) -> None:
     """Raise ValueError if a leaf is in two heads, or in a head and below the cut."""
     owners: dict[int, str] = {}
-    hint = "name a module above which they share nothing, or leave features out"
+    hint = (
+        "name a module above which they share nothing, and give each loss as it was computed from "
+        "its own output"
+    )
     for name, leaves in heads.items():
         for leaf in leaves:
             other = owners.setdefault(id(leaf), name)
@@ -188,6 +139,16 @@ def _check_heads(heads: Mapping[str, Sequence[Tensor]], beneath: Collection[Node
                     f"features: task '{name}' reaches a parameter of shape {list(leaf.shape)} both "
                     f"below the representation and past it: {hint}"
                 )
+
+
+def check_dense(task_grads: Sequence[Sequence[Tensor | None]], name: str) -> None:
+    """Raise TypeError if a gradient at the output of a module is not dense."""
+    for grad in chain.from_iterable(task_grads):
+        if grad is not None and grad.layout != torch.strided:
+            raise TypeError(
+                f"features: an aggregator takes dense gradients, found at '{name}' "
+                f"{grad.dtype} with layout {grad.layout}"
+            )
 
 
 def are_disjoint(task_grads: Sequence[Sequence[Tensor | None]]) -> bool:

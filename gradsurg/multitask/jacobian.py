@@ -125,7 +125,7 @@ class Jacobian:
                 raise TypeError(
                     f"parameter '{self.names[index]}': an aggregator takes dense real gradients, "
                     f"found {wrong[0].dtype} with layout {wrong[0].layout}: select others "
-                    "(SharedParameters('<pattern>')), or use engine='feature'"
+                    "(SharedParameters('<pattern>')), or use engine='feature' and features="
                 )
             (left_out if wrong else self.shared).append(index)
         return [self.names[index] for index in left_out]
@@ -456,7 +456,7 @@ class JacobianBuilder:
             raise RuntimeError(
                 "the losses hold a reentrant checkpoint, which allows one backward pass and hides "
                 "its parameters from autograd.grad: use checkpoint(use_reentrant=False), or "
-                "engine='feature' if it is below the shared representation"
+                "engine='feature' if it is below the representation (features=)"
             )
         self.compiled = COMPILED in names
         check_repeatable(losses, shared=not call.retain_graph)

@@ -58,10 +58,10 @@ class SharedParameters(ParamSelector):
 
     The engine `full` runs one backward pass a task and stores tasks x parameters numbers, which are
     kept between steps. The engine `feature` combines the gradients at the representation that the
-    tasks share and runs one backward pass below it: the upper bound MGDA-UB of Sener and Koltun,
-    NeurIPS 2018, for any aggregator. The representation is found in the graph, or is the output of
-    the module named by `features`. A complex representation counts as two real numbers an entry.
-    This engine needs one forward pass a step, so it does not support `aggregate=False`.
+    tasks share, the output of the module named by `features`, and runs one backward pass below it:
+    the upper bound MGDA-UB of Sener and Koltun, NeurIPS 2018, for any aggregator. A complex
+    representation counts as two real numbers an entry. This engine needs one forward pass a step,
+    so it does not support `aggregate=False`.
 
     Under DistributedDataParallel with several processes, `reduce="mean"` averages the gradients and
     losses of each task over the processes before the aggregator acts, by one all-reduce of tasks x
@@ -100,6 +100,9 @@ class SharedParameters(ParamSelector):
             raise Contradiction("granularity", text)
         if self.features and self.engine != "feature":
             raise Contradiction("features", "needs engine='feature', found engine='full'")
+        if self.engine == "feature" and not self.features:
+            rule = "must name the module whose output the tasks share, with engine='feature'"
+            raise Contradiction("features", f"{rule}, as features='trunk'")
         if self.engine == "feature" and self.granularity != "whole":
             raise Contradiction(
                 "granularity",

@@ -29,6 +29,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             ["shared.features: there is no module 'nope'. There are: root, trunk,"],
         ),
         (
+            ["shared.engine=feature"],
+            ["shared.features: must name the module whose output the tasks share, with "],
+        ),
+        (
             ["shared.engine=foo", "shared.granularity=bar"],
             ["shared.engine: must be one of", "shared.granularity: must be one of"],
         ),
@@ -91,10 +95,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             for kind in ("placebo", "update_norm_matched")
         ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
-        (["shared.engine=feature", "accumulate=3"], [ONE_FORWARD]),
+        (["shared.engine=feature", "shared.features=trunk", "accumulate=3"], [ONE_FORWARD]),
         (["shared.engine=feature", "shared.features=nope", "steps=0"], ["shared.features: there "]),
         (
-            ["shared.engine=feature", "compile=true"],
+            ["shared.engine=feature", "shared.features=trunk", "compile=true"],
             ["shared.engine: feature goes on from a representation, which a model that is "],
         ),
     ],
@@ -134,7 +138,7 @@ def test_a_trigger_belongs_to_the_transform_if_there_is_one() -> None:
     "words",
     [
         ["aggregator=pcgrad", "accumulate=3"],
-        ["aggregator=pcgrad", "shared.engine=feature"],
+        ["aggregator=pcgrad", "shared.engine=feature", "shared.features=trunk"],
     ],
 )
 def test_several_batches_or_the_feature_engine_are_accepted(words: list[str]) -> None:
@@ -148,7 +152,7 @@ def test_keys_of_shared_without_an_aggregator_are_warned_of(words: list[str]) ->
     plain = built("aggregator=none", *SEVERAL, *words, "accumulate=3")
     assert all(item.aggregator is None for item in plain.surgery.interventions)
     with pytest.warns(SurgeryWarning, match="^shared: has no effect without an aggregator"):
-        built("aggregator=none", *SEVERAL, *words, "shared.engine=feature", "accumulate=3")
+        built("aggregator=none", *SEVERAL, *words, "shared.granularity=module", "accumulate=3")
 
 
 def test_an_aggregator_that_is_not_homogeneous_is_refused_with_a_loss_scale(

@@ -203,7 +203,13 @@ def test_an_error_of_one_process_ends_the_run_in_all_and_the_next_run_is_trained
             ],
         ),
         (
-            ["task=overlay", "model=multi_head", "aggregator=mgda", "shared.engine=feature"],
+            [
+                "task=overlay",
+                "model=multi_head",
+                "aggregator=mgda",
+                "shared.engine=feature",
+                "shared.features=trunk",
+            ],
             ["shared.engine: feature has no mean over processes: needs one process or shared.redu"],
         ),
         (["transform=dp_sgd"], ["transform: "]),

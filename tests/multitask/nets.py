@@ -19,6 +19,8 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 
 WIDTH = 6
+ENGINES = {"full": {}, "feature": {"engine": "feature", "features": "trunk"}}
+"""The fields of `SharedParameters` for each engine, with a `Net`."""
 
 Grads = dict[str, Any]
 """Gradients by name. Any: a tensor, or None where none has come."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
 from tests.multitask.nets import (
+    ENGINES,
     Net,
     Running,
     Uneven,
@@ -41,12 +42,15 @@ class Failing(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> None:
     model = Failing()
     item = scaled(2.0, gs.Parameters("*"))
     other = scaled(3.0, gs.Parameters("net.heads.a.weight"), "a")
-    surgery = gs.Surgery(item, other, at_shared(Uneven(), engine=engine))
+    fields = {**ENGINES[engine]}
+    if fields:
+        fields["features"] = "net.trunk"
+    surgery = gs.Surgery(item, other, at_shared(Uneven(), **fields))
     with surgery.attach(model) as live:
         with pytest.raises(RuntimeError, match="in the middle"):
             live.backward(losses_of(model))
@@ -62,7 +66,7 @@ def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> Non
     with gs.Surgery(
         scaled(2.0, gs.Parameters("*")),
         scaled(3.0, gs.Parameters("heads.a.weight"), "a"),
-        at_shared(Uneven(), engine=engine),
+        at_shared(Uneven(), **ENGINES[engine]),
     ).attach(model.net) as live:
         model.zero_grad()
         live.backward(losses_of(model.net))
@@ -79,16 +83,12 @@ def test_after_an_error_while_measuring_no_hook_is_paused() -> None:
     assert [entry.all_calls for entry in live.ledger if entry.intervention == "scale"] == [1] * 10
 
 
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_after_the_block_nothing_is_left(engine: str) -> None:
     model = Net()
     before = num_hooks(model)
     optimizer = still(model)
-    features = "trunk" if engine == "feature" else ""
-    surgery = gs.Surgery(
-        scaled(2.0, gs.Outputs("trunk.1")),
-        at_shared(Uneven(), engine=engine, features=features),
-    )
+    surgery = gs.Surgery(scaled(2.0, gs.Outputs("trunk.1")), at_shared(Uneven(), **ENGINES[engine]))
     with surgery.attach(model, optimizer) as live:
         losses = losses_of(model)
         live.backward(losses)
@@ -104,7 +104,7 @@ def test_after_the_block_nothing_is_left(engine: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_sixty_attachments_leak_nothing(engine: str) -> None:
     model, kept, counts = Net(), [], []
     for number in range(60):
@@ -112,7 +112,7 @@ def test_sixty_attachments_leak_nothing(engine: str) -> None:
         surgery = gs.Surgery(
             scaled(2.0, gs.Outputs("trunk.1")),
             gs.Intervention(gs.GrokfastEMA(), at=gs.Parameters("trunk.*", stage="accumulated")),
-            at_shared(Running(), engine=engine),
+            at_shared(Running(), **ENGINES[engine]),
         )
         with surgery.attach(model, optimizer) as live:
             losses = losses_of(model)

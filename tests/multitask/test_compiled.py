@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
-from tests.multitask.nets import WIDTH, Net, Uneven, at_shared, close, grads_of
+from tests.multitask.nets import ENGINES, WIDTH, Net, Uneven, at_shared, close, grads_of
 
 TARGETS = {"a": 0.5, "b": -1.0, "c": 2.0}
 
@@ -122,7 +122,7 @@ class Spent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_single_use_graphs_of_one_task_are_not_refused(
     engine: str,
 ) -> None:
@@ -136,7 +136,7 @@ def test_single_use_graphs_of_one_task_are_not_refused(
             part.compile(backend="aot_eager", dynamic=False)
         sum(own.sum() for own in model(batch(8)).values()).backward()
         model.zero_grad()
-        with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(model) as live:
+        with gs.Surgery(at_shared(Uneven(), **ENGINES[engine])).attach(model) as live:
             live.backward({task: own.square().mean() for task, own in model(batch(8)).items()})
         found.append(grads_of(model))
     close(*found)
@@ -146,7 +146,7 @@ def test_single_use_graphs_of_one_task_are_not_refused(
 def test_a_representation_inside_a_compiled_graph_is_refused() -> None:
     model = Net()
     rule = "the losses a, b, c separate inside one compiled graph"
-    with gs.Surgery(at_shared(Uneven(), engine="feature", features="trunk")).attach(model) as live:
+    with gs.Surgery(at_shared(Uneven(), **ENGINES["feature"])).attach(model) as live:
         outputs = compiled(model)(batch(8))
         with pytest.raises(RuntimeError, match=rule):
             live.backward({task: own.square().mean() for task, own in outputs.items()})

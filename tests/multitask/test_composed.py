@@ -13,6 +13,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.multitask.nets import (
+    ENGINES,
     Net,
     Running,
     Uneven,
@@ -293,7 +294,7 @@ def test_a_shadow_leaves_the_gradients_of_the_plain_sum(
     sum(losses.values()).backward()
     plain = grads_of(model)
     model.zero_grad()
-    surgery = gs.Surgery(*items, at_shared(aggregator, engine=engine))
+    surgery = gs.Surgery(*items, at_shared(aggregator, **ENGINES[engine]))
     with surgery.attach(model, shadow=True) as live:
         live.backward(losses_of(model))
     assert same(grads_of(model), plain)
@@ -321,11 +322,11 @@ def test_measuring_changes_no_bit(aggregator: Aggregator, every: int) -> None:
     assert all(torch.equal(own, other) for own, other in pairs)
 
 
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_at_which_an_aggregator_does_not_act_is_measured_too(engine: str) -> None:
     model = Net()
     optimizer = still(model)
-    at = gs.SharedParameters(engine=engine)
+    at = at_shared(Uneven(), **ENGINES[engine]).at
     item = gs.Intervention(Uneven(), at=at, when=gs.Steps(start=2))
     with gs.Surgery(item).attach(model, optimizer) as live:
         for _ in range(3):

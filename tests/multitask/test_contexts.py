@@ -22,6 +22,7 @@ from gradsurg.plugins.fields import validated
 from gradsurg.plugins.registry import names
 from tests.aggregators.cases import made
 from tests.multitask.nets import (
+    ENGINES,
     TARGETS,
     Net,
     Running,
@@ -36,10 +37,10 @@ from tests.multitask.nets import (
     same,
     scaled,
     still,
+    trained,
 )
 
 TRUNK = ["trunk.0.weight", "trunk.0.bias", "trunk.2.weight", "trunk.2.bias"]
-ENGINES = ["full", "feature"]
 
 
 # Several batches are one step
@@ -170,7 +171,7 @@ def test_a_loss_scale_changes_nothing(name: str, engine: str) -> None:
     def train(scaler: torch.amp.GradScaler | None) -> tuple[Net, list[Conflict]]:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        surgery = gs.Surgery(at_shared(aggregator, engine=engine))
+        surgery = gs.Surgery(at_shared(aggregator, **ENGINES[engine]))
         with surgery.attach(model, optimizer, scaler=scaler) as live:
             for step in range(3):
                 optimizer.zero_grad()
@@ -195,7 +196,7 @@ def test_a_loss_scale_changes_nothing(name: str, engine: str) -> None:
 def test_a_step_that_overflows_is_skipped_and_changes_no_state(engine: str) -> None:
     model, scaler = Net(), _scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    surgery = gs.Surgery(at_shared(Running(), engine=engine))
+    surgery = gs.Surgery(at_shared(Running(), **ENGINES[engine]))
     with surgery.attach(model, optimizer, scaler=scaler) as live:
         for step in range(3):
             optimizer.zero_grad()
@@ -312,10 +313,14 @@ def test_autocast_does_not_affect_the_aggregation(engine: str) -> None:
         return {t: (own.float() - TARGETS[t]).square().mean() for t, own in outputs.items()}
 
     model = Net()
-    found, _ = joint(model, losses(model), at_shared(Uneven(), engine=engine))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under, _ = joint(model, losses(model), at_shared(Uneven(), engine=engine))
-    assert same(found, under)
+    item = at_shared(Uneven(), **ENGINES[engine])
+    with gs.Surgery(item).attach(model) as live:
+        live.backward(losses(model))
+        found = grads_of(model)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            live.backward(losses(model))
+    assert same(found, grads_of(model))
     weighed = {}
     for name in ("outside", "inside"):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "inside"):
@@ -376,7 +381,7 @@ def test_the_full_engine_equals_the_result_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_feature_engine_uses_the_weights_that_it_logs(name: str) -> None:
     model = MODELS[name]()
-    with gs.Surgery(at_shared(Uneven(), engine="feature")).attach(model) as live:
+    with gs.Surgery(at_shared(Uneven(), **ENGINES["feature"])).attach(model) as live:
         live.backward(losses_of(model))
     found = grads_of(model)
     (conflict,) = live.conflicts.fetch()
@@ -391,20 +396,22 @@ def test_the_feature_engine_uses_the_weights_that_it_logs(name: str) -> None:
 class Checkpointed(Net):
     reentrant = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Tanh()
+
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         x = x.requires_grad_()
         features = checkpoint(self.trunk, x, use_reentrant=self.reentrant)
         assert isinstance(features, Tensor)
-        features = features.tanh()
+        features = self.act(features)
         return {task: head(features) for task, head in self.heads.items()}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_changes_nothing(engine: str) -> None:
-    model, plain = Checkpointed(), Net()
-    found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine=engine))
-    expected, _ = joint(plain, losses_of(plain), at_shared(Uneven(), engine=engine))
-    close(found, expected)
+    item = at_shared(Uneven(), **ENGINES[engine])
+    close(trained(Checkpointed(), item), trained(Net(), item))
 
 
 class Recounted(Net):
@@ -454,21 +461,22 @@ def test_measuring_skips_a_reentrant_checkpoint_with_a_warning() -> None:
 
 def test_a_reentrant_checkpoint_in_a_head_is_refused() -> None:
     model = Net()
-    features = model.trunk(inputs())
-    losses = {
-        task: checkpoint(head, features, use_reentrant=True).square().mean()  # pyright: ignore
-        for task, head in model.heads.items()
-    }
-    with pytest.raises(RuntimeError, match="head of task 'a' holds a reentrant checkpoint"):
-        joint(model, losses, at_shared(Uneven(), engine="feature"))
+    with gs.Surgery(at_shared(Uneven(), **ENGINES["feature"])).attach(model) as live:
+        features = model.trunk(inputs())
+        losses = {
+            task: checkpoint(head, features, use_reentrant=True).square().mean()  # pyright: ignore
+            for task, head in model.heads.items()
+        }
+        with pytest.raises(RuntimeError, match="head of task 'a' holds a reentrant checkpoint"):
+            live.backward(losses)
+        live.backward(losses_of(model))
 
 
 def test_a_checkpoint_below_the_representation_may_be_reentrant() -> None:
-    model, plain = Checkpointed(), Net()
+    model, item = Checkpointed(), at_shared(Uneven(), engine="feature", features="act")
+    expected = trained(model, item)
     model.reentrant = True
-    found, _ = joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))
-    expected, _ = joint(plain, losses_of(plain), at_shared(Uneven(), engine="feature"))
-    close(found, expected)
+    close(trained(model, item), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -490,29 +498,25 @@ def test_a_compiled_model_gives_the_gradients_of_an_eager_one(
         made = torch.compile(model, backend=backend)  # pyright: ignore[reportAssignmentType]
     else:
         model.trunk = torch.compile(model.trunk, backend=backend)  # pyright: ignore
-    with gs.Surgery(at_shared(Uneven(), engine=engine)).attach(made) as live:
-        for step in range(2):
-            model.zero_grad()
-            live.backward(losses_of(made, step))
-    expected, _ = joint(plain, losses_of(plain, 1), at_shared(Uneven(), engine=engine))
+    item = at_shared(Uneven(), **ENGINES[engine])
+    for net, called in ((model, made), (plain, plain)):
+        with gs.Surgery(item).attach(called) as live:
+            for step in range(2):
+                net.zero_grad()
+                live.backward(losses_of(called, step))
+    expected = grads_of(plain)
     found = {key.replace("_orig_mod.", ""): own for key, own in grads_of(model).items()}
     close(found, expected, rtol=1e-4)
 
 
-def test_losses_of_one_compiled_graph_warn_that_they_cannot_conflict() -> None:
-    model = torch.compile(Net(), backend="aot_eager")
-    with pytest.warns(gs.SurgeryWarning, match="of 24 entries, no entry .* compiled as one"):
-        joint(model, losses_of(model), at_shared(Uneven(), engine="feature"))  # pyright: ignore
-
-
-RETAINED = {name: [at_shared(Uneven(), engine=name)] for name in ENGINES}
+RETAINED = {name: [at_shared(Uneven(), **fields)] for name, fields in ENGINES.items()}
 RETAINED |= {"mean": [at_shared(gs.Mean())], "none": []}
 
 
 @pytest.mark.parametrize("name", RETAINED)
 def test_a_retained_graph_supports_another_backward(name: str) -> None:
     model, items = Net(), RETAINED[name]
-    expected, _ = joint(model, losses_of(model), *items)
+    expected = trained(model, *items)
     model.zero_grad()
     with gs.Surgery(*items).attach(model) as live:
         losses = losses_of(model)

@@ -1,4 +1,4 @@
-"""The engine that looks at the gradients where the tasks part."""
+"""The engine that combines the gradients at the output of a named module."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,15 @@ from tests.multitask.nets import (
 from tests.nets import num_hooks
 
 
-def feature(aggregator: Aggregator, features: str = "") -> gs.Intervention:
+def feature(aggregator: Aggregator, features: str = "cut") -> gs.Intervention:
     return gs.Intervention(aggregator, at=gs.SharedParameters(engine="feature", features=features))
+
+
+class Passed(nn.Module):
+    """Returns its arguments: a name for the representation."""
+
+    def forward(self, *values: Tensor) -> Sequence[Tensor]:
+        return values
 
 
 class Split(nn.Module):
@@ -40,12 +47,12 @@ class Split(nn.Module):
         **layers: nn.Module,
     ) -> None:
         super().__init__()
-        self.below, self.above = below, above
+        self.below, self.above, self.cut = below, above, Passed()
         for name, layer in layers.items():
             self.add_module(name, layer)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return self.above(self, self.below(self, x))
+        return self.above(self, self.cut(*self.below(self, x)))
 
 
 def oracle(model: Split, aggregator: Aggregator) -> Grads:
@@ -161,7 +168,7 @@ def unrolled() -> Split:
 
 
 def shared_leaf() -> Split:
-    """A number that both heads use is where they meet too."""
+    """A number that both heads use belongs to the representation too."""
     torch.manual_seed(0)
 
     def below(model: nn.Module, x: Tensor) -> Sequence[Any]:
@@ -190,15 +197,15 @@ AGGREGATORS = {"uneven": Uneven(), "entrywise": gs.TrimmedMean(0.3), "running": 
 
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_cut_found_in_the_graph_equals_one_by_hand(name: str, aggregator: str) -> None:
+def test_the_cut_equals_one_by_hand(name: str, aggregator: str) -> None:
     model = MODELS[name]()
-    found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
+    found, _ = joint_of(model, feature(AGGREGATORS[aggregator]))
     close(found, oracle(model, AGGREGATORS[aggregator]))
 
 
-@pytest.mark.parametrize(("name", "features"), [("one", "trunk"), ("one", "trunk.1")])
-def test_the_cut_at_a_named_module_equals_one_by_hand(name: str, features: str) -> None:
-    model = MODELS[name]()
+@pytest.mark.parametrize("features", ["trunk", "trunk.1"])
+def test_a_module_may_be_named_by_any_path(features: str) -> None:
+    model = one()
     found, _ = joint_of(model, feature(Uneven(), features))
     close(found, oracle(model, Uneven()))
 
@@ -241,26 +248,6 @@ def test_two_forwards_can_have_their_backwards_in_turn() -> None:
     close(grads_of(model), oracle(model, Uneven()))
 
 
-def test_the_named_module_may_return_a_parameter() -> None:
-    class Code(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.code = nn.Parameter(torch.linspace(-1, 1, 6))
-
-        def forward(self) -> Tensor:
-            return self.code
-
-    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        (code,) = values
-        return {"a": model.a(code).square().mean(), "b": (model.b(code) - 1).square().mean()}
-
-    torch.manual_seed(0)
-    layers = {"below_": Code(), "a": linear(6, 1), "b": linear(6, 1)}
-    model = Split(lambda own, x: [own.below_()], above, **layers)
-    found, _ = joint_of(model, feature(Uneven(), "below_"))
-    close(found, oracle(model, Uneven()))
-
-
 @pytest.mark.parametrize(
     ("name", "features", "kind", "rule"),
     [
@@ -293,20 +280,28 @@ def test_a_named_module_that_was_not_called_in_the_block_is_refused() -> None:
         joint(model, outputs, feature(Uneven(), "trunk"))
 
 
-def test_losses_that_share_no_graph_are_refused() -> None:
-    model = nn.ModuleDict({"a": linear(4, 1), "b": linear(4, 1)})
-    losses = {task: layer(inputs()).mean() for task, layer in model.items()}
-    with pytest.raises(ValueError, match="the losses a, b share no graph"):
-        joint(model, losses, feature(Uneven()))
-
-
-def test_stacked_losses_warn_that_they_cannot_conflict() -> None:
+def test_stacked_losses_are_refused() -> None:
     model = one()
-    losses = torch.stack(list(model(inputs()).values()))
-    with pytest.warns(
-        gs.SurgeryWarning, match="of 3 entries, no entry has a gradient of two tasks"
+    with gs.Surgery(feature(Uneven())).attach(model) as live:
+        losses = torch.stack(list(model(inputs()).values()))
+        with pytest.raises(
+            ValueError, match="share a parameter .* as it was computed from its own"
+        ):
+            live.backward(losses)
+        live.backward(model(inputs()))
+
+
+def test_tasks_that_share_no_entry_of_the_representation_warn() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with (
+        pytest.warns(
+            gs.SurgeryWarning,
+            match="of 16 entries, no entry has a gradient of two tasks.* Name a module below",
+        ),
+        gs.Surgery(feature(Uneven(), "0")).attach(model) as live,
     ):
-        joint(model, losses, feature(Uneven()))
+        first, second = model(inputs()).unbind(1)
+        live.backward({"a": first.mean(), "b": second.square().mean()})
 
 
 def with_a_task_of_its_own() -> Split:
@@ -318,11 +313,10 @@ def with_a_task_of_its_own() -> Split:
     return model
 
 
-@pytest.mark.parametrize("features", ["", "trunk"])
-def test_a_task_that_does_not_reach_the_representation_does_not_contribute(features: str) -> None:
+def test_a_task_that_does_not_reach_the_representation_does_not_contribute() -> None:
     model = with_a_task_of_its_own()
     with pytest.warns(gs.SurgeryWarning, match=r"uneven: d does not reach the representation"):
-        found, live = joint_of(model, feature(Uneven(), features))
+        found, live = joint_of(model, feature(Uneven()))
     close(
         {name: grad for name, grad in found.items() if "own" not in name}, oracle(one(), Uneven())
     )
@@ -351,7 +345,9 @@ def test_a_task_with_zero_gradients_does_not_count_as_disjoint() -> None:
         outputs = model(inputs())
         return {"a": outputs["a"], "zero": torch.relu(outputs["b"] - 1e6)}
 
-    found, _ = joint(model, losses(), feature(gs.PCGrad()))  # a warning would be an error
+    with gs.Surgery(feature(gs.PCGrad())).attach(model) as live:  # a warning would be an error
+        live.backward(losses())
+    found = grads_of(model)
     model.zero_grad()
     sum(losses().values()).backward()
     close(found, grads_of(model))
@@ -380,7 +376,7 @@ def spectral() -> Split:
 @pytest.mark.parametrize("aggregator", AGGREGATORS)
 def test_complex_and_real_representations_are_combined_together(aggregator: str) -> None:
     model = spectral()
-    found, _ = joint(model, model(inputs()), feature(AGGREGATORS[aggregator]))
+    found, _ = joint_of(model, feature(AGGREGATORS[aggregator]))
     close(found, by_parts(model, AGGREGATORS[aggregator]))
 
 
@@ -395,8 +391,7 @@ def by_parts(model: Split, aggregator: Aggregator) -> Grads:
     return oracle(real, aggregator)
 
 
-@pytest.mark.parametrize("features", ["", "low"])
-def test_the_named_module_may_return_complex_numbers(features: str) -> None:
+def test_the_named_module_may_return_complex_numbers() -> None:
     class Waves(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return torch.fft.rfft(super().forward(input))
@@ -409,7 +404,7 @@ def test_the_named_module_may_return_complex_numbers(features: str) -> None:
 
     layers = {"low": Waves(4, 6), "a": linear(4, 1), "b": linear(4, 1)}
     model = Split(lambda own, x: [own.low(x)], above, **layers)
-    found, _ = joint_of(model, feature(Uneven(), features))
+    found, _ = joint_of(model, feature(Uneven(), "low"))
     real = Split(
         lambda own, x: [torch.view_as_real(own.low(x))],
         lambda own, values: above(own, [torch.view_as_complex(values[0])]),
@@ -419,28 +414,35 @@ def test_the_named_module_may_return_complex_numbers(features: str) -> None:
 
 
 def test_a_sparse_gradient_at_the_representation_is_refused_by_name() -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(5, 2, sparse=True)})
-    words = model["words"]
-    rule = "parameter 'words.weight': an aggregator takes dense gradients, .*layout torch.sparse"
-    losses = [words(torch.tensor([0, 1])).sum(), words(torch.tensor([1, 2])).square().sum()]
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        rows = [
+            nn.functional.embedding(torch.tensor([k, k + 1]), values[0], sparse=True)
+            for k in range(2)
+        ]
+        return {"a": rows[0].sum(), "b": rows[1].square().sum()}
+
+    model = Split(lambda own, x: [own.words.weight], above, words=nn.Embedding(5, 2))
+    rule = "features: an aggregator takes dense gradients, found at 'cut' .*layout torch.sparse"
     with pytest.raises(TypeError, match=rule):
-        joint(model, losses, feature(gs.PCGrad()))
-    assert words.weight.grad is None
+        joint_of(model, feature(gs.PCGrad()))
+    assert model.words.weight.grad is None
 
 
 def test_sparse_gradients_above_or_below_the_representation_stay_sparse() -> None:
-    model = nn.Module()
-    model.words, model.own = (nn.Embedding(5, 2, sparse=True) for _ in range(2))
+    def below(model: nn.Module, x: Tensor) -> Sequence[Tensor]:
+        return [model.words(torch.tensor([0, 1])).tanh()]
 
-    def losses() -> dict[str, Tensor]:
-        h = model.words(torch.tensor([0, 1])).tanh()
+    def above(model: nn.Module, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        (h,) = values
         return {"a": (h * model.own(torch.tensor([2, 3]))).sum(), "b": h.square().sum()}
 
-    found, _ = joint(model, losses(), feature(gs.PCGrad()))
+    words, own = (nn.Embedding(5, 2, sparse=True) for _ in range(2))
+    model = Split(below, above, words=words, own=own)
+    found, _ = joint_of(model, feature(gs.PCGrad()))
     assert found["words.weight"].is_sparse
     assert found["own.weight"].is_sparse
     model.zero_grad()
-    losses()["a"].backward()
+    model(inputs())["a"].backward()
     expected = grads_of(model)["own.weight"]
     assert torch.equal(found["own.weight"].to_dense(), expected.to_dense())
 
@@ -475,9 +477,14 @@ def test_fields_without_effect_with_this_engine_are_refused() -> None:
     with pytest.raises(ValueError, match="needs engine='feature'"):
         gs.SharedParameters(features="trunk")
     with pytest.raises(ValueError, match="must be 'whole' with engine='feature'"):
-        gs.SharedParameters(engine="feature", granularity="module")
+        gs.SharedParameters(engine="feature", features="trunk", granularity="module")
     with pytest.raises(ValueError, match="takes no selection"):
-        gs.SharedParameters("trunk.*", engine="feature")
+        gs.SharedParameters("trunk.*", engine="feature", features="trunk")
+
+
+def test_the_engine_needs_the_name_of_a_module() -> None:
+    with pytest.raises(ValueError, match=r"features: must name the module .* features='trunk'"):
+        gs.SharedParameters(engine="feature")
 
 
 # Transforms above, at and below the cut
@@ -566,15 +573,16 @@ def test_a_stateful_transform_above_the_cut_is_refused_where_tasks_share_nodes()
     with pytest.raises(ValueError, match=rule), surgery.attach(model) as live:
         live.backward(model(inputs()))
     assert all(grad is None for grad in grads_of(model).values())
-    with gs.Surgery(item, feature(Uneven())).attach(model) as live:
-        live.backward(model(inputs()))  # they part at `act`, where it meets what was made of them
+    with gs.Surgery(item, feature(Uneven(), "act")).attach(model) as live:
+        live.backward(model(inputs()))
 
 
 def test_no_hook_stays_on_the_graph_or_the_model() -> None:
     model = scales()
     before = num_hooks(model)
-    losses = model(inputs())
-    joint(model, losses, feature(Uneven()))
+    with gs.Surgery(feature(Uneven())).attach(model) as live:
+        losses = model(inputs())
+        live.backward(losses)
     assert num_hooks(model) == before
     # Where one edge leads to the other the graph is gone back through once, and is free then.
     with pytest.raises(RuntimeError, match="second time"):
@@ -594,11 +602,10 @@ def test_conflicts_are_those_at_the_representation() -> None:
 
 def test_a_single_task_gives_its_gradient_times_its_weight() -> None:
     model = Net()
-    loss = {"a": losses_of(model)["a"]}
     with (
         pytest.warns(gs.SurgeryWarning, match="had one loss each time"),
-        gs.Surgery(feature(gs.TrimmedMean(0.1))).attach(model) as live,
+        gs.Surgery(feature(gs.TrimmedMean(0.1), "trunk")).attach(model) as live,
     ):
-        live.backward(loss)
+        live.backward({"a": losses_of(model)["a"]})
     found = grads_of(model)
     close(found, each(model, {"a": losses_of(model)["a"]})["a"])

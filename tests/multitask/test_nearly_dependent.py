@@ -1,7 +1,6 @@
 """Training with gradients that are nearly dependent, and with a solver that does not converge."""
 
 import warnings
-from typing import Literal
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from gradsurg.aggregators import rows as row_algebra
 from gradsurg.aggregators.rows import SolvedOnRows
 from gradsurg.aggregators.solvers import NotConverged
 from gradsurg.multitask.conflict import numbers
-from tests.multitask.nets import Net, at_shared, losses_of
-
-Engine = Literal["full", "feature"]
+from tests.multitask.nets import ENGINES, Net, at_shared, losses_of
 
 
 class Pulled(nn.Module):
@@ -97,14 +94,14 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradsurg.aggregators.base.is_nearly_dependent", lambda gramian: True)
 
 
-@pytest.mark.parametrize("engine", ["full", "feature"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.usefixtures("failing")
-def test_a_step_without_a_solution_is_skipped_and_told(engine: Engine) -> None:
+def test_a_step_without_a_solution_is_skipped_and_told(engine: str) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trunk = [param.clone() for param in model.trunk.parameters()]
     head = model.heads["a"].weight.clone()
-    surgery = gs.Surgery(at_shared(gs.UPGrad(), engine=engine))
+    surgery = gs.Surgery(at_shared(gs.UPGrad(), **ENGINES[engine]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with surgery.attach(model, optimizer) as live:

@@ -140,7 +140,8 @@ def test_processes_with_other_losses_are_refused_in_each() -> None:
 def test_the_engine_feature_needs_local() -> None:
     def work(ranks: Ranks, folder: Path) -> str:
         model = DistributedDataParallel(Heads())
-        surgery = gs.Surgery(gs.Intervention(gs.MGDA(), at=gs.SharedParameters(engine="feature")))
+        at = gs.SharedParameters(engine="feature", features="trunk")
+        surgery = gs.Surgery(gs.Intervention(gs.MGDA(), at=at))
         with pytest.raises(RuntimeError) as caught:
             surgery.attach(model)
         return str(caught.value)

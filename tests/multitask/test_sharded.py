@@ -122,7 +122,7 @@ class FirstTask(Aggregator):
 
 
 REFUSED = {
-    "engine='feature'": (gs.MGDA(), gs.SharedParameters(engine="feature")),
+    "engine='feature'": (gs.MGDA(), gs.SharedParameters(engine="feature", features="trunk")),
     "reduce='local'": (gs.MGDA(), gs.SharedParameters(reduce="local")),
     "FirstTask reads whole rows": (FirstTask(), gs.SharedParameters()),
     "some parameters are sharded and others are not": (gs.MGDA(), gs.SharedParameters()),

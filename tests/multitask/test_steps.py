@@ -358,4 +358,4 @@ def test_an_aggregator_that_needs_all_tasks_skips_a_step_with_nan() -> None:
 
 def test_skip_needs_the_engine_full() -> None:
     with pytest.raises(ValueError, match="on_nonfinite: 'skip' needs engine='full'"):
-        gs.SharedParameters(engine="feature", on_nonfinite="skip")
+        gs.SharedParameters(engine="feature", features="trunk", on_nonfinite="skip")

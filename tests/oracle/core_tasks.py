@@ -35,8 +35,7 @@ SHARED: dict[str, dict[str, object]] = {
     "tensor": {"granularity": "tensor"},
     "patterns": {"granularity": ("lin_a.*", "*")},
     "some": {"pattern": "lin_b.*"},
-    "feature": {"engine": "feature"},
-    "named feature": {"engine": "feature", "features": "act_b"},
+    "feature": {"engine": "feature", "features": "act_b"},
 }
 BESIDE: dict[str, Callable[[], list[gs.Intervention]]] = {
     "a clip of each task": lambda: [gs.Intervention(gs.Clip(0.01))],
