@@ -147,8 +147,8 @@ class MultiTaskBackward:
         with across(self._shards):
             if self.session.shadow or not self._needs_tasks(aggregation, call):
                 self._backward_of_sum(aggregation, call)
-            elif aggregation is not None and aggregation.at.engine == "feature":
-                self._backward_at_features(aggregation, call)
+            elif aggregation is not None and self._marker is not None:
+                self._backward_at_features(aggregation, self._marker, call)
             else:
                 self._backward_of_tasks(aggregation, call)
 
@@ -411,7 +411,9 @@ class MultiTaskBackward:
         self._warn_absent(aggregation, absent, f"the shared parameters of '{group}'")
         return aggregation.combine(group, parts, _of_tasks(losses, tasks))
 
-    def _backward_at_features(self, aggregation: Aggregation, call: BackwardCall) -> None:
+    def _backward_at_features(
+        self, aggregation: Aggregation, marker: OutputMarker, call: BackwardCall
+    ) -> None:
         """Run one backward pass a task down to the shared representation, and one below it."""
         if not call.last:
             raise ValueError(
@@ -419,8 +421,7 @@ class MultiTaskBackward:
                 "needs engine='full'"
             )
         losses = call.losses
-        assert self._marker is not None
-        cut = find_cut(losses, self._marker)
+        cut = find_cut(losses, marker)
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))
@@ -435,7 +436,7 @@ class MultiTaskBackward:
                     at_edges, of_head = cut.backward(losses[name], name, keep_graph)
                 task_grads.append(at_edges)
                 head_grads |= of_head
-        check_dense(task_grads, self._marker.name)
+        check_dense(task_grads, marker.name)
         group = f"{aggregation.label}/{REPRESENTATION}"
         found, jacobian = jacobian_at(cut.edges, task_grads, group)
         _check_reached(losses, jacobian)
