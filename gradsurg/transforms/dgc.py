@@ -1,4 +1,4 @@
-"""DGC: send the largest entries of a gradient, and keep the rest with its momentum."""
+"""DGC: return the largest entries of a gradient, and keep the rest with its momentum."""
 
 from typing import Annotated
 
@@ -22,8 +22,8 @@ class DGC(Transform):
     gradient clipping and the warm-up of `amount`.
 
     u and v are the state of a site, initially zero, in float32 or wider. Any shape; an empty tensor
-    stays empty; a zero gradient sends entries of v. A NaN or an infinity is sent first, and leaves
-    the state.
+    stays empty; a zero gradient returns entries of v. A NaN or an infinity is returned first, and
+    leaves the state.
     """
 
     amount: Annotated[float, Field(gt=0, le=1)] = 1e-3
@@ -40,6 +40,6 @@ class DGC(Transform):
     ) -> tuple[Tensor, TransformState]:
         u = self.momentum * state["u"] + widened(grad)
         v = state["v"] + u
-        sent, _ = largest(v.abs(), self.amount, "tensor")
-        after = {"u": torch.where(sent, 0.0, u), "v": torch.where(sent, 0.0, v)}
-        return torch.where(sent, v, 0.0).to(grad.dtype), after
+        returned, _ = largest(v.abs(), self.amount, "tensor")
+        after = {"u": torch.where(returned, 0.0, u), "v": torch.where(returned, 0.0, v)}
+        return torch.where(returned, v, 0.0).to(grad.dtype), after
