@@ -50,24 +50,16 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
         return
     wide = torch.promote_types(before.dtype, torch.float32)
     kernel = cpu_kernels().get(wide)
-    with torch.no_grad():
-        parts = (
-            _in_memory_order(tensor.detach(), before).split(CHUNK) for tensor in (before, after)
-        )
-        for chunk, chunk_after in zip(*parts, strict=True):
-            if kernel:
-                chunk, chunk_after = (part.to(wide).contiguous() for part in (chunk, chunk_after))
-                kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
-            else:
-                sums[row] += eager_sums(chunk, chunk_after)
+    in_memory = sorted(range(before.dim()), key=before.stride, reverse=True)
+    flat = (tensor.detach().permute(in_memory).reshape(-1) for tensor in (before, after))
+    for chunk, chunk_after in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+        if kernel:
+            chunk, chunk_after = (part.to(wide).contiguous() for part in (chunk, chunk_after))
+            kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
+        else:
+            sums[row] += eager_sums(chunk, chunk_after)
 
 
-def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the entries in the order that those of `like` have in memory, (n,)."""
-    return tensor.permute(sorted(range(like.dim()), key=like.stride, reverse=True)).reshape(-1)
-
-
-@torch.no_grad()
 def eager_sums(before: Tensor, after: Tensor) -> Tensor:
     """Return the sums of any pair, on its device, by one operation of PyTorch after the other."""
     wide = torch.promote_types(before.dtype, torch.float32)
