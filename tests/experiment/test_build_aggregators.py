@@ -95,10 +95,10 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
             for kind in ("placebo", "update_norm_matched")
         ],
         (["task=digits", "model=mlp"], ["aggregator: pcgrad makes one gradient of those of sev"]),
-        (["shared.engine=feature", "shared.features=trunk", "accumulate=3"], [ONE_FORWARD]),
+        (["shared.engine=feature", "shared.features=relu", "accumulate=3"], [ONE_FORWARD]),
         (["shared.engine=feature", "shared.features=nope", "steps=0"], ["shared.features: there "]),
         (
-            ["shared.engine=feature", "shared.features=trunk", "compile=true"],
+            ["shared.engine=feature", "shared.features=relu", "compile=true"],
             ["shared.engine: feature goes on from a representation, which a model that is "],
         ),
     ],
@@ -138,7 +138,7 @@ def test_a_trigger_belongs_to_the_transform_if_there_is_one() -> None:
     "words",
     [
         ["aggregator=pcgrad", "accumulate=3"],
-        ["aggregator=pcgrad", "shared.engine=feature", "shared.features=trunk"],
+        ["aggregator=pcgrad", "shared.engine=feature", "shared.features=relu"],
     ],
 )
 def test_several_batches_or_the_feature_engine_are_accepted(words: list[str]) -> None:

@@ -208,7 +208,7 @@ def test_an_error_of_one_process_ends_the_run_in_all_and_the_next_run_is_trained
                 "model=multi_head",
                 "aggregator=mgda",
                 "shared.engine=feature",
-                "shared.features=trunk",
+                "shared.features=relu",
             ],
             ["shared.engine: feature has no mean over processes: needs one process or shared.redu"],
         ),

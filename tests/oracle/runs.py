@@ -117,7 +117,7 @@ LINES = {
     "mgda": Line(f"aggregator=mgda transform=clip shared.granularity=module seeds=1 {OVERLAY}"),
     "feature": Line(
         "aggregator=upgrad task=overlay model=multi_head shared.engine=feature "
-        "shared.features=trunk lr=0.03"
+        "shared.features=relu lr=0.03"
     ),
     "tune": Line("transform=clip tune=optimizer.lr=log(0.01,1,3) tune_seeds=2 seeds=1 steps=6"),
     "until": Line("transform=clip until='accuracy>=0.2' eval_every=4 steps=80 validation=0.3"),
