@@ -141,11 +141,12 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
-def frozen_heap() -> Iterator[None]:
-    """Leave older objects out of garbage collections, which else take a second each."""
+def frozen_heap() -> None:
+    """Leave older objects out of garbage collections, which else take a second each.
+
+    They stay out of those of later tests: `gc.unfreeze` would return the collected tests too.
+    """
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
