@@ -141,12 +141,12 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
-def frozen_heap() -> None:
-    """Leave older objects out of garbage collections, which else take a second each.
-
-    They stay out of those of later tests: `gc.unfreeze` would return the collected tests too.
-    """
+def frozen_heap() -> Iterator[None]:
+    """Leave older objects out of garbage collections, which else take a second each."""
     gc.freeze()
+    yield
+    if "hypothesis" not in sys.modules:  # else the collected tests are frozen, and stay so
+        gc.unfreeze()
 
 
 @pytest.fixture

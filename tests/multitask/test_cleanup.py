@@ -83,6 +83,7 @@ def test_after_an_error_while_measuring_no_hook_is_paused() -> None:
     assert [entry.all_calls for entry in live.ledger if entry.intervention == "scale"] == [1] * 10
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_after_the_block_nothing_is_left(engine: str) -> None:
     model = Net()
@@ -128,6 +129,7 @@ def test_sixty_attachments_leak_nothing(engine: str) -> None:
     assert counts[1] - counts[0] < 39, "objects pile up from round to round"
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("aggregator", [Uneven(), gs.Mean()])
 def test_no_gradient_is_kept_between_steps(aggregator: Aggregator) -> None:
     model, kept = Net(), list[ref[Tensor]]()

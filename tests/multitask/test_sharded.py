@@ -96,7 +96,7 @@ def _trained(case: str, ranks: Ranks) -> tuple[list[Tensor], list[float]]:
     return weights, cosines
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_the_update_is_that_of_one_process(count: int) -> None:
     def work(ranks: Ranks, folder: Path) -> dict[str, tuple[list[Tensor], list[float]]]:
         return {case: _trained(case, ranks) for case in CASES}

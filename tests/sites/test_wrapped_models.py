@@ -60,7 +60,7 @@ def _as_in_eager(model: nn.Module, at: Selector) -> None:
         torch.testing.assert_close(left, right)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("compiling", [_whole, _in_place, _last])
 @pytest.mark.parametrize("called", [False, True])

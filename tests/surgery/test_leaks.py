@@ -54,6 +54,7 @@ def test_rounds_of_attaching_leave_no_tensor_node_or_module_alive(name: str) -> 
     assert [held() for held in gone if held() is not None] == []
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_what_is_kept_alive_is_found() -> None:
     refs: list[ref] = []
     model, holding = Net(), []

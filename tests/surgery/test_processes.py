@@ -61,34 +61,35 @@ class OfRank(Trigger):
 SCALE, ALWAYS = gs.Scale(0.1), gs.Always()
 
 
+CASES: dict[str, tuple[Transform, Trigger, Trigger | None]] = {
+    "threshold": (SCALE, gs.Threshold(source="batch", measure="norm", above=6.0), None),
+    "shape": (SCALE, ~gs.Shape(source="batch", dim=0, above=7), None),
+    "noise": (gs.AddNoise(eta=0.1, gamma=0.0), ALWAYS, None),
+    "probability": (SCALE, gs.Probability(0.5), None),
+    "switch": (SCALE, gs.Flag("f"), ALWAYS),
+    "own": (SCALE, OfRank(), ALWAYS),
+    "own at sites": (SCALE, OfRank(at_sites=True), ALWAYS),
+}
+"""A transform, its trigger, and the trigger of the other surgery, which may have none."""
+
+
 @pytest.mark.parametrize("at", [STEP, gs.Parameters(stage="backward_end")], ids=["step", "end"])
-@pytest.mark.parametrize(
-    ("transform", "when", "other"),
-    [
-        (SCALE, gs.Threshold(source="batch", measure="norm", above=6.0), None),
-        (SCALE, ~gs.Shape(source="batch", dim=0, above=7), None),
-        (gs.AddNoise(eta=0.1, gamma=0.0), ALWAYS, None),
-        (SCALE, gs.Probability(0.5), None),
-        (SCALE, gs.Flag("f"), ALWAYS),
-        (SCALE, OfRank(), ALWAYS),
-        (SCALE, OfRank(at_sites=True), ALWAYS),
-    ],
-    ids=["threshold", "shape", "noise", "probability", "switch", "own", "own at sites"],
-)
-def test_the_weights_stay_equal_and_are_not_those_of_another_surgery(
-    transform: Transform, when: Trigger, other: Trigger | None, at: Selector
-) -> None:
-    def work(ranks: Ranks, folder: Path) -> list[list[list[float]]]:
-        own = replace(when, rank=ranks.rank) if isinstance(when, OfRank) else when
-        surgery = gs.Surgery(gs.Intervention(transform, at, own), seed=ranks.rank)
-        items = [gs.Intervention(transform, at, other)] if other else []
-        steps = 4 if other else 10
-        weights = [trained(ranks, each, steps) for each in (surgery, gs.Surgery(*items))]
+def test_the_weights_stay_equal_and_are_not_those_of_another_surgery(at: Selector) -> None:
+    def work(ranks: Ranks, folder: Path) -> list[dict[str, list[list[float]]]]:
+        weights = {}
+        for name, (transform, when, other) in CASES.items():
+            own = replace(when, rank=ranks.rank) if isinstance(when, OfRank) else when
+            surgery = gs.Surgery(gs.Intervention(transform, at, own), seed=ranks.rank)
+            items = [gs.Intervention(transform, at, other)] if other else []
+            steps = 4 if other else 10
+            weights[name] = [trained(ranks, each, steps) for each in (surgery, gs.Surgery(*items))]
         return ranks.gathered(weights)
 
-    (first, plain), (second, _) = in_ranks(2, work)
-    assert first == second
-    assert first != plain
+    first, second = in_ranks(2, work)
+    for name in CASES:
+        own, other = first[name]
+        assert own == second[name][0], name
+        assert own != other, name
 
 
 def test_noise_before_the_average_is_another_in_each_process() -> None:

@@ -299,6 +299,7 @@ def test_observations_are_dropped_on_detach() -> None:
     assert live.clock.observations == {}
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_observations_keep_neither_graph_nor_activation_alive() -> None:
     model = small()
     held: list[ref[Tensor]] = []
