@@ -89,7 +89,6 @@ def pytest_collection_finish() -> None:
     """Exclude the collected tests from garbage collections, which else take a second each."""
     gc.enable()
     if "hypothesis" in sys.modules:  # it looks for referrers when it is imported
-        gc.collect()
         gc.freeze()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +359,8 @@ def names() -> list[str]:
     return sorted(path.stem for path in CONFIGS.glob("*.yaml") if config(path.stem))
 
 
-def config(name: str) -> dict[str, Any]:
+@cache  # parsed several times for each test, it takes seconds
+def config(name: str) -> Mapping[str, Any]:
     """Return the fields of a config."""
     whole = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")) or {}
     return whole.get(name) or {}
@@ -366,7 +368,7 @@ def config(name: str) -> dict[str, Any]:
 
 def build(name: str, fields: Mapping[str, Any] | None = None) -> Transform:
     """Return the transform of a config, with some fields replaced."""
-    return _made(config(name) | dict(fields or {}))
+    return _made({**config(name), **(fields or {})})
 
 
 def _made(node: Any) -> Any:  # Any: a node of a config is of any type
