@@ -252,15 +252,22 @@ NOISE = (
     "ignore:.*not linear:gradsurg.SurgeryWarning",
 )
 FAST = ("Outputs", "Parameters backward")
-BACKENDS = {"eager": pytest.mark.full, "aot_eager": pytest.mark.slow}
+FIRST = {name.partition(" ")[0]: name for name in reversed(KINDS)}.values()
+"""The first kind of each class of sites."""
+
+
+def _mark(name: str, backend: str) -> list[pytest.MarkDecorator]:
+    if backend == "eager":
+        return [] if name in FAST else [pytest.mark.full]
+    return [pytest.mark.slow if name in FIRST else pytest.mark.full]
 
 
 @pytest.mark.filterwarnings(*NOISE)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=[] if name in FAST and backend == "eager" else mark)
-        for backend, mark in BACKENDS.items()
+        pytest.param(name, backend, marks=_mark(name, backend))
+        for backend in ("eager", "aot_eager")
         for name in KINDS
     ],
 )

@@ -188,6 +188,7 @@ EVERY = [
 every_trigger = pytest.mark.parametrize("when", EVERY, ids=repr)
 
 
+@pytest.mark.one_in(2)
 @every_trigger
 @pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("first"), gs.Parameters(stage="step")])
 def test_device_decisions_do_not_synchronize(when: gs.Trigger, at) -> None:
