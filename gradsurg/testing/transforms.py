@@ -231,7 +231,7 @@ def _unbiased(transform: Transform, case: Case) -> None:
     mean = results.mean(dim=0)
     error = (results - mean).square().mean(dim=0).sqrt() / len(contexts) ** 0.5
     is_near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
-    expect(is_near, f"{case}: the mean of {draws} draws is {printed(mean)}")
+    expect(is_near, f"{case}: the mean over {draws} seeds is {printed(mean)}")
 
 
 def _deterministic(transform: Transform, case: Case) -> None:

@@ -70,6 +70,23 @@ class Own(Stateless):
         raise AttributeError(name)
 
 
+class Doubled(Own):
+    """Deterministic and biased."""
+
+    @property
+    def properties(self) -> frozenset[TransformProperty]:
+        return frozenset({"deterministic", "unbiased"})
+
+    def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        return grad * 2
+
+
+def test_a_deterministic_transform_is_unbiased_only_if_it_returns_the_gradient() -> None:
+    with pytest.raises(AssertionError, match="\n  unbiased: g = .* the mean over 1 seeds is "):
+        check_transform(Doubled())
+    assert "unbiased" in check_transform(gs.Identity()).holds
+
+
 class Graph(Own):
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         assert context.value is not None
