@@ -32,6 +32,8 @@ from tests.sites.points import Acts, met, recomputed
 DOUBLE = gs.Scale(2.0)
 WEIGHED = ("first", "last")
 STAGES = gs.Parameters.stages
+OF_SUMS = ("accumulated", "sent", "reduced")
+"""The stages that act on the sum of gradients in `.grad`, during the backward pass."""
 MADE = {"first": "Addmm", "act": "Relu", "last": "Mm", "shared": "Addmm"}
 SAVED = {"first": "mat1", "act": "result", "last": "self", "shared": "mat1"}
 """The node that each layer makes, and PyTorch's name of the activation that it saves."""
@@ -446,9 +448,14 @@ def threads(row: Row) -> None:
         def wait(*given: object) -> None:
             barrier.wait(timeout=10)
 
+        # Two backward passes at once would write to a sum of gradients while it is transformed.
+        in_turn = threading.Lock() if row.fields.get("stage") in OF_SUMS else nullcontext()
+
         def work() -> None:
             x = _x()
-            model(x).square().sum().backward()
+            loss = model(x).square().sum()
+            with in_turn:
+                loss.backward()
             assert x.grad is not None
             grads.append(x.grad)
 
