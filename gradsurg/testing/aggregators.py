@@ -366,8 +366,7 @@ Rule = Callable[[Aggregator, Tensor], None]
 
 def _finite(aggregator: Aggregator, rows: Tensor) -> None:
     number = len(rows)
-    sizes = ((1, 1), (7, 1), (7, min(number, 7)), (40, number))
-    for order, (size, rank) in enumerate(sizes):
+    for order, (size, rank) in enumerate(((1, 1), (7, 1), (7, min(number, 7)), (40, number))):
         normal = _normal_rows(number, size, min(rank, size), seed=size)
         families = {
             "normal": normal,
@@ -378,9 +377,8 @@ def _finite(aggregator: Aggregator, rows: Tensor) -> None:
             "mixed": _rescaled(normal, seed=size),
             "one of them zero": torch.cat([normal[:-1], torch.zeros_like(normal[:1])]),
         }
-        # Each family at each scale is tested in both dtypes, but at different sizes.
         for index, (name, scale) in enumerate(product(families, SCALES), start=order):
-            dtype = (torch.float32, torch.float64)[index % 2]
+            dtype = (torch.float32, torch.float64)[index % 2]  # each at other sizes
             text = f"{name} rows {number} x {size} of {dtype}, scale {scale:g}"
             _expect_finite_row(aggregator, (families[name] * scale).to(dtype), text)
 
@@ -421,8 +419,7 @@ def _pure(aggregator: Aggregator, rows: Tensor) -> None:
 
 def _no_autograd_graph(aggregator: Aggregator, rows: Tensor) -> None:
     context = _context(len(rows))
-    # The losses of a model have a graph.
-    context.losses = _losses(len(rows), 0).requires_grad_() * 1.0
+    context.losses = _losses(len(rows), 0).requires_grad_() * 1.0  # as a model's, with a graph
     result = aggregator(rows.clone().requires_grad_(), context)
     expect(not result.requires_grad, "the result is part of a graph")
     _, state = aggregator.merge(rows, aggregator.init(len(rows)), context)

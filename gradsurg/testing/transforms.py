@@ -68,8 +68,7 @@ def check_transform(
     subject = Subject(checked, properties, tuple(shapes), drops_nan)
     checks = {}
     for name, check in PROPERTY_CHECKS.items():
-        # A case of this check draws hundreds of times.
-        is_slow = name == "unbiased" and name in properties
+        is_slow = name == "unbiased" and name in properties  # a case draws hundreds of times
         cases = max(1, count // 12) if is_slow else count
         checks[name] = partial(_check_all, check, subject, cases)
     rules = {name: partial(_check_shapes, rule, subject) for name, rule in RULES.items()}
@@ -224,8 +223,7 @@ def _norm_non_increasing(transform: Transform, case: Case) -> None:
 
 def _unbiased(transform: Transform, case: Case) -> None:
     state = transform.init(case.g)
-    # All draws of a deterministic transform are the same one.
-    draws = 1 if "deterministic" in transform.properties else 400
+    draws = 1 if "deterministic" in transform.properties else 400  # 1 where all are equal
     contexts = [replace(case.context, seed=seed) for seed in range(draws)]
     results = torch.stack([transform.update(case.g, state, context)[0] for context in contexts])
     mean = results.mean(dim=0)
