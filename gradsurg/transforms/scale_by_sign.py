@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import leaky_relu
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import Per, reduced_axes
@@ -57,21 +58,29 @@ class ScaleBySign(Stateless):
                 signs = grad
             case "value":
                 signs = value_of(self, context)
-        above, below = _agreement(signs, self.per)
-        scaled = torch.where(below, _gained(grad, self.negative), grad)
-        return torch.where(above, _gained(grad, self.positive), scaled)
+        # The same values as below in a twentieth of the time of `torch.where`. Not with a graph:
+        # the derivatives differ at zero or at NaN.
+        if self.of == "grad" and self.per == "entry" and not grad.requires_grad:
+            match self.positive, self.negative:
+                case 1, 0:
+                    return grad.clamp(min=0)
+                case 0, 1:
+                    return grad.clamp(max=0)
+                case 1, slope if 0 < slope <= 1:
+                    return leaky_relu(grad, slope)
+        result = grad
+        for factor, positive in ((self.negative, False), (self.positive, True)):
+            if factor != 1:
+                scaled = grad * factor if factor else 0.0  # an infinity times 0 would be NaN
+                result = torch.where(_has_sign(signs, self.per, positive), scaled, result)
+        return result
 
 
-def _agreement(signs: Tensor, per: str) -> tuple[Tensor, Tensor]:
-    above, below = signs > 0, signs < 0
+def _has_sign(signs: Tensor, per: Per, positive: bool) -> Tensor:
+    """Return which entries, or groups of entries, have the sign."""
+    has = signs > 0 if positive else signs < 0
     axes = reduced_axes(per, signs.ndim)
     if not axes:
-        return above, below
-    known = ~signs.isnan().any(dim=axes, keepdim=True)
-    any_above = above.any(dim=axes, keepdim=True)
-    any_below = below.any(dim=axes, keepdim=True)
-    return known & any_above & ~any_below, known & any_below & ~any_above
-
-
-def _gained(grad: Tensor, gain: float) -> Tensor:
-    return grad * gain if gain else torch.zeros_like(grad)
+        return has
+    agrees = signs >= 0 if positive else signs <= 0  # not where it is NaN
+    return agrees.all(dim=axes, keepdim=True) & has.any(dim=axes, keepdim=True)

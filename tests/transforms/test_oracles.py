@@ -1,7 +1,10 @@
 """Transforms compared with slow, obvious implementations and with PyTorch's functions."""
 
 import math
+import platform
 import warnings
+from itertools import product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -169,6 +172,58 @@ def test_scale_by_sign_does_not_change_a_group_with_a_nan() -> None:
     grad = torch.tensor([[1.0, NAN], [1.0, 2.0]])
     result = act(gs.ScaleBySign(3.0, per="unit"), grad)
     torch.testing.assert_close(result, torch.tensor([[1.0, NAN], [3.0, 6.0]]), equal_nan=True)
+
+
+def by_two_masks(grad: Tensor, positive: float, negative: float, signs: Tensor) -> Tensor:
+    def scaled(factor: float) -> Tensor:
+        return grad * factor if factor else torch.zeros_like(grad)
+
+    below = torch.where(signs < 0, scaled(negative), grad)
+    return torch.where(signs > 0, scaled(positive), below)
+
+
+def assert_same_bits(result: Tensor, expected: Tensor) -> None:
+    """Assert that tensors are equal, zeros with their signs, where the first is not NaN too."""
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    known = ~expected.isnan()
+    if platform.machine() in ("x86_64", "AMD64"):  # others may lose the sign of a zero
+        assert torch.equal(result[known].signbit(), expected[known].signbit())
+
+
+FACTORS = [0.0, 1.0, 0.3, 0.5, 2.0, 3.0, -1.0, -0.7, 1e-30, 1e30]
+
+
+@pytest.mark.parametrize("of", ["grad", "value"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_scale_by_sign_has_the_bits_of_two_masks(
+    of: Literal["grad", "value"], dtype: torch.dtype
+) -> None:
+    info = torch.finfo(dtype)
+    sizes = [INF, 0.0, info.tiny, info.max, info.smallest_normal / 8, 1.0, 7.0, NAN]
+    special = torch.tensor([*sizes, *(-size for size in sizes)], dtype=torch.float64).to(dtype)
+    # So many that vectors of any width are filled, and a rest is left.
+    grad = torch.cat([special.repeat(9), random(30).to(dtype), special])
+    other = grad[torch.randperm(len(grad), generator=torch.Generator().manual_seed(0))]
+    signs = grad if of == "grad" else other
+    for positive, negative in product(FACTORS, FACTORS):
+        result = act(gs.ScaleBySign(positive, negative, of=of), grad, other)
+        assert_same_bits(result, by_two_masks(grad, positive, negative, signs))
+
+
+@pytest.mark.parametrize("negative", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("positive", [0.0, 1.0, 2.0])
+def test_scale_by_sign_has_the_derivatives_of_two_masks(positive: float, negative: float) -> None:
+    x = torch.tensor([2.0, -2.0, 0.0, -0.0, NAN, INF, -INF], requires_grad=True)
+    weights = random(7)
+    derivatives = [
+        torch.autograd.grad((result * weights).sum(), x)[0]
+        for result in (
+            act(gs.ScaleBySign(positive, negative), x),
+            by_two_masks(x, positive, negative, x),
+        )
+    ]
+    assert derivatives[0].isfinite().all()
+    torch.testing.assert_close(*derivatives, rtol=0, atol=0)
 
 
 def test_scale_by_sign_without_a_value_names_what_it_needs() -> None:
