@@ -8,8 +8,7 @@ from pydantic import Field
 
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Data, Regression
-from gradsurg.tasks.data.arrays import Seed, split, standardize
-from gradsurg.torch_internals import random_state
+from gradsurg.tasks.data.arrays import Seed, sklearn_table, split, standardize
 
 
 @validated
@@ -24,7 +23,7 @@ class Diabetes(Regression):
     split_seed: Seed = 0
 
     def load(self) -> Data:
-        measured, progress = _load_table()
+        measured, progress = load_diabetes()
         train, test = split(progress, self.test_fraction, self.split_seed, stratify=False)
         inputs, targets = standardize(measured, train), standardize(progress[:, None], train)
         return Data(
@@ -38,10 +37,6 @@ class Diabetes(Regression):
 
 
 @cache
-def _load_table() -> tuple[np.ndarray, np.ndarray]:
+def load_diabetes() -> tuple[np.ndarray, np.ndarray]:
     """Return measurements and progression after a year; read once a process."""
-    with random_state.preserved():  # its import draws from Python's generator
-        from sklearn.datasets import load_diabetes
-
-    measured, progress = load_diabetes(return_X_y=True, scaled=False)
-    return np.asarray(measured), np.asarray(progress)
+    return sklearn_table("diabetes_data_raw.csv.gz"), sklearn_table("diabetes_target.csv.gz")

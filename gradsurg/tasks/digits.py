@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Classification, Data
-from gradsurg.tasks.data.arrays import split
-from gradsurg.torch_internals import random_state
+from gradsurg.tasks.data.arrays import sklearn_table, split
 
 NUM_CLASSES, NUM_PIXELS = 10, 64
 
@@ -63,8 +62,5 @@ def _arrays() -> tuple[np.ndarray, np.ndarray]:
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return pixels (N, 64) from 0 to 16, and labels."""
-    with random_state.preserved():  # its import draws from Python's generator
-        from sklearn import datasets
-
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    return np.asarray(pixels), np.asarray(labels)
+    table = sklearn_table("digits.csv.gz", delimiter=",")
+    return table[:, :-1], table[:, -1].astype(int)

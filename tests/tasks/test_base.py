@@ -1,9 +1,9 @@
 """Tasks: properties of each, options passed to models, and losses and metrics by hand."""
 
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
+from itertools import product
 from math import log
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
+from sklearn import datasets
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from gradsurg.experiment import compose
@@ -28,8 +30,8 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.arrays import split
-from gradsurg.tasks.diabetes import Diabetes
-from gradsurg.tasks.digits import Digits
+from gradsurg.tasks.diabetes import Diabetes, load_diabetes
+from gradsurg.tasks.digits import Digits, load_digits
 from tests import papers
 
 MORE_TARGETS = {"split_digits": 1, "noisy_quadratics": 2}  # columns, beside those of the outputs
@@ -297,15 +299,40 @@ def test_digits_are_the_same_at_every_load_and_differ_by_split_seed():
     assert not torch.equal(first.train_inputs, other.train_inputs)
 
 
-@pytest.mark.parametrize("task", ["digits.Digits", "diabetes.Diabetes"])
-def test_the_first_import_of_scikit_learn_leaves_the_global_generator_alone(task: str) -> None:
-    module, name = task.split(".")
-    code = (
-        f"import random, sys; from gradsurg.tasks.{module} import {name}; import torch.utils.data\n"
-        f"before = random.getstate(); {name}().load()\n"
-        "assert 'sklearn' in sys.modules; assert random.getstate() == before"
+def test_digits_and_diabetes_are_the_bits_that_scikit_learn_loads() -> None:
+    tables = (
+        (load_digits(), datasets.load_digits(return_X_y=True)),
+        (load_diabetes(), datasets.load_diabetes(return_X_y=True, scaled=False)),
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    for ours, theirs in tables:
+        for array, expected in zip(ours, theirs, strict=True):
+            assert array.dtype == expected.dtype
+            assert np.array_equal(array, expected)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 1 / 3, 0.5, 0.9])
+@pytest.mark.parametrize("stratify", [True, False])
+def test_the_rows_of_a_split_are_those_of_scikit_learn(stratify: bool, fraction: float) -> None:
+    # Some classes have equal remainders, which are drawn.
+    labels = (np.arange(2000) % 10, np.repeat([3, 1, 7], [500, 300, 1000]), load_digits()[1])
+    for seed, targets in product(range(20), labels):
+        chosen = targets if stratify else None
+        theirs = train_test_split(
+            np.arange(len(targets)), test_size=fraction, random_state=seed, stratify=chosen
+        )
+        for ours, expected in zip(split(targets, fraction, seed, stratify), theirs, strict=True):
+            assert np.array_equal(ours, expected)
+
+
+def test_a_split_that_leaves_no_training_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="no training row is left: 0.9 of 9 rows are 9 test rows"):
+        split(np.arange(9), 0.9, seed=0, stratify=True)
+
+
+def test_without_scikit_learn_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
+        load_digits()
 
 
 def test_loading_leaves_the_global_generator_alone():
