@@ -18,6 +18,7 @@ from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
+from gradsurg.sites.selection import collector_paused
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.torch_internals import autograd, compiling
@@ -61,11 +62,11 @@ class Attached:
 
     # Life cycle.
 
+    @collector_paused()
     def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
         item, model = self.intervention, self.session.model
-        if item.observes:
-            self._observe(model)
+        self._observe(model)
         self.firing.begin_step()
         item.at.hook(self)
         if self.session.processes > 1 and item.differs_from_average:

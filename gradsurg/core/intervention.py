@@ -130,11 +130,6 @@ class Intervention:
             part.source == "value" for part in parts
         )
 
-    @cached_property
-    def observes(self) -> bool:
-        """Whether the trigger or the transform reads something of the forward, or a switch."""
-        return bool(self.flags or self.forward_triggers or self.needs & {"error", "examples"})
-
     @property
     def acts_on_parameters(self) -> bool:
         """Whether all its sites are parameters."""

@@ -1,5 +1,6 @@
 """Select modules and parameters by name, class, position and shape."""
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -266,12 +267,12 @@ def selected_params(
 ) -> list[tuple[nn.Parameter, list[str]]]:
     """Return each selected parameter once, frozen ones too, with all its names."""
     owned, numbered, selected = owned_params(model), _by_name(model), []
+    mechanism = fields.mechanism
     # By position: a tied parameter once, and all in the order of the model.
     by_position = dict(numbered[name] for name in filter(_may_fit(test), numbered))
     for _, param in sorted(by_position.items(), key=itemgetter(0)):
         first, *others = (
-            Place(fields.mechanism, name, param, owner=owner, whole=True)
-            for name, owner in owned[param]
+            Place(mechanism, name, param, owner=owner, whole=True) for name, owner in owned[param]
         )
         if test(replace(first, aliases=tuple(others)) if others else first):
             selected.append((param, [name for name, _ in owned[param]]))
@@ -357,6 +358,22 @@ def one_scan(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _tables.reset(token)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is enabled.
+
+    While thousands of hooks are made, which all live on, it would look through all objects of the
+    process again and again: two thirds of the time of attaching.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def scanned(function: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:

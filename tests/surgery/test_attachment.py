@@ -1,6 +1,7 @@
 """What the first forward shows: a selection that turns out to be empty, and one that does not."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.multitask.losses import paused
-from gradsurg.sites.base import Selector
+from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, batch, grad_of, num_hooks, small
 
 CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
@@ -118,3 +119,36 @@ def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> Non
             live.close()
     loss.backward()
     assert grad_of(model.first.weight).any()
+
+
+@pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
+def is_collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the garbage collector is enabled before the test."""
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_the_garbage_collector_pauses_while_hooks_are_made_and_then_is_as_before(
+    is_collecting: bool,
+) -> None:
+    during = []
+
+    def noted(place: Place) -> bool:
+        during.append(gc.isenabled())
+        return True
+
+    at, model = gs.Parameters().where(noted), small()
+    with pytest.raises(LookupError, match="99 sites were expected"):
+        gs.Surgery(gs.Intervention(gs.Identity(), at=at.expect(99))).start(model)
+    assert gc.isenabled() == is_collecting
+    during.clear()
+    with attached(model, gs.Identity(), at) as live:
+        assert gc.isenabled() == is_collecting
+        assert during[-1] is False
+        during.clear()
+        live.add(gs.Intervention(gs.Identity(), at=at))
+        assert gc.isenabled() == is_collecting
+        assert during[-1] is False
+        backward(model)
