@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-_RUN_BACKWARD = import_module("torch.autograd.graph")._engine_run_backward.__code__
+_run_backward: Any = import_module("torch.autograd.graph")._engine_run_backward  # Any: private
+_RUN_BACKWARD = _run_backward.__code__
 _foreach = vars(torch)
 foreach_norm = _foreach["_foreach_norm"]
 foreach_mul = _foreach["_foreach_mul"]
@@ -468,8 +469,9 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         leaf._backward_hooks.clear()
         leaf._backward_hooks[FIRST] = lambda _, index=index: passed.add(index)
     try:
-        zeros = [leaf.detach().new_zeros(()).expand_as(leaf) for leaf in tried]
-        torch.autograd.grad(tried, tried, zeros)
+        zeros = tuple(leaf.detach().new_zeros(()).expand_as(leaf) for leaf in tried)
+        # `torch.autograd.grad` without its check of shapes, which imports sympy: half a second.
+        _run_backward(tuple(tried), zeros, False, False, tuple(tried), False, accumulate_grad=False)
     finally:
         for leaf, hooks in zip(tried, own, strict=True):
             assert leaf._backward_hooks is not None
