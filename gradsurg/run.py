@@ -5,6 +5,8 @@ cannot parse and explains its errors; `experiment/sweep.py` starts and ends a sw
 import torch are imported in functions, so that `--help` and the error for a wrong name are fast.
 """
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -43,6 +45,7 @@ def main() -> None:
     The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged,
     2 if the command line is wrong, 130 after an interruption.
     """
+    atexit.register(gc.freeze)  # looking through all modules for garbage takes a second at exit
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _command(sys.argv[1:])
         return

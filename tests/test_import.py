@@ -75,11 +75,14 @@ def test_help_and_hydras_completion_import_neither_torch_nor_a_library_of_runs(
 def test_a_dry_run_imports_neither_the_compiler_nor_a_library_that_it_does_not_use(
     tmp_path: Path,
 ) -> None:
-    libraries = "torch torch._dynamo sympy wandb matplotlib altair polars"
-    words = f"transform=clip dry_run=true out={tmp_path} site=relu_nodes logger=console"
-    out = _fresh(COMMAND, libraries, *words.split())
-    assert "sites selected" in out
-    assert out.splitlines()[-1] == "['torch']"
+    libraries = (
+        "torch torch._dynamo sympy numba sklearn scipy pandas wandb matplotlib altair polars"
+    )
+    for site in ("relu_nodes", "parameters"):
+        words = f"transform=clip dry_run=true out={tmp_path} site={site} logger=console"
+        out = _fresh(COMMAND, libraries, *words.split())
+        assert "hidden.0" in out
+        assert out.splitlines()[-1] == "['torch']"
 
 
 @pytest.mark.slow
@@ -93,10 +96,10 @@ for words in sys.argv[1].split("/"):
     sys.argv[1:] = words.split()
     with suppress(SystemExit):
         gradsurg.run.main()
-print(sorted(set(("torch._dynamo", "wandb")) & set(sys.modules)))
+print(sorted(set(("torch._dynamo", "numba", "sklearn", "wandb")) & set(sys.modules)))
 """
     once = "transform=clip steps=2 seeds=1 logger=none"
-    assert _fresh(code, once).splitlines()[-1] == "['torch._dynamo']"
+    assert _fresh(code, once).splitlines()[-1] == "['numba', 'torch._dynamo']"
     assert _fresh(code, f"transform=clip steps=0/{once}").splitlines()[-1] == "[]"
 
 
