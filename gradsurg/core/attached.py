@@ -66,7 +66,8 @@ class Attached:
     def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
         item, model = self.intervention, self.session.model
-        self._observe(model)
+        if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
+            self._observe(model)
         self.firing.begin_step()
         item.at.hook(self)
         if self.session.processes > 1 and item.differs_from_average:
