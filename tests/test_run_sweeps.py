@@ -276,11 +276,10 @@ def test_a_finished_run_with_other_measurements_is_reported(here: Here) -> None:
     assert here(*words, "effects_every=10", "eval_every=0").code == 0
     assert "measured" not in here(*words, "effects_every=10", "eval_every=0").err
     assert "measured" not in here(*words, "effects_every=0").err
-    told = here(*words, "effects_every=5", "update_effect_every=5").err.splitlines()
-    anew = "the same command with force=true trains it again"
-    assert f"1 finished run was measured with effects_every=10: {anew}" in told
-    both = "effects_every=10, update_effect_every=0"
-    assert f"1 finished run was measured with {both}: {anew}" in told
+    told = here(*words, "effects_every=5", "eval_every=50").err.splitlines()
+    both = "effects_every=10, eval_every=0"
+    anew = "the same command with force=true trains them again"
+    assert f"2 finished runs were measured with {both}: {anew}" in told
     assert here(*words, "effects_every=5", "force=true").code == 0
     assert "measured" not in here(*words, "effects_every=5").err
 

@@ -39,20 +39,6 @@ At `Buckets` a row has `bytes` too, the mean number that this process sent for a
 NORM_RATIO = Number("norm_ratio", "norm ratio")
 """norm_after / norm_before, in summaries over many sites and in W&B."""
 
-UPDATE_NUMBERS = (
-    Number("update/cosine", "cosine", "cosine"),
-    Number("update/norm_ratio", "norm ratio"),
-    Number("update/loss_change", "loss change", better="lower"),
-    Number("update/loss_change_without", "loss change without the surgery", better="lower"),
-)
-"""The update effect: the optimizer's update with the surgery against the one without it.
-
-Both start at the same weights and the same batch. Cosine of the two updates, ratio of their norms
-(with to without), and the change of the batch's loss by each."""
-
-UPDATES_SAMPLED = "update/sampled"
-"""Number of steps that the means of `UPDATE_NUMBERS` are over."""
-
 CONFLICT_NUMBERS = (
     Number("conflict_rate", "conflict rate", "fraction"),
     Number("norm_spread", "norm spread"),
@@ -85,6 +71,5 @@ TASK_METRICS = (
 """Metrics of tasks with a known unit and direction, logged as `train/loss` or `test/<task>/r2`."""
 
 EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
-UPDATE_NAMES = tuple(number.name for number in UPDATE_NUMBERS)
 CONFLICT_NAMES = tuple(number.name for number in CONFLICT_NUMBERS)
 CONFLICT_TASK_NAMES = tuple(number.name for number in CONFLICT_TASK_NUMBERS)

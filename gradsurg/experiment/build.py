@@ -389,7 +389,6 @@ def _check_processes(experiment: Experiment, model: nn.Module, errors: ErrorColl
     for key, is_set in (
         ("compile", settings.compile),
         ("precision", settings.precision == "float16"),
-        ("update_effect_every", settings.update_effect_every > 0),
     ):
         if is_set:
             errors.add(key, f"needs one process, {found}")

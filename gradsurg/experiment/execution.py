@@ -21,7 +21,6 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
-from gradsurg.experiment.counterfactual import Counterfactual
 from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Losses, Step, StepOptions, train
@@ -232,7 +231,7 @@ class _OpenRun:
         surgery = Surgery(*run.surgery.interventions, seed=run.surgery.seed)
         schedule, scaler = run.make_lr_schedule(optimizer), run.compute.scaler(run.device)
         self.training = TrainingState(self.model, optimizer, surgery, run.device, schedule, scaler)
-        self.log = RunLog(run, directory, loggers, counterfactual=self._counterfactual())
+        self.log = RunLog(run, directory, loggers)
         self.checkpoint = self._restored(checkpoint) if checkpoint is not None else None
         if checkpoint is None and self.rank:  # so that dropout differs between the parts of a batch
             random_state.seed((RANK_SEED * self.rank + run.seed) % 2**63)
@@ -252,13 +251,6 @@ class _OpenRun:
         changes = environment_changes(checkpoint["made_with"])
         self._warned = [*checkpoint["warnings"], *([changes] if changes else [])]
         return checkpoint
-
-    def _counterfactual(self) -> Counterfactual | None:
-        run, every = self.run, self.run.schedule.update_effect_every
-        if run.shadow or not every:
-            return None
-        optimizer, autocast = self.training.optimizer, run.compute.autocast
-        return Counterfactual(self.model, optimizer, run.task.loss, every, autocast)
 
     def attach(self) -> Live:
         """Attach the surgery to the model, with the counts of the checkpoint."""
@@ -289,7 +281,7 @@ class _OpenRun:
                 break
 
     def _steps(self, model: nn.Module) -> Iterator[Step]:
-        """Yield the remaining steps; record each and compare it with one without the surgery."""
+        """Yield the remaining steps; record each."""
         run, training, log, live = self.run, self.training, self.log, self.live
 
         def give(inputs: Tensor, targets: Tensor) -> None:
@@ -306,11 +298,8 @@ class _OpenRun:
                 options, backward=lambda losses, last: live.backward(losses, aggregate=last)
             )
 
-        before = log.counterfactual.before if log.counterfactual else None
         steps = (self.batches, run.schedule.steps, log.done)
-        for step in train(model, training.optimizer, loss_fn, *steps, options, before):
-            if log.counterfactual:
-                log.counterfactual.after()
+        for step in train(model, training.optimizer, loss_fn, *steps, options):
             log.add_step(step)
             yield step
 

@@ -19,7 +19,6 @@ from gradsurg.core.live import Live
 from gradsurg.effects.effects import NonFinite
 from gradsurg.effects.summary import Row, effects_by_path
 from gradsurg.experiment import processes
-from gradsurg.experiment.counterfactual import Counterfactual, means
 from gradsurg.experiment.loop import Step, outputs_of
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import CONFLICTS, EFFECTS, METRICS, RunDirectory
@@ -53,7 +52,6 @@ class RunLog:
     done: int = 0
     skipped: int = 0
     trained_s: float = 0.0
-    counterfactual: Counterfactual | None = None
     diverged: bool = False
     bad_step: int | None = None
     nonfinite: NonFinite | None = None
@@ -97,14 +95,13 @@ class RunLog:
         rows = live.effects.fetch()
         if not self.run.shadow:
             self.nonfinite = live.effects.first_nonfinite
-        update = self.counterfactual.fetch() if self.counterfactual is not None else {}
         examples = {
             f"examples/{label}/{name}": value
             for label, source in live.examples.items()
             for name, value in source.fetch().items()
         }
         skipped = {f"skipped_steps/{label}": n for label, n in live.skipped_steps.items()}
-        values = {"train/loss": loss, **update, **examples, **skipped, **tested}
+        values = {"train/loss": loss, **examples, **skipped, **tested}
         self.directory.append(METRICS, [{"step": done, **values}])
         self.directory.append(EFFECTS, [{"step": done, **row} for row in rows])
         conflicts = [conflict.row() for conflict in live.conflicts.fetch()]
@@ -166,7 +163,6 @@ class RunLog:
         if diverged and self.nonfinite is not None:
             outcome["nonfinite"] = self.nonfinite._asdict()
         rows = self.directory.read_rows(METRICS)
-        outcome |= means(rows)
         if schedule.until is not None:
             outcome |= schedule.until.outcome(rows)
         if not diverged:

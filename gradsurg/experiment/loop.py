@@ -4,7 +4,7 @@
 beyond forward, backward and `optimizer.step`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from time import perf_counter
@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 Batch = tuple[Tensor, Tensor]
 Losses = Tensor | Mapping[str, Tensor]
 """The loss of a batch, or several by task."""
-LossFn = Callable[[Tensor, Tensor], Tensor]
 EpochOrder = Callable[[int, int, torch.Generator], Iterator[Tensor]]
 """Indices of the examples of each batch, for an epoch (from 0), a batch size and a generator."""
 
@@ -117,32 +116,26 @@ def train(
     steps: int,
     start: int = 0,
     options: StepOptions = PLAIN,
-    before: Callable[[int, Sequence[Batch]], None] | None = None,
 ) -> Iterator[Step]:
-    """Train from step `start` to `steps`; the caller's work between steps is not timed.
-
-    `before` is called before each step with its number (from 0) and its batches.
-    """
+    """Train from step `start` to `steps`; the caller's work between steps is not timed."""
     model.train()
     stream, parts = batches.start(start), batches.accumulate
     for done in range(start + 1, steps + 1):
         step_batches = list(islice(stream, parts))
-        if before is not None:
-            before(done - 1, step_batches)
         began = perf_counter()
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, batch in enumerate(step_batches, 1):
             if options.on_batch is not None:
                 options.on_batch(*batch)
-            loss = loss_of(model, loss_fn, batch, parts, options.autocast)
+            loss = _loss(model, loss_fn, batch, parts, options.autocast)
             losses.append(_backward(loss, options, number == parts))
         skipped = _step(optimizer, options)
         loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         yield Step(done, loss, perf_counter() - began, skipped)
 
 
-def loss_of(
+def _loss(
     model: nn.Module,
     loss_fn: Callable[[Tensor, Tensor], Losses],
     batch: Batch,

@@ -50,7 +50,6 @@ class Schedule:
     checkpoint_every: int
     effects_every: int
     eval_every: int = 0
-    update_effect_every: int = 0
     checkpoint_seconds: float = 0.0
     until: Until | None = None
     conflict_every: int = 1
@@ -198,7 +197,6 @@ class Run:
             "effects_every": schedule.effects_every,
             "conflict_every": schedule.conflict_every,
             "eval_every": schedule.eval_every,
-            "update_effect_every": 0 if self.shadow else schedule.update_effect_every,
             "metric": self.metric,
             **({"margin": self.margin} if self.margin is not None else {}),
         }

@@ -171,7 +171,6 @@ class Settings:
     force: bool = False
     retry_failed: bool = True
     conflict_every: Positive = 1
-    update_effect_every: Annotated[int, Field(ge=0)] = 0
     checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
     attribute: bool = False
     dry_run: bool = False

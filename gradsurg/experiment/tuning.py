@@ -256,5 +256,5 @@ def _compared(seed: int, chosen: Mapping[str, Candidate]) -> Pair:
 def _tuning_run(run: Run) -> Run:
     """Return a run as a tuning run: nothing is measured that the choice does not need."""
     every = run.schedule.eval_every if run.schedule.until else 0
-    schedule = replace(run.schedule, effects_every=0, update_effect_every=0, eval_every=every)
+    schedule = replace(run.schedule, effects_every=0, eval_every=every)
     return replace(run, study=f"{run.study}/{FOLDER}", schedule=schedule, controls={})

@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from gradsurg.effects.numbers import EFFECT_NUMBERS, UPDATES_SAMPLED
+from gradsurg.effects.numbers import EFFECT_NUMBERS
 from gradsurg.report.wording import HEADLINE, is_share, title
 from gradsurg.stats import t_critical
 
@@ -316,7 +316,7 @@ def _looks(
 
 def curve_metrics(metrics: pl.DataFrame) -> list[str]:
     """The names of the logged metrics, the headline first."""
-    known = [name for name in metrics.columns if name not in (*LOG_KEYS, UPDATES_SAMPLED)]
+    known = [name for name in metrics.columns if name not in LOG_KEYS]
     return list(dict.fromkeys([*(name for name in HEADLINE if name in known), *known]))
 
 

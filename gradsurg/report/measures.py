@@ -1,4 +1,4 @@
-"""Further comparisons of a study: cost, steps to the target, update effects, links of a chain."""
+"""Further comparisons of a study: cost, steps to the target, links of a chain."""
 
 import json
 from collections import Counter
@@ -10,7 +10,6 @@ from typing import Any
 
 import polars as pl
 
-from gradsurg.effects.numbers import UPDATE_NUMBERS, UPDATES_SAMPLED
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED, UNTIL_STEP
 from gradsurg.report.compare import (
     ENDED,
@@ -21,7 +20,7 @@ from gradsurg.report.compare import (
 )
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
-from gradsurg.stats import benjamini_hochberg, paired_difference, sign_test_p_value
+from gradsurg.stats import benjamini_hochberg, sign_test_p_value
 
 
 def costs(study: Study) -> pl.DataFrame:
@@ -108,36 +107,6 @@ def times_to_target(study: Study) -> pl.DataFrame:
 def _step_reached(run: LoadedRun) -> float | None:
     """Return the step at which a run reached its stopping condition; None if it did not."""
     return run.number(UNTIL_STEP) if (run.summary or {}).get(UNTIL_REACHED) else None
-
-
-UPDATES = {
-    **dict.fromkeys(("arm", "number"), pl.String),
-    **dict.fromkeys(("mean", "low", "high"), pl.Float64),
-    **dict.fromkeys(("runs", "steps"), pl.Int64),
-}
-
-
-def update_effects(study: Study) -> pl.DataFrame:
-    """Return the update effect of each arm: each number's mean over runs with its t interval."""
-    rows = []
-    for arm in study.arms:
-        sampled = [run for run in arm.whole if run.number(UPDATES_SAMPLED)]
-        steps = sum(run.number(UPDATES_SAMPLED) or 0 for run in sampled)
-        for number in UPDATE_NUMBERS if sampled else ():
-            values = [one for run in sampled if (one := run.number(number.name)) is not None]
-            mean = paired_difference(values, [0.0] * len(values)) if values else None
-            rows.append(
-                {
-                    "arm": arm.name,
-                    "number": number.name,
-                    "mean": mean and mean.mean,
-                    "low": mean and mean.t_low,
-                    "high": mean and mean.t_high,
-                    "runs": len(sampled),
-                    "steps": int(steps),
-                }
-            )
-    return pl.DataFrame(rows, schema=UPDATES)
 
 
 def link_shares(study: Study) -> pl.DataFrame:

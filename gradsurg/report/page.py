@@ -13,10 +13,9 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from gradsurg.effects.numbers import UPDATE_NUMBERS
 from gradsurg.report import charts, tables
 from gradsurg.report.arms import Arm, value_text
-from gradsurg.report.measures import costs, link_shares, times_to_target, update_effects
+from gradsurg.report.measures import costs, link_shares, times_to_target
 from gradsurg.report.study import Study
 from gradsurg.report.sweeps import best_arms, doses, trends
 from gradsurg.report.tuning import HEADS, read_tunings, tuning_frames
@@ -281,16 +280,6 @@ def _effects(study: Study) -> Iterator[Section]:
         whole = whole.rename({"name": "arm", **charts.MEASURES})
         table = frame_table(f"{SAME}: means of the whole training", whole)
         yield Section("effects", "Effect on the gradients", how, drawn, [table], notes)
-    labels = {number.name: number.label for number in UPDATE_NUMBERS}
-    effects = update_effects(study).with_columns(pl.col("number").replace(labels))
-    if len(effects):
-        how = (
-            "The update that was made beside the one there would have been without the surgery, "
-            "from the same weights and the same batch; loss change is what a step does to the loss "
-            "of its batch. Means over runs with their 95 % t interval."
-        )
-        table = frame_table("Numbers of the updates", effects, is_open=True)
-        yield Section("updates", "Effect on the updates", how, tables=[table])
 
 
 def _costs(study: Study, effort: Sequence[str]) -> Iterator[Section]:

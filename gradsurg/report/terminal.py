@@ -9,15 +9,13 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.effects.numbers import UPDATE_NAMES
 from gradsurg.effects.tables import effect_table as effect_text
-from gradsurg.effects.tables import number
 from gradsurg.experiment.frames import effect_table
 from gradsurg.experiment.run_directory import ERROR, RunDirectory
 from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
-from gradsurg.report.measures import costs, link_shares, update_effects
+from gradsurg.report.measures import costs, link_shares
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.tables import (
     INTERVAL,
@@ -70,7 +68,7 @@ def report(runs: Sequence[Runs]) -> str:
         _head(study, frame),
         _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
         *shares,
-        _lines([*_update_lines(study), *_notes(study)]),
+        _lines(_notes(study)),
         conflicts := _conflicts(study),
         _effects(study, [run.treated for run in runs if run.treated] or paths, bool(conflicts)),
         f"{count(len(paths), 'run')} in {printable(relpath(paths[0].parent))}",
@@ -91,7 +89,6 @@ def overview(study: Study, margin: Margin | None = None) -> str:
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
         *(shares_text(link_shares(study)) if few else []),
-        _lines(_update_lines(study)) if few else "",
         _unfinished(study),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -195,21 +192,6 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
         notes = [f"Step time: median over the steps, {which}; {difference}."]
     spared = ({"higher"}, {"p"}, {*arms.values()})
     return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
-
-
-def _update_lines(study: Study) -> list[str]:
-    """Describe the update effect of each arm that measured it, a sentence each."""
-    lines = []
-    for (arm,), rows in update_effects(study).group_by("arm", maintain_order=True):
-        means = dict(rows.select("number", "mean").iter_rows())
-        cosine, ratio, change, without = (number(means.get(name)) for name in UPDATE_NAMES)
-        of = f"{count(rows['steps'][0], 'step')} of {count(rows['runs'][0], 'run')}"
-        lines.append(
-            f"Updates of {arm} ({of}), beside those without the surgery: cosine {cosine}, norm "
-            f"ratio {ratio}; a step changes the loss of its batch by {change}, without the surgery "
-            f"by {without}."
-        )
-    return lines
 
 
 def _notes(study: Study) -> list[str]:

@@ -42,7 +42,7 @@ def titles(summary: Mapping[str, object]) -> dict[str, str]:
 
 
 def title(key: str) -> str:
-    """A logged name in words: `update/norm_ratio` is "update norm ratio"."""
+    """A logged name in words: `test/loss_first` is "test loss first"."""
     if key.startswith(AREA):
         return f"{title(key.removeprefix(AREA))} AUC"
     return re.sub("[/_]", " ", key)

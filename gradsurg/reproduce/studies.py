@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from gradsurg.effects.numbers import EFFECT_NAMES, UPDATE_NAMES, UPDATES_SAMPLED
+from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.run import Run
@@ -194,13 +194,10 @@ def _outcomes(run: Run, names: Mapping[str, Sequence[str]]) -> dict[str, int]:
         parts["validation"] = names["test"]
     if schedule.eval_every:
         parts["test"] = [*names["test"], *run.task.trajectory_metric_names]
-    updates = (
-        (UPDATES_SAMPLED, *UPDATE_NAMES) if schedule.update_effect_every and not run.shadow else ()
-    )
     until = (UNTIL_REACHED, UNTIL_STEP) if schedule.until is not None else ()
     numbers = [f"{part}/{name}" for part in parts for name in parts[part]]
     every = dict.fromkeys((*numbers, *until, *ALWAYS), 0)
-    every |= dict.fromkeys(("train/loss", *updates), schedule.log_every)
+    every["train/loss"] = schedule.log_every
     if schedule.eval_every:
         watched = "validation" if schedule.validation else "test"
         every |= {f"{watched}/{name}": schedule.eval_every for name in names["test"]}

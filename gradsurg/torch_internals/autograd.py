@@ -6,8 +6,7 @@ Each is used by PyTorch's own Python code, and each has a test.
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from operator import attrgetter, methodcaller
@@ -388,63 +387,6 @@ def replace_backward_hook(
         for hooks in (local["bw_hook"].user_pre_hooks, local["bw_hook"].user_hooks):
             if old in hooks:
                 hooks[hooks.index(old)] = new
-
-
-_process = vars(import_module("torch.nn.modules.module"))
-_TABLES = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
-
-
-@dataclass(frozen=True)
-class ActiveHooks:
-    """The active global module hooks, torch-function modes and hooks for saved tensors."""
-
-    hooks: tuple[frozenset[int], ...]
-    modes: tuple[Mode, ...]
-    pair: Pair | None
-
-
-def active_hooks() -> ActiveHooks:
-    """Return the global hooks and modes that are active now."""
-    hooks = tuple(frozenset(_process[name]) for name in _TABLES)
-    return ActiveHooks(hooks, tuple(function_modes()), saved_tensor_hooks())
-
-
-@contextmanager
-def only_hooks(known: ActiveHooks) -> Iterator[None]:
-    """Disable the global hooks and modes that are not among `known`."""
-    tables = [dict(_process[name]) for name in _TABLES]
-    modes = function_modes()
-    pairs: list[Pair] = []
-    for name, ids in zip(_TABLES, known.hooks, strict=True):
-        for key in set(_process[name]) - ids:
-            del _process[name][key]
-    while function_modes():
-        _overrides["_pop_mode"]()
-    for mode in modes:
-        if any(mode is other for other in known.modes):
-            push_function_mode(mode)
-    while (top := saved_tensor_hooks()) is not None and (
-        known.pair is None or top[0] is not known.pair[0]
-    ):
-        pairs.append(top)
-        _saved._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(pairs):
-            push_saved_tensor_hooks(pair)
-        while function_modes():
-            _overrides["_pop_mode"]()
-        for mode in modes:
-            push_function_mode(mode)
-        for name, table in zip(_TABLES, tables, strict=True):
-            _process[name].clear()
-            _process[name].update(table)
 
 
 def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:

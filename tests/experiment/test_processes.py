@@ -196,10 +196,10 @@ def test_an_error_of_one_process_ends_the_run_in_all_and_the_next_run_is_trained
             ["batch_size: must be a multiple of 2, the processes that share each "],
         ),
         (
-            ["compile=true", "update_effect_every=5", "threads=2"],
+            ["compile=true", "precision=float16", "threads=2"],
             [
                 "compile: needs one process, found 2 processes",
-                "update_effect_every: needs one process",
+                "precision: needs one process",
             ],
         ),
         (

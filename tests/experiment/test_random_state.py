@@ -15,7 +15,7 @@ from gradsurg.experiment.execution import execute
 from gradsurg.experiment.run import Run
 from gradsurg.tasks.base import Data
 from gradsurg.torch_internals import random_state
-from tests.runs import SHORT, Torn, Wrapped, a_run, assert_resumes, assert_same, lines, make_model
+from tests.runs import Torn, Wrapped, a_run, assert_resumes, assert_same, lines, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,18 +101,6 @@ def test_an_interrupted_run_with_random_draws_ends_like_an_uninterrupted_one(
     tmp_path: Path, step: int
 ) -> None:
     assert_resumes(lambda at: drawing_run(at, "raise"), tmp_path, step)
-
-
-def test_the_update_without_surgery_uses_the_same_random_draws(tmp_path: Path) -> None:
-    schedule = replace(SHORT, update_effect_every=2)
-    for transform, name, number in (
-        (gs.Identity(), "update/cosine", 1.0),
-        (gs.Identity(), "update/norm_ratio", 1.0),
-        (gs.Zero(), "update/loss_change", 0.0),  # no weight has changed
-    ):
-        run = replace(a_run(transform, task=Drawing(), schedule=schedule), make_model=Jittered)
-        rows = lines(execute(run, tmp_path / name, []), "metrics.jsonl")
-        assert {row[name] for row in rows} == {number}
 
 
 def test_compared_arms_draw_the_same_random_numbers() -> None:

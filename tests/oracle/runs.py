@@ -103,11 +103,9 @@ LINES = {
     "stateful": Line(
         "transform=[grokfast_ema,momentum] site.stage=step optimizer=adam schedule=cosine lr=0.01"
     ),
-    "random": Line("transform=random_mask site=inputs model.dropout=0.2 update_effect_every=4"),
+    "random": Line("transform=random_mask site=inputs model.dropout=0.2"),
     "norm_matched": Line("transform=clip control=norm_matched"),
-    "update_norm_matched": Line(
-        "transform=clip control=update_norm_matched update_effect_every=3 optimizer=adam"
-    ),
+    "update_norm_matched": Line("transform=clip control=update_norm_matched optimizer=adam"),
     "placebo": Line("transform=sign control=placebo lr=0.01"),
     "no control": Line(
         "transform=per_sample_clip transform.per_sample_clip.of.max_norm=0.1 control=none "

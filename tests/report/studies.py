@@ -139,7 +139,7 @@ def whole(
 
 
 def chain(folder: Path) -> Path:
-    """Two seeds of clip+noise, of each link alone and of the control, all with updates."""
+    """Two seeds of clip+noise, of each link alone and of the control."""
     outcomes = {
         "none": (0.9, 0.9),
         "clip+noise": (0.8, 0.7),
@@ -152,17 +152,9 @@ def chain(folder: Path) -> Path:
             place = plan(folder, label, seed, controls.get(seed))
             log(place, label)
             state = "finished" if accuracy else "diverged"
-            more = {} if label == "none" else update(0.5 + seed / 4)
-            end(place, label, accuracy, state, **more)
+            end(place, label, accuracy, state)
             controls.setdefault(seed, place.path.name)  # the first are the plain ones
     return folder
-
-
-def update(cosine: float | None) -> dict[str, object]:
-    """What a summary says of a run's updates; one that never moved has no cosine."""
-    found = {"sampled": 4, "norm_ratio": 2.0, "loss_change": -0.25, "loss_change_without": -0.5}
-    numbers = {f"update/{key}": value for key, value in found.items()}
-    return numbers if cosine is None else {**numbers, "update/cosine": cosine}
 
 
 def mixed(folder: Path) -> Path:

@@ -16,7 +16,6 @@ from gradsurg.report.measures import (
     left_out,
     link_shares,
     times_to_target,
-    update_effects,
 )
 from gradsurg.report.study import read_study
 from gradsurg.stats import parse_margin, sign_flip_interval
@@ -290,23 +289,6 @@ def test_a_dotted_path_that_was_edited_in_between_is_another_link(tmp_path: Path
     studies.whole(tmp_path, "clip", 0, 0.8, sources={})
     studies.whole(tmp_path, "mine", 0, 0.8, sources={"mine": "4567"})
     assert [link for _, link in left_out(read_study(tmp_path))] == ["mine"]
-
-
-def test_the_updates_of_an_arm_are_means_over_runs(tmp_path: Path) -> None:
-    frame = update_effects(read_study(studies.chain(tmp_path)))
-    assert frame["arm"].unique(maintain_order=True).to_list() == ["clip", "clip+noise", "noise"]
-    clip, noise = (
-        frame.filter(arm=arm, number="update/cosine").row(0, named=True)
-        for arm in ("clip", "noise")
-    )
-    assert (clip["runs"], clip["steps"], clip["mean"], clip["low"]) == (2, 8, 0.625, None)
-    assert noise["runs"] == 1  # the other has diverged
-
-
-def test_an_update_of_zero_has_no_cosine_and_its_other_numbers(tmp_path: Path) -> None:
-    studies.end(studies.plan(tmp_path, "zero", 0), "zero", 0.5, **studies.update(None))
-    means = dict(update_effects(read_study(tmp_path)).select("number", "mean").iter_rows())
-    assert (means["update/cosine"], means["update/norm_ratio"]) == (None, 2.0)
 
 
 def test_the_cost_is_the_ratio_pair_by_pair(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_numbers_names_and_lists_have_one_format() -> None:
 
 def test_every_metric_of_a_task_has_a_title_and_the_usual_ones_come_first() -> None:
     summary = {"test/r2": 0.5, "test/loss": 1.0, "train/loss": 0.9, "state": "finished"}
-    summary |= {"examined/rank/output": 0.1, "update/cosine": 0.2}
+    summary |= {"examined/rank/output": 0.1, "time/step_ms": 0.2}
     assert list(titles(summary).items()) == [
         ("train/loss", "train loss"),
         ("test/loss", "test loss"),

@@ -44,7 +44,7 @@ def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("transform=clip", "until='test/accuracy >= 2'", "update_effect_every=5"),
+        ("transform=clip", "until='test/accuracy >= 2'"),
         *(
             pytest.param(words, marks=pytest.mark.slow)
             for words in (

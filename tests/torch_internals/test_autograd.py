@@ -1,6 +1,5 @@
 """What gradsurg relies on in PyTorch without it being exported."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,61 +24,6 @@ def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrap
     plain, wrapped, batched = (False, False), (False, True), (True, True)
     assert seen[:4] == [plain, wrapped, batched, batched]
     assert seen[4:] == [batched]
-
-
-class _Counting(autograd.Mode):
-    """Counts the torch functions that it sees."""
-
-    seen = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _all_in_force() -> tuple[list[int], int, object]:
-    tables = vars(torch.nn.modules.module)
-    hooks = [key for name in autograd._TABLES for key in tables[name]]
-    return hooks, len(autograd.function_modes()), autograd.saved_tensor_hooks()
-
-
-def test_within_earlier_surroundings_only_what_was_there_before_is_in_force() -> None:
-    seen: list[str] = []
-    process = torch.nn.modules.module
-    early = process.register_module_forward_hook(lambda *_: seen.append("early"))
-    mode, later_mode, model = _Counting(), _Counting(), torch.nn.Linear(2, 2)
-    pairs = [(lambda t, n=name: seen.append(n) or t, lambda t: t) for name in ("saved", "later")]
-    autograd.push_function_mode(mode)
-    autograd.push_saved_tensor_hooks(pairs[0])
-    known = autograd.active_hooks()
-    later = [
-        register(lambda *_: seen.append("later"))
-        for register in (
-            getattr(process, f"register_module_{kind}_hook")
-            for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward")
-        )
-    ]
-    autograd.push_function_mode(later_mode)
-    autograd.push_saved_tensor_hooks(pairs[1])
-    before = _all_in_force()
-    try:
-        with pytest.raises(KeyError), autograd.only_hooks(known):
-            model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
-            raise KeyError
-        assert set(seen) == {"early", "saved"}
-        assert mode.seen
-        assert not later_mode.seen
-        assert _all_in_force() == before
-        model(torch.ones(1, 2, requires_grad=True)).exp().sum().backward()
-        assert "later" in seen
-        assert later_mode.seen
-    finally:
-        for pair in reversed(pairs):
-            autograd.remove_saved_tensor_hooks(pair)
-        autograd.remove_function_mode(later_mode)
-        autograd.remove_function_mode(mode)
-        for handle in [early, *later]:
-            handle.remove()
 
 
 def test_the_forward_of_a_checkpoint_that_is_not_reentrant_is_told() -> None:
