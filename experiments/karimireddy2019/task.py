@@ -1,7 +1,7 @@
 """The counter-examples of Karimireddy et al., ICML 2019 (arXiv 1901.09847), as tasks."""
 
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -12,10 +12,9 @@ from torch.nn import functional
 from gradsurg.plugins.fields import validated
 from gradsurg.tasks.base import Chance, Data, Task
 from gradsurg.tasks.data.arrays import Seed
-from gradsurg.tasks.quadratics_toy import starting_at, tabulate
+from gradsurg.tasks.quadratics_toy import starting_at
 
 TIMES = 4  # one example in four has the slope 4, the others -1
-REACH = 1.5  # of the landscape in each coordinate
 NUM_PRIVATE = 5  # coordinates that belong to a single example
 
 
@@ -78,13 +77,6 @@ class AbsoluteToy(Task):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         x1, x2 = outputs.mean(dim=0).tolist()
         return {"loss": self.loss(outputs, targets).item(), "x1": x1, "x2": x2}
-
-    def landscape(self) -> dict[str, Any]:  # Any: what JSON can hold
-        window = (-REACH, REACH), (-REACH, REACH)
-        minimum = [(0.0, 0.0)]
-        return tabulate(
-            self.start, window, lambda points: {"f": self.values(points)}, minimum, False
-        )
 
 
 def _magnitude(z: Tensor) -> Tensor:

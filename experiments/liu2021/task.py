@@ -1,7 +1,5 @@
 """CAGrad's toy problem: two conflicting losses of a point, of very different steepness."""
 
-from math import tanh
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,6 @@ from gradsurg.plugins.fields import validated
 from gradsurg.tasks.quadratics_toy import Place, Toy
 
 FLOOR = 5e-6
-STEPS = 33
 
 
 @validated
@@ -24,15 +21,7 @@ class CAGradToy(Toy):
     (-8.5, 7.5), (0, 0), (9, 9), (-7.5, -0.5), (9, -1) and (-8.5, -5).
     """
 
-    start: tuple[float, float] = (-8.5, 7.5)
-
-    @property
-    def place(self) -> Place:
-        return self.start
-
-    @property
-    def window(self) -> tuple[Place, Place]:
-        return (-10, 10), (-10, 10)
+    start: Place = (-8.5, 7.5)
 
     def values(self, points: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = points.unbind(dim=1)
@@ -42,20 +31,3 @@ class CAGradToy(Toy):
         q2 = ((x1 + 7).square() + (x2 + 8).square() / 10) / 10 - 20
         c1, c2 = torch.tanh(x2 / 2).clamp(min=0), torch.tanh(-x2 / 2).clamp(min=0)
         return f1 * c1 + q1 * c2, f2 * c1 + q2 * c2
-
-    def pareto(self) -> tuple[list[Place], bool]:
-        weights = [step / (STEPS - 1) for step in range(STEPS)]
-        return [_stationary(weight) for weight in weights], False
-
-
-def _stationary(weight: float) -> Place:
-    """Return the stationary point of weight L1 + (1 - weight) L2 below x2 = -8, by bisection."""
-    # there c1 = 0, and the weighted q is (x2 + 8)^2 / 100 + 19.6 weight (1 - weight) - 20
-    depth = 19.6 * weight * (1 - weight) - 20
-    low, high = -20.0, -8.0
-    for _ in range(60):
-        x2 = (low + high) / 2
-        above, flat = x2 + 8, tanh(-x2 / 2)
-        slope = above / 50 * flat - (above**2 / 100 + depth) * (1 - flat**2) / 2
-        low, high = (low, x2) if slope > 0 else (x2, high)
-    return 14 * weight - 7, (low + high) / 2

@@ -7,7 +7,6 @@ from gradsurg.plugins.fields import validated
 from gradsurg.tasks.quadratics_toy import Place, Toy
 
 FLOOR = 5e-6
-HEIGHT = 6.5  # above it 1 - tanh is less than the floor
 
 
 @validated
@@ -21,21 +20,10 @@ class PCGradToy(Toy):
     were published), with 0.01 after 20,000.
     """
 
-    start: tuple[float, float] = (0.5, -3.0)
-
-    @property
-    def place(self) -> Place:
-        return self.start
-
-    @property
-    def window(self) -> tuple[Place, Place]:
-        return (-10, 10), (-10, 10)
+    start: Place = (0.5, -3.0)
 
     def values(self, points: Tensor) -> tuple[Tensor, Tensor]:
         x1, x2 = points.unbind(dim=1)
         first = (x1 / 2 + torch.tanh(x2)).abs().clamp(min=FLOOR).log()
         second = (x1 / 2 - torch.tanh(x2) + 2).abs().clamp(min=FLOOR).log()
         return 20 * first, 25 * second
-
-    def pareto(self) -> tuple[list[Place], bool]:
-        return [(-2.0, HEIGHT), (-2.0, self.window[1][1])], False

@@ -30,7 +30,6 @@ from gradsurg.experiment.run_directory import (
     ERROR,
     EXAMINED,
     FACTS,
-    LANDSCAPE,
     METRICS,
     RunDirectory,
 )
@@ -222,8 +221,6 @@ class _OpenRun:
         self._warned: list[str] = []
         self.caught: list[warnings.WarningMessage] = []  # while it is attached
         self.data = run.load_data()
-        if (landscape := run.task.landscape()) is not None:
-            directory.write_json(LANDSCAPE, landscape, indent=None)
         self.model = run.make_model(self.data).to(run.device)
         self.batches = run.batches(self.data, run.device, self.rank, processes.count())
         optimizer = run.make_optimizer(self.model)

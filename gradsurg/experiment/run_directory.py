@@ -6,7 +6,7 @@
 | `config.yaml` | the config that identifies the run | first |
 | `metrics.jsonl`, `effects.jsonl`, `conflicts.jsonl` | a row a line | at each log |
 | `checkpoint.pt`, and the one before | the state to resume from, with a digest | now and then |
-| `landscape.json`, `examined.json`, `examined_effects.jsonl` | for some tasks | once |
+| `examined.json`, `examined_effects.jsonl` | for some tasks | once |
 | `error.log` | the traceback of a failed run | when it fails |
 | `summary.json` | the outcome; the run is then finished or diverged | last |
 
@@ -35,8 +35,7 @@ from gradsurg.plugins.messages import printable
 METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
 CONFIG, SUMMARY, FACTS, LOCK = "config.yaml", "summary.json", "run.json", ".lock"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
-ERROR, LANDSCAPE = "error.log", "landscape.json"
-EXAMINED, EXAMINED_EFFECTS = "examined.json", "examined_effects.jsonl"
+ERROR, EXAMINED, EXAMINED_EFFECTS = "error.log", "examined.json", "examined_effects.jsonl"
 
 NOT_FINITE = "not_finite"
 """Key of a JSON row that lists its NaN and infinite numbers, which JSON writes as null."""
@@ -209,7 +208,7 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Remove the files of this run but its facts; others, as those of W&B, stay too."""
-        own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR, LANDSCAPE)
+        own = (SUMMARY, CHECKPOINT, PREVIOUS, *JSONL_FILES, CONFIG, ERROR)
         for name in (*own, EXAMINED, EXAMINED_EFFECTS):  # without its summary it is unfinished
             (self.path / name).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from gradsurg.loggers.base import StudyInfo
-from gradsurg.report import charts, conflicts, fronts, paper
+from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.experiment import experiment
@@ -57,8 +57,7 @@ def write_report(
         notes = [*reached(study), verdict, *sweeps(study, frame, margin), *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
-        more = [*fronts.sections(study), *conflicts.sections(study)]
-        told = verdict, warned, experiment(study), more, effort(study)
+        told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
         text = page(study, frame, *told, refresh=refresh)
         (draft / PAGE).write_text(text, encoding="utf-8")
         drawn = _figures(study, frame) if figures else {}
@@ -96,13 +95,7 @@ def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
     drawn |= {"cost": charts.cost_chart(cost)} if len(cost) else {}
     drawn |= conflicts.conflict_charts(study, facet=True)
     tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
-    several = {
-        "tuning": map(charts.tuning_chart, tuned),
-        "pareto": map(fronts.front_figure, fronts.fronts(study)),
-        "trajectories": [fronts.landscape_chart(x, facet=True) for x in fronts.landscapes(study)],
-    }
-    for stem, figures in several.items():
-        drawn |= paper.numbered(stem, figures)
+    drawn |= paper.numbered("tuning", map(charts.tuning_chart, tuned))
     return {name: chart.to_dict(validate=False) for name, chart in drawn.items()}
 
 

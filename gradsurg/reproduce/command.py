@@ -15,7 +15,6 @@ from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width
 from gradsurg.reproduce.expected import (
-    Drawing,
     Expected,
     Form,
     WrongExperiment,
@@ -162,18 +161,17 @@ def _reproduce(
 
 
 def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path | None:
-    """Draw the paper's figure, or take it from the report of its first study; None if missing."""
-    folder = studies[expected.quick[0]].folder / "report"
-    if isinstance(expected.figure, Drawing):
-        from gradsurg.report.arms import group
-        from gradsurg.report.study import Study
-        from gradsurg.reproduce.figures import draw  # plotting libraries take a second to import
+    """Draw the paper's figure into the report of its first study; None if it has none."""
+    if expected.figure is None:
+        return None
+    from gradsurg.report.arms import group
+    from gradsurg.report.study import Study
+    from gradsurg.reproduce.figures import draw  # plotting libraries take a second to import
 
-        shown = [studies[key] for key in expected.figure.studies or studies]
-        runs = {run.name: run for study in shown for run in study.all_runs}
-        return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder, paper)
-    path = folder / f"{expected.figure}.png"
-    return path if path.is_file() else None
+    folder = studies[expected.quick[0]].folder / "report"
+    shown = [studies[key] for key in expected.figure.studies or studies]
+    runs = {run.name: run for study in shown for run in study.all_runs}
+    return draw(expected.figure, Study(shown[0].folder, group([*runs.values()])), folder, paper)
 
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:

@@ -142,7 +142,6 @@ class Expected:
     Args:
         claims: The claims by name, that of the paper first.
         published: The sentence of the paper, quoted or paraphrased.
-        figure: A drawing, or the name of a figure in the report of the first study.
         result: The result in the experiment's README, with `{name}` for the value of a band.
     """
 
@@ -152,7 +151,7 @@ class Expected:
     quick: Annotated[tuple[Text, ...], Field(min_length=1)]
     bands: Annotated[tuple[Band, ...], Field(min_length=1)]
     full: tuple[Text, ...] = ()
-    figure: Text | Drawing | None = None
+    figure: Drawing | None = None
     result: str = ""
 
     def __post_init__(self) -> None:
@@ -171,7 +170,7 @@ class Expected:
             self._check(band, "claim", [*self.claims], may_be_empty=True)
             self._check(band, "study", self.quick, may_be_empty=len(self.quick) == 1)
             self._check(band, "minus_study", self.quick, may_be_empty=True)
-        for study in self.figure.studies if isinstance(self.figure, Drawing) else ():
+        for study in self.figure.studies if self.figure else ():
             if study not in self.quick:
                 near = nearest(study, list(self.quick))
                 raise Contradiction("figure", f"must name studies of quick, found {study}. {near}")

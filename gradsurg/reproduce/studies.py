@@ -24,7 +24,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.report.arms import group
 from gradsurg.report.load import TUNING, LoadedRun, read_runs
 from gradsurg.report.study import Study
-from gradsurg.reproduce.expected import Band, Drawing, Expected, WrongExperiment
+from gradsurg.reproduce.expected import Band, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record
 from gradsurg.sites.model_tree import tree
@@ -227,7 +227,7 @@ def missing_measurements(
             faults = [_fault(band, run) for run in chosen] or [_no_run(which, runs)]
             lines += [f"{band.name}: {name} {fault}" for fault in dict.fromkeys(faults) if fault]
     figure = expected.figure
-    if isinstance(figure, Drawing) and figure.kind != "own":
+    if figure is not None and figure.kind != "own":
         runs = [run for key in figure.studies or plans for run in plans[key].values()]
         at_end = figure.kind == "outcomes"
         names = [name for run in runs for name, every in run.numbers.items() if every or at_end]

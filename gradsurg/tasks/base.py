@@ -236,15 +236,6 @@ class Task(ABC):
         """Return the files that decide the data; their content is part of a run's identity."""
         return ()
 
-    def landscape(self) -> dict[str, Any] | None:  # Any: what JSON can hold
-        """Return the losses over the plane for a task that moves a point, else None.
-
-        Keys: `names` of the losses, `start`, `x1` and `x2`, for each loss its `values`, a row for
-        each of `x2`; `pareto`, points of the Pareto set in order, and whether they are a closed
-        curve (`closed`).
-        """
-        return None
-
     def chance(self, targets: Tensor) -> Chance | None:
         """Return the result of guessing with these targets; None if the task does not define it."""
         return None

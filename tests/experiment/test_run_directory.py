@@ -221,8 +221,7 @@ def test_clear_removes_the_summary_first_and_leaves_the_facts_and_files_of_other
     run.write_summary({"state": "finished"})
     run.save_checkpoint({"step": 1})
     run.write_error("it broke")
-    for name in ("landscape", "examined"):
-        run.write_json(f"{name}.json", {})
+    run.write_json("examined.json", {})
     run.write_examined_effects([])
     (run.path / "wandb").mkdir()
     removed, unlink = [], run_directory.Path.unlink

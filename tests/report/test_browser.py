@@ -290,8 +290,8 @@ def clashing(folder: Path) -> Path:
         )
         for study, width, scheme in (
             *((studies.mixed, width, scheme) for width in (1280, 390) for scheme in SCHEMES),
-            *((study, 390, "light") for study in (studies.chain, studies.toy, clashing)),
-            *((study, 1280, "dark") for study in (studies.chain, studies.toy, clashing)),
+            *((study, 390, "light") for study in (studies.chain, clashing)),
+            *((study, 1280, "dark") for study in (studies.chain, clashing)),
         )
     ],
 )

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from gradsurg.report.experiment import commands, experiment
-from gradsurg.report.export import PAGE, WRITTEN, figures_in, study_info, write_report
+from gradsurg.report.export import PAGE, WRITTEN, study_info, write_report
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import read_study
 from tests.report import studies
@@ -59,9 +59,6 @@ def test_figures_are_files_of_three_kinds_and_loggers_get_them_with_the_comparis
     told = {"arm": "pcgrad", "seeds": 2, "of": 2, "against": "control", "not compared": ""}
     assert told.items() < row.items()
     assert row["difference"] == pytest.approx(0.05)
-    toy, figures = read_study(studies.toy(tmp_path / "toy")), tmp_path / "figures"
-    write_report(toy, figures)
-    assert {"pareto", "trajectories"} < {path.stem for path in figures_in(figures)}
 
 
 def test_the_experiment_has_its_settings_and_the_command_of_a_sweep(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_the_experiment_comes_first_then_the_verdict_and_each_section(tmp_path: 
 
 def test_links_and_arms_without_a_control_have_their_sections(tmp_path: Path) -> None:
     assert "shares" in sections_of(page_of(studies.chain(tmp_path / "chain")))
-    text = page_of(studies.tasks(tmp_path / "alone", mgda=[(1.0,)], sum=[(2.0,)]))
+    studies.whole(tmp_path / "alone", "clip", 0, 0.8)
+    text = page_of(tmp_path / "alone")
     assert sections_of(text) == ["alone", "curves", "effects", "cost", "runs"]
 
 

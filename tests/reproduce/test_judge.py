@@ -371,6 +371,20 @@ def test_the_alignment_figure_has_an_angle_over_the_steps(root: Path) -> None:
     assert draw(Drawing("own", "reverse"), Study(root, group(runs)), root, "lillicrap2016") is None
 
 
+def test_trajectories_have_a_panel_for_each_label(root: Path) -> None:
+    runs = [found(label, 0, {"test/loss": 1.0}, root) for label in ("clip", "none")]
+    for run in runs:
+        rows = [{"step": step, "test/x1": step / 9, "test/x2": 1.0} for step in (1, 2)]
+        write_rows(run, "metrics", rows)
+    study, drawing = Study(root, group(runs)), Drawing("own", "test/x")
+    for paper in ("liu2021", "yu2020", "karimireddy2019"):
+        drawn = draw(drawing, study, root / paper, paper)
+        assert drawn is not None
+        text = drawn.with_suffix(".svg").read_text(encoding="utf-8")
+        assert all(f">{label}<" in text for label in ("clip", "none"))
+    assert draw(Drawing("own", "test/y"), study, root, "liu2021") is None
+
+
 def examined(label: str, seed: int, folder: Path, number: float) -> LoadedRun:
     """A run of an examination of two layers, with maps of two images."""
     numbers = {"examined/rank/b": number, "examined/rank/a": 0.5, "examined/ssim/b": 0.25}
