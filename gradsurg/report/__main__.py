@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
 
 WRONG_INPUT = 2
 OF_PAPER = ("metric", "arms", "style", "spread")
-EVERY = 3.0  # seconds between two looks
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the summary of a study and write its report; with --watch do so until interrupted."""
+    """Print the summary of a study and write its report."""
     arguments = parser().parse_args(words)
     for key in OF_PAPER if not arguments.paper else ():
         if getattr(arguments, key) != parser().get_default(key):
@@ -29,8 +27,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
     try:
         margin = parse_margin(arguments.margin) if arguments.margin else None
-        if arguments.watch:
-            return _watch(arguments.study, arguments.out, margin)
         _run(arguments, margin)
     except (LookupError, OSError, ValueError) as error:
         text = error.args[0] if isinstance(error, LookupError) else error
@@ -74,8 +70,6 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("study", type=Path, help="the folder of a study, as runs/first")
     add("--out", type=Path, help="where the report goes; default: STUDY/report")
-    watch = "write the report anew when files change, until interrupted; the page reloads itself"
-    add("--watch", action="store_true", help=watch)
     margin = "ask for equivalence within a margin: 0.5pp, 0.02 (the metric's unit) or 2%% (a share)"
     add("--margin", default="", help=margin)
     pairs = "compare these arms with each other, by the names that the report prints; all without"
@@ -89,30 +83,6 @@ def parser() -> argparse.ArgumentParser:
     spreads = "with --paper: beside each mean of the table; default: interval"
     add("--spread", choices=("interval", "sd"), default="interval", help=spreads)
     return made
-
-
-def _watch(folder: Path, out: Path | None, margin: "Margin | None") -> int:
-    """Look every few seconds; a report that takes long to write is written less often."""
-    from gradsurg.report.export import write_report
-    from gradsurg.report.load import stamp
-    from gradsurg.report.study import read_study
-    from gradsurg.report.terminal import overview
-
-    out, seen, study = out or folder / "report", None, None
-    try:
-        while True:
-            began = time.monotonic()
-            if (now := stamp(folder)) != seen:
-                study, seen = read_study(folder), now
-                page = write_report(study, out, refresh=EVERY, margin=margin)
-                states = ", ".join(f"{number} {state}" for state, number in study.states.items())
-                print(f"{time.strftime('%H:%M:%S')}  {states}  {printable(str(page))}", flush=True)
-            time.sleep(max(EVERY, 2 * (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        if study is not None:
-            write_report(study := read_study(folder), out, margin=margin)  # without the reload
-            print(overview(study, margin))
-        return 0
 
 
 if __name__ == "__main__":

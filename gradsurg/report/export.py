@@ -33,7 +33,6 @@ INFO = {"seeds": "n", "of": "planned", "not compared": "not_compared"}
 def write_report(
     study: Study,
     out: Path,
-    refresh: float | None = None,
     figures: bool = True,
     margin: Margin | None = None,
 ) -> Path:
@@ -58,8 +57,7 @@ def write_report(
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
         told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
-        text = page(study, frame, *told, refresh=refresh)
-        (draft / PAGE).write_text(text, encoding="utf-8")
+        (draft / PAGE).write_text(page(study, frame, *told), encoding="utf-8")
         drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
             list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))

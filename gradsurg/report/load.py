@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any, Literal
 
 from gradsurg.experiment.run_directory import (
     CONFIG,
-    CONFLICTS,
-    EFFECTS,
     ERROR,
     FACTS,
-    LOCK,
     METRICS,
     NOT_FINITE,
     SUMMARY,
@@ -224,18 +220,3 @@ def _from_name(name: str) -> tuple[str, int]:
     label, _, rest = name.rpartition("-seed")
     seed = rest.partition("-")[0]
     return (label, int(seed)) if seed.isdecimal() else (name, -1)
-
-
-def stamp(folder: Path) -> dict[str, object]:
-    """Size and time of every file that a report is made from: another stamp, another report."""
-    facts: dict[str, object] = {}
-    for path in [*(folder / TUNING).glob("*.json"), *folder.glob("*/*")]:
-        if path.name in STAMPED or path.parent.name == TUNING:
-            with suppress(FileNotFoundError):
-                facts[str(path)] = path.stat().st_size, path.stat().st_mtime_ns
-        if path.name == LOCK:  # its process can die without touching a file
-            facts[path.parent.name] = RunDirectory(path.parent).state
-    return facts
-
-
-STAMPED = (*OWN_FILES, CONFIG, EFFECTS, CONFLICTS)

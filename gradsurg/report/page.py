@@ -84,9 +84,8 @@ def page(
     experiment: Sequence[tuple[str, str]] = (),
     more: Sequence[Section] = (),
     effort: Sequence[str] = (),
-    refresh: float | None = None,
 ) -> str:
-    """Return the page of a study as HTML; with `refresh` it reloads itself every so many seconds.
+    """Return the page of a study as HTML.
 
     `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
     `effort` sentences on time and hardware.
@@ -109,8 +108,7 @@ def page(
         most=MAX_ROWS,
         heads=["run", "arm", "seed", "state", "steps", *map(title, metrics), "step, ms"],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        data={"charts": specs, "dark": DARK, "refresh": refresh, "runs": _runs(study, metrics)}
-        | _configs(study.arms),
+        data={"charts": specs, "dark": DARK, "runs": _runs(study, metrics)} | _configs(study.arms),
         library=_library(),
         **{end: (PARTS / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
     )

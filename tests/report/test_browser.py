@@ -19,11 +19,6 @@ const done = arguments[0];
 axe.run().then((found) => done(found.violations.map((one) =>
   [one.impact, one.id, one.nodes.length, one.nodes[0].html.slice(0, 300)])));
 """
-SCROLL_TO_THE_END = """
-if (document.documentElement.dataset.drawn !== "all") return 0;
-scrollTo({top: document.body.scrollHeight, behavior: "instant"});
-return scrollY;
-"""
 ENTER, RIGHT, DOWN, SPACE = "\ue007", "\ue014", "\ue015", " "
 NONE = "\u2013"  # for a missing number
 SCHEMES = ("light", "dark")
@@ -42,8 +37,8 @@ pytestmark = [
 ]
 
 
-def written(study: Path, refresh: float | None = None) -> Path:
-    return write_report(read_study(study), study / "report", refresh, figures=False)
+def written(study: Path) -> Path:
+    return write_report(read_study(study), study / "report", figures=False)
 
 
 @pytest.fixture(scope="module")
@@ -315,27 +310,3 @@ def test_there_is_no_serious_fault_of_access(
     pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
     window.execute_script(pale)
     assert "color-contrast" in str(window.execute_async_script(RUN_AXE))
-
-
-@pytest.mark.full
-def test_a_watched_page_loads_itself_anew_and_keeps_its_place(
-    window: Driver, tmp_path: Path
-) -> None:
-    from selenium.common.exceptions import WebDriverException
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    study = studies.mixed(tmp_path / "first")
-    file = written(study, refresh=0.3)
-    text = file.read_text(encoding="utf-8")
-    window.get(file.as_uri())
-    # one script each: between two, and during one, the page may be gone
-    wait = WebDriverWait(window, 60, ignored_exceptions=[WebDriverException])
-    bottom = wait.until(lambda driver: driver.execute_script(SCROLL_TO_THE_END))
-    file.write_text(text.replace("<h1>first", "<h1>second"), encoding="utf-8")
-    seen = "return [document.querySelector('h1').textContent, scrollY]"
-    wait.until(lambda driver: driver.execute_script(seen) == ["second", bottom])
-    window.execute_script("document.getElementById('pause').click(); window.here = true")
-    file.write_text(text, encoding="utf-8")
-    window.execute_async_script("setTimeout(arguments[0], 1000)")
-    assert window.execute_script("return window.here") is True
-    window.execute_script("sessionStorage.clear()")

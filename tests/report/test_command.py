@@ -1,22 +1,15 @@
 """python -m gradsurg.report: its words, its files and its exit codes."""
 
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from gradsurg.experiment.run_directory import SUMMARY
 from gradsurg.report.__main__ import main
 from gradsurg.report.study import read_study
 from gradsurg.report.terminal import overview
 from tests.report import studies
-
-REFRESH = re.compile(r'"refresh": ?3')
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +65,7 @@ def test_figures_for_a_paper_are_written_instead_of_the_report(tmp_path: Path, c
     assert capsys.readouterr().err == "--metric: needs --paper FOLDER\n"
 
 
-@pytest.mark.parametrize("words", [[], ["--watch"], ["--compare"]])
+@pytest.mark.parametrize("words", [[], ["--compare"]])
 def test_a_wrong_folder_is_one_line_and_exit_code_2(tmp_path: Path, capsys, words) -> None:
     assert main([str(tmp_path / "nowhere"), *words]) == 2
     printed = capsys.readouterr()
@@ -124,28 +117,3 @@ assert not {{"torch", "hydra", "wandb"}} & {{*sys.modules}}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_watching_follows_a_study_until_it_is_interrupted(tmp_path: Path) -> None:
-    control = studies.whole(tmp_path / "first", "none", 0, 0.9)
-    place = studies.plan(tmp_path / "first", "clip", 0, control)
-    page = tmp_path / "first" / "report" / "index.html"
-    command = [sys.executable, "-m", "gradsurg.report", str(tmp_path / "first"), "--watch"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        assert "1 finished, 1 planned" in process.stdout.readline()
-        assert REFRESH.search(page.read_text("utf-8"))
-        studies.end(place, "clip", 0.8)
-        assert (place.path / SUMMARY).is_file()
-        assert "2 finished" in process.stdout.readline()
-        time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert "2 runs: 2 finished." in process.stdout.read()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-    assert not REFRESH.search(page.read_text("utf-8"))

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts (Vega-Lite, by vega-embed) and the table of runs; theme and updates of the page.
+// Draws the charts (Vega-Lite, by vega-embed) and the table of runs; theme of the page.
 const page = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement, byId = (id) => document.getElementById(id);
 const all = (css) => [...document.querySelectorAll(css)];
@@ -117,24 +117,6 @@ function runs() {
   fill();
 }
 
-// A page from a file cannot ask for changes: in watch mode it reloads, unless someone is using it.
-function watch() {
-  const pause = byId("pause"), paused = () => store.get("paused") === true, top = store.get("scroll") ?? 0;
-  const show = () => { pause.setAttribute("aria-pressed", paused()); pause.textContent = paused() ? "Resume updates" : "Pause updates"; };
-  pause.hidden = false;
-  pause.addEventListener("click", () => { store.set("paused", !paused()); show(); });
-  show();
-  const busy = () => paused() || document.hidden || byId("config").open || document.activeElement.matches("input, select, summary") || document.querySelector("#vg-tooltip-element.visible");
-  history.scrollRestoration = "manual";
-  // The page grows while its charts are drawn: the old position may be out of reach before.
-  queue.then(() => {
-    scrollTo({ top, behavior: "instant" });
-    addEventListener("pagehide", () => store.set("scroll", scrollY));
-    setInterval(() => { if (!busy()) location.reload(); }, 1000 * page.refresh);
-  });
-}
-
 theme();
 runs();
 update();
-if (page.refresh) watch();
