@@ -282,13 +282,10 @@ def test_notes_of_an_error_stand_behind_it() -> None:
     assert full_message(ValueError()) == "ValueError: no message"
 
 
-@pytest.mark.parametrize("words", [["ranks=2"], ["-m", "hydra/launcher=joblib"]])
-def test_several_processes_are_those_of_torchrun(
-    monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+def test_a_launcher_is_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as in a process of torchrun
-    with pytest.raises(ConfigError, match=r"torchrun( --nproc_per_node=2 -m|$)"):
-        prepared(["transform=clip", *words])
+    with pytest.raises(ConfigError, match="torchrun$"):
+        prepared(["transform=clip", "-m", "hydra/launcher=joblib"])
 
 
 def test_a_fault_of_gradsurg_itself_is_no_wrong_command_line(

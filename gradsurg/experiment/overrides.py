@@ -9,7 +9,6 @@ import ast
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +37,6 @@ MAX_RUNS = 10_000  # a command with more runs needs yes=true
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
 FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
 """An override of one field of an option, such as transform.clip.value=1, with a single value."""
-GONE = {
-    "plan": "is now called dry_run",
-    "sink": "is now called logger",
-    "runner": "was removed: runs train one after another; -m with hydra/launcher=joblib, or "
-    "several commands on one study, train some at the same time",
-}
-"""Keys of earlier versions, and the error for each."""
 NO_KEY = "is not a key here."
 
 RULES = (
@@ -78,7 +70,7 @@ def prepared(words: Sequence[str]) -> list[str]:
         except ValueError as error:
             faults.append(str(error))
         faults += _swallowed(word)
-        faults += _refused(word, words)
+        faults += _refused(word)
     if faults:
         raise ConfigError(faults)
     expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]
@@ -170,18 +162,14 @@ def _config_dirs_in(words: Sequence[str]) -> list[Path]:
     return [Path(folder) for folder in found if folder]
 
 
-def _refused(word: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield an error for a sweeper, for a launcher under torchrun, and for the old key `ranks`."""
+def _refused(word: str) -> Iterator[str]:
+    """Yield an error for a sweeper and for a launcher under torchrun."""
     key, _, value = word.lstrip("+").partition("=")
     if key == "hydra/sweeper" and value != "basic":
         yield sweeper_fault(value)
     under_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
     if key == "hydra/launcher" and value != "basic" and under_torchrun:
         yield f"{key}: {value} starts processes of its own, which cannot be those of torchrun"
-    if key == "ranks":
-        rest = shlex.join(other for other in words if other != word)
-        start = f"torchrun --nproc_per_node={value or 2} -m gradsurg.run {rest}"
-        yield f"ranks: is not a key; start the processes with torchrun: {start}"
 
 
 def _swallowed(word: str) -> Iterator[str]:
@@ -330,8 +318,6 @@ def _unreadable(error: OverrideParseException) -> str:
 
 def _missing_key(path: str, key: str, place: object) -> str:
     """Return the error for an override of `key`, which the config node `place` does not have."""
-    if path in GONE:
-        return GONE[path]
     if path.startswith("hydra.launcher."):
         return f"'{key}' is not a key of this launcher; choose one: hydra/launcher=joblib"
     if not isinstance(place, DictConfig):

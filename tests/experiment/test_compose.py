@@ -114,8 +114,6 @@ WRONG = (
         "control: must be one of 'none', 'plain', 'norm_matched', 'update_norm_matched' "
         "or 'placebo', found",
     ),
-    Wrong("plan=true", "plan: is now called dry_run"),
-    Wrong("runner=stacked", "runner: was removed: runs train ", "train some at the same time"),
     Wrong("device=gpu", "device: there is no 'gpu' here; auto takes what there is"),
     Wrong("study=..", "study: must be a folder's name of at most 200 letters", "found '..'"),
     Wrong("out=''", "out: must not be empty"),
