@@ -48,7 +48,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import find, names, snake
 from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
-from gradsurg.tasks.base import Data, MultiTask, Task
+from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain, links_of
@@ -336,6 +336,11 @@ def _rules(experiment: Experiment, data: Data) -> Iterator[tuple[str, object, st
     settings, device = experiment.settings, experiment.device.type
     count, size, batches = data.epoch_size, settings.batch_size, settings.accumulate
     yield "batch_size", size > count, f"must be <= {count} examples, found {size}"
+    steps = [each.when for each in experiment.interventions if isinstance(each.when, Steps)]
+    start = max((when.start for when in steps), default=0)
+    last = settings.steps - 1 + isinstance(experiment.task, Examined)  # an examination is a step
+    rule = f"must be <= {last}, the last step of the run, found {start}"
+    yield "when.start", settings.steps and start > last, rule
     rule = f"a step's batches must have <= {count} examples together"
     yield "accumulate", size <= count < size * batches, f"{rule}, found {batches} of {size}"
     item, combining = experiment.intervention, experiment.combining

@@ -1,15 +1,13 @@
 """Make one training step of an experiment before it trains: the first step of its first run.
 
 It finds the errors that need a model: a pattern that matches nothing, a site without a gradient, a
-transform that raises, an optimizer that cannot step, a trigger that never fires, a metric that the
-task does not have.
+transform that raises, an optimizer that cannot step, a metric that the task does not have.
 """
 
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from timeit import repeat
 
 import torch
@@ -20,7 +18,7 @@ from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.effects.summary import effects_by_path
-from gradsurg.experiment.errors import ErrorCollector, joined
+from gradsurg.experiment.errors import ErrorCollector
 from gradsurg.experiment.instantiate import user_code
 from gradsurg.experiment.loop import Batches, outputs_of
 from gradsurg.experiment.optimizers import make_optimizer
@@ -28,16 +26,14 @@ from gradsurg.experiment.run import Run
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.schedules import MAX_CHECKED_STEPS, check_learning_rates, make_schedule
 from gradsurg.experiment.settings import VALIDATION
-from gradsurg.plugins.fields import FieldError, only_changed_field
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
 from gradsurg.transforms.identity import Identity
-from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 METRIC_EXAMPLES = 8  # the examples by which the names of metrics are found
-MAX_ASKED_STEPS = 100_000  # of a longer run a trigger is taken to fire
 
 
 def check_optimizer(
@@ -72,8 +68,8 @@ def try_step(
 ) -> None:
     """Make the first step of the first run, on a model that is thrown away; report its errors.
 
-    A site without a gradient and a trigger that never fires are errors for a model and a task of
-    gradsurg, and warnings for a user's own, whose later steps may differ.
+    A site without a gradient is an error for a model and a task of gradsurg, and a warning for a
+    user's own, whose later steps may differ.
     """
     trial = _Trial.of(experiment, data)
     try:
@@ -97,10 +93,10 @@ def try_step(
                 )
             except LookupError as error:
                 errors.add("log", one_line(error).removeprefix("log: "))
-        key, text, is_certain = trial.warning(entries)
+        text = trial.silence(entries)
         is_known = all("name" in experiment.config[group] for group in ("model", "task"))
-        if text and (is_known or is_certain):
-            errors.add(key, text)
+        if text and is_known:
+            errors.add("site", text)
         elif text:
             warnings.warn(f"{text}, as far as one step tells", SurgeryWarning, stacklevel=2)
 
@@ -180,22 +176,18 @@ def step_seconds(run: Run) -> float:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The first step of the first run of an experiment; `triggers` are those of the treated arm."""
+    """The first step of the first run of an experiment."""
 
     experiment: Experiment
     run: Run
     batches: Batches
-    triggers: "Sequence[_Ever]"
 
     @classmethod
     def of(cls, experiment: Experiment, data: Data) -> "_Trial":
-        pair, settings = experiment.pairs[0], experiment.settings
+        pair = experiment.pairs[0]
         run = pair.treated or pair.control
         assert run is not None
-        batches = run.batches(data, torch.device("cpu"))
-        steps = max(1, settings.steps + isinstance(run.task, Examined))
-        triggers = [_Ever(item.when, steps) for item in experiment.interventions]
-        return cls(experiment, run, batches, triggers)
+        return cls(experiment, run, run.batches(data, torch.device("cpu")))
 
     def step(self, model: nn.Module, optimizer: Optimizer) -> list[Entry]:
         """Make the step and return the ledger of the sites."""
@@ -220,12 +212,9 @@ class _Trial:
 
     @property
     def _surgery(self) -> Surgery:
-        """The surgery of the run with the triggers of the trial; without a transform it watches."""
-        pairs = zip(self.experiment.interventions, self.triggers, strict=True)
-        items = [replace(item, when=trigger) for item, trigger in pairs]
-        if not items:
-            items = [*self.run.surgery.interventions]
-        elif self.experiment.intervention is None:
+        """The surgery of the run; without a transform it also looks at the sites."""
+        items = [*self.experiment.interventions] or [*self.run.surgery.interventions]
+        if self.experiment.interventions and self.experiment.intervention is None:
             items.append(Intervention(Identity(), self.experiment.selector))
         return Surgery(*items, seed=self.run.seed)
 
@@ -233,29 +222,21 @@ class _Trial:
         """Return the key of an error that names no object."""
         item, combining = self.experiment.intervention, self.experiment.combining
         notes = " ".join(getattr(error, "__notes__", ()))
+        if " was evaluated " in notes:
+            return "when"
         if combining is not None and (item is None or f"while {combining.names[0]} " in notes):
             return "aggregator"
         if item is None:
             return "site"
         return f"transform.{item.names[0]}" if len(item.names) == 1 else "transform"
 
-    def warning(self, entries: Sequence[Entry]) -> tuple[str, str, bool]:
-        """Return the key and the text for sites without a gradient, or for a trigger that never
-        fires, and whether no other step can differ."""
-        if not any(entry.calls for entry in entries):
-            sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
-            reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
-            text = f"no gradient passes at {sites}" + (f" ({reasons})" if reasons else "")
-            return "site", text, False
-        settings = self.experiment.settings
-        silent = next((trigger for trigger in self.triggers if not trigger.fired), None)
-        if silent is None or not settings.steps:
-            return "", "", False
-        length = f"{settings.steps} steps with batches of {settings.batch_size}"
-        epochs = f"epochs of {self.batches.steps_per_epoch} steps"
-        after = ", nor in the examination after them" if isinstance(self.run.task, Examined) else ""
-        text = f"{silent.of!r} never fires in {length} and {epochs}{after}"
-        return joined("when", only_changed_field(silent.of)), text, not silent.depends
+    def silence(self, entries: Sequence[Entry]) -> str:
+        """Return a sentence on sites without a gradient; empty if one has passed."""
+        if any(entry.calls for entry in entries):
+            return ""
+        sites = ", ".join(entry.site for entry in entries) or repr(self.experiment.selector)
+        reasons = ", ".join(dict.fromkeys(entry.skipped for entry in entries if entry.skipped))
+        return f"no gradient passes at {sites}" + (f" ({reasons})" if reasons else "")
 
 
 def _update(optimizer: Optimizer, device: torch.device) -> None:
@@ -270,70 +251,6 @@ def _update(optimizer: Optimizer, device: torch.device) -> None:
             raise  # of a transform at stage step
         text = f"{type(optimizer).__name__} cannot step: {one_line(error)}"
         raise FieldError(optimizer, [("", text)]) from error
-
-
-class _Ever(Trigger):
-    """Fires where `of` may fire at any step of a run; chance and the device may decide either way.
-
-    `fired` says that it did, `depends` that `of` has looked at a gradient. A user's own trigger may
-    have a memory, or be set from outside: it is taken to fire.
-    """
-
-    def __init__(self, of: Trigger, steps: int) -> None:
-        self.of = of
-        self.steps: Sequence[int] = range(steps)
-        ours = all(type(part).__module__.startswith("gradsurg.") for part in of.parts)
-        self.is_asked = ours and steps <= MAX_ASKED_STEPS
-        self.fired = not self.is_asked
-        self.depends = False
-
-    @cached_property
-    def parts(self) -> tuple[Trigger, ...]:
-        return self.of.parts
-
-    def fires(self, context: TriggerContext) -> Decision:
-        if not self.is_asked:
-            return True
-        depends = False
-        for step in self.steps:
-            decision = self._at(step, context)
-            if decision is True:
-                self.fired, self.steps = True, [step]  # the other sites are asked about this one
-                return True
-            depends |= decision is None
-        self.depends |= depends
-        return None if depends else False
-
-    def _at(self, step: int, context: TriggerContext) -> bool | None:
-        asked = _Asked(
-            replace(context.clock, step=step),
-            context.seed,
-            context.label,
-            context.site,
-            context.grad,
-            context.value,
-            dict(context.state),
-        )
-        try:
-            decision = self.of.fires(asked)
-        except FieldError:
-            raise
-        except Exception as error:  # whatever the trigger raises, under its key
-            raise FieldError(self.of, [("", one_line(error))]) from error
-        if asked.drawn or isinstance(decision, Tensor):
-            return True
-        return decision
-
-
-@dataclass
-class _Asked(TriggerContext):
-    """A context that records whether a random number was drawn: another seed may differ."""
-
-    drawn: bool = False
-
-    def chance(self, *key: object) -> float:
-        self.drawn = True
-        return super().chance(*key)
 
 
 def _check_model(task: Task, model: nn.Module, data: Data, errors: ErrorCollector) -> bool:

@@ -90,11 +90,6 @@ def test_with_a_users_model_a_site_without_a_gradient_is_only_a_warning(here: He
     ended = here(*own, "site=captured")
     assert ended.code == 0
     assert "as far as one step tells" in ended.err
-    ended = here(*own, "when=depth", "when.low=9")
-    assert ended.code == 0
-    assert ended.err.startswith("warning: Depth(low=9, high=None) never fires in 20 steps")
-    # No step of a model, whosever it is, comes after the last.
-    assert here(*own, "when.start=20").code == 2
 
 
 def into_closed_pipe(folder: Path, *words: str, first: bytes = b"") -> tuple[int, bytes]:
