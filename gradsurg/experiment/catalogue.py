@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, get_args
@@ -38,7 +39,6 @@ ALIASES |= {f"{group}s": group for group in LISTED} | {"triggers": "when", "reci
 ALIASES |= {"multitask": "aggregator", "multi-task": "aggregator"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
-ENDING = re.compile(r"(?<=...)(?:at(?:ion|e|or)s?|(?:if(?:y|iez|ied)|ity|ing|er|or|ed|es?|s|y))$")
 ARXIV = "https://arxiv.org/abs/"
 NO_LIMIT = 1 << 16  # more columns than any table has
 
@@ -105,8 +105,8 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
     """Return the entries of a config group, as `transform`; of all groups without an argument.
 
     With words, as `list("transform", "sparse")` or `list("weight decay")`, return the entries that
-    have all of them in their name, purpose, paper, fields or other names, the nearest first. Word
-    endings do not count. Options are those of gradsurg itself and of the folders `config_dirs`.
+    have all of them, as parts of words, in their name, other names, purpose, paper or fields, the
+    nearest first. Options are those of gradsurg itself and of the folders `config_dirs`.
     Raises LookupError if there is none, with the groups and similar words, and for a folder or a
     file in it that cannot be read.
     """
@@ -128,27 +128,17 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
 
 
 def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
-    """Return the entries with all words: of that name first, then those that have them in their
-    names or else in their purpose; if there are none, those that have them in their fields.
+    """Return the entries with all words, each as part of a word of theirs: the one of that name
+    first, then those that have them in their names.
     """
-    wanted, whole = _stems(" ".join(words)), _joined("".join(words))
-    if not wanted:
-        return []
-    exact, named, told, in_fields = ([] for _ in range(4))
-    for one in entries:
-        names = [one.name, *one.also]
-        joined = [_joined(name) for name in names]
-        text = " ".join([*names, *joined])
-        purpose = f"{text} {one.summary} {one.paper} {one.preset_of}"
-        if whole in joined:
-            exact.append(one)
-        elif _has(text, wanted):
-            named.append(one)
-        elif _has(purpose, wanted):
-            told.append(one)
-        elif _has(f"{purpose} {_shown(one)}", wanted):
-            in_fields.append(one)
-    return [*exact, *named, *told] or in_fields
+    wanted, found = [_joined(word) for word in words], []
+    for one in entries if all(wanted) else ():
+        names = _words(one.name, *one.also)
+        told = _words(names, one.summary, one.paper, one.preset_of, _shown(one))
+        if all(word in told for word in wanted):
+            is_named = all(word in names for word in wanted)
+            found.append((2 - is_named - ("".join(wanted) == _joined(one.name)), one))
+    return [one for _, one in sorted(found, key=itemgetter(0))]
 
 
 def also_named(group: str, word: str) -> Sequence[str]:
@@ -161,20 +151,8 @@ def _joined(name: str) -> str:
     return re.sub(r"\W|_", "", name).lower()
 
 
-def _has(text: str, wanted: set[str]) -> bool:
-    """Return whether each stem is one of a text or, from three letters on, begins one."""
-    stems = _stems(text)
-    return all(
-        stem in stems or (len(stem) > 2 and any(one.startswith(stem) for one in stems))
-        for stem in wanted
-    )
-
-
-def _stems(text: str) -> set[str]:
-    """Return the words of a text in lower case, without endings: `clipping` as `clip`."""
-    words = re.findall(r"[a-z0-9]+", text.lower().replace("is", "iz"))
-    bare = (ENDING.sub("", word) for word in words)
-    return {re.sub(r"([bdgmnpt])\1$", r"\1", word) for word in bare}
+def _words(*texts: str) -> str:
+    return " ".join(_joined(word) for text in texts for word in text.split())
 
 
 def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
