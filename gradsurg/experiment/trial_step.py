@@ -93,12 +93,11 @@ def try_step(
                 )
             except LookupError as error:
                 errors.add("log", one_line(error).removeprefix("log: "))
-        text = trial.silence(entries)
-        is_known = all("name" in experiment.config[group] for group in ("model", "task"))
-        if text and is_known:
-            errors.add("site", text)
-        elif text:
-            warnings.warn(f"{text}, as far as one step tells", SurgeryWarning, stacklevel=2)
+        if text := trial.silence(entries):
+            if all("name" in experiment.config[group] for group in ("model", "task")):
+                errors.add("site", text)
+            else:
+                warnings.warn(f"{text}, as far as one step tells", SurgeryWarning, stacklevel=2)
 
 
 def check_metrics(
