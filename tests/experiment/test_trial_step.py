@@ -12,6 +12,7 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import build as build_module
 from gradsurg.experiment import command
 from gradsurg.experiment.errors import ConfigError
+from gradsurg.triggers.flag import Flag
 from tests.builds import built, config
 from tests.conftest import Here
 
@@ -96,6 +97,15 @@ def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) 
 def test_a_transform_that_differentiates_in_the_step_of_the_optimizer_is_tried() -> None:
     line = "from tests.builds import built; built('transform=per_sample_clip', 'control=none')"
     subprocess.run([sys.executable, "-c", line], check=True)  # where nothing has imported Dynamo
+
+
+def test_an_error_of_a_trigger_is_told_under_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> bool:
+        raise KeyError("mine")
+
+    monkeypatch.setattr(Flag, "fires", broken)
+    with pytest.raises(ConfigError, match=r"^when: .*mine"):
+        built("transform=clip", "when=flag", "steps=10")
 
 
 def test_a_pattern_of_logged_sites_that_matches_none_is_told_before_training() -> None:
