@@ -111,12 +111,14 @@ class Here:
     def __call__(self, *words: str) -> Ended:
         # Imported here, so that no test of a transform waits for Hydra.
         from gradsurg import run
+        from tests.quick_hydra import quick_hydra
 
         self.monkeypatch.setattr(sys, "argv", ["run.py", *words])
         self.capsys.readouterr()
         code = 0
         try:
-            run.main()
+            with quick_hydra():
+                run.main()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         out, err = self.capsys.readouterr()
@@ -193,10 +195,12 @@ def command(
 
     # Imported here, so that no test of a transform waits for Hydra.
     from gradsurg import run
+    from tests.quick_hydra import quick_hydra
 
     def call(*words: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["gradsurg.run", *words])
-        run.main()
+        with quick_hydra():
+            run.main()
         return capsys.readouterr()
 
     yield call

@@ -72,6 +72,7 @@ def test_help_and_hydras_completion_import_neither_torch_nor_a_library_of_runs(
     assert printed in out
 
 
+@pytest.mark.slow
 def test_a_dry_run_imports_neither_the_compiler_nor_a_library_that_it_does_not_use(
     tmp_path: Path,
 ) -> None:
@@ -103,6 +104,7 @@ print(sorted(set(("torch._dynamo", "numba", "sklearn", "wandb")) & set(sys.modul
     assert _fresh(code, f"transform=clip steps=0/{once}").splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_importing_touches_no_random_numbers_and_the_names_are_right_in_any_order() -> None:
     code = """
 import sys

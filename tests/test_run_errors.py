@@ -41,7 +41,8 @@ def finished(folder: Path) -> list[str]:
     return sorted(path.parent.name.rpartition("-")[0] for path in folder.rglob("summary.json"))
 
 
-@pytest.mark.parametrize("end", [">&- 2>&-", pytest.param(">/dev/full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [">&- 2>&-", ">/dev/full"])
 def test_closed_and_full_streams_lose_no_run(folder: Path, end: str) -> None:
     command = f"{sys.executable} -m gradsurg.run transform=clip steps=1 seeds=1 logger=none {end}"
     done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=False)

@@ -128,7 +128,9 @@ def test_a_sweep_ends_with_the_report_of_its_study(here: Here, folder: Path) -> 
 FIGURES = {"outcome.png", "curves.svg"}
 
 
-@pytest.mark.parametrize("word", ["report=auto", "report=true", "report=false"])
+@pytest.mark.parametrize(
+    "word", ["report=auto", pytest.param("report=true", marks=pytest.mark.slow), "report=false"]
+)
 def test_the_report_of_a_single_job_has_the_files_asked_for(
     here: Here, folder: Path, word: str
 ) -> None:
@@ -141,6 +143,7 @@ def test_the_report_of_a_single_job_has_the_files_asked_for(
     assert FIGURES & drawn == (FIGURES if asked == "true" else set())
 
 
+@pytest.mark.slow
 def test_figures_that_a_study_has_are_drawn_anew_by_a_single_job(here: Here, folder: Path) -> None:
     words = ("steps=20", "seeds=2", "logger=none")
     here("-m", "transform=sign", *words)

@@ -207,7 +207,7 @@ def test_an_error_of_gradsurgs_own_code_is_not_taken_for_the_users(
 OUTSIDE = (
     "out=elsewhere",
     "study=other",
-    "log_every=7",
+    "log_every=10",
     "log=sites",
     "logger=console",
     "force=true",
@@ -255,16 +255,15 @@ def base() -> Iterator[str]:
         yield identity()
 
 
-@pytest.mark.parametrize("word", OUTSIDE)
-def test_a_key_without_effect_on_the_numbers_does_not_change_the_hash(base: str, word: str) -> None:
-    assert identity(word) == base
+def test_keys_without_effect_on_the_numbers_do_not_change_the_hash(base: str) -> None:
+    assert identity(*OUTSIDE) == base
 
 
 @pytest.mark.parametrize("word", INSIDE)
 def test_a_key_that_changes_the_numbers_changes_the_hash(base: str, word: str) -> None:
     assert identity(word) != base
-    if word.startswith("transform=["):
-        assert identity("transform=[clip,sign]") != identity("transform=[sign,clip]")
+    if word == "transform=[clip,sign]":
+        assert identity(word) != identity("transform=[sign,clip]")
 
 
 @pytest.mark.parametrize(

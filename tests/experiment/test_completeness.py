@@ -26,8 +26,12 @@ COMMAND = ["python", "-m", "gradsurg.run"]
 def missing(root: Path) -> list[str]:
     """Return one sentence for each missing class, config or command of the project at `root`."""
     said = []
-    modules = trees(root / "gradsurg")
-    plugins = [name.split(".") for name, tree in modules.items() if is_plugin(name, tree)]
+    plugins = [
+        (folder, stem)
+        for folder in GROUPS
+        for stem, tree in trees(root / "gradsurg" / folder).items()
+        if is_plugin(f"{folder}.{stem}", tree)
+    ]
     for folder, group in GROUPS.items():
         classes = [stem for kind, stem in plugins if kind == folder]
         configs = {path.stem: path for path in sorted((root / "conf" / group).glob("*.yaml"))}

@@ -272,7 +272,7 @@ RIGHT = (
     "transform=clip study=2024 out=7",
     "transform=tests.theirs.Twice +transform.twice.factor=3",
     "transform=tests.theirs.ready",
-    "-m transform=none,clip,[clip,noise],tests.theirs.halve seed='range(0,2)'",
+    "-m transform=none,clip,[clip,noise],tests.theirs.halve seed='range(1,2)'",
     "transform=clip log_every='${steps}'",
     "-m transform=clip,sign log_every='${steps}'",
     "-m transform='glob(sc*)'",

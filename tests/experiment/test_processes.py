@@ -141,7 +141,7 @@ def test_two_processes_train_as_one_does_with_the_same_batches(
     assert two.summary["test/loss"] == pytest.approx(one.summary["test/loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_as_a_whole_one_with_the_state_of_each_process(
     tmp_path: Path, in_team, count: int
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_build_without_a_trial_makes_no_step(monkeypatch: pytest.MonkeyPatch) 
     assert attached == []
 
 
+@pytest.mark.slow
 def test_a_transform_that_differentiates_in_the_step_of_the_optimizer_is_tried() -> None:
     line = "from tests.builds import built; built('transform=per_sample_clip', 'control=none')"
     subprocess.run([sys.executable, "-c", line], check=True)  # where nothing has imported Dynamo

@@ -47,6 +47,7 @@ def test_options_of_papers_stand_beside_those_of_gradsurg() -> None:
     assert {"two_views", "digits"} <= {*files_of("task")}
 
 
+@pytest.mark.slow
 def test_a_task_of_a_paper_is_unpickled_in_a_new_process(tmp_path: Path) -> None:
     task = papers.find("task", "two_views")(size=32)
     (tmp_path / "task.pkl").write_bytes(pickle.dumps(task))

@@ -76,7 +76,8 @@ values |= {"conflict/mean/shared/conflict_rate": 1.0, "others/mean/shared/pcgrad
 """
 
 
-@pytest.mark.parametrize("panels", ["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("panels", ["few", "all"])
 def test_three_numbers_of_a_site_have_a_panel_and_all_are_logged(tmp_path, panels):
     code = f"""{SITE}
 logger = Wandb(mode="offline", panels={panels!r})
@@ -227,13 +228,14 @@ print(logger.notes()[-1])
     assert "seed=0 control=none" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "field", "made", "notes"),
     [
         (None, "auto", "offline", 2),
-        pytest.param("disabled", "auto", None, 0, marks=pytest.mark.slow),
-        pytest.param("online", "auto", "offline", 3, marks=pytest.mark.slow),
-        pytest.param(None, "online", "offline", 3, marks=pytest.mark.slow),
+        ("disabled", "auto", None, 0),
+        ("online", "auto", "offline", 3),
+        (None, "online", "offline", 3),
     ],
 )
 def test_wandb_without_an_account_never_prompts_and_follows_the_settings(
