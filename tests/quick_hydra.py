@@ -29,13 +29,15 @@ def quick_hydra() -> Iterator[None]:
         yield
 
 
-def _load(stream: TextIO, Loader: type) -> Any:  # noqa: N803 - the name in yaml
-    if Loader.__name__ != "OmegaConfLoader" or isinstance(stream, str):
-        return _parse(stream, Loader)
+def _load(stream: TextIO, *by_place: type, **by_name: type) -> Any:
+    """As `yaml.load(stream, Loader)`."""
+    (loader,) = (*by_place, *by_name.values())
+    if loader.__name__ != "OmegaConfLoader" or isinstance(stream, str):
+        return _parse(stream, loader)
     text = stream.read()
     if text not in _parsed:
         stream.seek(0)  # for errors, which name the file
-        _parsed[text] = _parse(stream, Loader)
+        _parsed[text] = _parse(stream, loader)
     return _parsed[text]
 
 

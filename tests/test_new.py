@@ -44,25 +44,30 @@ def test_the_class_has_its_properties_and_the_config_has_its_defaults(
     assert f"factor: {module.SoftClip().factor}\n" in config.read_text("utf-8")
 
 
+def run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "scripts/new.py", *words]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 def test_the_check_passes_for_new_files_and_fails_for_a_wrong_result(root: Path) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        env = os.environ | {"PYTHONPATH": str(root)}
-        command = [sys.executable, "scripts/new.py", *words]
-        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-
     house, code = root / "tests/house.py", root / "gradsurg/transforms/soft_clip.py"
     no_limits = re.sub(r"\b\d\d_?\d\d\d?\b", "99999", house.read_text("utf-8"))
     house.write_text(no_limits, encoding="utf-8")
-    assert run("transform", "soft_clip").returncode == 0
-    assert run("--check", "soft_clip").returncode == 0
+    assert run(root, "transform", "soft_clip").returncode == 0
+    assert run(root, "--check", "soft_clip").returncode == 0
     code.write_text(code.read_text("utf-8").replace("return grad", "return grad / 2"), "utf-8")
-    assert (done := run("--check", "soft_clip")).returncode == 1
+    assert (done := run(root, "--check", "soft_clip")).returncode == 1
     assert re.search(r"FAIL tests(.|\n)*Mismatched elements", done.stdout)
-    cases = root / "tests/aggregators/cases.py"  # the second row of an aggregator is wrong
+
+
+@pytest.mark.full
+def test_the_check_fails_for_a_wrong_second_row_of_an_aggregator(root: Path) -> None:
+    cases = root / "tests/aggregators/cases.py"
     second = 'Row("and_mask", [[1.0, 3.0], [1.0, 3.0], [4.0, -3.0]], [2.0, '
     text = cases.read_text("utf-8")
     assert second in text
     cases.write_text(text.replace(second, second.replace("[2.0, ", "[2.5, ")), "utf-8")
-    assert (done := run("--check", "and_mask")).returncode == 1
+    assert (done := run(root, "--check", "and_mask")).returncode == 1
     assert re.search(r"FAIL tests(.|\n)*Mismatched elements", done.stdout)

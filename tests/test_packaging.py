@@ -33,7 +33,7 @@ def test_the_folders_that_are_tested_with_the_lowest_dependencies_exist() -> Non
     assert [name for name in tested if not (ROOT / "tests" / name).is_dir()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"
     for name in ("gradsurg", "conf"):

@@ -44,7 +44,8 @@ def finished(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [">&- 2>&-", ">/dev/full"])
 def test_closed_and_full_streams_lose_no_run(folder: Path, end: str) -> None:
-    command = f"{sys.executable} -m gradsurg.run transform=clip steps=1 seeds=1 logger=none {end}"
+    words = " ".join(("transform=clip", *SHORT))
+    command = f"{sys.executable} -m gradsurg.run {words} {end}"
     done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, check=False)
     told = b"the output cannot be written: No space left on device\n" if "full" in end else b""
     assert (done.returncode, done.stderr) == (0, told)

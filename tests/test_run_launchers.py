@@ -147,7 +147,7 @@ def test_equal_commands_divide_the_runs_of_a_sweep_and_train_each_once(folder: P
     assert not [*folder.rglob(LOCK)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_time_limit_of_a_submitit_job_interrupts_its_run(folder: Path) -> None:
     words = ("transform=theirs.Overdue", "control=none", "steps=40", "logger=none", "report=false")
     words += ("log_every=10", "checkpoint_every=10", "checkpoint_seconds=0", "seeds=1")

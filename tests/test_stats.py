@@ -159,7 +159,7 @@ def test_the_detectable_effect_of_six_seeds_computed_by_hand():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [7, 8, 9, 10, 12, 16])
-@pytest.mark.parametrize("power", [0.5, 0.8])
+@pytest.mark.parametrize("power", [pytest.param(0.5, marks=pytest.mark.full), 0.8])
 def test_the_detectable_effect_is_detected_with_that_power(n, power):
     generator, studies = numpy.random.default_rng(n), 20_000 if n < 12 else 4_000
     effect = detectable_effect(n, 2.0, power)
@@ -296,7 +296,7 @@ def paired_case(generator: random.Random, n: int) -> list[float]:
         ((6, 10), 600),
         ((21, 48), 40),
         pytest.param((6, 16), 9_000, marks=pytest.mark.slow),
-        pytest.param((6, 48), 1_000, marks=pytest.mark.slow),
+        pytest.param((6, 48), 1_000, marks=pytest.mark.full),
     ],
 )
 def test_the_interval_excludes_zero_if_and_only_if_p_is_small(sizes, cases):
@@ -454,7 +454,7 @@ def test_a_metric_of_a_study_without_effects_has_a_direction_in_one_study_of_twe
     assert max(by_metric) <= 0.055
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_rates_in_the_docs_are_the_simulated_ones() -> None:
     assert set(verdict_rates.rows()) <= set(docs())
 

@@ -113,7 +113,7 @@ execute(several(sys.argv[1], int(sys.argv[2])), Path("."), [], threads=1)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in "famo pcgrad" else pytest.mark.full)
+        pytest.param(name, marks=pytest.mark.slow if name == "famo" else pytest.mark.full)
         for name in AGGREGATORS
     ],
 )

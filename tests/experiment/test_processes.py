@@ -33,7 +33,6 @@ from tests.runs import ROOT, Listening
 SHORT = ("steps=30", "log_every=10", "checkpoint_every=10", "control=none", "checkpoint_seconds=0")
 SHORT += ("check_ranks=5",)
 HERE = "tests.experiment.test_processes"
-BOTH = pytest.mark.parametrize("number", [0, 1])
 
 
 class WithUnused(MLP):
@@ -303,7 +302,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@BOTH
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_command_whose_process_is_killed_resumes_to_the_bits_of_another_on_two_machines(
     tmp_path: Path, whole: Path, number: int
 ) -> None:

@@ -258,7 +258,7 @@ def test_the_command_trains_task_by_task_and_tells_forgetting(root: str, here: H
     assert "would have lost" in ended.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_memory_a_task_is_learned_from_its_own_loss_alone(
     root: str, here: Here, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ values |= {"conflict/mean/shared/conflict_rate": 1.0, "others/mean/shared/pcgrad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("panels", ["few", "all"])
+@pytest.mark.parametrize("panels", ["few", pytest.param("all", marks=pytest.mark.full)])
 def test_three_numbers_of_a_site_have_a_panel_and_all_are_logged(tmp_path, panels):
     code = f"""{SITE}
 logger = Wandb(mode="offline", panels={panels!r})
@@ -232,10 +232,10 @@ print(logger.notes()[-1])
 @pytest.mark.parametrize(
     ("mode", "field", "made", "notes"),
     [
-        (None, "auto", "offline", 2),
-        ("disabled", "auto", None, 0),
+        pytest.param(None, "auto", "offline", 2, marks=pytest.mark.full),
+        pytest.param("disabled", "auto", None, 0, marks=pytest.mark.full),
         ("online", "auto", "offline", 3),
-        (None, "online", "offline", 3),
+        pytest.param(None, "online", "offline", 3, marks=pytest.mark.full),
     ],
 )
 def test_wandb_without_an_account_never_prompts_and_follows_the_settings(

@@ -13,7 +13,7 @@ from gradsurg.reproduce import command, studies
 from gradsurg.reproduce.expected import papers, read_expected
 from gradsurg.reproduce.record import read_record, recorded, tables, write_record
 from gradsurg.reproduce.studies import FinishedStudy, PlannedRun, StudyPlan
-from tests.conftest import Ended
+from tests.conftest import Ended, Here
 from tests.reproduce.mini import (
     BAND,
     LARGE,
@@ -360,17 +360,20 @@ def test_the_tables_of_every_experiment_are_those_of_its_record(paper: str) -> N
 
 @pytest.mark.slow
 def test_a_study_is_run_once_and_ignores_other_runs_in_its_folder(
-    root: Path, capfd: pytest.CaptureFixture[str]
+    root: Path, here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ended: list[Ended] = []
+    # In this process, as the start of another takes long.
+    monkeypatch.setattr(studies, "train", lambda words: ended.append(here(*words)))
     small = ["transform=clip,sign", "model=mlp", "steps=20", "logger=none", "report=false"]
     small.append(f"out={root / 'runs'}")
     expect_band(root, of="every", high=10, runs={})
     assert command.main(["mini", *small, "seed=0"], root) == 0
-    assert "3 to train" in capfd.readouterr().err
+    assert "3 to train" in ended[0].err
     assert command.main(["mini", *small, "seed=0"], root) == 0
-    assert "3 finished before, skipped" in capfd.readouterr().err
+    assert "3 finished before, skipped" in ended[1].err
     assert command.main(["mini", *small, "seed=1"], root) == 0
-    lines = capfd.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     # those of seed 0 lie in the same folder
     line = next(line for line in lines if line.startswith("main"))
     assert line.split()[-2:] == ["3", "holds"]
