@@ -56,11 +56,12 @@ def test_the_check_above_would_see_such_a_library() -> None:
     assert "hydra" in _fresh(code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "typed", "printed"),
     [
         ("--help", "", "clip_global_norm"),
-        pytest.param("-sc query=bash", "run site.patt", "site.pattern=", marks=pytest.mark.slow),
+        ("-sc query=bash", "run site.patt", "site.pattern="),
     ],
 )
 def test_help_and_hydras_completion_import_neither_torch_nor_a_library_of_runs(

@@ -372,6 +372,7 @@ def test_each_fault_is_kept_once() -> None:
     assert str(error) == "lr: wrong\nsteps: wrong"
 
 
+@pytest.mark.slow
 def test_the_runs_of_ten_thousand_seeds_differ_in_their_seeds() -> None:
     experiment = built("transform=tests.theirs.halve", "seeds=10000", "yes=true", "force=true")
     names = {run.name for run in experiment.runs}

@@ -113,6 +113,7 @@ def configured(path: Path) -> Run:
     return replace(a_run(gs.Clip(0.05)), make_lr_schedule=make_lr_schedule)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "step"), [*product(RUNS, (5, 13, 21))])
 def test_an_interrupted_run_ends_like_an_uninterrupted_one(tmp_path, name: str, step: int) -> None:
     record = assert_resumes(

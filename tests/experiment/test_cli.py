@@ -114,6 +114,7 @@ def test_a_command_whose_output_pipe_is_closed_runs_to_its_end(folder: Path) -> 
     assert (folder / "done").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gradsurg.run", "gradsurg.report"])
 def test_help_into_a_closed_pipe_ends_with_code_0(folder: Path, module: str) -> None:
     assert into_closed_pipe(folder, "-u", "-m", module, "--help") == (0, b"")

@@ -165,8 +165,13 @@ def test_an_interrupted_run_ends_as_a_whole_one_with_the_state_of_each_process(
     ("first", "last", "message", "words"),
     [
         (1, 1, "rank 1 of 2: ValueError: mine", []),
-        (1, 1, "rank 1 of 2: ValueError: mine", ["site=buckets", "site.stage=reduced"]),
-        (1, 1, "rank 1 of 2: ValueError: mine", ["site.stage=backward_end", "when=threshold"]),
+        *(
+            pytest.param(1, 1, "rank 1 of 2: ValueError: mine", words, marks=pytest.mark.slow)
+            for words in (
+                ["site=buckets", "site.stage=reduced"],
+                ["site.stage=backward_end", "when=threshold"],
+            )
+        ),
         (0, 1, "mine", []),
     ],
 )

@@ -46,7 +46,11 @@ CLIP = "transform=clip"
         ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is not a key of"),
         ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
         ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true; without it at most"),
-        (("-m", CLIP, "seeds=2501", "model=mlp,linear"), "sweep: 10,004 runs need yes=true"),
+        pytest.param(
+            ("-m", CLIP, "seeds=2501", "model=mlp,linear"),
+            "sweep: 10,004 runs need yes=true",
+            marks=pytest.mark.slow,
+        ),
         ((CLIP, "logger=sys.exit"), "logger.exit: sys.exit raised SystemExit"),
         (("transform=sys.exit",), "transform.exit: sys.exit raised SystemExit"),
     ],
