@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.messages import full_message, tell
+from gradsurg.torch_internals.private import lookup
 
 Value = TypeVar("Value")
 
@@ -294,8 +294,9 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def refuse_batch_norm(model: nn.Module) -> str:
     """Return why a model with batch normalization cannot be trained in several processes, or ''."""
+    batch_norm = lookup("torch.nn.modules.batchnorm:_BatchNorm")
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, batch_norm) and not isinstance(module, nn.SyncBatchNorm):
             return (
                 f"'{name}' ({type(module).__name__}) normalizes each process's part of the batch "
                 "by itself, so that the result depends on the number of processes"

@@ -16,6 +16,7 @@ from gradsurg.aggregators.base import (
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.sites.contexts import refusal
 from gradsurg.torch_internals.autograd import is_sharded, sharded
+from gradsurg.torch_internals.hook_tables import accumulate_hooks, set_accumulate_hooks
 
 
 def group_of(
@@ -59,16 +60,17 @@ def task_gradients(
     `autograd.grad` reaches other tensors than the sharded parameters, so the gradients are taken
     from `.grad`, without the hooks that wait for the gradient of the step.
     """
-    found: Sequence[Any] = params  # Any: PyTorch declares no attribute for the hooks
-    before = [(param.grad, param._post_accumulate_grad_hooks) for param in found]
-    for param in found:
-        param.grad = param._post_accumulate_grad_hooks = None
+    before = [(param.grad, accumulate_hooks(param)) for param in params]
+    for param in params:
+        param.grad = None
+        set_accumulate_hooks(param, None)
     try:
         torch.autograd.backward(loss, retain_graph=retain_graph)
         return [None if param.grad is None else part_of(param.grad) for param in params]
     finally:
-        for param, (grad, hooks) in zip(found, before, strict=True):
-            param.grad, param._post_accumulate_grad_hooks = grad, hooks
+        for param, (grad, hooks) in zip(params, before, strict=True):
+            param.grad = grad
+            set_accumulate_hooks(param, hooks)
 
 
 def accumulate(parts: Mapping[Tensor, Tensor]) -> None:
@@ -76,5 +78,5 @@ def accumulate(parts: Mapping[Tensor, Tensor]) -> None:
     for param, part in parts.items():
         grad = sharded(part, param)
         param.grad = grad if param.grad is None else param.grad + grad
-        for hook in [*(param._post_accumulate_grad_hooks or {}).values()]:
+        for hook in [*(accumulate_hooks(param) or {}).values()]:
             hook(param)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradsurg.aggregators.rows import gramian_of
+from gradsurg.torch_internals.autograd import convolution_padding
 
 Module = Any  # Any: the attributes of a layer depend on its kind
 
@@ -138,7 +139,7 @@ class ConvolutionRule(Rule):
         layer: Module = call.layer
         if layer.padding_mode != "zeros" or layer.padding == "same":
             mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-            around = layer._reversed_padding_repeated_twice
+            around = convolution_padding(layer)
             return functional.pad(call.inputs, around, mode=mode), [0] * len(layer.stride)
         padding = layer.padding
         return call.inputs, [0] * len(layer.stride) if padding == "valid" else list(padding)
@@ -215,9 +216,7 @@ class NormalizationRule(Rule):
         self.channels = channels  # whether the parameters lie along the axis after the batch
 
     def refusal(self, layer: Module) -> str:
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (
-            layer.training or layer.running_mean is None
-        ):
+        if self is _batch and (layer.training or layer.running_mean is None):
             return "its statistics are those of the batch, so that no example has a loss of its own"
         return ""
 
@@ -265,8 +264,8 @@ RULES: dict[object, Rule] = {
     nn.LayerNorm.forward: NormalizationRule(_layer_norm, channels=False),
     nn.RMSNorm.forward: NormalizationRule(_rms_norm, channels=False),
     nn.GroupNorm.forward: NormalizationRule(_group_norm, channels=True),
-    nn.modules.instancenorm._InstanceNorm.forward: NormalizationRule(_instance_norm, channels=True),
-    nn.modules.batchnorm._BatchNorm.forward: _batch,
+    nn.InstanceNorm1d.forward: NormalizationRule(_instance_norm, channels=True),
+    nn.BatchNorm1d.forward: _batch,  # BatchNorm2d inherits the same one
     nn.SyncBatchNorm.forward: _batch,
 }
 """Rules by the `forward` that they are made for, so that subclasses with another one have none."""

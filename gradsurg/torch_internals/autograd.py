@@ -8,42 +8,35 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from importlib import import_module
 from operator import attrgetter, methodcaller
 from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState
-from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-_run_backward: Any = import_module("torch.autograd.graph")._engine_run_backward  # Any: private
-_RUN_BACKWARD = _run_backward.__code__
-_foreach = vars(torch)
-foreach_norm = _foreach["_foreach_norm"]
-foreach_mul = _foreach["_foreach_mul"]
+from gradsurg.torch_internals.private import needs, private
 
-next_sequence_number: Callable[[], int] = import_module("torch._C._autograd")._get_sequence_nr
+foreach_norm = private("torch:_foreach_norm")
+foreach_mul = private("torch:_foreach_mul")
+
+next_sequence_number: Callable[[], int] = private("torch._C._autograd:_get_sequence_nr")
 """The sequence number of the next autograd node made in this thread."""
 
-_functorch = import_module("torch._C._functorch")
-_interpreters: Callable[[], object] = _functorch.peek_interpreter_stack
-
-
 flatten: Callable[[list[torch.Tensor]], torch.Tensor]
-flatten = import_module("torch._utils")._flatten_dense_tensors
+flatten = private("torch._utils:_flatten_dense_tensors")
 """Flatten dense tensors of one dtype and device into one tensor."""
 
 
-any_autocast: Callable[[], bool] = vars(torch._C)["_is_any_autocast_enabled"]
+any_autocast: Callable[[], bool] = private("torch._C:_is_any_autocast_enabled")
 """Whether autocast is enabled in this thread, for any device."""
 
 
+@needs("torch._C:_len_torch_function_stack")
 def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
     """Disable autocast for the devices of these tensors, and make the CPU the default device."""
     away = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
@@ -61,6 +54,7 @@ def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[
 FIRST = -1  # a key that no handle of PyTorch has
 
 
+@needs("torch:Tensor._backward_hooks", "torch.autograd.graph:Node._register_hook_dict")
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     """Register the first hook of a tensor that is no leaf, for the lifetime of the tensor.
 
@@ -74,7 +68,7 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor
     cast(Any, tensor.grad_fn)._register_hook_dict(tensor)  # Any: a node's type does not name it
 
 
-backward_task: Callable[[], int] = torch._C._current_graph_task_id
+backward_task: Callable[[], int] = private("torch._C:_current_graph_task_id")
 """The id of the backward pass running in this thread; -1 if none is."""
 
 
@@ -84,33 +78,40 @@ def in_backward() -> bool:
 
 
 at_end_of_backward: Callable[[Callable[[], None]], None]
-at_end_of_backward = Variable._execution_engine.queue_callback
+at_end_of_backward = private("torch.autograd:Variable._execution_engine.queue_callback")
 """Call a function when the running backward pass ends; not if it fails."""
 
 
+@needs("torch.nn:Module._buffers")
 def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
     """The buffers of a module itself, to be replaced. Any: a tensor or None."""
     return module._buffers
 
 
-number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+number_of: Callable[[Any], int]
+number_of = needs("torch.autograd.graph:Node._sequence_nr")(methodcaller("_sequence_nr"))
 """The sequence number of a node: those of one thread grow in the order of their making."""
 
-outputs_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
+outputs_of: Callable[[Node], Sequence[Any]]
+outputs_of = needs("torch.autograd.graph:Node._input_metadata")(attrgetter("_input_metadata"))
 """The shape and dtype of each output of the operation of a node. Any: no public type."""
 
-running_node: Callable[[], object] = vars(torch._C)["_current_autograd_node"]
+running_node: Callable[[], object] = private("torch._C:_current_autograd_node")
 """The autograd node that runs in this thread; None if none does."""
 
 
+_run_backward = private("torch.autograd.graph:_engine_run_backward")
+
+
+@needs("torch.autograd.graph:_engine_run_backward.t_outputs")
 def root_of_nested_backward() -> torch.Tensor | None:
     """The tensor whose backward runs around the running one; None if that is not nested.
 
     A reentrant checkpoint runs a backward of its own inside. The stack is searched.
     """
-    frame, roots = sys._getframe(), []
+    frame, roots, code = sys._getframe(), [], _run_backward.__code__
     while frame is not None:
-        if frame.f_code is _RUN_BACKWARD:
+        if frame.f_code is code:
             roots.append(frame.f_locals["t_outputs"][0])
         frame = frame.f_back
     return roots[-1] if len(roots) > 1 and isinstance(roots[-1], torch.Tensor) else None
@@ -135,6 +136,7 @@ def stepping_scaler() -> torch.amp.GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
+@needs("torch.amp:GradScaler._per_optimizer_states")
 def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the gradients of an optimizer wait to be unscaled by an enabled scaler."""
     if not scaler.is_enabled():
@@ -143,33 +145,47 @@ def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
     return state.get("stage", OptState.READY) is OptState.READY
 
 
+@needs("torch.optim:Optimizer.profile_hook_step.wrapper")
 def depth_of_steps(optimizer: torch.optim.Optimizer) -> int:
     """How many steps of this optimizer are on the call stack, one inside the other.
 
     A step that raised leaves no mark either, so the stack is searched.
     """
     frame, depth = sys._getframe(), 0
+    file = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "wrapper" and code.co_filename == _OPTIMIZER_FILE:
+        if code.co_name == "wrapper" and code.co_filename == file:
             depth += frame.f_locals["args"][0] is optimizer
         frame = frame.f_back
     return depth
 
 
+@needs("torch:Tensor._version")
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was modified; 0 for one made in inference mode, which has no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
+@needs("torch:Tensor._base")
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a view was made of; any other tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
+@needs("torch.nn.modules.conv:_ConvNd._reversed_padding_repeated_twice")
+def convolution_padding(layer: Any) -> list[int]:  # Any: a convolution of any dimension
+    """The padding of a convolution as `torch.nn.functional.pad` takes it, the last dimension first.
+
+    The two sides of padding="same" may differ.
+    """
+    return layer._reversed_padding_repeated_twice
+
+
 Table = dict[str, torch.Tensor | None]
 
 
+@needs("torch.nn:Module._parameters", "torch.nn:Module._buffers")
 def tensor_tables(module: torch.nn.Module) -> tuple[list[Table], list[Table]]:
     """The dicts of parameters and those of buffers, of a module and all in it; they change with it.
 
@@ -179,25 +195,30 @@ def tensor_tables(module: torch.nn.Module) -> tuple[list[Table], list[Table]]:
     return [part._parameters for part in parts], [part._buffers for part in parts]
 
 
+_is_functorch_tensor = private("torch._C._functorch:is_functorch_wrapped_tensor")
+_is_legacy_batched = private("torch._C._functorch:is_legacy_batchedtensor")
+_is_batched = private("torch._C._functorch:is_batchedtensor")
+_is_gradtracking = private("torch._C._functorch:is_gradtrackingtensor")
+_get_unwrapped = private("torch._C._functorch:get_unwrapped")
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is wrapped by `torch.func` or vmap, and so has no storage to compare."""
-    return _functorch.is_functorch_wrapped_tensor(tensor) or _functorch.is_legacy_batchedtensor(
-        tensor
-    )
+    return _is_functorch_tensor(tensor) or _is_legacy_batched(tensor)
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of tensors, inside vmap."""
-    while _functorch.is_gradtrackingtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+    while _is_gradtracking(tensor):
+        tensor = _get_unwrapped(tensor)
+    return _is_batched(tensor) or _is_legacy_batched(tensor)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a tensor at all levels of `torch.func.grad`, and take it out of their wrappers."""
     tensor = tensor.detach()  # first: inside `torch.func.grad` every result is wrapped
-    while _functorch.is_gradtrackingtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while _is_gradtracking(tensor):
+        tensor = _get_unwrapped(tensor)
     return tensor
 
 
@@ -209,22 +230,28 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
+_interpreter_stack = private("torch._C._functorch:get_interpreter_stack")
+_innermost_interpreter = private("torch._C._functorch:peek_interpreter_stack")
+_transform_type = private("torch._C._functorch:TransformType")
+
+
 def in_vmap() -> bool:
     """Whether the vmap of `torch.func` is active, under which a tensor may be many."""
-    stack = _functorch.get_interpreter_stack() or ()
-    return any(one.key() == _functorch.TransformType.Vmap for one in stack)
+    stack = _interpreter_stack() or ()
+    return any(one.key() == _transform_type.Vmap for one in stack)
 
 
 def in_functorch() -> bool:
     """Whether vmap, grad or another transform of `torch.func` is active."""
-    return _interpreters() is not None
+    return _innermost_interpreter() is not None
 
 
 active_ddp: Callable[[], DistributedDataParallel | None]
-active_ddp = DistributedDataParallel._get_active_ddp_module
+active_ddp = private("torch.nn.parallel:DistributedDataParallel._get_active_ddp_module")
 """The DistributedDataParallel module whose forward runs; None outside."""
 
 
+@needs("torch.nn.parallel:DistributedDataParallel._comm_hooks")
 def comm_hooks(wrapper: DistributedDataParallel) -> list[str]:
     """Return the names of the communication hooks of a DistributedDataParallel."""
     hooks = (hook for hook, _ in vars(wrapper)["_comm_hooks"])
@@ -253,24 +280,26 @@ def sharded(part: torch.Tensor, like: Any) -> torch.Tensor:
 Pair = tuple[Callable[[torch.Tensor], object], Callable[[Any], torch.Tensor]]
 """A pack hook and an unpack hook. Any: pack may return any object."""
 
-_saved = import_module("torch._C._autograd")
+_top_pair = private("torch._C._autograd:_top_saved_tensors_default_hooks")
+_push_pair = private("torch._C._autograd:_push_saved_tensors_default_hooks")
+_pop_pair = private("torch._C._autograd:_pop_saved_tensors_default_hooks")
 
 
 def saved_tensor_hooks() -> Pair | None:
     """The innermost active pair of hooks for tensors saved for backward."""
-    return _saved._top_saved_tensors_default_hooks(False)
+    return _top_pair(False)
 
 
 def push_saved_tensor_hooks(pair: Pair) -> None:
     """Push a pair of hooks for saved tensors, in this thread."""
-    _saved._push_saved_tensors_default_hooks(*pair)
+    _push_pair(*pair)
 
 
 def remove_saved_tensor_hooks(pair: Pair) -> None:
     """Remove this pair of hooks for saved tensors, also if it is no longer the innermost."""
     inner: list[Pair] = []
     while (top := saved_tensor_hooks()) is not None:
-        _saved._pop_saved_tensors_default_hooks()
+        _pop_pair()
         if top[0] is pair[0]:
             break
         inner.append(top)
@@ -301,6 +330,7 @@ def _item(node: Node, attribute: str, index: int) -> torch.Tensor:
     return getattr(node, attribute)[index]
 
 
+@needs("torch.utils.checkpoint:_checkpoint_hook")
 def in_checkpoint() -> bool:
     """Whether the forward of a non-reentrant checkpoint runs, which will be recomputed."""
     top = saved_tensor_hooks()
@@ -324,28 +354,28 @@ def running_functions() -> list[BackwardCFunction]:
     return functions
 
 
-_CALL = torch.nn.Module._call_impl.__code__
+_call_impl = private("torch.nn:Module._call_impl")
 
 
 def calls_on_stack(module: torch.nn.Module) -> int:
     """How many calls of a module are on the call stack of this thread."""
-    frame, calls = sys._getframe(1), 0
+    frame, calls, code = sys._getframe(1), 0, _call_impl.__code__
     while frame is not None:
-        calls += frame.f_code is _CALL and frame.f_locals["self"] is module
+        calls += frame.f_code is code and frame.f_locals["self"] is module
         frame = frame.f_back
     return calls
 
 
 Mode = TorchFunctionMode
 
-_overrides = vars(torch.overrides)
-
-
-function_modes: Callable[[], list[Mode]] = _overrides["_get_current_function_mode_stack"]
+function_modes: Callable[[], list[Mode]]
+function_modes = private("torch.overrides:_get_current_function_mode_stack")
 """The active torch-function modes of this thread, innermost last."""
 
-push_function_mode: Callable[[Mode], None] = _overrides["_push_mode"]
+push_function_mode: Callable[[Mode], None] = private("torch.overrides:_push_mode")
 """Push a torch-function mode, in this thread."""
+
+_pop_mode = private("torch.overrides:_pop_mode")
 
 
 def remove_function_mode(mode: Mode) -> None:
@@ -353,25 +383,23 @@ def remove_function_mode(mode: Mode) -> None:
     if all(other is not mode for other in function_modes()):
         return
     inner: list[Mode] = []
-    while (top := _overrides["_pop_mode"]()) is not mode:
+    while (top := _pop_mode()) is not mode:
         inner.append(top)
     for other in reversed(inner):
         push_function_mode(other)
 
 
+_global_hook_keywords: dict[int, bool]
+_global_hook_keywords = private("torch.nn.modules.module:_global_forward_hooks_with_kwargs")
+
+
 def remove_global_forward_hook(handle: RemovableHandle) -> None:
     """Remove a global forward hook, and the note of its keywords, which PyTorch leaves behind."""
     handle.remove()
-    vars(import_module("torch.nn.modules.module"))["_global_forward_hooks_with_kwargs"].pop(
-        handle.id, None
-    )
+    _global_hook_keywords.pop(handle.id, None)
 
 
-_RUN_HOOKS = next(
-    code for code in torch.nn.Module._call_impl.__code__.co_consts if hasattr(code, "co_freevars")
-)
-
-
+@needs("torch.nn:Module._call_impl.inner")
 def replace_backward_hook(
     module: torch.nn.Module, old: Callable[..., Any], new: Callable[..., Any]
 ) -> None:
@@ -379,8 +407,9 @@ def replace_backward_hook(
 
     PyTorch has read the hooks for this call into lists that its frame holds.
     """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _RUN_HOOKS:
+    frame, constants = sys._getframe(1), _call_impl.__code__.co_consts
+    run_hooks = next(code for code in constants if hasattr(code, "co_freevars"))
+    while frame is not None and frame.f_code is not run_hooks:
         frame = frame.f_back
     local = {} if frame is None else frame.f_locals
     if local.get("self") is module and local["bw_hook"] is not None:

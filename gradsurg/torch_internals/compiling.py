@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gradsurg.torch_internals.private import lookup, needs, private
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 _tracing: Callable[[], object]
-_tracing = import_module("torch._C._dynamo.eval_frame").get_eval_frame_callback
+_tracing = private("torch._C._dynamo.eval_frame:get_eval_frame_callback")
 
 
 class ModuleHook(partial[Any]):
@@ -45,8 +47,7 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
         return function(*args) if _tracing() is None else disabled(*args)
 
     # Dynamo neither compiles nor inlines this frame.
-    skip: Callable[..., Any] = import_module("torch._dynamo.decorators").skip
-    return _hook(skip(run))
+    return _hook(lookup("torch._dynamo.decorators:skip")(run))
 
 
 def _hook(function: Callable[..., Any]) -> Any:  # Any: it is called like the function
@@ -57,12 +58,13 @@ traced: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces this code; cheaper than wrapping a function in `untraced`."""
 
 
-_jit_traces: Callable[[], bool] = vars(torch.jit)["is_tracing"]
+in_jit_trace: Callable[[], bool] = private("torch.jit:is_tracing")
+"""Whether `torch.jit.trace` records the running forward."""
 
 
 def recording() -> bool:
     """Whether `torch.jit.trace` or `torch.export` records this code."""
-    return _jit_traces() or torch.compiler.is_exporting()
+    return in_jit_trace() or torch.compiler.is_exporting()
 
 
 def is_exported(model: torch.nn.Module) -> bool:
@@ -117,23 +119,21 @@ def without_dynamo() -> Iterator[None]:
 
 def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process since it was last reset."""
-    library = sys.modules.get("torch._dynamo.convert_frame")  # slow to import
-    return library is not None and bool(library.output_codes.seen)
+    if "torch._dynamo.convert_frame" not in sys.modules:  # slow to import
+        return False
+    return bool(lookup("torch._dynamo.convert_frame:output_codes").seen)
 
 
+@needs("torch.nn:Module._modules")
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module is the wrapper that torch.compile returns."""
     return "_orig_mod" in module._modules
 
 
+@needs("torch.nn:Module._compiled_call_impl")
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is the wrapper that torch.compile returns, or was compiled in place."""
     return is_wrapper(module) or module._compiled_call_impl is not None
-
-
-def in_jit_trace() -> bool:
-    """Whether `torch.jit.trace` records the running forward."""
-    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 
 def in_compiled() -> bool:
@@ -161,7 +161,8 @@ def keeping_buffers() -> Iterator[None]:
     compiler: Any = import_module("torch.compiler.config")
     block = object()
     if not _open.get():
-        _before.set((functorch.donated_buffer, compiler.cache_key_tag))
+        buffers = lookup("torch._functorch.config:donated_buffer")
+        _before.set((buffers, lookup("torch.compiler.config:cache_key_tag")))
         functorch.donated_buffer = False
         compiler.cache_key_tag += _KEPT
     _open.set((*_open.get(), block))
@@ -190,6 +191,7 @@ def can_run_again(node: Any) -> bool:
 
     The first pass needs `retain_graph`. `node` is a `CompiledFunction` node.
     """
+    lookup("torch._functorch._aot_autograd.schemas:ViewAndMutationMeta.bw_donated_idxs")
     function = node._forward_cls
     metadata = function.metadata
     if metadata.bw_donated_idxs is None:

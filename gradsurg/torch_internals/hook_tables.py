@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 from torch.optim import Optimizer
 
+from gradsurg.torch_internals.private import needs
+
 HookTable = dict[int, Any]  # Any: hooks have many signatures
 
 CALL_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+@needs(*(f"torch.nn:Module.{table}" for table in CALL_TABLES))
 def call_tables(module: nn.Module) -> list[HookTable]:
     """Return the tables of the hooks that run at calls of a module."""
     attributes = vars(module)
@@ -29,17 +32,32 @@ def process_tables() -> list[HookTable]:
     return _tables(vars(process))
 
 
+@needs("torch:Tensor._backward_hooks")
 def tensor_tables(tensor: Tensor) -> list[HookTable]:
     """Return the tables of a tensor that has hooks."""
-    tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    tables = (tensor._backward_hooks, accumulate_hooks(tensor))
     return [table for table in tables if table]
 
 
+@needs("torch:Tensor._post_accumulate_grad_hooks")
+def accumulate_hooks(tensor: Any) -> HookTable | None:  # Any: PyTorch does not declare the table
+    """Return the table of the hooks that run after a gradient is added to `.grad`; or None."""
+    return tensor._post_accumulate_grad_hooks
+
+
+@needs("torch:Tensor._post_accumulate_grad_hooks")
+def set_accumulate_hooks(tensor: Any, table: HookTable | None) -> None:  # Any: as above
+    """Replace the table of the hooks that run after a gradient is added to `.grad`."""
+    tensor._post_accumulate_grad_hooks = table
+
+
+@needs("torch.nn:Module._forward_hooks", "torch.nn:Module._forward_pre_hooks")
 def number_of_forward_hooks(module: nn.Module) -> int:
     """The number of forward hooks and forward pre-hooks of a module."""
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
+@needs("torch.optim:Optimizer._optimizer_step_pre_hooks")
 def runs_step_hooks(optimizer: Optimizer) -> bool:
     """Whether the `step` of an optimizer runs hooks: `Optimizer.__init__` makes it do so."""
     has_tables = hasattr(optimizer, "_optimizer_step_pre_hooks")

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 from torch.utils.hooks import RemovableHandle
 
+from gradsurg.torch_internals.private import needs
+
 BackwardHook = Callable[..., Any]  # Any: PyTorch's own types do not allow missing gradients
 Kind = Literal["full_backward_pre", "full_backward"]
 
@@ -20,16 +22,19 @@ TABLES = (
 )
 
 
+@needs(*(f"torch.nn.modules.module:{table}" for table in TABLES))
 def global_hooks() -> list[dict[int, Callable[..., object]]]:
     """Return the tables of the hooks on all modules of the process."""
     return [vars(process)[table] for table in TABLES]
 
 
+@needs("torch:Tensor._backward_hooks")
 def hooks_of(tensor: Tensor) -> Mapping[int, Callable[..., object]]:
     """Return the hooks that `Tensor.register_hook` has registered on a tensor."""
     return tensor._backward_hooks or {}
 
 
+@needs("torch:Tensor._backward_hooks")
 def is_hookable(value: object) -> TypeGuard[Tensor]:
     """Return whether it is a plain tensor with a graph and without hooks."""
     return (
@@ -40,21 +45,25 @@ def is_hookable(value: object) -> TypeGuard[Tensor]:
     )
 
 
+@needs("torch:Tensor._version")
 def version(tensor: Tensor) -> int:
     """Return how often a tensor that requires a gradient was modified; faster than `version_of`."""
     return tensor._version
 
 
+@needs("torch:Tensor._base", "torch:Tensor._is_view")
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which it is a view, or the tensor itself."""
     return tensor._base if tensor._is_view() else tensor
 
 
+@needs("torch:Tensor._is_view")
 def is_view(tensor: Tensor) -> bool:
     """Return whether autograd treats a tensor as a view: in-place writes discard its hooks."""
     return tensor._is_view()
 
 
+@needs("torch.nn:Module._forward_pre_hooks")
 def register_pre_hook_before(
     others: Callable[[object], bool], module: nn.Module, hook: Callable[..., object]
 ) -> RemovableHandle:
@@ -72,6 +81,11 @@ def is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
+@needs(
+    "torch.nn.modules.module:_global_is_full_backward_hook",
+    "torch.nn:Module._is_full_backward_hook",
+    "torch.nn:Module._backward_hooks",
+)
 def register_full_backward(
     module: nn.Module | None, kind: str, hook: BackwardHook, stack: ExitStack
 ) -> bool:
