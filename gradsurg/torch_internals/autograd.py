@@ -54,7 +54,7 @@ def without_autocast(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[
 FIRST = -1  # a key that no handle of PyTorch has
 
 
-@needs("torch:Tensor._backward_hooks", "torch.autograd.graph:Node._register_hook_dict")
+@needs("torch:Tensor._backward_hooks", "torch._C:_FunctionBase._register_hook_dict")
 def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
     """Register the first hook of a tensor that is no leaf, for the lifetime of the tensor.
 
@@ -89,11 +89,11 @@ def buffer_table(module: torch.nn.Module) -> dict[str, Any]:
 
 
 number_of: Callable[[Any], int]
-number_of = needs("torch.autograd.graph:Node._sequence_nr")(methodcaller("_sequence_nr"))
+number_of = needs("torch._C:_FunctionBase._sequence_nr")(methodcaller("_sequence_nr"))
 """The sequence number of a node: those of one thread grow in the order of their making."""
 
 outputs_of: Callable[[Node], Sequence[Any]]
-outputs_of = needs("torch.autograd.graph:Node._input_metadata")(attrgetter("_input_metadata"))
+outputs_of = needs("torch._C:_FunctionBase._input_metadata")(attrgetter("_input_metadata"))
 """The shape and dtype of each output of the operation of a node. Any: no public type."""
 
 running_node: Callable[[], object] = private("torch._C:_current_autograd_node")

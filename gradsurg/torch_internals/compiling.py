@@ -155,7 +155,8 @@ def keeping_buffers() -> Iterator[None]:
     buffers". The caches on disk do not distinguish the two, so they get a tag.
 
     Blocks may overlap: the last to end restores the settings of before the first. PyTorch's
-    settings are per `contextvars` context, so a block must end in the thread that opened it.
+    settings are per `contextvars` context, so a block must end in the thread that opened it. Before
+    torch 2.12 they are those of the process.
     """
     functorch: Any = import_module("torch._functorch.config")  # Any: modules of settings
     compiler: Any = import_module("torch.compiler.config")
@@ -182,8 +183,25 @@ REASON = "a hook of gradsurg: compile without fullgraph, export before attaching
 _DYNAMO = "torch._dynamo"
 _KEPT = "/gradsurg keeps buffers"
 _uncompiled: ContextVar[bool] = ContextVar("gradsurg_uncompiled", default=False)
-_open: ContextVar[tuple[object, ...]] = ContextVar("gradsurg_keeping", default=())
-_before: ContextVar[tuple[bool, str]] = ContextVar("gradsurg_before")  # the first block
+
+
+class _OfProcess:
+    """A variable with the interface of a ContextVar."""
+
+    def __init__(self, _: str, default: object = None) -> None:
+        self._value = default
+
+    def get(self) -> Any:  # Any: as of a ContextVar
+        return self._value
+
+    def set(self, value: object) -> None:
+        self._value = value
+
+
+_per_context = hasattr(import_module("torch.utils._config_module"), "ContextVar")
+_Setting: Any = ContextVar if _per_context else _OfProcess  # Any: one of the two
+_open = _Setting("gradsurg_keeping", default=())
+_before = _Setting("gradsurg_before", default=None)  # the settings before the first block
 
 
 def can_run_again(node: Any) -> bool:

@@ -139,7 +139,7 @@ VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wr
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", VISIBLE)
 def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:

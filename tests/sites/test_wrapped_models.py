@@ -134,7 +134,11 @@ def test_code_compiled_elsewhere_is_not_blamed_for_a_module_that_is_not_called()
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (gs.Nodes("*"), r"nodes that torch\.compile has made"),
+        pytest.param(
+            gs.Nodes("*"),
+            r"nodes that torch\.compile has made",
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="the layers run in eager"),
+        ),
         (gs.SavedTensors("act"), r"torch\.compile has compiled chooses by itself"),
         (gs.SavedTensors("block"), r"torch\.compile has compiled chooses by itself"),
     ],

@@ -71,6 +71,9 @@ def test_blocks_that_keep_buffers_may_overlap() -> None:
     assert _settings() == before
 
 
+PER_THREAD = torch.__version__ >= "2.12"  # PyTorch's settings; before, one of all threads
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["here first", "there first"])
 def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings(
     order: tuple[int, int],
@@ -80,14 +83,15 @@ def test_blocks_of_two_threads_keep_the_buffers_of_each_and_restore_its_settings
         in_thread = [lambda call, *args: call(*args), lambda *call: pool.submit(*call).result()]
         blocks[0].__enter__()
         inside = _settings()
-        assert in_thread[1](_settings) == before != inside
+        assert in_thread[1](_settings) == (before if PER_THREAD else inside)
         in_thread[1](blocks[1].__enter__)
         expected = [inside, inside]
         for number in order:
             assert [run(_settings) for run in in_thread] == expected
             in_thread[number](blocks[number].__exit__, None, None, None)
-            expected[number] = before
-        assert [run(_settings) for run in in_thread] == [before, before]
+            if PER_THREAD:
+                expected[number] = before
+        assert [run(_settings) for run in in_thread] == [before, before] != [inside, inside]
 
 
 def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
@@ -100,7 +104,7 @@ def test_a_block_closed_by_another_thread_ends_none_of_its_blocks() -> None:
             strange.__exit__(None, None, None)
             assert _settings() == inside != before
         assert _settings() == before
-        assert pool.submit(_settings).result() == inside
+        assert pool.submit(_settings).result() == (inside if PER_THREAD else before)
 
 
 def test_asking_a_compiled_graph_first_keeps_its_buffers() -> None:
