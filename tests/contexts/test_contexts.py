@@ -140,6 +140,7 @@ VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wr
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", VISIBLE)
 def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
