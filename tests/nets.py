@@ -20,6 +20,9 @@ from gradsurg.triggers.base import Trigger
 
 FEATURES, CLASSES, BATCH = 6, 3, 8
 
+COMPILES_LAYERS = torch.__version__ >= "2.12"
+"""Whether torch.compile compiles a single layer of PyTorch; before 2.12 it runs in eager."""
+
 
 def small(seed: int = 0) -> nn.Sequential:
     """Return Linear, ReLU, Linear; the parameters are `first.weight` to `last.bias`."""

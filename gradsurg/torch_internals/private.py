@@ -44,7 +44,7 @@ class _Missing:
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
             f"gradsurg uses {self._path.replace(':', '.')}, which torch {torch.__version__} lacks: "
-            "install a version of torch that the README names as tested"
+            "install a version that the README names as tested"
         )
 
     def __getattr__(self, name: str) -> object:

@@ -27,7 +27,7 @@ from gradsurg.sites.contexts import CONTEXTS, ROWS
 from tests.contexts.contexts import PROCESSES, STEPS, Order, trained
 from tests.contexts.kinds import KINDS, Kind
 from tests.contexts.table import BEGIN, END, README, column, outcome, stated, table
-from tests.nets import attached, num_hooks, small
+from tests.nets import COMPILES_LAYERS, attached, num_hooks, small
 from tests.sites.points import recomputed
 
 
@@ -42,7 +42,8 @@ from tests.sites.points import recomputed
 )
 def test_a_kind_of_site_has_the_stated_outcome_in_a_context(name: str, context: str) -> None:
     measured, text, error = outcome(KINDS[name], context)
-    assert measured == stated(name, context), text
+    in_eager = "Nodes" in name and context == COMPILED and not COMPILES_LAYERS
+    assert measured == ("acts" if in_eager else stated(name, context)), text
     if error is not None and measured == "refused":
         at = KINDS[name].make()
         assert isinstance(error, contexts.row(at, context).error)
@@ -281,7 +282,7 @@ def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
     weights, counts = trained(at, "never", backend)
     for order in get_args(Order)[1:]:
         torch.compiler.reset()
-        if isinstance(kind, gs.Nodes) and backend != "eager":
+        if isinstance(kind, gs.Nodes) and backend != "eager" and COMPILES_LAYERS:
             with pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"):
                 trained(at, order, backend)
             continue
