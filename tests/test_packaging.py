@@ -1,13 +1,17 @@
 """A wheel holds all that the command needs."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from runpy import run_path
 from shutil import copy, copytree, ignore_patterns, rmtree
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["transform=clip", "steps=20", "seeds=1", "logger=none"]
@@ -31,6 +35,23 @@ def python(folder: Path, *words: str, path: str = "") -> str:
 def test_the_folders_that_are_tested_with_the_lowest_dependencies_exist() -> None:
     tested = run_path(str(ROOT / "scripts/lower_bounds.py"))["TESTS"]
     assert [name for name in tested if not (ROOT / "tests" / name).is_dir()] == []
+
+
+def test_the_constraints_pin_each_dependency_within_its_bounds_and_are_in_the_archive() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = text["project"]["optional-dependencies"]
+    groups = ("figures", "tensorboard", "launchers", "test", "docs", "dev", "trainers")
+    listed = text["project"]["dependencies"] + [one for name in groups for one in extras[name]]
+    needed = [one for one in map(Requirement, listed) if one.name != "gradsurg"]
+    assert len(needed) > 30
+    for one in needed:
+        assert one.specifier.contains(pinned[canonicalize_name(one.name)]), one
+    sdist = text["tool"]["hatch"]["build"]["targets"]["sdist"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r" -c (\S+) ", readme)) == {"constraints.txt"} <= {*sdist["include"]}
 
 
 @pytest.mark.full

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.messages import full_message, tell
-from gradsurg.torch_internals.private import lookup
+from gradsurg.torch_internals import lookup
 
 Value = TypeVar("Value")
 

@@ -1,1 +1,69 @@
-"""Private functions of PyTorch, each behind one function of ours with a test."""
+"""Private functions of PyTorch, each behind one function of ours with a test.
+
+`private`, `lookup` and `needs` report an object that a version of PyTorch lacks, and only when it
+is used. A path is a module and a name in it, as `torch.nn:Module._call_impl`. For `needs` it may go
+on with an attribute that a class declares or sets in `__init__`, or a local variable of a function.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def lookup(path: str) -> Any:  # Any: PyTorch declares no types for these
+    """Return a private object of PyTorch; raise RuntimeError if this version lacks it."""
+    module, _, names = path.partition(":")
+    try:
+        return attrgetter(names)(import_module(module))
+    except (ImportError, AttributeError):
+        return _Missing(path)()
+
+
+def private(path: str) -> Any:  # Any: as above
+    """Return a private object of PyTorch; if it is missing, an object that raises when used."""
+    return lookup(path) if _exists(path) else _Missing(path)
+
+
+def needs(*paths: str) -> Callable[[Function], Function]:
+    """Return a decorator of a function that uses these; it raises when called if one is missing.
+
+    Otherwise the decorator returns the function itself, so that calls cost nothing.
+    """
+    missing: list[Any] = [_Missing(path) for path in paths if not _exists(path)]
+    return lambda function: missing[0] if missing else function
+
+
+class _Missing:
+    """A stand-in that raises RuntimeError when it is called or an attribute is read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"gradsurg uses {self._path.replace(':', '.')}, which torch {torch.__version__} lacks: "
+            "install a version that the README names as tested"
+        )
+
+    def __getattr__(self, name: str) -> object:
+        self()
+
+
+def _exists(path: str) -> bool:
+    module, _, names = path.partition(":")
+    try:
+        owner: Any = import_module(module)
+    except ImportError:
+        return False
+    for name in names.split("."):
+        code = getattr(owner, "__code__", None) or getattr(owner.__init__, "__code__", None)
+        local = code is not None and name in (*code.co_names, *code.co_varnames)
+        if not (hasattr(owner, name) or name in getattr(owner, "__annotations__", ()) or local):
+            return False
+        owner = getattr(owner, name, None)
+    return True

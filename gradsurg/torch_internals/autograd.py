@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.torch_internals.private import needs, private
+from gradsurg.torch_internals import needs, private
 
 foreach_norm = private("torch:_foreach_norm")
 foreach_mul = private("torch:_foreach_mul")

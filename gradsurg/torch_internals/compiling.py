@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from math import nan
 from types import ModuleType
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gradsurg.torch_internals.private import lookup, needs, private
+from gradsurg.torch_internals import lookup, needs, private
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -47,7 +47,10 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
         return function(*args) if _tracing() is None else disabled(*args)
 
     # Dynamo neither compiles nor inlines this frame.
-    return _hook(lookup("torch._dynamo.decorators:skip")(run))
+    return _hook(_skip()(run))
+
+
+_skip = cache(partial(lookup, "torch._dynamo.decorators:skip"))  # slow to import
 
 
 def _hook(function: Callable[..., Any]) -> Any:  # Any: it is called like the function
@@ -119,9 +122,10 @@ def without_dynamo() -> Iterator[None]:
 
 def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process since it was last reset."""
-    if "torch._dynamo.convert_frame" not in sys.modules:  # slow to import
-        return False
-    return bool(lookup("torch._dynamo.convert_frame:output_codes").seen)
+    return "torch._dynamo.convert_frame" in sys.modules and bool(_output_codes().seen)
+
+
+_output_codes = cache(partial(lookup, "torch._dynamo.convert_frame:output_codes"))  # slow to import
 
 
 @needs("torch.nn:Module._modules")

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as process
 from torch.optim import Optimizer
 
-from gradsurg.torch_internals.private import needs
+from gradsurg.torch_internals import needs
 
 HookTable = dict[int, Any]  # Any: hooks have many signatures
 
@@ -32,10 +32,10 @@ def process_tables() -> list[HookTable]:
     return _tables(vars(process))
 
 
-@needs("torch:Tensor._backward_hooks")
-def tensor_tables(tensor: Tensor) -> list[HookTable]:
+@needs("torch:Tensor._backward_hooks", "torch:Tensor._post_accumulate_grad_hooks")
+def tensor_tables(tensor: Any) -> list[HookTable]:  # Any: PyTorch declares only the first table
     """Return the tables of a tensor that has hooks."""
-    tables = (tensor._backward_hooks, accumulate_hooks(tensor))
+    tables = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return [table for table in tables if table]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.torch_internals.private import needs
+from gradsurg.torch_internals import needs
 
 BackwardHook = Callable[..., Any]  # Any: PyTorch's own types do not allow missing gradients
 Kind = Literal["full_backward_pre", "full_backward"]

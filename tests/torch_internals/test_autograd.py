@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gradsurg.torch_internals import autograd, module_hooks
+from gradsurg.torch_internals import autograd
 
 
 def test_what_stands_for_many_tensors_is_batched_and_what_has_no_storage_is_wrapped() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsurg.torch_internals.private import lookup, needs, private
+from gradsurg.torch_internals import lookup, needs, private
 
 PACKAGE = Path(__file__).parents[2] / "gradsurg"
 GONE = r"gradsurg uses torch\.nn\.Module\._gone, which torch 9\.1 lacks: install a version"
