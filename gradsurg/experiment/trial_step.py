@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from timeit import repeat
 
 import torch
@@ -32,6 +33,7 @@ from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
 from gradsurg.transforms.identity import Identity
+from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 
 METRIC_EXAMPLES = 8  # the examples by which the names of metrics are found
 
@@ -211,8 +213,9 @@ class _Trial:
 
     @property
     def _surgery(self) -> Surgery:
-        """The surgery of the run; without a transform it also looks at the sites."""
-        items = [*self.experiment.interventions] or [*self.run.surgery.interventions]
+        """The surgery of the run, acting; without a transform it also looks at the sites."""
+        items = [replace(item, when=_Acting(item.when)) for item in self.experiment.interventions]
+        items = items or [*self.run.surgery.interventions]
         if self.experiment.interventions and self.experiment.intervention is None:
             items.append(Intervention(Identity(), self.experiment.selector))
         return Surgery(*items, seed=self.run.seed)
@@ -250,6 +253,20 @@ def _update(optimizer: Optimizer, device: torch.device) -> None:
             raise  # of a transform at stage step
         text = f"{type(optimizer).__name__} cannot step: {one_line(error)}"
         raise FieldError(optimizer, [("", text)]) from error
+
+
+class _Acting(Trigger):
+    """Evaluates `of`, and fires: the first step tries a transform that acts at later ones alone."""
+
+    def __init__(self, of: Trigger) -> None:
+        self.of = of
+
+    @cached_property
+    def parts(self) -> tuple[Trigger, ...]:
+        return self.of.parts
+
+    def fires(self, context: TriggerContext) -> Decision:
+        return None if self.of.fires(context) is None else True
 
 
 def _check_model(task: Task, model: nn.Module, data: Data, errors: ErrorCollector) -> bool:

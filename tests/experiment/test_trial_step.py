@@ -100,6 +100,12 @@ def test_a_transform_that_differentiates_in_the_step_of_the_optimizer_is_tried()
     subprocess.run([sys.executable, "-c", line], check=True)  # where nothing has imported Dynamo
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_transform_that_acts_at_a_later_step_alone_is_tried_before() -> None:
+    with pytest.raises(ConfigError, match=r"^transform.refuses: RuntimeError: not this one"):
+        built("transform=their_module.refuses", "when=steps", "when.start=5", "steps=10")
+
+
 def test_an_error_of_a_trigger_is_told_under_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> bool:
         raise KeyError("mine")

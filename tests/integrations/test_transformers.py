@@ -103,6 +103,13 @@ def test_two_callbacks_of_one_trainer_act_in_turn(tmp_path: Path) -> None:
     assert num_hooks(twice) == 0
 
 
+@pytest.mark.slow
+def test_no_hook_is_left_when_training_ends(tmp_path: Path) -> None:
+    net = Net()
+    trainer_of(net, gs.Surgery(gs.Intervention(gs.Scale(0.5))), tmp_path, max_steps=1).train()
+    assert num_hooks(net) == 0
+
+
 @pytest.mark.full
 def test_effects_are_in_the_logs_and_reach_loggers_that_were_there_before(tmp_path: Path) -> None:
     seen: list[str] = []
