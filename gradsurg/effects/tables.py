@@ -5,6 +5,7 @@ from io import StringIO
 
 from gradsurg.effects.numbers import EFFECT_NAMES, EFFECT_NUMBERS
 from gradsurg.effects.summary import COMPARED, COUNTS, by_transform, over_sites, worst
+from gradsurg.plugins.messages import folded
 
 MAX_ROWS = 20  # of a transform; of more sites a few are shown
 
@@ -25,6 +26,7 @@ _WIDTH = 1 << 16  # wider than any table: rich never cuts or wraps a cell
 
 def effect_table(
     rows: Sequence[Mapping[str, object]],
+    width: int = _WIDTH,
     most: int = MAX_ROWS,
     rest: str = "in effects.jsonl",
 ) -> str:
@@ -33,7 +35,7 @@ def effect_table(
     A transform with more than `most` sites has one row over all of them, with means and total
     counts, and its sites with the lowest cosine and the norm ratio farthest from 1; a last line
     says that the others are `rest`. Columns in which no row differs from an unchanged gradient are
-    left out.
+    left out. Names are folded if the table would have more than `width` columns.
     """
     if not rows:
         return "no gradient was measured"
@@ -43,8 +45,8 @@ def effect_table(
     shown = [key for key in _COLUMNS if _is_shown(key, rows)]
     cells = [[_COLUMNS[key] for key in shown]]
     cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
-    table = aligned(cells, 2 if "transform" in shown else 1)
-    return f"{table}\n{hidden} other sites: {rest}" if hidden else table
+    table = aligned(cells, 2 if "transform" in shown else 1, width)
+    return f"{table}\n{folded(f'{hidden} other sites: {rest}', width)}" if hidden else table
 
 
 def aligned(
