@@ -12,12 +12,10 @@ from gradsurg import run
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import build
 from gradsurg.experiment.runs import Experiment
-from tests.quick_hydra import quick_hydra
 
 
 def config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
-    with quick_hydra():
-        return compose.compose_config("logger=none", "seeds=1", *words)
+    return compose.compose_config("logger=none", "seeds=1", *words)
 
 
 def built(*words: str) -> Experiment:
@@ -32,8 +30,7 @@ def faults(line: str, config_dir: str | Path = "") -> list[str]:
     with redirect_stdout(io.StringIO()), redirect_stderr(told), patch.object(sys, "argv", ["run"]):
         sys.argv += words
         try:
-            with quick_hydra():
-                run.main()
+            run.main()
             code = 0
         except SystemExit as end:
             code = end.code

@@ -111,14 +111,12 @@ class Here:
     def __call__(self, *words: str) -> Ended:
         # Imported here, so that no test of a transform waits for Hydra.
         from gradsurg import run
-        from tests.quick_hydra import quick_hydra
 
         self.monkeypatch.setattr(sys, "argv", ["run.py", *words])
         self.capsys.readouterr()
         code = 0
         try:
-            with quick_hydra():
-                run.main()
+            run.main()
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
         out, err = self.capsys.readouterr()
@@ -195,12 +193,10 @@ def command(
 
     # Imported here, so that no test of a transform waits for Hydra.
     from gradsurg import run
-    from tests.quick_hydra import quick_hydra
 
     def call(*words: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["gradsurg.run", *words])
-        with quick_hydra():
-            run.main()
+        run.main()
         return capsys.readouterr()
 
     yield call

@@ -16,7 +16,6 @@ from gradsurg.experiment.compose import CONFIG_DIRS
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.sweep import jobs_of_study
 from tests.builds import faults
-from tests.quick_hydra import quick_hydra
 
 MINE = "mine:\n  name: clip\n  value: 0.02\n"
 
@@ -404,8 +403,7 @@ def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> No
 def faults_of_study(line: str) -> Sequence[str]:
     """The errors of a study file: all jobs are composed, the first and the last are built too."""
     try:
-        with quick_hydra():
-            jobs = jobs_of_study(shlex.split(line))
+        jobs = jobs_of_study(shlex.split(line))
         for job in jobs[:: max(1, len(jobs) - 1)]:
             Command().add(*job)
     except ConfigError as error:
