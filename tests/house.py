@@ -17,16 +17,16 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 5420),
-    "sites": (("sites",), 6418 + NEW),
-    "transforms": (("transforms",), 4138 + NEW),
-    "aggregators": (("aggregators",), 3957 + NEW),
-    "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4583 + NEW),
-    "multitask per_example": (("multitask", "per_example"), 4218),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6839),
-    "report": (("report",), 5283),
+    "core": (("core", "effects", "torch_internals"), 5336),
+    "sites": (("sites",), 6365 + NEW),
+    "transforms": (("transforms",), 4148 + NEW),
+    "aggregators": (("aggregators",), 3959 + NEW),
+    "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
+    "multitask per_example": (("multitask", "per_example"), 4184),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6545),
+    "report": (("report",), 4817),
     "stats": (("stats.py",), 501),
-    "reproduce": (("reproduce",), 1929),
+    "reproduce": (("reproduce",), 1921),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
@@ -34,7 +34,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2387, 47_300 + NEW
+REST, TESTS = 2387, 46_650 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

@@ -224,8 +224,6 @@ class _Trial:
         """Return the key of an error that names no object."""
         item, combining = self.experiment.intervention, self.experiment.combining
         notes = " ".join(getattr(error, "__notes__", ()))
-        if " was evaluated " in notes:
-            return "when"
         if combining is not None and (item is None or f"while {combining.names[0]} " in notes):
             return "aggregator"
         if item is None:
@@ -266,7 +264,12 @@ class _Acting(Trigger):
         return self.of.parts
 
     def fires(self, context: TriggerContext) -> Decision:
-        return None if self.of.fires(context) is None else True
+        try:
+            return None if self.of.fires(context) is None else True
+        except FieldError:
+            raise
+        except Exception as error:  # whatever the trigger raises, under its key
+            raise FieldError(self.of, [("", one_line(error))]) from error
 
 
 def _check_model(task: Task, model: nn.Module, data: Data, errors: ErrorCollector) -> bool:

@@ -18,8 +18,6 @@ from tests.oracle.reference import WORKING_TREE, assert_imported_from, start
 from tests.oracle.side import SIDES, differences, report
 
 TOLERANCE = 1e-9
-"""Of the probabilities that a band holds again."""
-MIN_SEEDS = 2
 
 
 def main(reference: Path) -> int:
@@ -49,59 +47,23 @@ def _leaves(values: Any) -> Iterator[object]:  # Any: what JSON can hold
 
 
 def _derived(root: Path) -> dict[str, object]:
-    """Verdict, bands, and judged outcomes of each experiment below a checkout's root."""
+    """The verdicts, bands and tables of each experiment below a checkout's root."""
     from gradsurg.reproduce.expected import papers, read_expected
-    from gradsurg.reproduce.record import (
-        chance_of_all,
-        read_record,
-        recorded_verdict,
-        results,
-        summary,
-    )
+    from gradsurg.reproduce.record import band_rows, read_record, recorded, tables
 
     claims: dict[str, object] = {}
     for paper in papers(root):
-        claim, record = read_expected(root, paper), read_record(root / "experiments" / paper)
+        expected, record = read_expected(root, paper), read_record(root / "experiments" / paper)
         if record is None:
             continue
-        bands = [band.name for band in claim.bands]
+        found = recorded(expected, record)
         claims[paper] = {
-            "verdict": recorded_verdict(claim, record),
-            "results": dict(zip(bands, results(claim, record), strict=True)),
-            "summary": summary(claim, record),
-            "again": chance_of_all(claim, record),
-            "judged": _judged(claim, record),
+            "verdicts": {verdict.name: [verdict.result, verdict.again] for verdict in found},
+            "bands": band_rows(found),
+            "tables": tables(expected, record).splitlines(),
             "record": {key: record[key] for key in ("form", "bands", "arms")},
         }
     return claims
-
-
-def _judged(claim: Any, record: Any) -> dict[str, object]:  # Any: objects of either tree
-    """Each band judged anew by the recorded outcomes of each arm that has its number."""
-    from gradsurg.reproduce.judge import Judgement
-
-    judged: dict[str, object] = {}
-    for band in claim.bands:
-        for row in record["arms"]:
-            values = _values(row.get("each", ""))
-            if row["metric"] != band.quantity or len(values) < MIN_SEEDS:
-                continue
-            item = Judgement(band, values, seeds=tuple(range(len(values))))
-            judged[f"{band.name} by {row['study']} {row['arm']}"] = {
-                "measured": item.measured,
-                "mean": item.over_seeds,
-                "result": item.result,
-                "again": item.chances,
-            }
-    return judged
-
-
-def _values(each: str) -> tuple[float, ...]:
-    """The outcomes in a row; none of a row with a range or a diverged seed."""
-    try:
-        return tuple(float(text) for text in each.split(", "))
-    except ValueError:
-        return ()
 
 
 def _tables(root: Path) -> dict[str, list[str]]:
