@@ -23,7 +23,7 @@ ROOMS = {
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4184),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6545),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6547),
     "report": (("report",), 4817),
     "stats": (("stats.py",), 501),
     "reproduce": (("reproduce",), 1921),
