@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-REFERENCE = "394107959cefd5ecf6d80c2f589b2294a7de5319"
+REFERENCE = "6cc73ff11b8945fd762b51215803d1b14503d3e3"
 """The commit that the working tree must agree with."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]
