@@ -39,6 +39,11 @@ def places(aggregator: object, memory: Sequence[str], tasks: Sequence[str], coun
     return np.array([0 if name in current else next(memories) for name in tasks])
 
 
+def memories(aggregator: object, memory: Sequence[str], tasks: Sequence[str]) -> Sequence[int]:
+    """Return the places of the memories among the tasks. Raises FieldError as `places`."""
+    return np.flatnonzero(places(aggregator, memory, tasks, len(tasks))).tolist()
+
+
 def order_note(memory: Sequence[str], tasks: Sequence[str]) -> str:
     """Return that the order decides between named losses; empty if the names agree with it.
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._memory import order_note, places, shown
+from gradsurg.aggregators._memory import memories, order_note, places, shown
 from gradsurg.aggregators.base import (
     MEANS,
     AggregatorContext,
@@ -61,6 +61,9 @@ class AGEM(GramianAggregator):
         )
         # with `decay` the mean lags behind the memory's gradient, which alone they are about
         return dict.fromkeys(names, not self.decay)
+
+    def memories(self, tasks: Sequence[str]) -> Sequence[int]:
+        return memories(self, (self.memory,) if self.memory else (), tasks)
 
     def order_note(self, tasks: Sequence[str]) -> str:
         return order_note((self.memory,) if self.memory else (), tasks)

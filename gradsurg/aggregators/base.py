@@ -137,6 +137,14 @@ class Aggregator(ABC):
             "their size: 'homogeneous' is not one of its properties"
         )
 
+    def memories(self, tasks: Sequence[str]) -> Sequence[int]:
+        """Return the places of the tasks whose gradients constrain the result and are not followed.
+
+        A parameter that only such a task reaches is combined too, with gradients of zero for the
+        other tasks.
+        """
+        return ()
+
     def order_note(self, tasks: Sequence[str]) -> str:
         """What the order of losses with these names decides; empty if nothing is to be said."""
         return ""
@@ -283,6 +291,9 @@ class NormMatchedSum(Aggregator):
     @property
     def least_tasks(self) -> int:
         return self.of.least_tasks
+
+    def memories(self, tasks: Sequence[str]) -> Sequence[int]:
+        return self.of.memories(tasks)
 
     def loss_scale_error(self) -> str:
         return self.of.loss_scale_error()

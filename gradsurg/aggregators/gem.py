@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.aggregators._memory import Order, order_note, places, shown
+from gradsurg.aggregators._memory import Order, memories, order_note, places, shown
 from gradsurg.aggregators.base import (
     AggregatorContext,
     AggregatorProperty,
@@ -65,6 +65,9 @@ class GEM(GramianAggregator, SolvedOnRows):
             "scale_invariant",
         )
         return dict.fromkeys(names, self.margin == 0)
+
+    def memories(self, tasks: Sequence[str]) -> Sequence[int]:
+        return memories(self, self._memories, tasks)
 
     def order_note(self, tasks: Sequence[str]) -> str:
         return order_note(self._memories, tasks)

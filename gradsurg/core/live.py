@@ -133,9 +133,9 @@ class Live:
         `losses` are scalar tensors, in a dict by task name or in a list. Each task is
         backpropagated separately, and transforms act on each. An aggregator combines the gradients
         of each group of shared parameters into one; a parameter that only one task reaches gets the
-        gradient of that task. The results are added to `.grad`. Other leaves, as an input that
-        requires a gradient, get the sum. Your own hook on a parameter is called for each task, and
-        for the result.
+        gradient of that task, unless the task is a memory of `AGEM` or `GEM`. The results are added
+        to `.grad`. Other leaves, as an input that requires a gradient, get the sum. Your own hook
+        on a parameter is called for each task, and for the result.
 
         If the aggregator weights losses, as `Mean` does, and no non-linear transform has to act on
         each task, there is one backward of the weighted losses, so the weights also apply to

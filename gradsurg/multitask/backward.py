@@ -313,7 +313,7 @@ class MultiTaskBackward:
             return
         jacobian, losses = self._averaged(*measured)
         for aggregation, group, members in self._builder.groups(jacobian):
-            tasks, parts = jacobian.take(members)
+            tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
             used = weights[tasks] if weights is not None else None
             aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
         jacobian.reset(0)
@@ -332,7 +332,7 @@ class MultiTaskBackward:
         if aggregation is not None and weights is None and not self._builder.compiled:
             self._warn_if_stacked(aggregation, jacobian)
         combined = self._combined(jacobian, losses, weights)
-        if self.aggregations and not jacobian.shared:
+        if self.aggregations and not jacobian.has_common:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)
@@ -397,7 +397,7 @@ class MultiTaskBackward:
 
         None if no solver converges.
         """
-        tasks, parts = jacobian.take(members)
+        tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
         if weights is not None:
             if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
@@ -425,6 +425,7 @@ class MultiTaskBackward:
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))
+        memories = aggregation.memories(losses)
         task_grads: list[Sequence[Tensor | None]] = []
         head_grads: dict[Tensor, Tensor] = {}
         # At the edges, transforms of some tasks see the gradients of the tasks, and all others the
@@ -435,7 +436,8 @@ class MultiTaskBackward:
                 with call.task(name, self.session.clock):
                     at_edges, of_head = cut.backward(losses[name], name, keep_graph)
                 task_grads.append(at_edges)
-                head_grads |= of_head
+                if number - 1 not in memories:
+                    head_grads |= of_head
         check_dense(task_grads, marker.name)
         group = f"{aggregation.label}/{REPRESENTATION}"
         found, jacobian = jacobian_at(cut.edges, task_grads, group)

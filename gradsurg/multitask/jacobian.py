@@ -1,7 +1,7 @@
 """The gradients of several tasks with respect to each parameter, one backward pass a task."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, product
 from typing import TypeVar
@@ -49,6 +49,7 @@ class Jacobian:
         groups: The group of each parameter, None for parameters without an aggregator.
         reached: For each task, the indices of the parameters with a gradient.
         shared: The indices of the shared parameters, after `finish`.
+        has_common: Whether two tasks reach one of them.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Jacobian:
     def reset(self, num_tasks: int) -> None:
         """Drop all gradients and expect `num_tasks` tasks; 0 frees the memory of the matrix."""
         self.shared: list[int] = []
+        self.has_common = False
         self.reached: list[set[int]] = []
         self._grads: list[dict[int, Tensor]] = []
         self._extra_leaves: list[dict[Tensor, Tensor]] = []
@@ -107,18 +109,22 @@ class Jacobian:
         """Add the gradients of a task for leaves that are not parameters."""
         _add(self._extra_leaves[task], zip(leaves, grads, strict=True))
 
-    def finish(self, strict: bool = True, least: int = 2) -> list[str]:
+    def finish(
+        self, strict: bool = True, least: int = 2, with_own: Collection[str] = ()
+    ) -> list[str]:
         """Find the shared parameters, that `least` tasks reach, after the last task.
 
+        Those of the groups `with_own` are shared if one task reaches them.
         Raises TypeError for a gradient that is not dense and real; if not `strict`, its parameter
         is not shared instead. Returns the names of those left out.
         """
         least, counts = min(least, self.num_tasks), Counter(chain.from_iterable(self.reached))
         left_out: list[int] = []
-        self.shared = []
+        self.shared, self.has_common = [], False
         for index, group in enumerate(self.groups):
-            if group is None or counts[index] < least:
+            if group is None or counts[index] < (1 if group in with_own else least):
                 continue
+            self.has_common |= counts[index] >= least
             present = [grads[index] for grads in self._grads if index in grads]
             wrong = [grad for grad in present if not _is_dense(grad)]
             if wrong and strict:
@@ -153,13 +159,19 @@ class Jacobian:
             by_group.setdefault(group, []).append(index)
         return by_group
 
-    def take(self, members: Sequence[int]) -> tuple[list[int], list[Block]]:
+    def take(
+        self, members: Sequence[int], all_tasks: bool = False
+    ) -> tuple[list[int], list[Block]]:
         """Return the tasks that reach one of these parameters, and the blocks with their rows.
 
-        The gradients are taken out of the Jacobian; those of a task that does not reach a parameter
-        are zeros.
+        With `all_tasks`, return those that reach any parameter. The gradients are taken out of the
+        Jacobian; those of a task that does not reach a parameter are zeros.
         """
-        tasks = [task for task, reached in enumerate(self.reached) if reached & {*members}]
+        tasks = [
+            task
+            for task, reached in enumerate(self.reached)
+            if reached & {*members} or (all_tasks and reached)
+        ]
         blocks: list[Block] = []
         for pack in self._packs(members):
             sizes = [self._parts[index].numel() for index in pack]
@@ -290,7 +302,7 @@ class Jacobian:
                 task: grads[index].any() for task, grads in enumerate(self._grads) if index in grads
             }
             tasks = [task for task, flag in flags.items() if flag]
-            if len(tasks) == 1:
+            if len(tasks) == 1 < len(flags):
                 names.setdefault(tasks[0], self.names[index])
         return names
 
@@ -373,7 +385,7 @@ class JacobianBuilder:
         self.pending = {} if call.last else losses
         if not call.last:
             return None
-        jacobian.finish(strict)
+        jacobian.finish(strict, with_own=self._with_memories(losses))
         return jacobian, losses
 
     def measure(self, call: BackwardCall) -> tuple[Jacobian, dict[str, float]] | None:
@@ -410,7 +422,7 @@ class JacobianBuilder:
         if not call.last:
             self._measured = losses
             return None
-        if left_out := jacobian.finish(strict=False):
+        if left_out := jacobian.finish(strict=False, with_own=self._with_memories(losses)):
             self._session.warn_once(
                 f"the gradients of {', '.join(left_out)} are not dense and real: the conflicts are "
                 "measured without them"
@@ -423,6 +435,15 @@ class JacobianBuilder:
         for key, members in jacobian.members_by_group().items():
             label, _, group = key.partition("/")
             yield by_label[label], group, members
+
+    def _with_memories(self, tasks: Iterable[str]) -> set[str]:
+        """Return the groups of the aggregators for which a task is a memory."""
+        return {
+            f"{aggregation.label}/{group}"
+            for aggregation in self._aggregations
+            if aggregation.memories(tasks)
+            for group in aggregation.groups.values()
+        }
 
     def discard(self) -> bool:
         """Drop the gradients of a step that has not ended; return whether there were any."""

@@ -45,7 +45,8 @@ class SharedParameters(ParamSelector):
     """The selected parameters that several tasks reach, whose gradients an aggregator combines.
 
     A parameter is reached by a task if the graph of its loss contains it; this is found at each
-    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task. Shared
+    `live.backward(losses)`. A parameter of one task alone gets the gradient of that task; one of a
+    memory of `AGEM` or `GEM` alone is combined with gradients of zero for the other tasks. Shared
     parameters that are not selected, and those that only the optimizer holds, get the sum. The
     fields of the selection are those of `Parameters`.
 

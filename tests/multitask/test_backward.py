@@ -595,6 +595,8 @@ def test_every_aggregator_equals_its_result_by_hand() -> None:
             continue  # they draw for the name of the group, which a bare matrix has not
         if aggregator.num_tasks not in (None, 3):
             continue
+        if aggregator.memories(["a", "b", "c"]):
+            continue  # they combine the heads of memories too: see test_memory.py
         model = Net()
         found, _ = joint(model, losses_of(model), at_shared(aggregator), effects_every=0)
         expected = oracle(model, losses_of(model), [(aggregator, TRUNK)])
