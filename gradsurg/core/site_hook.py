@@ -72,7 +72,7 @@ class Link:
 
     __slots__ = (
         *("_key", "_states", "apply", "context", "is_simple", "is_tried", "is_trusted"),
-        *("keeps_shape", "label", "slot", "state", "transform", "update"),
+        *("keeps_shape", "label", "shape", "slot", "state", "transform", "update"),
     )
 
     def __init__(self, label: str, transform: Transform, owner: Owner, entry: Entry) -> None:
@@ -85,11 +85,13 @@ class Link:
             entry.site, NO_STEP, seed=session.seed, backward=session.clock, rank=rank, label=label
         )
         self.state = self._states.get(self._key, NO_STATE)
+        self.shape: torch.Size | None = None  # of the gradient that the state was last checked for
         self.set(transform)
 
     def load(self) -> None:
         """Take over the state of the session."""
         self.state = self._states.get(self._key, NO_STATE)
+        self.shape = None
 
     def set(self, transform: Transform) -> None:
         """Set the transform; the state stays."""
@@ -306,13 +308,15 @@ class SiteHook:
                 context.value = value if self.owner.intervention.reads_value else None
                 context.gradient = self.gradient() if "gradient" in needs else None
                 if link.state is NO_STATE and link.apply is None:
-                    link.state = link.transform.init(grad)
+                    link.state, link.shape = link.transform.init(grad), grad.shape
             elif checks:
                 value = self.value()
             with link.watched(grad.device):
                 if link.apply is not None:
                     result = link.apply(grad, context)
                 else:
+                    if grad.shape != link.shape:
+                        self._check_state_fits(link, grad)
                     result, state = link.update(grad, link.state, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(link))
@@ -399,6 +403,22 @@ class SiteHook:
         """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
         if link.transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
             raise many_at_once(link.transform, self.entry.site)
+
+    def _check_state_fits(self, link: Link, grad: Tensor) -> None:
+        """Raise ValueError if the state was made for a gradient of another shape."""
+        needed, found = (
+            {name: list(tensor.shape) for name, tensor in state.items()}
+            for state in (link.transform.init(grad), link.state)
+        )
+        if needed != found:
+            name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
+            raise ValueError(
+                f"{link.label}: keeps a state for each entry, and the gradient at site "
+                f"'{self.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
+                f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
+                "(DataLoader(drop_last=True)), or select parameters, whose shape stays."
+            )
+        link.shape = grad.shape
 
     def _result_error(self, link: Link, grad: Tensor, result: object) -> TypeError:
         """The error for a result of another type, shape, dtype, device or layout."""

@@ -1,0 +1,50 @@
+"""A state belongs to one shape of the gradient: a smaller last batch is refused, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurg as gs
+from gradsurg.transforms.base import Transform
+
+ENTRYWISE = (
+    *(gs.Momentum(), gs.GrokfastEMA(), gs.GrokfastMA(window=2), gs.ScaleByRMS()),
+    *(gs.MovingMedian(), gs.SpikeClip(), gs.SignAgreement(), gs.Delay(1)),
+    *(gs.ErrorFeedback(gs.Sign()), gs.DGC()),
+)
+
+
+def train(transform: Transform, *batches: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
+    surgery = gs.Surgery(gs.Intervention(transform, gs.Outputs("1")))
+    with surgery.attach(model):
+        for size in batches:
+            model(torch.randn(size, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("transform", ENTRYWISE, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("batches", [(4, 4, 3), (1, 4)], ids=str)
+def test_a_batch_of_another_size_is_refused_with_the_site_and_both_shapes(
+    transform: Transform, batches: tuple[int, ...]
+) -> None:
+    """(1, 4) would be broadcast without a word."""
+    train(transform, *batches[:-1])
+    message = rf"site '1#0' is \[{batches[-1]}, 2\] now.*found \[.*{batches[0]}, 2\].*drop_last"
+    with pytest.raises(ValueError, match=message):
+        train(transform, *batches)
+
+
+def test_a_state_that_has_no_entry_of_its_own_for_each_of_the_gradients_takes_any_batch() -> None:
+    train(gs.GrowthClip(), 4, 4, 3, 1, 4)
+
+
+def test_a_state_that_is_loaded_is_checked_too() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Momentum(), gs.Outputs("1")))
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    with surgery.attach(model):
+        model(torch.randn(1, 3)).sum().backward()
+    fresh = gs.Surgery(gs.Intervention(gs.Momentum(), gs.Outputs("1")))
+    fresh.load_state_dict(surgery.state_dict())
+    with fresh.attach(model), pytest.raises(ValueError, match=r"would be \[4, 2\], found \[1, 2\]"):
+        model(torch.randn(4, 3)).sum().backward()
