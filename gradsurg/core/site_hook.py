@@ -416,7 +416,8 @@ class SiteHook:
                 f"{link.label}: keeps a state for each entry, and the gradient at site "
                 f"'{self.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
                 f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
-                "(DataLoader(drop_last=True)), or select parameters, whose shape stays."
+                "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
+                "whose shape stays."
             )
         link.shape = grad.shape
 

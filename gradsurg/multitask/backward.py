@@ -62,6 +62,7 @@ class MultiTaskBackward:
         self._max_losses = 0  # of one call
         self._checked_heads = False
         self._num_updates = 0  # calls with aggregate=True
+        self._only_jacobians = False  # `Live.jacobian` was called, and `Live.backward` never
         self._has_stepped = False
         self._tasks: dict[str, None] = {}  # all tasks so far, in order
 
@@ -126,6 +127,7 @@ class MultiTaskBackward:
         if retain_graph:
             check_repeatable(call.losses, shared=False)
         self._tasks |= dict.fromkeys(call.losses)
+        self._only_jacobians = False
         call.check_task_names(list(self._tasks))
         aggregation = self.aggregations[0] if self.aggregations else None
         self._max_losses = max(self._max_losses, len(call.losses))
@@ -159,6 +161,7 @@ class MultiTaskBackward:
         call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
         call.check_task_names(list(call.losses))
         call.check_stateless(len(call.losses))
+        self._only_jacobians = not self._tasks
         collected = JacobianBuilder(self.session, []).collect(call, strict=False)
         assert collected is not None  # the call is the last of its step
         return collected[0].rows()
@@ -203,7 +206,9 @@ class MultiTaskBackward:
         texts = [
             f"{aggregation.label}: attached, but {why}"
             for aggregation in self.aggregations
-            if aggregation.label not in used and not (self.session.shadow and self._tasks)
+            if aggregation.label not in used
+            and not (self.session.shadow and self._tasks)
+            and not self._only_jacobians
         ]
         for aggregation in self.aggregations:
             texts += self._unused_groups(aggregation, used) + aggregation.closing_warnings()

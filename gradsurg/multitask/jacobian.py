@@ -290,7 +290,7 @@ class Jacobian:
         """Return the gradients of all tasks for each parameter (T, *shape), and drop them."""
         result = {}
         for index, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
-            zeros = param.detach().new_zeros(1).expand_as(param)
+            zeros = param.detach().new_zeros(()).expand_as(param)
             result[name] = torch.stack([grads.pop(index, zeros) for grads in self._grads])
         return result
 

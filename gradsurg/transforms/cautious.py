@@ -63,7 +63,8 @@ class Cautious(Stateless):
         # The product of two tiny numbers would be zero.
         keeps = grad.sign() * gradient_of(self, context).sign().to(grad.dtype) < 0
         keeps |= grad.isnan()
-        entries, kept = grad.numel(), keeps.sum()
+        wide, entries = widened(grad), grad.numel()
+        kept = keeps.sum().to(wide.dtype)  # a quotient of integers would be float32
         match self.scale:
             case "mean":
                 factor = entries / kept.clamp(min=entries / 1000 or 1)
@@ -73,5 +74,4 @@ class Cautious(Stateless):
                 factor = entries / kept.clamp(min=1)
             case "none":
                 return torch.where(keeps, grad, torch.zeros_like(grad))
-        wide = widened(grad)
-        return torch.where(keeps, wide * factor.to(wide.dtype), 0.0).to(grad.dtype)
+        return torch.where(keeps, wide * factor, 0.0).to(grad.dtype)

@@ -49,14 +49,7 @@ class FeatureDistance(Transform):
     def update(
         self, grad: Tensor, state: TransformState, context: TransformContext
     ) -> tuple[Tensor, TransformState]:
-        value = value_of(self, context)
-        if value.shape != state["reference"].shape:
-            raise ValueError(
-                f"FeatureDistance compares with the first value at the site '{context.site}', of "
-                f"shape {list(state['reference'].shape)}, and found {list(value.shape)}: attach "
-                "the surgery anew for other examples"
-            )
-        value = widened(value)
+        value = widened(value_of(self, context))
         reference = torch.where(state["first"], value, state["reference"])
         after = {"reference": reference, "first": torch.zeros_like(state["first"])}
         away = direction(self._powered(value) - self._powered(reference), "unit")

@@ -250,6 +250,17 @@ def test_the_geometric_median_of_nearly_equal_rows_is_near_them(
         assert distance(median, matrix[0]) <= 20 * apart
 
 
+@pytest.mark.parametrize("gap", [1.0, 1e-5, 1e-9])
+def test_the_geometric_median_of_two_rows_is_their_midpoint_in_either_order(gap: float) -> None:
+    median = made("geometric_median")
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        row = generator.normal(size=50)
+        matrix = np.stack([row, row + gap * generator.normal(size=50)])
+        for ordered in (matrix, matrix[::-1].copy()):
+            np.testing.assert_allclose(by(median, ordered), matrix.mean(0), 1e-14)
+
+
 def test_a_faulty_row_of_any_length_moves_the_geometric_median_as_little() -> None:
     matrix = rows(5, 5, 1.0, seed=0, lean=1.0)
     medians = [by(made("geometric_median"), matrix * [[s], [1], [1], [1], [1]]) for s in (1e2, 1e6)]

@@ -241,3 +241,27 @@ def test_the_state_belongs_to_tasks_by_name(aggregator: Aggregator, how: str, ta
         with pytest.raises(ValueError, match=f"at 'shared' is of a, b, c, found {tasks}: an"):
             live.backward(some(tasks))
         live.backward(some("a, b, c"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_jacobian_of_a_parameter_without_dimensions_has_a_zero_where_it_is_not_reached() -> (
+    None
+):
+    model = Net()
+    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    losses = losses_of(model)
+    losses["a"] = losses["a"] * model.scale
+    with gs.Surgery(at_shared(gs.PCGrad())).attach(model) as live:
+        rows = live.jacobian(losses)
+    assert rows["scale"].tolist() == [pytest.approx(losses["a"].item() / 2), 0.0, 0.0]
+
+
+def test_a_block_with_a_backward_that_combines_nothing_warns_after_a_jacobian_too() -> None:
+    model = Net()
+    surgery = gs.Surgery(at_shared(gs.PCGrad()))
+    with (
+        pytest.warns(gs.SurgeryWarning, match="live.backward had one loss each time"),
+        surgery.attach(model) as live,
+    ):
+        live.jacobian(losses_of(model))
+        live.backward({"a": losses_of(model)["a"]})

@@ -3,8 +3,9 @@
 import math
 import platform
 import warnings
+from collections.abc import Callable
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -590,6 +591,22 @@ def test_feature_distances_are_those_of_the_loss_of_transferable_perturbations()
             at = images.clone().requires_grad_()
             nn.functional.cross_entropy(model(at), labels).backward()
             torch.testing.assert_close(at.grad, grad)
-        with pytest.raises(ValueError, match=r"shape \[4, 6\], and found \[2, 6\]: attach the"):
+        with pytest.raises(ValueError, match=r"would be \[2, 6\], found \[4, 6\]"):
             model(moved[:2].requires_grad_()).sum().backward()
     assert not torch.allclose(gradient(moved, first), gradient(moved, []), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"), [("mean", lambda n, k: n / k), ("paper", lambda n, k: n / (k + 1))]
+)
+def test_cautious_scales_a_float64_update_in_float64(
+    scale: Any, factor: Callable[[float, float], float]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    update, grad = torch.randn(2, 101, dtype=torch.float64, generator=generator)
+    keeps = update * grad < 0
+    context = TransformContext("w", 0)
+    context.gradient = grad
+    found = gs.Cautious(scale).apply(update, context)
+    expected = torch.where(keeps, update * factor(101.0, float(keeps.sum())), 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
