@@ -287,13 +287,20 @@ def parse_margin(text: str | float) -> Margin:
     return Margin(amount / 100 if unit else amount, is_share=unit == "%")
 
 
-def margin_verdict(low: float, high: float, margin: float, better: Direction | None) -> str:
+def margin_verdict(
+    low: float,
+    high: float,
+    margin: float,
+    better: Direction | None,
+    q_value: float | None = None,
+) -> str:
     """Return the relation of the interval from `low` to `high` to a margin around 0.
 
     `equivalent`: it lies within +-`margin`, both included; by the two one-sided tests of Schuirmann
     (1987), at level 0.025 each if the interval is one of 95 %. Else, if `better` names the good
-    direction, `better`: it lies beyond 0 on the good side; or `not worse`: it does not reach
-    `margin` on the bad side. Else `undecided`.
+    direction: `better`, it lies beyond 0 on the good side; `worse by more than the margin`, beyond
+    `margin` on the bad side; `worse`, beyond 0 there; each only with a `q_value` of at most 0.05,
+    if one is given. Else `not worse`, it does not reach `margin` on the bad side, or `undecided`.
     """
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin_verdict needs a finite margin >= 0. Found {margin}.")
@@ -301,9 +308,12 @@ def margin_verdict(low: float, high: float, margin: float, better: Direction | N
         return "equivalent"
     if better is None:
         return "undecided"
-    worst = low if better == "higher" else -high
-    if worst > 0:
-        return "better"
+    worst, best = (low, high) if better == "higher" else (-high, -low)
+    if (q_value or 0.0) <= MAX_P:
+        if worst > 0:
+            return "better"
+        if best < 0:
+            return "worse by more than the margin" if best < -margin else "worse"
     return "not worse" if worst > -margin else "undecided"
 
 

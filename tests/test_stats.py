@@ -123,12 +123,19 @@ def test_the_seeds_needed_are_the_fewest_with_which_an_arm_alone_can_be_signific
         (0.0, 0.6, "higher", "not worse"),
         (-0.5, 0.6, "higher", "undecided"),
         (-0.6, 0.4, "higher", "undecided"),
-        (0.1, 0.6, "lower", "undecided"),
+        (0.1, 0.6, "lower", "worse"),
+        (-0.6, -0.1, "higher", "worse"),
+        (0.6, 0.9, "lower", "worse by more than the margin"),
+        (-0.9, -0.6, "higher", "worse by more than the margin"),
+        (0.5, 0.9, "lower", "worse"),
         (0.1, 0.6, None, "undecided"),
     ],
 )
 def test_an_interval_is_placed_against_a_margin(low, high, better, words):
     assert margin_verdict(low, high, 0.5, better) == words
+    assert margin_verdict(low, high, 0.5, better, 0.05) == words
+    by_q = "not worse" if words == "better" else "undecided" if "worse" in words[:5] else words
+    assert margin_verdict(low, high, 0.5, better, 0.051) == by_q
 
 
 @pytest.mark.parametrize(
@@ -452,6 +459,13 @@ def test_the_simulated_p_values_are_those_of_the_test() -> None:
 def test_a_metric_of_a_study_without_effects_has_a_direction_in_one_study_of_twenty(kind, design):
     *by_metric, _ = verdict_rates.rates(kind, *design)
     assert max(by_metric) <= 0.055
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", [1, 6])
+@pytest.mark.parametrize("kind", verdict_rates.SYMMETRIC)
+def test_a_margin_names_a_direction_without_effects_in_one_study_of_twenty(kind, arms):
+    assert verdict_rates.margin_rate(kind, arms) <= 0.055
 
 
 @pytest.mark.full

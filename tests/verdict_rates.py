@@ -7,7 +7,15 @@ from itertools import product
 import numpy
 from numpy.random import Generator
 
-from gradsurg.stats import CLEAR, MAX_P, Difference, benjamini_hochberg, finding
+from gradsurg.stats import (
+    CLEAR,
+    MAX_P,
+    Difference,
+    benjamini_hochberg,
+    finding,
+    margin_verdict,
+    sign_flip_interval,
+)
 
 SEEDS, STUDIES, BATCH = 8, 28_000, 2_000
 DESIGNS = ((1, 1), (6, 1), (6, 3))
@@ -53,13 +61,36 @@ def p_values(differences: numpy.ndarray) -> numpy.ndarray:
     return (abs(differences @ SIGNS.T) >= observed).mean(axis=-1)
 
 
-def has_direction(differences: numpy.ndarray, p_by_arm: numpy.ndarray) -> bool:
-    """Whether an arm, of the differences of all arms in one metric, is found higher or lower."""
-    arms, single = numpy.flatnonzero(p_by_arm <= MAX_P), len(p_by_arm) == 1
-    q_by_arm = [None] if single or not len(arms) else benjamini_hochberg(p_by_arm.tolist())
+Found = Callable[[list[float], float | None], bool]
+
+
+def is_clear(differences: list[float], q: float | None) -> bool:
+    return finding(Difference(tuple(differences)), q) in CLEAR
+
+
+def is_better_or_worse(differences: list[float], q: float | None) -> bool:
+    """Beside a margin so small that no interval is equivalent."""
+    low, high = sign_flip_interval(differences) or (-1.0, 1.0)
+    verdict = margin_verdict(low, high, 1e-9, "higher", q)
+    return verdict == "better" or verdict.startswith("worse")
+
+
+def has_direction(
+    differences: numpy.ndarray, p_by_arm: numpy.ndarray, found: Found = is_clear
+) -> bool:
+    """Whether an arm, of the differences of all arms in one metric, is found higher or lower.
+
+    Arms without any difference are in no family.
+    """
+    family = numpy.flatnonzero(differences.any(axis=-1))
+    p_values = p_by_arm[family].tolist()
+    if min(p_values, default=1.0) > MAX_P:
+        return False
+    q_values = benjamini_hochberg(p_values) if len(family) > 1 else [None]
     return any(
-        finding(Difference(tuple(differences[arm].tolist())), q_by_arm[arm]) in CLEAR
-        for arm in arms
+        found(differences[arm].tolist(), q)
+        for arm, p, q in zip(family, p_values, q_values, strict=True)
+        if p <= MAX_P
     )
 
 
@@ -78,6 +109,18 @@ def rates(kind: Kind, arms: int, metrics: int, studies: int = STUDIES) -> tuple[
             directed.append([has_direction(*metric) for metric in zip(*study, strict=True)])
     table = numpy.array(directed)
     return *table.mean(axis=0).tolist(), float(table.any(axis=1).mean())
+
+
+def margin_rate(kind: Kind, arms: int, studies: int = STUDIES) -> float:
+    """The share of studies with an arm that is better or worse beside a margin, in one metric."""
+    generator = numpy.random.default_rng(0)
+    directed = 0
+    for _ in range(studies // BATCH):
+        values = kind(generator, (BATCH, 1 + arms, SEEDS))
+        differences = values[:, 1:] - values[:, :1]
+        for study in zip(differences, p_values(differences), strict=True):
+            directed += has_direction(*study, is_better_or_worse)
+    return directed / studies
 
 
 def rows() -> list[str]:

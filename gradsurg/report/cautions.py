@@ -9,7 +9,7 @@ import polars as pl
 
 from gradsurg.report.study import Study
 from gradsurg.report.tuning import read_tunings
-from gradsurg.report.verdict import DOES, MAX_NAMED, Row, rows_of, vacuous_sentence
+from gradsurg.report.verdict import DOES, MARGINS, MAX_NAMED, Row, rows_of, vacuous_sentence
 from gradsurg.report.wording import amount, count, is_share, listed, size, title, value
 from gradsurg.stats import (
     MAX_P,
@@ -84,7 +84,7 @@ def _skewed(row: Row) -> str:
 
 def _on_one_split(row: Row) -> str:
     """A claim about one split is none about the task: told only beside a claim."""
-    claims = {*DOES, "equivalent", "not worse", "better"}
+    claims = {*DOES, *MARGINS} - {"undecided"}
     if not {row["verdict"], row["margin"]} & claims or "one split" not in row["population"]:
         return ""
     examples = re.search(r"([\d,]+) test examples", row["population"])
@@ -127,6 +127,7 @@ def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in rows if row["n"] and not row["repeats"]]
     if all(row["verdict"] in (*DOES, "identical") for row in rows):
         return
+    rows = [row for row in rows if row["verdict"] != "identical"]
     row = min(rows, key=lambda row: row["n"])
     n, unit, key = row["n"], row["unit"], row["metric"]
     needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P

@@ -134,42 +134,43 @@ def compare_values(
         texts = {**about, "metric": metric}
         if rows and margin and not margin.is_share:
             margin = None  # it has the unit of the first metric
-        rows.append(texts | {"block": None} | _row(pairs, metric, unit if several else "", margin))
+        rows.append(texts | {"block": None} | _row(pairs, unit if several else "", margin))
         for block in blocks if several else ():
             inside = [pair for pair in pairs if pair.block == block]
-            rows.append(texts | {"block": block} | _row(inside, metric, "", margin))
+            rows.append(texts | {"block": block} | _row(inside, "", margin))
     return rows
 
 
 def with_q(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # Any: the values of a row
     """Return rows of several arms as a frame, with q and the verdict.
 
-    q is the p after the correction of Benjamini and Hochberg, among the arms within each metric; a
-    single arm has none.
+    q is the p after the correction of Benjamini and Hochberg, among the arms within each metric
+    that differ from their control at all; a single one has none.
     """
     families: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        if row["block"] is None and row.get("p") is not None:
+        if row["block"] is None and row.get("p") is not None and any(row["differences"]):
             families.setdefault(row["metric"], []).append(place)
     q_values: dict[int, float | None] = {}
     for places in families.values():
         if len(places) > 1:
             adjusted = benjamini_hochberg([rows[place]["p"] for place in places])
             q_values |= dict(zip(places, adjusted, strict=True))
-    full = [
-        {
-            **row,
-            "q": q_values.get(place),
-            "verdict": finding(row["found"], q_values.get(place)) if row["found"] else "",
-        }
-        for place, row in enumerate(rows)
-    ]
+    full = [{**row, **_verdicts(row, q_values.get(place))} for place, row in enumerate(rows)]
     columns = {key: [row.get(key) for row in full] for key in SCHEMA}
     return pl.DataFrame(columns, schema=SCHEMA, strict=False)
 
 
+def _verdicts(row: Mapping[str, Any], q: float | None) -> dict[str, object]:  # Any: of a row
+    verdict, margin = finding(row["found"], q) if row["found"] else "", ""
+    if (size := row.get("margin_size")) is not None and any(row["differences"]):
+        better = BETTER.get(row["metric"].rpartition("/")[2])
+        margin = margin_verdict(row["low"], row["high"], size, better, q)
+    return {"q": q, "verdict": verdict, "margin": margin}
+
+
 def _row(
-    pairs: Sequence[Pair], metric: str, unit: str, margin: Margin | None
+    pairs: Sequence[Pair], unit: str, margin: Margin | None
 ) -> dict[str, Any]:  # Any: the values of a row
     """Return the numbers of a row: over seeds, or with a `unit` over blocks."""
     repeats = len(pairs) if _are_repeats(pairs) else 0
@@ -197,10 +198,6 @@ def _row(
     )
     found = paired_difference(treated, control)
     low, high = found.interval or found.range
-    verdict = ""
-    if margin is not None and found.interval is not None and any(found.differences):
-        size = margin.of(fmean(control))
-        verdict = margin_verdict(low, high, size, BETTER.get(metric.rpartition("/")[2]))
     return row | {
         "n": found.n,
         "treated": fmean(treated),
@@ -216,7 +213,7 @@ def _row(
         "t_low": found.t_low,
         "t_high": found.t_high,
         "effect_size": found.effect_size,
-        "margin": verdict,
+        "margin_size": margin.of(fmean(control)) if margin and found.interval else None,
         "differences": list(found.differences),
         "seeds": None if unit else keys,
         "found": found,

@@ -98,8 +98,9 @@ def times_to_target(study: Study) -> pl.DataFrame:
                     "not_compared": ", ".join(f"{n} {why}" for why, n in lost.items()),
                 }
             )
-    if len(rows) > 1:
-        for row, q in zip(rows, benjamini_hochberg([row["p"] for row in rows]), strict=True):
+    tested = [row for row in rows if row["sooner"] or row["later"]]
+    if len(tested) > 1:
+        for row, q in zip(tested, benjamini_hochberg([row["p"] for row in tested]), strict=True):
             row["q"] = q
     return pl.DataFrame(rows, schema=TIMES)
 

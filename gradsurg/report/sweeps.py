@@ -101,6 +101,7 @@ def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
     """
     by_dose = doses(study, frame)
     rows: list[dict[str, object]] = []
+    tested: list[dict[str, object]] = []
     for (name, key, metric), part in by_dose.group_by("name", "key", "metric", maintain_order=True):
         part = part.sort("dose")
         if part["dose"].n_unique() < MIN_DOSES or part["n"].n_unique() > 1:
@@ -124,8 +125,9 @@ def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
                 "q": None,
             }
         )
+        tested += rows[-1:] * any(map(any, by_seed))  # a trend of zeros is none to test
     for metric in {row["metric"] for row in rows}:
-        family = [row for row in rows if row["metric"] == metric]
+        family = [row for row in tested if row["metric"] == metric]
         p_values = [row["p"] if isinstance(row["p"], float) else None for row in family]
         if len(family) > 1:
             for row, q in zip(family, benjamini_hochberg(p_values), strict=True):

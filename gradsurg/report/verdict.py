@@ -36,6 +36,9 @@ Row = Mapping[str, Any]  # Any: one row of the frame of `compare`
 DOES = {"higher": "raises", "lower": "lowers"}
 MARGINS = {
     "better": "{arm} is better than {against} in {metric}",
+    "worse by more than the margin": "{arm} is worse than {against} in {metric} by more than "
+    "{margin}",
+    "worse": "{arm} is worse than {against} in {metric}",
     "equivalent": "{arm} and {against} are equivalent in {metric} within {margin}",
     "not worse": "{arm} is not worse than {against} in {metric} by {margin} or more",
     "undecided": "whether {arm} and {against} are equivalent in {metric} within {margin} is open",
@@ -79,7 +82,7 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
 def _of_one(row: Row, margin: Margin | None, population: bool = True) -> str:
     key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, population)
     metric, difference = title(key), amount(key, row["difference"])
-    if row["margin"] and margin is not None:
+    if row["margin"] and margin is not None and not _is_directed(row):
         limit = size(key, margin.of(row["control"]))
         if row["margin"] == "equivalent" and (word := DOES.get(row["verdict"])):
             by = size(key, row["difference"])
@@ -139,8 +142,7 @@ def evidence(row: Row, population: bool = True) -> str:
         span = amounts(key, row["low"], row["high"])
         parts.append(f"range over {count(n, row['unit'])} {span}")
     elif n > 1 and row["interval"]:
-        directed = row["verdict"] in DOES and not row["margin"]
-        ends = (sizes if directed else amounts)(key, row["low"], row["high"])
+        ends = (sizes if _is_directed(row) else amounts)(key, row["low"], row["high"])
         parts.append(f"{row['interval']} interval {ends}")
     if row["margin"] == "equivalent" and row["verdict"] not in DOES:
         parts.append("two one-sided tests at 0.025 each")
@@ -151,6 +153,11 @@ def evidence(row: Row, population: bool = True) -> str:
     if row["population"] and population:
         parts.append(row["population"])
     return "; ".join(parts) or "one run of each"
+
+
+def _is_directed(row: Row) -> bool:
+    """Whether the verdict is the direction, also with a margin if the metric has no good side."""
+    return row["verdict"] in DOES and row["margin"] in ("", "undecided")
 
 
 def wins(row: Row) -> str:

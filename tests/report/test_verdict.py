@@ -149,6 +149,8 @@ def test_of_several_arms_the_clear_ones_are_named_and_the_others_counted() -> No
         ([0.1, -0.1, 0.2, 0.0, -0.2, 0.1], "clip and control are equivalent in test accuracy"),
         ([1.0, -0.2, 1.5, 0.1, 0.9, -0.1], "clip is not worse than control in test accuracy by"),
         ([1.0, 0.9, 1.5, 1.2, 0.9, 1.1], "clip is better than control in test accuracy: +1.10 pp"),
+        ([-1.0, -0.9, -1.5, -1.2, -0.9, -1.1], "clip is worse than control in test accuracy by m"),
+        ([-1.0, -0.2, -1.5, -1.2, -0.9, -1.1], "clip is worse than control in test accuracy: -0"),
         ([1.0, -1.9, 1.5, -1.2, 0.9, 0.1], "Whether clip and control are equivalent in test"),
     ],
 )
@@ -157,7 +159,7 @@ def test_a_margin_is_answered_with_the_signed_interval(points: list[float], star
     one["margin"] = margin_verdict(float(str(one["low"])), float(str(one["high"])), 0.005, "higher")
     text = said(one, margin="0.5pp")
     assert text.startswith(start)
-    assert ("0.50 pp" in text) == (one["margin"] != "better")
+    assert ("0.50 pp" in text) == (one["margin"] not in ("better", "worse"))
     assert "95 % interval" in text
     assert ("two one-sided tests" in text) == (one["margin"] == "equivalent")
     small = said(row([0.1] * 5 + [0.2], margin="equivalent"), margin="0.5pp")
@@ -167,6 +169,11 @@ def test_a_margin_is_answered_with_the_signed_interval(points: list[float], star
     assert "b and control are equivalent in test accuracy within 0.50 pp: +0.00 pp (" in said(
         one, row([0] * 6, "b", margin="equivalent"), margin="0.5pp"
     )
+
+
+def test_a_clear_difference_of_a_metric_without_a_good_side_is_told_beside_a_margin() -> None:
+    text = said(row(CLIP, metric="test/steps", margin="undecided"), margin="0.001")
+    assert text.startswith("clip lowers test steps by 0.005 (95 % interval 0.00203 to ")
 
 
 def test_a_control_that_is_the_treatment_itself_gives_no_verdict() -> None:
@@ -264,6 +271,8 @@ def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
     studies.paired(two, "noise", [0.01, -0.01, 0.02, -0.02, 0, 0.01])
     told = warned(read_study(two))
     assert "an arm that differs alone, needs 7 seeds" in told["few seeds"]
+    studies.paired(two, "idle", [0.0] * 6)
+    assert "needs 7 seeds" in warned(read_study(two))["few seeds"]  # idle is in no correction
     assert told["several arms"].startswith("Several arms are compared at once: q is p corrected")
 
 
