@@ -236,6 +236,7 @@ class _OpenRun:
         self.timer = CheckpointTimer(run.schedule)
         self._examined: dict[str, float] = {}
         self._notes: list[str] = []
+        self._is_idle = False
 
     def _restored(self, checkpoint: Checkpoint) -> Checkpoint:
         """Load a checkpoint, and return it with this rank's parts in place of rank 0's."""
@@ -333,7 +334,7 @@ class _OpenRun:
             self._examined |= {f"test/{name}": value for name, value in numbers.items()}
         if not run.shadow:
             every = run.schedule.effects_every
-            self._notes = _idle_notes(self.training.surgery, self.live, every)
+            self._notes, self._is_idle = _idle_notes(self.training.surgery, self.live, every)
 
     def _examination(self, task: Examined) -> dict[str, float]:
         """Run the task's examination of the trained model."""
@@ -361,7 +362,8 @@ class _OpenRun:
                 place = item.filename, item.lineno
                 warnings.warn_explicit(item.message, item.category, *place, registry=registry)
         notes = self._notes + self._surgery_warnings()
-        return self.log.summary(self.data, self.model, self._examined, notes)
+        outcome = self.log.summary(self.data, self.model, self._examined, notes)
+        return outcome | ({"idle": True} if self._is_idle else {})
 
     def _surgery_warnings(self) -> list[str]:
         """Return the messages of all surgery warnings, each once."""
@@ -369,9 +371,9 @@ class _OpenRun:
         return list(dict.fromkeys([*self._warned, *new]))
 
 
-def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
+def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[list[str], bool]:
     """Return a note for each transform that changed no entry at the steps that were measured, and
-    for each that may skip steps.
+    for each that may skip steps; and whether none of all transforms changed an entry.
 
     A note has quantiles of |g| and bounds that would have changed some gradients.
     """
@@ -389,6 +391,10 @@ def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
     effects: dict[str, list[Mapping[str, object]]] = {}
     for row in live.effects.rows():
         effects.setdefault(str(row["transform"]), []).append(row)
+    acting = [rows for transform, rows in effects.items() if transform not in identities]
+    changed = [row["changed"] for rows in acting for row in rows if row["changed"] is not None]
+    combines = any(item.aggregator is not None for item in surgery.interventions)
+    idle = bool(changed) and not (any(changed) or any(skipped.values()) or combines)
     for transform, rows in effects.items():
         if transform in (*identities, *skipped) or any(row["changed"] for row in rows):
             continue
@@ -401,7 +407,7 @@ def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> list[str]:
             reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
             text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
             notes.append(text + suggested_bounds(quantiles, norms))
-    return notes
+    return notes, idle
 
 
 def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:

@@ -115,11 +115,11 @@ def _splits(_: Study, rows: Sequence[Row]) -> list[str]:
     return [row["arm"] for row in rows if row["unit"] == "split" and row["n"] >= MIN_FOR_P]
 
 
-def _unchanged(study: Study, _: Sequence[Row]) -> Iterator[str]:
-    for run in study.all_runs:
-        for note in (run.summary or {}).get("notes") or []:
-            if found := re.match(r"(\S+) changed nothing", note):
-                yield found[1]
+def _unchanged(study: Study, rows: Sequence[Row]) -> list[str]:
+    """The arms without a difference; between measured steps a transform may have acted."""
+    different = {row["arm"] for row in rows if row["difference"]}
+    idle = [arm for arm in study.arms if arm.whole and all(run.idle for run in arm.whole)]
+    return [arm.name for arm in idle if arm.name not in different]
 
 
 def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
@@ -220,7 +220,7 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
         "The margin was given when outcomes were known: this is no planned test of equivalence.",
     ),
     "few seeds": (_few, "{}"),
-    "nothing changed": (_unchanged, "No gradient was changed by {}: the arms are one training."),
+    "nothing changed": (_unchanged, "No gradient was changed by {}: trained as the control."),
     "several splits": (
         _splits,
         "Splits share examples and seeds: interval and p are about splitting these data anew, and "

@@ -64,6 +64,7 @@ class LoadedRun:
     measured: Mapping[str, Any] = field(default_factory=dict)  # such as the metric of the verdict
     command: tuple[str, ...] = ()  # the words of the command line that planned it
     looked: int = 0  # finished runs of its arm when it was planned
+    idle: bool = False  # no transform changed an entry at the steps that were measured
     margin_after: bool = False  # the margin was given when the run had finished
     made_with: Mapping[str, object] = field(default_factory=dict)
 
@@ -169,6 +170,7 @@ def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
         measured=facts.get("measured") or {},
         command=tuple(map(str, facts.get("command") or ())),
         looked=facts.get("looked") or 0,
+        idle=summary.get("idle") is True,
         margin_after=bool(facts.get("margin_after")),
         made_with=facts.get("made_with") or {},
     )

@@ -210,6 +210,7 @@ def _runs_frame(arms: Sequence[Arm]) -> pl.DataFrame:
                 "steps": run.steps,
                 "done": run.done,
                 "control": run.control,
+                "idle": run.idle,
             }
             row |= {key: run.number(key) for key in run.summary or {} if "/" in key}
             row |= {

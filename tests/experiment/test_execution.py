@@ -247,7 +247,10 @@ def test_warnings_of_users_code_are_emitted_once(tmp_path) -> None:
 
 
 def test_a_transform_that_changes_nothing_is_noted_with_a_bound_that_would(tmp_path) -> None:
-    (note,) = notes(execute(a_run(gs.Clip(1e9)), tmp_path, []))
+    record = execute(a_run(gs.Clip(1e9)), tmp_path, [])
+    (note,) = notes(record)
+    assert record.summary["idle"] is True
+    assert "idle" not in execute(a_run(gs.Identity()), tmp_path, []).summary
     assert note.startswith(f"clip {IDLE}. Quantiles of |g|: 50% ")
     words = note.partition("A bound of ")[2].split()
     entries, norms = float(words[0]), float(words[5])
@@ -256,6 +259,7 @@ def test_a_transform_that_changes_nothing_is_noted_with_a_bound_that_would(tmp_p
         changed = [row["changed"] for row in lines(record, "effects.jsonl")]
         assert any(changed), transform
         assert notes(record) == []
+        assert "idle" not in record.summary
 
 
 @pytest.mark.parametrize(
@@ -298,10 +302,12 @@ def test_a_suggested_bound_is_below_the_largest_value_also_as_printed(
 def test_each_transform_that_changes_nothing_is_noted(
     tmp_path, transform, when, starts: list[str], end: str
 ) -> None:
-    texts = notes(execute(a_run(transform, when=when), tmp_path, []))
+    record = execute(a_run(transform, when=when), tmp_path, [])
+    texts = notes(record)
     for text, start in zip(texts, starts, strict=True):
         assert text.startswith(start)
         assert text.endswith(end)
+    assert "idle" not in record.summary  # another link acts, or nothing was measured
 
 
 def test_a_task_that_changes_the_current_folder_moves_no_file(tmp_path, monkeypatch) -> None:

@@ -233,9 +233,11 @@ def test_a_direction_beside_a_margin_needs_q_among_several_arms(
 
 
 def test_arms_that_equal_their_control_in_each_seed_are_in_no_correction(tmp_path: Path) -> None:
-    studies.paired(tmp_path, "clip", [-0.12 - seed / 1000 for seed in range(8)])
-    for dose in range(6):
-        studies.paired(tmp_path, f"idle{dose}", [0.0] * 8)
+    for seed in range(8):
+        control = studies.whole(tmp_path, "none", seed, 0.9 + seed / 100)
+        studies.whole(tmp_path, "clip", seed, 0.8 + seed / 110, control)
+        for dose in range(6):
+            studies.whole(tmp_path, f"idle{dose}", seed, 0.9 + seed / 100, control)
     frame = of_folder(tmp_path)
     clip, idle = row(frame, "clip"), row(frame, "idle0")
     assert (clip["verdict"], clip["q"]) == ("lower", None)

@@ -271,8 +271,11 @@ def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
     studies.paired(two, "noise", [0.01, -0.01, 0.02, -0.02, 0, 0.01])
     told = warned(read_study(two))
     assert "an arm that differs alone, needs 7 seeds" in told["few seeds"]
-    studies.paired(two, "idle", [0.0] * 6)
-    assert "needs 7 seeds" in warned(read_study(two))["few seeds"]  # idle is in no correction
+    for seed in range(6):
+        control = studies.whole(two, "none", seed, 0.5 + seed / 100, lr=1.0)
+        for label in ("idle", "still"):
+            studies.whole(two, label, seed, 0.5 + seed / 100, control, lr=1.0)
+    assert "needs 7 seeds" in warned(read_study(two))["few seeds"]  # these two are in no correction
     assert told["several arms"].startswith("Several arms are compared at once: q is p corrected")
 
 
@@ -290,8 +293,20 @@ def test_runs_after_a_look_and_a_margin_after_it_are_told(tmp_path: Path) -> Non
 
 
 def test_a_transform_that_changed_nothing_and_several_splits_are_told(tmp_path: Path) -> None:
-    study = rewrite(study_of(tmp_path / "a", [0] * 6), SUMMARY, notes=["clip changed nothing. So."])
-    assert warned(study)["nothing changed"].startswith("No gradient was changed by clip")
+    for seed in range(6):
+        control = studies.whole(tmp_path / "a", "none", seed, 0.9 + seed / 100)
+        studies.whole(tmp_path / "a", "clip", seed, 0.9 + seed / 100, control, value=0.5)
+        studies.whole(tmp_path / "a", "clip", seed, 0.8 + seed / 110, control, value=0.001)
+    told = "No gradient was changed by clip 0.5: trained as the control."
+    study = read_study(tmp_path / "a")
+    for arm, text in (("clip 0.001", None), ("clip 0.5", told)):
+        (runs,) = (one.runs for one in study.arms if one.name == arm)
+        for run in runs:
+            content = json.loads((run.path / SUMMARY).read_text("utf-8"))
+            (run.path / SUMMARY).write_text(json.dumps({**content, "idle": True}), "utf-8")
+        study = read_study(tmp_path / "a")
+        assert warned(study).get("nothing changed") == text
+    assert study.runs.filter("idle")["arm"].unique().sort().to_list() == ["clip 0.001", "clip 0.5"]
     for split in range(6):
         task = {"name": "digits", "split_seed": split}
         studies.paired(tmp_path / "b", "clip", [0.1 + split / 100], task=task)
