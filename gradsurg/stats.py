@@ -406,8 +406,10 @@ def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[fl
         0.0 if isclose(a, b, rel_tol=ROUNDING) else a - b
         for a, b in zip(treated, control, strict=True)
     ]
-    # 0.7 - 0.6 and 0.9 - 0.8 are not the same number, but the same difference.
-    if max(differences) - min(differences) <= ROUNDING * max(map(abs, [*treated, *control])):
+    # 0.7 - 0.6 and 0.9 - 0.8 are not the same number, but the same difference: up to the rounding
+    # of the smallest pair, because one pair near overflow makes no tie of the others.
+    smallest = min(max(abs(a), abs(b)) for a, b in zip(treated, control, strict=True))
+    if max(differences) - min(differences) <= ROUNDING * smallest:
         differences = [differences[0]] * len(differences)
     return tuple(differences)
 
@@ -472,22 +474,26 @@ def _subset_sums(differences: Sequence[float]) -> "tuple[NDArray[float64], NDArr
 
     values, n = numpy.asarray(differences, float), len(differences)
     if sign_flip_is_exact(n):
-        sums = sizes = numpy.zeros(1)
+        sums = sizes = totals = numpy.zeros(1)  # `totals`: of the absolute values
         for value in values:
             sums = numpy.concatenate([sums, sums + value])
             sizes = numpy.concatenate([sizes, sizes + 1])
-        sums, sizes = sums[1:], sizes[1:]
+            totals = numpy.concatenate([totals, totals + abs(value)])
+        sums, sizes, totals = sums[1:], sizes[1:], totals[1:]
     else:
         generator, total = numpy.random.default_rng(0), fsum(differences)
         sums, sizes = numpy.array([total]), numpy.array([float(n)])
+        totals = numpy.array([fsum(map(abs, differences))])
         for start in range(0, NUM_SIGN_DRAWS, _DRAWS_PER_BATCH):
             shape = min(_DRAWS_PER_BATCH, NUM_SIGN_DRAWS - start), n
             chosen = generator.integers(0, 2, shape, dtype=numpy.int8)
-            size, drawn = chosen.sum(axis=1), chosen.astype(float) @ values
-            proper = (size > 0) & (size < n)
-            sums = numpy.concatenate([sums, drawn[proper], total - drawn[proper]])
-            sizes = numpy.concatenate([sizes, size[proper], n - size[proper]])
-    sums[abs(sums) <= _rounding(differences) / 2] = 0.0
+            size = chosen.sum(axis=1)
+            for subset in (chosen, 1 - chosen):
+                proper = subset[(size > 0) & (size < n)].astype(float)
+                sums = numpy.concatenate([sums, proper @ values])
+                sizes = numpy.concatenate([sizes, proper.sum(axis=1)])
+                totals = numpy.concatenate([totals, proper @ abs(values)])
+    sums[abs(sums) <= ROUNDING * totals / 2] = 0.0
     return sums, sizes
 
 

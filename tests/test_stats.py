@@ -86,6 +86,16 @@ def test_differences_that_rounding_alone_sets_apart_are_equal():
     assert paired_difference([1e-9, 2e-9], [0.0, 0.0]).higher == 2
 
 
+@pytest.mark.parametrize("n", [8, 25])
+def test_one_number_near_overflow_makes_no_ties_of_the_others(n):
+    small = [0.1 + place / 100 for place in range(n - 1)]
+    found = paired_difference([1e27, *(0.5 + one for one in small)], [1e27] + [0.5] * (n - 1))
+    assert found.differences == pytest.approx([0.0, *small])
+    assert sign_flip_p_value([1e27, *small]) == sign_flip_p_value([1.0, *small])
+    low, _ = sign_flip_interval([1e27, *small]) or (0, 0)
+    assert low > 0.1
+
+
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 20])
 def test_the_sign_test_p_value_is_scipys_binomial_test(n):
     for higher in range(n + 1):

@@ -36,6 +36,7 @@ the total of entries that are NaN or infinite before or after. A gradient that i
 cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero.
 At `Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
 
+NORMS = ("norm_before", "norm_after")
 NORM_RATIO = Number("norm_ratio", "norm ratio")
 """norm_after / norm_before, in summaries over many sites and in W&B."""
 

@@ -9,7 +9,7 @@ from math import isfinite
 from operator import itemgetter
 from statistics import fmean
 
-from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO
+from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO, NORMS
 
 AUTO, SITES = "auto", "sites"
 MAX_SITES = 12  # of a transform; with more it is summarized
@@ -80,8 +80,16 @@ def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
 
 
 def over_sites(rows: Sequence[Row], names: Iterable[str]) -> Row:
-    """Return the sums of the counts and the means of other numbers, None without a value."""
-    values = {name: [v for row in rows if (v := _number(row, name)) is not None] for name in names}
+    """Return the sums of the counts and the means of other numbers, None without a value.
+
+    The means of both norms are over the same rows, those with both, if there are any.
+    """
+    both = [row for row in rows if all(_number(row, name) is not None for name in NORMS)] or rows
+    rows_of = {name: both if name in NORMS else rows for name in names}
+    values = {
+        name: [v for row in own if (v := _number(row, name)) is not None]
+        for name, own in rows_of.items()
+    }
     return {
         name: (sum if name in COUNTS else fmean)(column) if column else None
         for name, column in values.items()

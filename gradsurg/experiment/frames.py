@@ -10,7 +10,7 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES, EFFECT_NAMES
+from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES, EFFECT_NAMES, NORMS
 from gradsurg.experiment.run_directory import (
     CONFLICTS,
     EFFECTS,
@@ -80,13 +80,17 @@ def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[di
     """Return the mean effects of each transform at each site, over each run and then over the runs.
 
     Intervals are weighted by their calls of the site; all runs have equal weight. An interval in
-    which a number is null (not sampled, or not finite) does not count for it. `runs`, `seen`,
+    which a number is null (not sampled, or not finite) does not count for it; one with a null norm,
+    before or after, for neither. `runs`, `seen`,
     `calls`, `sampled` and `nonfinite` are totals. Rows are in order of first appearance. `examined`
     reads the effects of the examination after the training instead.
     """
     rows = _read(paths, EXAMINED_EFFECTS if examined else EFFECTS, EFFECTS_KEYS)
     numbers = [name for name in rows.columns if name not in (*EFFECTS_KEYS, NOT_FINITE)]
     calls, keys = pl.col("calls"), ["transform", "site"]
+    if norms := [name for name in numbers if name in NORMS]:
+        finite = pl.all_horizontal(pl.col(norms).is_not_null())
+        rows = rows.with_columns(pl.when(finite).then(pl.col(norms)).name.keep())
     means = [
         (pl.col(name) * calls).sum() / calls.filter(pl.col(name).is_not_null()).sum()
         for name in numbers

@@ -546,14 +546,17 @@ def effect_map(frame: pl.DataFrame) -> Chart:
 
 
 def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
-    """Return the share of gradients in each interval of norms, before and after a transform."""
+    """Return the share of gradients in each interval of norms, before and after a transform.
+
+    Those of which one norm is not finite count in neither.
+    """
     sizes = {"norm_before": "before", "norm_after": "after"}
     rows = (
         _named(effects)
+        .drop_nulls([*sizes])
         .rename(sizes)
         .unpivot([*sizes.values()], index=["name", "sampled"], variable_name="when")
         .rename({"value": "norm"})
-        .drop_nulls("norm")
     )
     share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")
     place = (pl.col("norm").log(10) * PER_DECADE + 1e-9).floor()

@@ -1,9 +1,11 @@
 """The numbers that are logged of few, and of many sites."""
 
+from math import inf
+
 import pytest
 
 from gradsurg.effects.numbers import EFFECT_NAMES
-from gradsurg.effects.summary import effects_by_path
+from gradsurg.effects.summary import effects_by_path, over_sites
 from gradsurg.effects.tables import effect_table
 
 LAYERS = 20
@@ -71,3 +73,11 @@ def test_a_table_of_many_sites_has_those_that_stand_out() -> None:
     assert len(effect_table(rows, most=40).splitlines()) == 2 + 40
     unchanged = [{**row, "changed": 0.0, "cosine": 1.0} for row in rows]
     assert effect_table(unchanged).splitlines()[-1] == "40 other sites: in effects.jsonl"
+
+
+def test_the_means_of_both_norms_are_over_the_same_sites():
+    rows = [{"norm_before": inf, "norm_after": 1.0}, {"norm_before": 4.0, "norm_after": 2.0}]
+    norms = ("norm_before", "norm_after")
+    assert over_sites(rows, norms) == {"norm_before": 4.0, "norm_after": 2.0}
+    control = [{"norm_before": 4.0, "norm_after": None}]
+    assert over_sites(control, norms) == {"norm_before": 4.0, "norm_after": None}

@@ -98,3 +98,15 @@ def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
     (row,) = effect_table([run.path])
     assert row["cosine"] is None
     assert row["zeroed"] == 0.5
+
+
+def test_the_means_of_both_norms_are_over_the_same_intervals(run):
+    run.append(
+        "effects.jsonl",
+        [
+            effect(1, 5, 5, norm_before=float("nan"), norm_after=1.0, changed=1.0),
+            effect(2, 5, 5, norm_before=4.0, norm_after=2.0, changed=0.0),
+        ],
+    )
+    (row,) = effect_table([run.path])
+    assert (row["norm_before"], row["norm_after"], row["changed"]) == (4.0, 2.0, 0.5)

@@ -299,13 +299,17 @@ def test_the_map_of_effects_has_no_colour_where_nothing_changed() -> None:
 
 
 def test_norms_are_shares_of_the_gradients_before_and_after() -> None:
-    frame = charts.norms_frame(effects(("a", 10, 1, 1.0, 1.0, 0.0), ("a", 20, 3, 1.0, 100.0, 10.0)))
+    measured = effects(("a", 10, 1, 1.0, 1.0, 0.0), ("a", 20, 3, 1.0, 100.0, 10.0))
+    frame = charts.norms_frame(measured)
     rows = {(row["when"], row["share"]): row for row in frame.iter_rows(named=True)}
     assert rows.keys() == {("before", 0.25), ("before", 0.75), ("after", 0.75)}
     middle = rows["after", 0.75]
     assert middle["least"] <= 10 * (1 + 1e-9) <= middle["most"] * (1 + 1e-9)
     drawn = svg(charts.norms_chart(frame))
     assert marks(drawn, "rect") == 3
+    lost = effects(("a", 30, 5, 1.0, 1.0, 0.1)).with_columns(norm_before=None)
+    both = pl.concat([measured, lost], how="vertical_relaxed")
+    assert charts.norms_frame(both).equals(frame)
 
 
 def test_seeds_that_reached_the_target_are_counted_over_the_steps() -> None:
