@@ -1,6 +1,6 @@
-"""Folders of runs that an earlier version has written: later ones report on them and resume them.
+"""Studies that an earlier commit has written are reported on and, with the same torch, resumed.
 
-`tests/old_runs` has three studies as version 0.2.0 wrote them with torch 2.13, while it had the
+`tests/old_runs` has three studies written with torch 2.13 by a commit of version 0.2.0 that had the
 config key `update_effect_every`: `plain` and `sweep` are finished, the treated run of `killed` was
 killed at step 23 and has a checkpoint of step 16. `expected.json` has the numbers of that version's
 reports, and under `whole` those of the killed run when nothing kills it. The commands were

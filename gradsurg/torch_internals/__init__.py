@@ -1,8 +1,8 @@
-"""Private functions of PyTorch, each behind one function of ours with a test.
+"""All access to private objects of PyTorch; each has a test.
 
 `private`, `lookup` and `needs` report an object that a version of PyTorch lacks, and only when it
-is used. A path is a module and a name in it, as `torch.nn:Module._call_impl`. For `needs` it may go
-on with an attribute that a class declares or sets in `__init__`, or a local variable of a function.
+is used. A path is a module and a name in it, as `torch.nn:Module._call_impl`. A path for `needs`
+may also name an instance attribute that `__init__` sets, or a local variable of a function.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,10 @@ def private(path: str) -> Any:  # Any: as above
 
 
 def needs(*paths: str) -> Callable[[Function], Function]:
-    """Return a decorator of a function that uses these; it raises when called if one is missing.
+    """Return a decorator of a function that uses these private objects.
 
-    Otherwise the decorator returns the function itself, so that calls cost nothing.
+    If one is missing, the decorated function raises RuntimeError when it is called; otherwise the
+    decorator returns the function itself, so that calls cost nothing.
     """
     missing: list[Any] = [_Missing(path) for path in paths if not _exists(path)]
     return lambda function: missing[0] if missing else function
