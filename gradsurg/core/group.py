@@ -124,15 +124,20 @@ class GroupHook:
     ) -> tuple[Iterator[Tensor], bool]:
         """Apply a group transform and update its state; the results are computed when asked for."""
         session, first = self.owner.session, links[0]
-        key = f"{first.label}/group"
-        if before := session.states.get(key):
+        key, has_entries = f"{first.label}/group", transform.members == "entries"
+        saved, befores = session.states.get(key), []
+        if saved and transform.members == "fixed":
             self._check_members(links)
         contexts = self._contexts(hooks, links, grads)
         checks = not (self._is_checked and first.is_trusted)
         versions = [autograd.version_of(grad) for grad in grads] if checks else []
         note = f"while {first.label} acted on {len(grads)} sites, step {session.clock.step}"
         try:
-            before = transform.init_group(grads) if before is None else before
+            if has_entries:
+                befores = _of_each(transform, links, grads, saved)
+                before = _joined(befores)
+            else:
+                before = transform.init_group(grads) if saved is None else saved
             with first.watched(grads[0].device):
                 results, state = transform.update_group(grads, before, contexts)
                 if not first.is_trusted:  # a user's generator may draw, or read all gradients
@@ -141,8 +146,14 @@ class GroupHook:
             error.add_note(note)
             raise
         skips = False
-        if state:
-            self._check_members(links)
+        if has_entries:
+            for link, old, new, fired in zip(links, befores, _apart(state), fires, strict=True):
+                link.state = old
+                link.store(new, fired if isinstance(fired, Tensor) else None)
+            session.states.pop(key, None)
+        elif state:
+            if transform.members == "fixed":
+                self._check_members(links)
             session.states[key] = _chosen(fires, state, before)
             if "skip" in transform.needs:
                 skips = bool(session.states[key][SKIPPED] > before[SKIPPED])
@@ -228,6 +239,34 @@ def _merged(
         grads[index] = None
     for _ in stream:  # let it end, so that it drops what it holds
         raise AssertionError("a group has more results than gradients")
+
+
+def _of_each(
+    transform: GroupTransform,
+    links: Sequence[Link],
+    grads: Sequence[Tensor],
+    saved: TransformState | None,
+) -> list[TransformState]:
+    """The state of each member: its own, or else its part of `saved`, one of all together."""
+    if saved is None and all(link.state for link in links):
+        return [link.state for link in links]
+    parts = _apart(transform.init_group(grads) if saved is None else saved)
+    if len(parts) != len(links):  # a loaded state, which does not tell its members
+        raise RuntimeError(
+            f"{links[0].label}: begin with a step in which the same parameters have a gradient: "
+            f"the loaded state is that of {len(parts)} tensors, now there are {len(links)}"
+        )
+    return [link.state or part for link, part in zip(links, parts, strict=True)]
+
+
+def _joined(states: Sequence[TransformState]) -> TransformState:
+    """One state of all members: the last axis of each tensor has an entry of each."""
+    return {name: torch.cat([state[name] for state in states], dim=-1) for name in states[0]}
+
+
+def _apart(state: TransformState) -> list[TransformState]:
+    entries = zip(*(tensor.split(1, dim=-1) for tensor in state.values()), strict=True)
+    return [dict(zip(state, entry, strict=True)) for entry in entries]
 
 
 def _chosen(

@@ -12,6 +12,7 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.plugins.reductions import joint_norm, norms_of, scaled
 from gradsurg.transforms.base import (
     GroupTransform,
+    Members,
     TransformContext,
     TransformState,
 )
@@ -41,6 +42,7 @@ class AdaptiveClip(GroupTransform):
 
     Any shapes. Zeros stay zero, empty tensors stay empty. A norm that is NaN or infinite is not
     averaged. A NaN stays in its place; an infinity that is clipped becomes NaN and the rest zero.
+    A gradient that is absent in a step does not count; with `of=each` its own m and v stay.
     """
 
     rule: Literal["zscore", "deviations", "ratio", "quantile"] = "zscore"
@@ -65,6 +67,10 @@ class AdaptiveClip(GroupTransform):
     @property
     def acts_on_shards(self) -> bool:
         return True
+
+    @property
+    def members(self) -> Members:
+        return "entries" if self.of == "each" else "any"
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         norms = self._norms(grads)

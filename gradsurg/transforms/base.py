@@ -17,6 +17,7 @@ from gradsurg.torch_internals import autograd
 
 TransformState = dict[str, Tensor]
 Scope = Literal["tensor", "group"]
+Members = Literal["fixed", "any", "entries"]
 TransformProperty = Literal[
     "elementwise",  # entry i of T(g) depends on no entry of g other than entry i
     "homogeneous",  # T(c g) = c T(g) for c > 0: commutes with loss scaling
@@ -317,6 +318,16 @@ class GroupTransform(Transform):
     def scope(self) -> Scope:
         return "group"
 
+    @property
+    def members(self) -> Members:
+        """Which gradients of its group may be absent in a step, if it has a state.
+
+        None with `fixed`. With `any` the state holds nothing of a single gradient. With `entries`
+        the last axis of each tensor of it has one entry of each gradient, which is kept apart for
+        its site: that of an absent gradient stays, and a new gradient begins its own.
+        """
+        return "fixed"
+
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         """Return the state before the first gradients of a group; by default there is none."""
         return {}
@@ -388,6 +399,11 @@ class Wrapper(GroupTransform):
     def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
         """Return the new gradient, from the gradient and the result of `of`."""
         return result
+
+    @property
+    def members(self) -> Members:
+        has_its_state = type(self).init_group is Wrapper.init_group
+        return self.of.members if has_its_state and isinstance(self.of, GroupTransform) else "fixed"
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return init_all(self.of, grads)

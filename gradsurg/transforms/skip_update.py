@@ -12,6 +12,7 @@ from gradsurg.plugins.reductions import joint_norm, peak
 from gradsurg.transforms.base import (
     SKIPPED,
     GroupTransform,
+    Members,
     TransformContext,
     TransformState,
 )
@@ -45,6 +46,10 @@ class SkipUpdate(GroupTransform):
     tags = frozenset(
         {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
     )
+
+    @property
+    def members(self) -> Members:
+        return "any"
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         return {SKIPPED: torch.zeros((), dtype=torch.int64, device=grads[0].device)}

@@ -115,3 +115,68 @@ def test_a_group_gets_the_values_and_does_not_hold_them() -> None:
     gc.collect()
     assert held() is None
     assert live.effects.rows()
+
+
+ABSENT = {
+    "zclip": gs.AdaptiveClip(warmup=2),
+    "autoclip": gs.AdaptiveClip("quantile", 0.1, max_norm=None),
+    "adagc": gs.AdaptiveClip("ratio", 1.05, warmup=2, of="each"),
+    "each quantile": gs.AdaptiveClip("quantile", 0.1, max_norm=None, of="each"),
+    "skip": gs.SkipUpdate(),
+    "wrapped": gs.Scheduled(gs.AdaptiveClip("ratio", warmup=2, of="each"), stop=0.5, steps=1),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_parameter_may_have_no_gradient_in_a_step(name: str) -> None:
+    """With a state of each it acts on a parameter as if the others did not exist."""
+    transform = ABSENT[name]
+    absent: list[set[int]] = [{3}, set(), {0, 1}, set(), {2}, set()]
+
+    def run(only: int | None) -> list[list[Tensor | None]]:
+        params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+        kept = params if only is None else [params[only]]
+        model = nn.ParameterDict({str(index): param for index, param in enumerate(kept)})
+        optimizer, results = torch.optim.SGD(kept), list[list[Tensor | None]]()
+        with attached(model, transform, STEP, optimizer):
+            for step, without in enumerate(absent):
+                for index, param in enumerate(params):
+                    grad = (torch.arange(3.0) + index) * 0.01 * (1 + step * 7 % 5)
+                    param.grad = None if index in without else grad
+                optimizer.step()
+                results.append([param.grad for param in kept])
+        return results
+
+    together = run(None)
+    for step, (grads, without) in enumerate(zip(together, absent, strict=True)):
+        assert {index for index, grad in enumerate(grads) if grad is None} == without, step
+    if "each" in repr(transform):
+        alone = [run(index) for index in range(4)]
+        for step in range(len(absent)):
+            for index in range(4):
+                assert_same(together[step][index], alone[index][step][0])
+
+
+def assert_same(found: Tensor | None, wanted: Tensor | None) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_a_state_of_each_that_was_saved_together_goes_on() -> None:
+    transform = gs.AdaptiveClip("ratio", 1.05, warmup=2, of="each")
+    model, optimizer = trainee()
+    with attached(model, transform, STEP, optimizer) as live:
+        train(model, optimizer, 3)
+        states = live.session.states
+        parts = [states.pop(key) for key in [*states]]
+        assert len(parts) == len([*model.parameters()])
+        together = {key: torch.cat([part[key] for part in parts], -1) for key in parts[0]}
+        states["adaptive_clip/group"] = together
+        live.load_states()
+        train(model, optimizer, 1, start=3)
+        assert all(int(state["count"]) == 4 for state in states.values())
+        assert len(states) == len(parts)
+        states.clear()
+        states["adaptive_clip/group"] = {key: value[1:] for key, value in together.items()}
+        live.load_states()
+        with pytest.raises(RuntimeError, match="begin with a step in which the same parameters"):
+            train(model, optimizer, 1, start=4)
