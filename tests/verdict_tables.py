@@ -9,9 +9,14 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def cell(verdict: Verdict) -> str:
-    """Return the cell of a verdict: `yes`, `(yes)` if it is not declared, or empty."""
+    """Return the cell of a verdict: `yes`, `(yes)` if it is not declared, or empty.
+
+    `not tested` if no case could have decided it.
+    """
     if not verdict.holds:
         return ""
+    if not verdict.tested:
+        return "not tested"
     return "yes" if verdict.declared else "(yes)"
 
 

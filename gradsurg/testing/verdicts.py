@@ -24,6 +24,8 @@ class Verdict:
     declared: bool
     holds: bool
     counterexample: str = ""
+    tested: bool = True
+    """Whether a case could have been a counterexample."""
 
     @property
     def broken(self) -> bool:
@@ -53,7 +55,8 @@ class Table:
             if verdict.declared:
                 answer = "yes" if verdict.holds else "BROKEN"
             else:
-                answer = "holds, not declared" if verdict.holds else "no"
+                holds = "holds, not declared" if verdict.tested else "not tested"
+                answer = holds if verdict.holds else "no"
             lines.append(f"  {verdict.name:<26}{answer:<20}{verdict.counterexample}".rstrip())
         return "\n".join(lines)
 

@@ -27,6 +27,13 @@ def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
     assert "  linear                    holds, not declared" in str(table).splitlines()
 
 
+def test_a_transform_that_changes_no_gradient_of_the_cases_is_not_tested() -> None:
+    waits = check_transform(gs.GrokfastMA(), count=2)
+    assert {one.name for one in waits.verdicts if one.tested} == gs.GrokfastMA().properties
+    assert "  linear                    not tested" in str(waits).splitlines()
+    assert all(one.tested for one in check_transform(halve, count=2).verdicts)
+
+
 def test_a_property_that_does_not_hold_has_a_counterexample() -> None:
     table = check_transform(gs.Clip(0.5))
     assert table.holds == gs.Clip(0.5).properties
