@@ -130,6 +130,7 @@ class Attached:
     def end_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
         checks = [*self._end_checks, self.coverage.end_warning, self.discarded_hooks]
+        checks.append(self._nan_states)
         entries = self.session.ledger.of(self.label)
         if all(entry.all_calls or entry.skipped for entry in entries):  # else the ledger warns
             checks.append(self.coverage.unmatched_warning)
@@ -145,6 +146,24 @@ class Attached:
         self.stack.close()
         self._observers.close()
         self.hooks.clear()
+
+    def _nan_states(self) -> str:
+        """A warning of the first state of a site or of a group that holds a NaN, else empty."""
+        transforms = dict(zip(self.labels, self.intervention.links, strict=True))
+        spoilt = [
+            key
+            for key, state in self.session.states.items()
+            if key.partition("/")[0] in transforms and not key.endswith("/when")
+            if any(bool(x.isnan().any()) for x in state.values() if type(x) is Tensor)
+        ]
+        if not spoilt:
+            return ""
+        label, _, site = spoilt[0].partition("/")
+        others = f" and {len(spoilt) - 1} more" if spoilt[1:] else ""
+        return (
+            f"put Sanitize before {type(transforms[label]).__name__}: its state at {site}{others} "
+            f"holds a NaN at step {self.session.clock.step}"
+        )
 
     def drop_records(self) -> None:
         """Drop the states and the ledger entries of an intervention that is removed."""

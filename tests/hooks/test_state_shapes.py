@@ -1,11 +1,14 @@
 """A state belongs to one shape of the gradient: a smaller last batch is refused, by name."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
+from tests.nets import attached
 
 ENTRYWISE = (
     *(gs.Momentum(), gs.GrokfastEMA(), gs.GrokfastMA(window=2), gs.ScaleByRMS()),
@@ -48,3 +51,26 @@ def test_a_state_that_is_loaded_is_checked_too() -> None:
     fresh.load_state_dict(surgery.state_dict())
     with fresh.attach(model), pytest.raises(ValueError, match=r"would be \[4, 2\], found \[1, 2\]"):
         model(torch.randn(4, 3)).sum().backward()
+
+
+KEEP_NAN = (gs.Momentum(), gs.GrokfastEMA(), gs.ScaleByRMS(), gs.ErrorFeedback(gs.Scale(0.5)))
+
+
+@pytest.mark.parametrize("transform", KEEP_NAN, ids=repr)
+def test_a_nan_that_stays_in_a_state_is_told_once_at_the_end(transform: Transform) -> None:
+    for before in ((), (gs.Sanitize(),)):
+        weight = nn.Parameter(torch.zeros(2))
+        model = nn.ParameterDict({"weight": weight})
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with attached(
+                model, gs.Chain(*before, transform), gs.Parameters(stage="step"), optimizer
+            ):
+                for entry in (1.0, torch.nan, 1.0):
+                    weight.grad = torch.tensor([entry, 1.0])
+                    optimizer.step()
+        told = [str(one.message) for one in caught if "Sanitize before" in str(one.message)]
+        name = type(transform).__name__
+        says = f"put Sanitize before {name}: its state at weight holds a NaN at step 3"
+        assert [text.partition(": ")[2] for text in told] == ([] if before else [says])
