@@ -17,14 +17,14 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 5425),
+    "core": (("core", "effects", "torch_internals"), 5428),
     "sites": (("sites",), 6365 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4217),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6557),
-    "report": (("report",), 4825),
+    "report": (("report",), 4831),
     "stats": (("stats.py",), 517),
     "reproduce": (("reproduce",), 1921),
 }

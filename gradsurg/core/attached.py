@@ -154,7 +154,10 @@ class Attached:
             key
             for key, state in self.session.states.items()
             if key.partition("/")[0] in transforms and not key.endswith("/when")
-            if any(bool(x.isnan().any()) for x in state.values() if type(x) is Tensor)
+            if any(
+                type(x) is Tensor and not x.is_meta and bool(x.isnan().any())
+                for x in state.values()
+            )
         ]
         if not spoilt:
             return ""
