@@ -24,7 +24,7 @@ ROOMS = {
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4217),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 6557),
-    "report": (("report",), 4831),
+    "report": (("report",), 4833),
     "stats": (("stats.py",), 517),
     "reproduce": (("reproduce",), 1921),
 }

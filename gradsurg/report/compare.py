@@ -162,7 +162,9 @@ def with_q(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # Any: the value
 
 
 def _verdicts(row: Mapping[str, Any], q: float | None) -> dict[str, object]:  # Any: of a row
-    verdict, margin = finding(row["found"], q) if row["found"] else "", ""
+    if not row["found"]:
+        return {"q": q, "verdict": ""}
+    verdict, margin = finding(row["found"], q), ""
     if (size := row.get("margin_size")) is not None and any(row["differences"]):
         better = BETTER.get(row["metric"].rpartition("/")[2])
         margin = margin_verdict(row["low"], row["high"], size, better, q)

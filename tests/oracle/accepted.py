@@ -7,6 +7,12 @@ _MEMORY = "a memory constrains and is not followed: its own head is combined lik
 ACCEPTED: dict[str, str] = {
     "SharedParameters | plain | default AGEM: *": _MEMORY,
     "SharedParameters | plain | default GEM: *": _MEMORY,
+    "* | overflow | Momentum: warnings: was None, now at *": (
+        "a state that holds a NaN is told when the block ends"
+    ),
+    "runs * idle: only in the working tree": (
+        "a run in which no transform changed a gradient says so in its summary, and in the frame"
+    ),
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 
