@@ -248,9 +248,10 @@ def test_the_jacobian_of_a_parameter_without_dimensions_has_a_zero_where_it_is_n
     None
 ):
     model = Net()
-    model.register_parameter("scale", nn.Parameter(torch.tensor(2.0)))
+    scale = nn.Parameter(torch.tensor(2.0))
+    model.register_parameter("scale", scale)
     losses = losses_of(model)
-    losses["a"] = losses["a"] * model.scale
+    losses["a"] = losses["a"] * scale
     with gs.Surgery(at_shared(gs.PCGrad())).attach(model) as live:
         rows = live.jacobian(losses)
     assert rows["scale"].tolist() == [pytest.approx(losses["a"].item() / 2), 0.0, 0.0]
