@@ -11,15 +11,14 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.registry import CALLED, find, names
 
 try:
     __version__ = version("gradsurg")
 except PackageNotFoundError:  # imported from a folder, never installed
     __version__ = "0+unknown"
 
-KINDS = ("transforms", "sites", "triggers", "aggregators")
-FOLDERS = (*KINDS, "integrations", "packaging", "testing")
+FOLDERS = (*CALLED, "integrations", "packaging", "testing")
 
 HOMES = {
     "Comparison": "comparison",
@@ -31,12 +30,14 @@ HOMES = {
     "Trigger": "triggers.base",
     "check_ranks": "experiment.processes",
     "compare": "comparison",
+    "from_config": "experiment.from_config",
     "gpm_basis": "per_example.subspaces",
     "hook": "core.hook",
     "list": "experiment.catalogue",
     "load": "experiment.recipes",
     "load_study": "report",
     "ogd_basis": "per_example.subspaces",
+    "sequence": "experiment.optimization",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""
 
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by
     if name in FOLDERS:
         return import_module(f"gradsurg.{name}")
     spelling = name.lower()
-    for kind in KINDS:
+    for kind in CALLED:
         for stem in names(kind):
             if stem.replace("_", "") == spelling:
                 found = find(kind, stem)
@@ -59,5 +60,5 @@ def __getattr__(name: str) -> Any:  # Any: the classes of every folder, found by
 
 
 def __dir__() -> list[str]:
-    classes = [find(kind, stem).__name__ for kind in KINDS for stem in names(kind)]
+    classes = [find(kind, stem).__name__ for kind in CALLED for stem in names(kind)]
     return sorted([*HOMES, *FOLDERS, *classes, "__version__"])

@@ -4,19 +4,17 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
 
-from gradsurg.aggregators.base import Aggregator, LossWeighting
-from gradsurg.core.intervention import Intervention, labels_of
-from gradsurg.core.surgery import Surgery
+from gradsurg.aggregators.base import LossWeighting
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment import processes
 from gradsurg.experiment.controls import control_interventions
-from gradsurg.experiment.errors import ConfigError, ErrorCollector, joined
-from gradsurg.experiment.instantiate import instantiate, user_code
+from gradsurg.experiment.errors import ConfigError, ErrorCollector
+from gradsurg.experiment.from_config import intervention_of, interventions_of
+from gradsurg.experiment.making import make, user_code
 from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.run import check_compiled
 from gradsurg.experiment.runs import Experiment, create_model, on_splits
@@ -41,24 +39,15 @@ from gradsurg.experiment.tuning import (
     tuning_metric,
 )
 from gradsurg.loggers.base import GuardedLogger, Logger
-from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.plugins.fields import FieldError, call_with_fields
+from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import nearest
-from gradsurg.plugins.registry import find, names, snake
-from gradsurg.sites.base import Selector
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.base import Transform
-from gradsurg.transforms.chain import Chain, links_of
-from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Trigger
 from gradsurg.triggers.for_task import ForTask
 from gradsurg.triggers.steps import Steps
-
-ITEM = {"transform", "site", "when"}
-"""The keys of an intervention of a recipe."""
 
 
 def build(config: Config, trial: bool = True) -> Experiment:
@@ -87,53 +76,11 @@ def build(config: Config, trial: bool = True) -> Experiment:
     return experiment
 
 
-def build_surgery(config: Config) -> Surgery:
-    """Build the surgery of a config of the groups of a recipe. Raises ConfigError."""
-    errors = ErrorCollector()
-    named = _named_interventions(config, errors)
-    _, item, combining = _interventions(config, None, errors)
-    seed = config.get("seed") or 0
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        errors.add("seed", f"must be a whole number >= 0, found {seed!r}")
-    errors.raise_if_any()
-    # As written in Python: one transform is no chain, default names and triggers are left out.
-    if item is not None and len(config["transform"]) == 1:
-        assert isinstance(item.transform, Chain)
-        item = replace(item, transform=item.transform.links[0])
-    items = [*named, *(one for one in (item, combining) if one is not None)]
-    items = [replace(one, when=Always()) if one.when == Steps() else one for one in items]
-    unnamed = [replace(one, names=()) for one in items]
-    pairs = zip(items, unnamed, strict=True)
-    items = [short if labels_of(short) == one.names else one for one, short in pairs]
-    return Surgery(*items, seed=seed)
-
-
-def _named_interventions(config: Config, errors: ErrorCollector) -> list[Intervention]:
-    """Return the interventions that `interventions` of a recipe maps names to."""
-    items = []
-    named = config.get("interventions") or {}
-    if not isinstance(named, Mapping):
-        errors.add("interventions", f"must map names to interventions, found {named!r}")
-        return []
-    for name, given in named.items():
-        key = f"interventions.{name}"
-        if not isinstance(given, Mapping) or not {"transform", "site"} <= given.keys() <= ITEM:
-            errors.add(key, f"must have a transform, a site and perhaps when, found {given!r}")
-            continue
-        only = {"when": config["when"], **given, "transform": {name: given["transform"]}}
-        inner = ErrorCollector()
-        _, item, _ = _interventions(only, None, inner)
-        errors.lines += [f"{key}.{line}" for line in inner.lines]
-        if item is not None and isinstance(item.transform, Chain):
-            items.append(replace(item, transform=item.transform.links[0]))
-    return items
-
-
 def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn.Module]:
     """Make the objects that the groups of a config name. Raises ConfigError with all errors."""
     settings = None if errors.lines else settings_of(config)
-    task = errors.made("task", lambda: instantiate("tasks", config["task"], Task))
-    selector, intervention, combining = _interventions(config, task, errors)
+    task = errors.made("task", lambda: make(config["task"], Task))
+    selector, intervention, combining = interventions_of(config, task, errors)
     data = model = None
     content = ""
     if task is not None:
@@ -151,86 +98,13 @@ def _parts(config: Config, errors: ErrorCollector) -> tuple[Experiment, Data, nn
     loggers = []
     for key, fields in (config.get("logger") or {}).items():
         with errors.at(f"logger.{key}"):
-            logger = instantiate("loggers", fields, Logger)
+            logger = make(fields, Logger)
             loggers.append(GuardedLogger(logger, json.dumps([key, fields])))
     device = settings and errors.made("device", lambda: _device(settings.device))
     if errors.lines or not (settings and task and selector and device and data) or model is None:
         raise ConfigError(errors.lines)
     parts = (settings, task, device, selector, intervention, combining, content, (*loggers,))
     return Experiment(config, *parts), data, model
-
-
-def _interventions(
-    config: Config, task: Task | None, errors: ErrorCollector
-) -> tuple[Selector | None, Intervention | None, Intervention | None]:
-    """Return the selector, the intervention of the transforms and that of the aggregator."""
-    transforms = {}
-    for key, fields in (config.get("transform") or {}).items():
-        make = partial(instantiate, "transforms", fields, Transform)
-        transforms[key] = errors.made(f"transform.{key}", make)
-    selector = errors.made("site", lambda: instantiate("sites", config["site"], Selector))
-    if selector is not None:
-        with errors.at("site"):
-            _check_stages(selector)
-    trigger = errors.made("when", lambda: instantiate("triggers", config["when"], Trigger))
-    item = None
-    if transforms and None not in transforms.values() and selector is not None:
-        only = next(iter(transforms)) if len(transforms) == 1 else ""
-        with errors.at(joined("transform", only)):
-            item = _intervention(transforms, selector, trigger)
-    combining = _combining(config, task, None if transforms else trigger, errors)
-    return selector, item, combining
-
-
-def _check_stages(selector: Selector) -> None:
-    """Raise FieldError for a stage that a selector cannot have."""
-    for kind in selector.kinds:
-        stages = dict.fromkeys((*kind.stages, *kind.group_stages))
-        if kind.stage is not None and kind.stage not in stages:
-            text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"
-            listed = f"stages it can have: {', '.join(stages)}"
-            raise FieldError(kind, [("stage", f"{text}; {listed}")])
-
-
-def _intervention(
-    transforms: Mapping[str, Transform], selector: Selector, trigger: Trigger | None
-) -> Intervention:
-    """Return the intervention of a chain, with a name for each link."""
-    link_names = tuple(
-        f"{key}.{snake(type(link).__name__)}" if link is not transform else key
-        for key, transform in transforms.items()
-        for link in links_of(transform)
-    )
-    return Intervention(Chain(*transforms.values()), selector, trigger or Always(), link_names)
-
-
-def _combining(
-    config: Config, task: Task | None, trigger: Trigger | None, errors: ErrorCollector
-) -> Intervention | None:
-    """Return the intervention of the aggregator, None without one."""
-    fields, options = config.get("aggregator"), config.get("shared") or {}
-    shared = errors.made("shared", lambda: call_with_fields(SharedParameters, (), options))
-    if not fields:
-        if shared not in (None, SharedParameters()):
-            text = "shared: has no effect without an aggregator"
-            warnings.warn(text, SurgeryWarning, stacklevel=2)
-        return None
-    aggregator = errors.made("aggregator", lambda: instantiate("aggregators", fields, Aggregator))
-    if aggregator is None or not isinstance(shared, SharedParameters):
-        return None
-    key = str(fields.get("name") or snake(type(aggregator).__name__))
-    if task is not None and not isinstance(task, MultiTask):
-        multi = [name for name in names("tasks") if issubclass(find("tasks", name), MultiTask)]
-        errors.add(
-            "aggregator",
-            f"{key} makes one gradient of those of several losses, and the task has one; tasks "
-            f"with several: {', '.join(multi)}",
-        )
-    with errors.at("shared"):
-        if trigger is not None:
-            check_trigger(trigger, key)
-        return Intervention(aggregator, shared, trigger or Always(), (key,))
-    return None
 
 
 def _with_all_arms(
@@ -243,8 +117,8 @@ def _with_all_arms(
         without = {}
         for link in config["transform"]:
             fields = {key: value for key, value in config["transform"].items() if key != link}
-            rest = {key: instantiate("transforms", it, Transform) for key, it in fields.items()}
-            shorter = _intervention(rest, experiment.selector, item.when)
+            rest = {key: make(it, Transform) for key, it in fields.items()}
+            shorter = intervention_of(rest, experiment.selector, item.when)
             changed = {**config, "transform": fields}
             without[link] = replace(experiment, config=changed, intervention=shorter)
         experiment = replace(experiment, without=without)

@@ -27,7 +27,7 @@ from typing import Any, get_args
 
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.messages import folded, one_line, terminal_width
-from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, find, names
+from gradsurg.plugins.registry import CONFIG_DIR, GROUPS, HYDRAS, find, name_of, names
 
 FILE = Path(__file__).with_suffix(".json")
 FOLDERS = {group: folder for folder, group in GROUPS.items()}
@@ -197,15 +197,12 @@ def _entry(group: str, path: Path, is_own: bool) -> Entry:
         fields = config.get(path.stem) or {} if group in LISTS else config
     except (yaml.YAMLError, AttributeError) as error:
         raise LookupError(f"{path} is no config: {one_line(error)}") from error
-    name = str(fields.get("name", ""))
-    target, preset_of = str(fields.get("_target_", "")), name if is_own else ""
+    target, name = str(fields.get("_target_", "")), name_of(fields)
+    preset_of = "" if group not in FOLDERS or name in (path.stem, target) else name
     facts: dict[str, Sequence[str]] = {}
-    if name[:1].isupper():
-        target, preset_of = f"{TORCH_MODULES.get(group)}.{name}", ""
-    elif group in FOLDERS and not is_own:
+    if group in FOLDERS and not is_own:
         cls = find(FOLDERS[group], name)
-        target, preset_of = f"{cls.__module__}.{cls.__name__}", name if name != path.stem else ""
-        facts = _facts(group, fields, cls)
+        target, facts = f"{cls.__module__}.{cls.__name__}", _facts(group, fields, cls)
     summary, url = summary.removesuffix("."), ARXIV + number if number else ""
     also = [word for word in notes.get("Also", "").split(", ") if word]
     return Entry(
@@ -216,16 +213,16 @@ def _entry(group: str, path: Path, is_own: bool) -> Entry:
 def _facts(group: str, fields: dict[str, Any], cls: type) -> dict[str, Sequence[str]]:
     """Return the properties, needs and stages of the object that a yaml file describes."""
     from gradsurg.aggregators.base import Aggregator
-    from gradsurg.experiment.instantiate import instantiate
+    from gradsurg.experiment.making import make
     from gradsurg.transforms.base import Transform
 
     match group:
         case "transform":
-            made: Any = instantiate("transforms", fields, Transform)
+            made: Any = make(fields, Transform)
             facts = {"needs": sorted(made.needs), "stages": _stages_of(made)}
             return {"properties": sorted(made.properties), **facts}
         case "aggregator":
-            return {"properties": sorted(instantiate("aggregators", fields, Aggregator).properties)}
+            return {"properties": sorted(make(fields, Aggregator).properties)}
         case _:
             return {"stages": _stages_of_kind(cls)}
 
@@ -295,5 +292,5 @@ def _leaves(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         match value:
             case dict():
                 yield from _leaves(value, f"{prefix}{key}.")
-            case _ if prefix or key not in ("name", "defaults"):
+            case _ if prefix or key not in (*HYDRAS, "defaults"):
                 yield prefix + key, value if isinstance(value, str) else json.dumps(value)

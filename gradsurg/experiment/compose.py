@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.registry import CONFIG_DIR, snake
+from gradsurg.plugins.registry import CONFIG_DIR, name_of, snake
 
 GROUPS = (
     "transform",
@@ -39,7 +39,8 @@ CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
 
 
 def register() -> None:
-    """Register dotted paths and the configs of papers with Hydra."""
+    """Register names of plug-ins, dotted paths and the configs of papers with Hydra."""
+    OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
     SourcesRegistry.instance().register(DottedSource)
     Plugins.instance().register(ExperimentSearchPath)
 
@@ -141,16 +142,13 @@ def first_line(error: Exception) -> str:
 
 def _with_key(options: object) -> object:
     """Put a user's option that lies at the top of its file under a key, as those of gradsurg."""
-    if not isinstance(options, Mapping) or any(map(_is_named, options.values())):
+    if not isinstance(options, Mapping) or any(map(_is_node, options.values())):
         return options
-    name = str(options.get("name") or options.get("_target_", "")).rpartition(".")[2]
-    return {name: options} if name and _is_named(options) else options
+    return {name_of(options).rpartition(".")[2]: options} if _is_node(options) else options
 
 
-def _is_named(value: object) -> bool:
-    return isinstance(value, Mapping) and any(
-        isinstance(value.get(key), str) for key in ("name", "_target_")
-    )
+def _is_node(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
 
 
 def _stem(path: str) -> str:

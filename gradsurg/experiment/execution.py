@@ -21,7 +21,6 @@ from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
-from gradsurg.experiment.instantiate import Config
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Losses, Step, StepOptions, train
 from gradsurg.experiment.processes import Team
@@ -35,6 +34,7 @@ from gradsurg.experiment.run_directory import (
 )
 from gradsurg.experiment.run_identity import RESUMED, environment_changes
 from gradsurg.experiment.run_reader import known
+from gradsurg.experiment.settings import Config
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.tasks.base import Examined, MultiTask
 from gradsurg.torch_internals import random_state

@@ -5,7 +5,6 @@ reads them; `explained` turns an exception of Hydra into one line, `key: rule`, 
 name. Neither imports torch.
 """
 
-import ast
 import json
 import os
 import re
@@ -31,7 +30,6 @@ from gradsurg.experiment.compose import (
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.messages import full_message, nearest, printable
-from gradsurg.plugins.registry import names as plugin_names
 
 MAX_RUNS = 10_000  # a command with more runs needs yes=true
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
@@ -55,7 +53,7 @@ COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
 
 
 def prepared(words: Sequence[str]) -> list[str]:
-    """Return the words as Hydra reads them: `when` algebra expanded, `tune` and `until` quoted.
+    """Return the words as Hydra reads them: `tune` and `until` quoted.
 
     In a sweep `transform.clip.value=1` becomes `transform.clip.value=choice(1)`: Hydra first
     composes a config without the swept options, in which that key would be missing. Raises
@@ -63,17 +61,12 @@ def prepared(words: Sequence[str]) -> list[str]:
     takes one option, a key given twice, a user's yaml file that one of gradsurg's hides.
     """
     faults = [*_dashes(words), *_repeated_keys(words), *_hidden_files(words)]
-    expanded: list[str] = []
     for word in words:
-        try:
-            expanded += _without_expression(word)
-        except ValueError as error:
-            faults.append(str(error))
         faults += _swallowed(word)
         faults += _refused(word)
     if faults:
         raise ConfigError(faults)
-    expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in expanded]
+    expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in words]
     if {"-m", "--multirun"} & {*words}:
         expanded = [FIELD.sub(r"\1=choice(\2)", word) for word in expanded]
     # Hydra's argument parser needs all overrides in one block: put options before them.
@@ -211,79 +204,6 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
         f"{group}: {text} and would be merged into one; give the second a key of its own: "
         f"'+{group}.{key}_2={content}'"
     )
-
-
-def _without_expression(word: str) -> list[str]:
-    """Return the overrides that `when=steps(start=9) & ~flag()` stands for; else the word itself.
-
-    Raises ValueError, with a line for the user, for an expression that cannot be read.
-    """
-    key, _, text = word.partition("=")
-    if key != "when" or not re.search(r"[(&|~]", text):
-        return [word]
-    try:
-        condition = _condition(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError) as error:
-        reason = "is not an expression" if isinstance(error, SyntaxError) else str(error)
-        example = "when='steps(start=100) & ~threshold(above=0.05, measure=norm)'"
-        raise ValueError(f"when: {reason}, found {text!r}; write {example}") from None
-    words = [f"when={condition.pop('name')}"]
-    for field, value in condition.items():
-        # Hydra merges a mapping into the one in the config: delete that first.
-        words += ["~when.of"] if isinstance(value, dict) else []
-        added = "+" if isinstance(value, dict) else ""
-        words.append(f"{added}when.{field}={_as_override(value)}")
-    return words
-
-
-def _condition(node: ast.expr) -> dict[str, Any]:  # Any: what a YAML file can hold
-    """Return the config of a trigger. Raises ValueError if the expression is not one."""
-    match node:
-        case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as sign, right):
-            name = "all_of" if isinstance(sign, ast.BitAnd) else "any_of"
-            return {"name": name, "of": [_named(left), _named(right)]}
-        case ast.UnaryOp(ast.Invert(), of):
-            return {"name": "unless", "of": _named(of)}
-        case ast.Call(ast.Name(name), [], fields) if all(field.arg for field in fields):
-            return {"name": name, **{str(field.arg): _field(field.value) for field in fields}}
-        case ast.Name(name):
-            return {"name": name}
-        case ast.Call(ast.Name(name)):
-            raise ValueError(f"{name} takes fields by name, such as steps(start=100)")
-        case _:
-            raise ValueError(f"joins triggers by &, | and ~; {ast.unparse(node)} is not a trigger")
-
-
-def _named(node: ast.expr) -> dict[str, Any]:  # Any: as above
-    """Return the config of a trigger inside another one; check its name, which Hydra does not."""
-    condition = _condition(node)
-    if condition["name"] not in (known := plugin_names("triggers")):
-        raise ValueError(f"there is no '{condition['name']}'. {nearest(condition['name'], known)}")
-    return condition
-
-
-def _field(node: ast.expr) -> object:
-    """Return a number, a word (with or without quotes), null or a list of these."""
-    words = {"null": None, "true": True, "false": False}
-    match node:
-        case ast.Name(name):
-            return words.get(name, name)
-        case ast.List(items):
-            return [*map(_field, items)]
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise ValueError(f"{ast.unparse(node)} is not a number, a word or a list") from None
-
-
-def _as_override(value: object) -> str:
-    match value:
-        case dict():
-            return f"{{{','.join(f'{key}:{_as_override(item)}' for key, item in value.items())}}}"
-        case list():
-            return f"[{','.join(map(_as_override, value))}]"
-        case _:
-            return json.dumps(value)
 
 
 def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from gradsurg.experiment.errors import leaves
 from gradsurg.experiment.settings import Config
 from gradsurg.plugins.messages import nearest, one_line
+from gradsurg.plugins.registry import is_own
 
 DYNAMIC = {"*", "__getattr__", "globals", "exec", "vars", "setattr"}
 """A module that uses one of these names may define names that its source does not show."""
@@ -47,7 +48,7 @@ def check_targets(config: Config) -> list[str]:
     faults = []
     for place, path in leaves(config):
         key, _, last = place.rpartition(".")
-        if last != "_target_":
+        if last != "_target_" or is_own({"_target_": path}):
             continue
         try:
             _look_up(path)

@@ -3,16 +3,22 @@
 Hydra is imported in functions: `gradsurg.load` is a name of the library.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import copy
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from gradsurg.core.surgery import Surgery
-from gradsurg.experiment.errors import ConfigError, leaves
+from gradsurg.experiment.errors import ConfigError
 from gradsurg.plugins.messages import nearest, one_line
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
 
 FOLDER = "experiment"
 KEYS = ("transform", "site", "when", "aggregator", "shared", "interventions", "seed")
@@ -23,8 +29,14 @@ several sites. The command line trains with one site, and refuses the key.
 """
 
 
-def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery:
+def load(
+    recipe: str | Path | Mapping[str, Any] | Sequence[Any] | DictConfig | ListConfig,
+    *overrides: str,
+    own_code: bool = False,
+) -> Surgery:
     """Return the surgery of a recipe: a name, as `guided_backprop`, or the path of a yaml file.
+
+    A config in the place of a recipe is one that `from_config` takes. (Any: what YAML can hold.)
 
     `overrides` change keys, as on the command line: `load("sgm", "transform.scale.factor=0.2")`. A
     recipe with several sites maps names to interventions: `load("attnlrp",
@@ -34,9 +46,13 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
     LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one
     line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
-    from gradsurg.experiment.build import build_surgery
     from gradsurg.experiment.compose import files_of
+    from gradsurg.experiment.from_config import from_config
 
+    if not isinstance(recipe, str | Path):
+        if overrides:
+            raise ConfigError([f"{overrides[0]}: a config takes no overrides, change it instead"])
+        return from_config(recipe, own_code=own_code)
     path = files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
         raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
@@ -44,12 +60,8 @@ def load(recipe: str | Path, *overrides: str, own_code: bool = False) -> Surgery
         if fault := _fault(path):
             raise ConfigError([fault])
         config = _composed(path, overrides)
-        parts = (part for key in KEYS for part in leaves(config.get(key), key))
-        foreign = [(place, path) for place, path in parts if "_target_" in place.split(".")]
-        if foreign and not own_code:
-            rule = "is imported and called only by load(..., own_code=True)"
-            raise ConfigError([f"{place}: {path} {rule}" for place, path in foreign])
-        return build_surgery(config)
+        surgery = {key: config[key] for key in KEYS if key in config}
+        return from_config(surgery, own_code=own_code)
     except ConfigError as error:
         raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None
 

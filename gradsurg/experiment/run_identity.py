@@ -21,7 +21,6 @@ edit of gradsurg's own source does not change it: `environment` records that ins
 """
 
 import ast
-import copy
 import hashlib
 import importlib
 import inspect
@@ -40,6 +39,7 @@ import torch
 
 from gradsurg import __version__
 from gradsurg.experiment.controls import ArmKind
+from gradsurg.plugins.registry import named
 
 MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
@@ -47,6 +47,9 @@ RESUMED = "resumed from a checkpoint made with "
 
 ADDED = {"reduce": "mean", "on_nonfinite": "propagate"}
 """Fields of `shared` that are later than others: their defaults are not part of an identity."""
+
+CONSTANT = {"name": "constant"}
+"""What an identity has for no schedule."""
 
 Config = Mapping[str, Any]  # Any: what YAML can hold
 
@@ -75,12 +78,14 @@ def run_identity(
         groups["order"] = [*config["transform"]]
         if arm != "treated":
             groups["control"] = arm
+    groups = named(groups)
+    schedule = settings["schedule"] or CONSTANT
     return {
         "gradsurg": __version__,
         "torch": ".".join(torch.__version__.split(".")[:2]),
-        **settings,
+        **named({**settings, "schedule": schedule}),
         **({"data": data_hash} if data_hash else {}),
-        **copy.deepcopy(groups),
+        **groups,
         "sources": dict(sorted(_sources(groups))),
     }
 

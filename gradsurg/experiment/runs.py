@@ -14,18 +14,18 @@ from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment import processes
 from gradsurg.experiment.controls import ArmKind, control_interventions
-from gradsurg.experiment.instantiate import fields_of, instantiate, target_of, user_code
-from gradsurg.experiment.optimizers import make_optimizer
+from gradsurg.experiment.making import call_of, make, user_code
+from gradsurg.experiment.optimization import make_optimizer, make_schedule
+from gradsurg.experiment.own_code import import_path
 from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_identity
-from gradsurg.experiment.schedules import make_schedule
 from gradsurg.experiment.settings import Config, Settings
 from gradsurg.experiment.tuning import Tuning
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.registry import find, is_own, names
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.transforms.identity import Identity
@@ -225,7 +225,7 @@ def on_splits(experiment: Experiment, data: Data) -> Experiment:
     config, count = experiment.config["task"], experiment.settings.splits
     if count == 1:
         return experiment
-    known = _parameters(target_of("tasks", config))
+    known = _parameters(import_path(config["_target_"]))
     if "split_seed" not in known:
         others = [
             each for each in names("tasks") if "split_seed" in _parameters(find("tasks", each))
@@ -247,7 +247,7 @@ def _on_split(experiment: Experiment, seed: int) -> Experiment:
     return replace(
         experiment,
         config={**experiment.config, "task": task},
-        task=instantiate("tasks", task, Task),
+        task=make(task, Task),
         split_seed=seed,
         without={link: _on_split(plan, seed) for link, plan in experiment.without.items()},
     )
@@ -260,11 +260,11 @@ def _parameters(task: object) -> Mapping[str, inspect.Parameter]:
 def create_model(config: Config, data: Data) -> nn.Module:
     """Create a model for the data, with weights drawn from the global generator."""
     options = config["model"]
-    target = target_of("models", options)
-    given = data.model_options(target, fields_of(options))
+    target, fields = call_of(options)
+    given = data.model_options(target, fields)
     sizes = {"input_shape": data.input_shape, "num_outputs": data.num_outputs}
     with user_code(options):
-        by_name = _sizes_by_name(target, given, sizes) if "_target_" in options else None
+        by_name = _sizes_by_name(target, given, sizes) if not is_own(options) else None
         args = (*sizes.values(),) if by_name is None else ()
         model = call_with_fields(target, args, {**(by_name or {}), **given})
     if not isinstance(model, nn.Module):

@@ -240,7 +240,7 @@ def check_settings_of(config: Config) -> list[str]:
         if key not in known
     ]
     missing = [key for key in REQUIRED if not isinstance(config.get(key), Mapping)]
-    faults += [f"{key}: is required, a mapping with a name" for key in missing]
+    faults += [f"{key}: is required, a mapping with a _target_" for key in missing]
     try:
         settings_of(config)
     except FieldError as error:

@@ -20,15 +20,20 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import Entry, SurgeryWarning
 from gradsurg.effects.summary import effects_by_path
 from gradsurg.experiment.errors import ErrorCollector
-from gradsurg.experiment.instantiate import user_code
 from gradsurg.experiment.loop import Batches, outputs_of
-from gradsurg.experiment.optimizers import make_optimizer
+from gradsurg.experiment.making import user_code
+from gradsurg.experiment.optimization import (
+    MAX_CHECKED_STEPS,
+    check_learning_rates,
+    make_optimizer,
+    make_schedule,
+)
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.runs import Experiment
-from gradsurg.experiment.schedules import MAX_CHECKED_STEPS, check_learning_rates, make_schedule
 from gradsurg.experiment.settings import VALIDATION
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import full_message, nearest, one_line, place_in_user_code
+from gradsurg.plugins.registry import is_own
 from gradsurg.sites.state_guard import untouched
 from gradsurg.tasks.base import Data, Examined, MultiTask, Task
 from gradsurg.torch_internals import compiling, random_state
@@ -96,7 +101,7 @@ def try_step(
             except LookupError as error:
                 errors.add("log", one_line(error).removeprefix("log: "))
         if text := trial.silence(entries):
-            if all("name" in experiment.config[group] for group in ("model", "task")):
+            if all(is_own(experiment.config[group]) for group in ("model", "task")):
                 errors.add("site", text)
             else:
                 warnings.warn(f"{text}, as far as one step tells", SurgeryWarning, stacklevel=2)

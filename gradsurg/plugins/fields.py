@@ -1,6 +1,6 @@
 """Frozen dataclasses with validated fields; errors have one line for each wrong field."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import signature
@@ -129,26 +129,37 @@ def call_with_fields(
     """Call a class or function; FieldError for fields that it does not have, with the choices."""
     if not callable(factory):
         raise FieldError("", [("", f"must be a class or a function, found {factory!r}")])
-    if booleans := [key for key, value in fields.items() if isinstance(value, bool)]:
-        defaults = {key: _default(factory, key) for key in booleans}
-        numbers = [key for key, default in defaults.items() if type(default) in (int, float)]
-        if numbers:
-            rule = "must be a number, found"
-            raise FieldError("", [(key, f"{rule} {fields[key]}") for key in numbers])
+    check_booleans(factory, fields)
     try:
         return factory(*args, **fields)
     except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+        faults = unknown_fields(factory, len(args), fields, error)
+        if not faults:
             raise
-        known = list(signature(factory).parameters)[len(args) :]
-        unknown = [key for key in fields if key not in known]
-        if not unknown:
-            raise
-        faults = [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
         raise FieldError("", faults) from error
 
 
-def _default(factory: Callable[..., object], key: str) -> object:
+def check_booleans(factory: object, fields: Mapping[str, object]) -> None:
+    """Raise FieldError for a boolean in the place of a number, which Python would take as one."""
+    booleans = [key for key, value in fields.items() if isinstance(value, bool)]
+    defaults = {key: _default(factory, key) for key in booleans}
+    numbers = [key for key, default in defaults.items() if type(default) in (int, float)]
+    if numbers:
+        raise FieldError("", [(key, f"must be a number, found {fields[key]}") for key in numbers])
+
+
+def unknown_fields(
+    factory: object, num_args: int, fields: Mapping[str, object], error: TypeError
+) -> list[tuple[str, str]]:
+    """Return a fault for each field that a class or function lacks, after a call that raised."""
+    if "unexpected keyword argument" not in str(error) or not callable(factory):
+        return []
+    known = list(signature(factory).parameters)[num_args:]
+    unknown = [key for key in fields if key not in known]
+    return [(key, f"is not a field here. {nearest(key, known)}") for key in unknown]
+
+
+def _default(factory: Any, key: str) -> object:  # Any: a class or function
     """Return the default value of a parameter, None if it has none."""
     try:
         return signature(factory).parameters[key].default

@@ -1,14 +1,16 @@
 """Find plug-in classes by the stem of their files: `norm_rescale.py` has `NormRescale`.
 
 A plug-in is a module with a config of its name: `transforms/norm_rescale.py` and
-`conf/transform/norm_rescale.yaml`. Nothing is imported to list the names.
+`conf/transform/norm_rescale.yaml`, whose `_target_` is the class. Nothing is imported to list the
+names, or to tell which plug-in a `_target_` is.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from gradsurg.plugins.messages import nearest
 
@@ -19,6 +21,12 @@ CONFIG_DIR = path if (path := PACKAGE / "conf").is_dir() else PACKAGE.parent / "
 GROUPS = {"transforms": "transform", "sites": "site", "triggers": "when"}
 GROUPS |= {"aggregators": "aggregator", "models": "model", "tasks": "task", "loggers": "logger"}
 """Folder of classes: folder of their configs."""
+CALLED = ("transforms", "sites", "triggers", "aggregators")
+"""The folders whose classes are names of `gradsurg` itself, as `gradsurg.Clip`."""
+TORCH_MODULES = ("torch.optim", "torch.optim.lr_scheduler")
+SEQUENCE = "gradsurg.sequence"
+HYDRAS = ("_target_", "_partial_", "_convert_", "_recursive_")
+"""The keys of a config that are Hydra's: all others are fields."""
 
 
 @cache
@@ -37,21 +45,52 @@ def find(kind: str, name: str) -> type:
     if name not in stems:
         raise LookupError(f"there is no '{name}' in {kind}. {nearest(name, stems)}")
     module = import_module(f"gradsurg.{kind}.{name}")
-    spelling = name.replace("_", "")
     for key, value in vars(module).items():
-        if key.lower() == spelling and isinstance(value, type):
+        if _spells(name, key) and isinstance(value, type):
             return value
     raise LookupError(f"{module.__name__} defines no class spelled like its file")
 
 
-def check_choice(
-    name: str, choices: Sequence[str], refused: Mapping[str, str], library: str
-) -> None:
-    """Raise if `name` is not in `choices`; `refused` maps refused names to reasons."""
-    if name in refused:
-        raise ValueError(f"{name} {refused[name]}. {nearest(name, list(choices))}")
-    if name not in choices:
-        raise LookupError(f"there is no '{name}' in {library}. {nearest(name, list(choices))}")
+def name_of(fields: Mapping[str, object]) -> str:
+    """Return the name of what a config describes: the stem of a plug-in, as `clip`, the class of
+    one of PyTorch's optimizers and schedules, as `SGD`, or a dotted path of a user's own.
+    """
+    target = str(fields.get("_target_") or fields.get("name") or "")
+    package, _, last = target.rpartition(".")
+    if target == SEQUENCE:
+        return "SequentialLR"
+    if package in TORCH_MODULES:
+        return last
+    for folder in CALLED if package == "gradsurg" else GROUPS:
+        for stem in names(folder) if package.startswith("gradsurg") else ():
+            if package in ("gradsurg", f"gradsurg.{folder}.{stem}") and _spells(stem, last):
+                return stem
+    return target
+
+
+def is_own(fields: Mapping[str, object]) -> bool:
+    """Whether a config describes a class of gradsurg's or of PyTorch's: no code of a user's."""
+    return name_of(fields) != fields.get("_target_")
+
+
+def named(config: Any) -> Any:  # Any: what YAML can hold
+    """Return a config with the `name` of each plug-in in the place of its `_target_`.
+
+    Runs are stored and hashed so: a class can move, and keeps the runs that were made with it.
+    """
+    if isinstance(config, list):
+        return [*map(named, config)]
+    if not isinstance(config, Mapping):
+        return config
+    items = {key: named(item) for key, item in config.items()}
+    if "_target_" not in config or not is_own(config):
+        return items
+    fields = {key: item for key, item in items.items() if key not in HYDRAS}
+    return {"name": name_of(config), **fields}
+
+
+def _spells(stem: str, name: str) -> bool:
+    return stem.replace("_", "") == name.lower()
 
 
 def snake(name: str) -> str:

@@ -1,0 +1,223 @@
+"""Make the objects of a composed config by Hydra's `instantiate`, and tell every fault by its key.
+
+Hydra stops at the first fault and writes its key into prose. Here each node is a mapping with a
+`_target_`; a function of a gradient can stand in the place of the class of a transform.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import hydra.utils
+
+from gradsurg.experiment.errors import joined
+from gradsurg.experiment.own_code import import_path, site_hint
+from gradsurg.plugins.fields import FieldError, check_booleans, unknown_fields
+from gradsurg.plugins.messages import nearest, one_line, place_in_user_code
+from gradsurg.plugins.registry import HYDRAS, find, is_own, names
+from gradsurg.sites.base import Selector
+from gradsurg.tasks.base import Task
+from gradsurg.tasks.data.given import task_of
+from gradsurg.torch_internals import random_state
+from gradsurg.transforms.base import Transform, as_transform
+from gradsurg.triggers.base import Trigger
+
+Made = TypeVar("Made")
+Node = Mapping[str, Any]  # Any: what YAML can hold
+Faults = Iterator[tuple[str, str]]
+FOLDERS = {Transform: "transforms", Selector: "sites", Trigger: "triggers"}
+"""The folder of the classes that are meant by a wrong name; otherwise that of aggregators."""
+GET_OBJECT = "hydra.utils.get_object"
+
+
+def make(node: object, base: type[Made]) -> Made:
+    """Return the object of a node. Raises FieldError with all wrong fields below it, and TypeError
+    for an object of another kind.
+    """
+    check_node(node)
+    assert isinstance(node, Mapping)
+    if faults := [*_wrong_targets(node, "", base)]:
+        raise FieldError("", faults)
+    calls = _with_functions(node) if base is Transform else node
+    # A user's data are the same in every process.
+    is_users_data = base is Task and not is_own(node)
+    with random_state.preserved() if is_users_data else nullcontext():
+        if is_users_data:
+            random_state.seed(0)
+        result = _instantiated(calls)
+    if base is Transform:
+        result = as_transform(result)
+    if base is Task and not isinstance(result, Task):
+        with user_code(node):
+            result = task_of(result)
+    if not isinstance(result, base):
+        raise TypeError(f"must be a {base.__name__}, found {result!r}")
+    return result
+
+
+def call_of(node: object) -> tuple[Callable[..., object], dict[str, Any]]:
+    """Return the class or function of a node with its fields, whose nodes are made; it is called
+    later, with what a run knows. Raises as `make`.
+    """
+    check_node(node)
+    assert isinstance(node, Mapping)
+    if faults := [*_wrong_targets(node, "", object)]:
+        raise FieldError("", faults)
+    made: Any = _instantiated({**node, "_partial_": True})
+    return import_path(node["_target_"]), made.keywords
+
+
+def check_node(node: object) -> None:
+    """Raise ValueError for a node without a `_target_`."""
+    if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
+        return
+    example = "_target_: gradsurg.Clip or a dotted path of your own"
+    if isinstance(node, Mapping):
+        raise ValueError(f"needs a _target_, as {example}; found the keys {', '.join(node)}")
+    raise ValueError(f"must be a mapping with a _target_, as {example}, found {node!r}")
+
+
+def fields_of(node: Node) -> dict[str, Any]:  # Any: as above
+    """Return the fields of a node, without Hydra's own keys."""
+    return {key: value for key, value in node.items() if key not in HYDRAS}
+
+
+@contextmanager
+def user_code(node: Node, method: str = "") -> Iterator[None]:
+    """Turn any error of a user's own class into a TypeError with its file and line."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        if is_own(node):
+            raise
+        raise TypeError(_raised(node, error, method)) from error
+
+
+def _raised(node: Node, error: BaseException, method: str = "") -> str:
+    called = f"{node['_target_']}.{method}" if method else node["_target_"]
+    return f"{called} raised {type(error).__name__}: {one_line(error)}{place_in_user_code(error)}"
+
+
+def _instantiated(node: Node) -> object:
+    """Call Hydra's `instantiate`. Raises FieldError with all faults."""
+    try:
+        return _by_hydra(node)
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise FieldError("", [*_faults(node, "", error)]) from error
+
+
+def _by_hydra(node: object) -> object:
+    # Without "all" Hydra 1.3 turns a dataclass in a list or a mapping into a config again.
+    allow = getattr(hydra.utils, "execution_whitelist", None)  # Hydra 1.4 asks what may be called
+    with allow(hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS) if allow else nullcontext():  # pyright: ignore
+        return hydra.utils.instantiate(node, _convert_="all")
+
+
+def _faults(node: object, key: str, error: BaseException | None = None) -> Faults:
+    """Yield each fault of a node that Hydra refuses: those of the nodes inside it, or else its own.
+
+    `error` is what Hydra has raised for a node without nodes inside it.
+    """
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node)  # pyright: ignore
+    nodes = [
+        (joined(key, str(name)), item) for name, item in inner if isinstance(item, dict | list)
+    ]
+    inside = [fault for place, item in nodes for fault in _faults(item, place)]
+    yield from inside
+    if inside or not isinstance(node, Mapping) or "_target_" not in node:
+        return
+    if error is None or nodes:
+        try:
+            _by_hydra(node)
+        except (Exception, SystemExit) as again:
+            error = again
+        else:
+            return
+    while error.__cause__ is not None and not isinstance(error, FieldError):
+        error = error.__cause__
+    target, fields = import_path(node["_target_"]), fields_of(node)
+    unknown = isinstance(error, TypeError) and unknown_fields(target, 0, fields, error)
+    if isinstance(error, FieldError):
+        yield from ((joined(key, field), text) for field, text in error.faults)
+    elif unknown:
+        yield from ((joined(key, field), text) for field, text in unknown)
+    else:
+        yield key, one_line(error) if is_own(node) else _raised(node, error)
+
+
+def _wrong_targets(node: object, key: str, base: type) -> Faults:
+    """Yield a fault for each `_target_` that there is not, and for a class of another kind."""
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node)  # pyright: ignore
+    for name, item in inner:
+        if isinstance(item, dict | list):
+            yield from _wrong_targets(item, joined(key, str(name)), base)
+    if not isinstance(node, Mapping) or "_target_" not in node:
+        return
+    target = str(node["_target_"])
+    try:
+        found = import_path(target)
+        if not is_own(node):
+            check_booleans(found, fields_of(node))
+    except FieldError as error:
+        yield from ((joined(key, field), text) for field, text in error.faults)
+    except ImportError as error:
+        if target.startswith("gradsurg.") and target.count(".") == 1:
+            folder = FOLDERS.get(base, "aggregators")
+            classes = [f"gradsurg.{find(folder, stem).__name__}" for stem in names(folder)]
+            yield key, f"there is no '{target}'. {nearest(target, classes)}"
+        else:
+            yield key, f"{error}{site_hint(target) if base is Selector else ''}"
+    else:
+        if not key and not _may_be(found, base):
+            yield key, f"must be a {base.__name__}, found the class {found.__qualname__}"
+
+
+def _may_be(target: Any, base: type) -> bool:  # Any: what a dotted path names
+    """Whether a class may be of a kind. A task may be of any class with data, and a transform of
+    any whose instances are callable.
+    """
+    if not isinstance(target, type) or base is Task or issubclass(target, base):
+        return True
+    return base is Transform and any("__call__" in vars(cls) for cls in target.__mro__)
+
+
+def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
+    """Return a node in which each function of a gradient is not called, but the transform itself.
+
+    A function that takes no gradient returns a transform. Raises FieldError for fields of what is
+    made already.
+    """
+    if isinstance(node, list):
+        return [*map(_with_functions, node)]
+    if not isinstance(node, Mapping):
+        return node
+    node = {key: _with_functions(item) for key, item in node.items()}
+    if "_target_" not in node or is_own(node) or node.get("_partial_"):
+        return node
+    target, fields = import_path(node["_target_"]), fields_of(node)
+    if isinstance(target, type):
+        return node
+    get = {"_target_": GET_OBJECT, "path": node["_target_"]}
+    if isinstance(target, Transform) or not callable(target):
+        if fields:
+            text = f"is made already and takes no fields, found {', '.join(fields)}"
+            raise FieldError("", [("", text)])
+        return get
+    try:
+        signature = inspect.signature(target)
+    except ValueError:  # it is written in C, as torch.sign
+        return get
+    if not _binds(signature, (None,), fields) or _binds(signature, (), fields):
+        return node
+    return {**node, "_partial_": True} if fields else get
+
+
+def _binds(signature: inspect.Signature, args: tuple[object, ...], fields: Node) -> bool:
+    try:
+        signature.bind(*args, **fields)
+    except TypeError:
+        return False
+    return True
