@@ -61,6 +61,9 @@ def from_config(
         given = {"interventions": [*given]}
     errors = ErrorCollector([*_faults(given, own_code)])
     errors.raise_if_any()
+    if "_target_" in (given.get("transform") or {}):
+        name = name_of(given["transform"]).rpartition(".")[2]
+        given = {**given, "transform": {snake(name): given["transform"]}}
     _, item, combining = interventions_of(given, None, errors)
     items = [*_listed(given, errors), *(one for one in (item, combining) if one is not None)]
     seed = given.get("seed") or seed
