@@ -152,7 +152,7 @@ def _wrong_value(random: Random, choices: Mapping[str, str]) -> str:
 def _wrong_field(random: Random, choices: Mapping[str, str]) -> str:
     """Return an unusual value of a field of an option, chosen or not."""
     group = random.choice([*choices])
-    keys = _fields(group, choices[group]) or ["name"]
+    keys = _fields(group, choices[group]) or ["_target_"]
     value = random.choice(VALUES)
     prefix = random.choice(("", "", "", "", "+", "++", "~"))
     key = f"{group}.{random.choice(keys)}"
