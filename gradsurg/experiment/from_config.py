@@ -1,12 +1,12 @@
 """Make the surgery of a composed config."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from typing import TYPE_CHECKING, Any
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.core.intervention import Intervention, labels_of
@@ -14,7 +14,6 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment.errors import ErrorCollector, joined, leaves
 from gradsurg.experiment.making import make
-from gradsurg.experiment.recipes import KEYS
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
@@ -28,10 +27,19 @@ from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
 from gradsurg.triggers.steps import Steps
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
+
 Config = Mapping[str, Any]  # Any: what YAML can hold
 GROUPS = ("transform", "site", "when", "aggregator")
 ITEM = ("transform", "site", "when")
 """The keys of one intervention."""
+KEYS = (*GROUPS, "shared", "interventions", "seed")
+"""The keys of a surgery; all others of a config are about training.
+
+`interventions` maps names to a transform with its site and perhaps a trigger, for a surgery at
+several sites. The command line trains with one site, and refuses the key.
+"""
 PARAMETERS = {"_target_": "gradsurg.Parameters"}
 ALWAYS = {"_target_": "gradsurg.Always"}
 OWN_CODE = "is imported and called only with own_code=True"
@@ -54,6 +62,8 @@ def from_config(
     Only gradsurg's own classes are called, unless `own_code` is true: use it for configs that you
     trust. Raises ConfigError, a ValueError, with a line for each fault.
     """
+    from omegaconf import OmegaConf  # which one's own loop does without
+
     given: Any = config
     if OmegaConf.is_config(config):
         given = OmegaConf.to_container(config, resolve=True)
