@@ -4,6 +4,7 @@ Hydra fills the template with the groups and the config; it imports no torch.
 """
 
 import ast
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
@@ -68,11 +69,9 @@ def described(name: str) -> dict[str, str]:
     The schema is read, not imported: it needs a library that help does without.
     """
     module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
-    (body,) = (
-        one.body for one in module.body if isinstance(one, ast.ClassDef) and one.name == name
-    )
+    classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}
     texts = {}
-    for field, below in zip(body, body[1:], strict=False):
+    for field, below in pairwise(classes[name].body):
         match field, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())

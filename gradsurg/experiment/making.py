@@ -47,7 +47,7 @@ def make(node: object, base: type[Made]) -> Made:
     with random_state.preserved() if is_users_data else nullcontext():
         if is_users_data:
             random_state.seed(0)
-        result = _instantiated(calls, base)
+        result: Any = _instantiated(calls, base)
     if base is Transform:
         result = as_transform(result)
     if base is Task and not isinstance(result, Task):

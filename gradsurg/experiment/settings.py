@@ -162,8 +162,8 @@ class Shared:
     results
     """
     on_nonfinite: str = "propagate"
-    """a NaN in one task makes the update NaN; or skip: leave out the task, or the step, and count
-    it
+    """propagate: a NaN in one task makes the update NaN; skip: leave out the task, or the step, and
+    count it
     """
 
 
