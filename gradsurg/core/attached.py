@@ -1,5 +1,6 @@
 """One intervention while it is attached: its hooks, its decisions, its warnings."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, zip_longest
@@ -18,7 +19,6 @@ from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
-from gradsurg.sites.selection import collector_paused
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.torch_internals import autograd, compiling
@@ -62,17 +62,17 @@ class Attached:
 
     # Life cycle.
 
-    @collector_paused()
     def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
         item, model = self.intervention, self.session.model
-        if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
-            self._observe(model)
-        self.firing.begin_step()
-        item.at.hook(self)
-        if self.session.processes > 1 and item.differs_from_average:
-            when_averaged(model, self.stack, self._note_average)
-        self.coverage.check(model, self.stack)
+        with _collector_paused():
+            if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
+                self._observe(model)
+            self.firing.begin_step()
+            item.at.hook(self)
+            if self.session.processes > 1 and item.differs_from_average:
+                when_averaged(model, self.stack, self._note_average)
+            self.coverage.check(model, self.stack)
 
     def change(self, intervention: Intervention) -> None:
         """Set another transform with the same links, or another trigger, at the same sites."""
@@ -354,3 +354,19 @@ class Attached:
                 "each is not acting on their average. For the average use "
                 "stage='backward_end' or stage='step'."
             )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is enabled.
+
+    While thousands of hooks are made, which all live on, it would look through all objects of the
+    process again and again: two thirds of the time of attaching.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

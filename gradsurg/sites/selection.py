@@ -1,6 +1,5 @@
 """Select modules and parameters by name, class, position and shape."""
 
-import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -358,22 +357,6 @@ def one_scan(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _tables.reset(token)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector in the block, if it is enabled.
-
-    While thousands of hooks are made, which all live on, it would look through all objects of the
-    process again and again: two thirds of the time of attaching.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def scanned(function: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
