@@ -145,6 +145,9 @@ class Attached:
         self._end_checks = []
         self.stack.close()
         self._observers.close()
+        self.coverage.close()
+        for hook in self.hooks.values():
+            hook.close()
         self.hooks.clear()
 
     def _nan_states(self) -> str:

@@ -169,6 +169,10 @@ class SiteHook:
             link.set(transform)
         self._find_single()
 
+    def close(self) -> None:
+        """Refer to no tensor and not to itself; the function on built graphs passes gradients."""
+        self.call = self.value = self.gradient = _no_value
+
     def _find_single(self) -> None:
         first, *others = self.links
         self.single = first if first.is_simple and not others else None
@@ -459,7 +463,7 @@ def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
 
 
-def _no_value() -> None:
+def _no_value(*_: object) -> None:
     return None
 
 

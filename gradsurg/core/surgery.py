@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
 
@@ -182,7 +181,7 @@ class Surgery:
             scaler=scaler,
         )
         live = Live(session, model, is_compiled=is_compiled)
-        live.on_end = partial(self._release, live)
+        live.on_end = WeakMethod(self._release)
         with ExitStack() as undo, one_scan(model):
             undo.callback(live.abort)
             if optimizer is not None:
