@@ -1,7 +1,6 @@
 """A surgery without a `with` block: start, bind, several optimizers, steps by hand, and the end."""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -246,7 +245,7 @@ never_entered = other.attach(model)
     assert "live = surgery.start(...)" in ended.stderr
 
 
-@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("begin", ["start", "attach"])
 def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin: str) -> None:
     model, optimizer = trainee()
@@ -255,8 +254,27 @@ def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin:
     text = r"test_start.py, line \d+, was used without"
     with pytest.warns(gs.SurgeryWarning, match=text) if begin == "attach" else nullcontext():
         del live
-        gc.collect()
     assert num_hooks(model, optimizer) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_without_its_handle_a_surgery_stays_attached_while_something_refers_to_it() -> None:
+    model = Sums()
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    surgery.start(model)
+    assert (num_hooks(model), surgery.is_attached) == (1, True)
+    del surgery
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_cell_that_starts_a_surgery_and_is_run_again_acts_once() -> None:
+    model, changes = Sums(), []
+    for _ in range(3):
+        live = gs.Surgery(gs.Intervention(gs.Scale(0.5))).start(model)
+        changes.append(step(model, sgd(model, lr=1.0)))
+    assert changes == [-0.5, -0.5, -0.5]
+    live.close()
 
 
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:
