@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,7 +27,12 @@ from gradsurg.transforms.base import Scope
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
+TWICE = "two surgeries"
+"""The key of the warning of equal interventions in two surgeries."""
+
 EXAMINED = 4  # first gradients of a site, until it is taken for one in each backward pass
+
+_hooked: "WeakSet[Attached]" = WeakSet()  # in all surgeries
 
 
 class Attached:
@@ -65,6 +70,7 @@ class Attached:
     def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
         item, model = self.intervention, self.session.model
+        _hooked.add(self)
         with _collector_paused():
             if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
                 self._observe(model)
@@ -115,6 +121,27 @@ class Attached:
             self._most_calls = call + 1
         if call < EXAMINED and self.session.clock.step == self.first_step:
             self.note_nested(hook)
+
+    def note_first(self, hook: SiteHook) -> None:
+        """Notice at the first gradient of a site what may change it a second time."""
+        self.note_nested(hook)
+        site, session = hook.entry.site, self.session
+        for other in () if session.shadow else list(_hooked):
+            if other.session.target is session.target and other.repeats(self, site):
+                session.warn_once(
+                    f"{self.label}: two open surgeries have this intervention, and both changed "
+                    f"the gradient at '{site}'; close() the one that is not meant",
+                    key=TWICE,
+                )
+                other.session.warned.add(TWICE)
+
+    def repeats(self, other: "Attached", site: str) -> bool:
+        """Whether it acts as an intervention of another surgery does, and has done so at a site."""
+        hook, is_on = self.hooks.get(site), self.firing.answer is not False
+        if hook is None or not is_on or self.session.shadow or self.session is other.session:
+            return False
+        has_fired = bool(hook.entry.fired or hook.entry.on_device)
+        return has_fired and self.intervention == other.intervention
 
     def note_nested(self, hook: SiteHook) -> None:
         """Notice several gradients of one backward pass at one site, in the first step."""

@@ -43,6 +43,8 @@ class GroupHook:
         for hook, grad in zip(hooks, present, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
+        if not self._is_checked:
+            self.owner.note_first(hooks[0])
         # A user's result that is wrong is found before the first gradient is written.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in hooks[0].links)
         with without_autocast(present[0].device.type):

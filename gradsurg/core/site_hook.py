@@ -54,8 +54,8 @@ class Owner(Protocol):
     def note_repeat(self, hook: "SiteHook", call: int) -> None:
         """Note a further gradient of the same step at one site."""
 
-    def note_nested(self, hook: "SiteHook") -> None:
-        """Notice several gradients of one backward pass at one site, in the first step."""
+    def note_first(self, hook: "SiteHook") -> None:
+        """Notice at the first gradient of a site what may change it a second time."""
 
 
 class Examples(Protocol):
@@ -171,7 +171,8 @@ class SiteHook:
 
     def close(self) -> None:
         """Refer to no tensor and not to itself; the function on built graphs passes gradients."""
-        self.call = self.value = self.gradient = _no_value
+        self.call = _unchanged
+        self.value = self.gradient = _no_value
 
     def _find_single(self) -> None:
         first, *others = self.links
@@ -244,7 +245,7 @@ class SiteHook:
         if not self.count(fires) or firing.skips_transform:
             return None
         if self.checked_for is UNCHECKED:
-            self.owner.note_nested(self)
+            self.owner.note_first(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(self.owner.intervention.operator):
@@ -463,7 +464,16 @@ def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
 
 
-def _no_value(*_: object) -> None:
+def _no_value() -> None:
+    return None
+
+
+def _unchanged(
+    grad: Tensor | None,
+    value: Tensor | None = None,
+    entering: tuple[Tensor | None, ...] = (),
+    layer: LayerCall | None = None,
+) -> None:
     return None
 
 

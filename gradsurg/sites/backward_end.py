@@ -61,7 +61,6 @@ class _BackwardPasses:
     def close(self) -> None:
         """Do nothing from now on, also at the end of a graph that is already built."""
         self.act = None
-        self.params.clear()
 
     def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Hook the output of a model: on every rank, not only on those that use a parameter."""

@@ -112,7 +112,7 @@ SURGERIES: dict[str, Callable[[], gs.Surgery]] = {
 def test_a_name_given_to_a_new_handle_detaches_the_old_one_at_once(name: str) -> None:
     model = Net()
     optimizer = sgd(model)
-    handles: list[ref[Live]] = []
+    handles, live = list[ref[Live]](), None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         for _ in range(3):  # as a cell of a notebook that is run again

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsurg as gs
+from gradsurg.core.live import Live
 from gradsurg.transforms.base import Transform
 from tests.nets import backward, num_hooks, sgd, small, trainee
 from tests.sites.points import Sums
@@ -269,12 +270,56 @@ def test_without_its_handle_a_surgery_stays_attached_while_something_refers_to_i
 
 @pytest.mark.usefixtures("no_collector")
 def test_a_cell_that_starts_a_surgery_and_is_run_again_acts_once() -> None:
-    model, changes = Sums(), []
+    model, lives, changes = Sums(), list[Live](), []
     for _ in range(3):
-        live = gs.Surgery(gs.Intervention(gs.Scale(0.5))).start(model)
+        lives[:] = [gs.Surgery(gs.Intervention(gs.Scale(0.5))).start(model)]
         changes.append(step(model, sgd(model, lr=1.0)))
     assert changes == [-0.5, -0.5, -0.5]
-    live.close()
+
+
+TWICE: dict[str, gs.Intervention] = {
+    "tensor": gs.Intervention(gs.Scale(2.0)),
+    "group": gs.Intervention(gs.ClipGlobalNorm(1e-3), gs.Parameters(stage="backward_end")),
+    # The later surgery is the second one at the output, and the first one at the input.
+    "both ends": gs.Intervention(gs.Scale(2.0), gs.Inputs("last") | gs.Outputs("last")),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("has_acted", [False, True])
+def test_equal_surgeries_on_one_model_are_told_once_when_both_change_a_gradient(
+    has_acted: bool, name: str
+) -> None:
+    model = small()
+    first = gs.Surgery(TWICE[name]).start(model)
+    if has_acted:
+        backward(model)
+    second = gs.Surgery(TWICE[name]).start(model)
+    text = ": two open surgeries have this intervention, and both changed the gradient at '"
+    with pytest.warns(gs.SurgeryWarning, match=text) as caught:
+        for _ in range(2):
+            backward(model)
+    assert len(caught) == 1
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize("what", ["closed", "shadow", "in shadow", "model", "transform", "trigger"])
+def test_two_surgeries_that_do_not_change_a_gradient_twice_are_not_told(what: str) -> None:
+    model, item = small(), gs.Intervention(gs.Scale(2.0), when=gs.Steps(stop=1))
+    other = small() if what == "model" else model
+    first = gs.Surgery(item).start(other, shadow=what == "shadow")
+    backward(other)
+    if what == "closed":
+        first.abort()
+    if what == "transform":
+        first.set("scale", factor=3.0)
+    if what == "trigger":
+        first.tick()
+    second = gs.Surgery(item).start(model, shadow=what == "in shadow")
+    backward(model)  # a warning would be an error
+    second.abort()  # not close(), which warns of a clock that stands still
+    first.abort()
 
 
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:
