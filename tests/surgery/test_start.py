@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -320,6 +320,29 @@ def test_two_surgeries_that_do_not_change_a_gradient_twice_are_not_told(what: st
     backward(model)  # a warning would be an error
     second.abort()  # not close(), which warns of a clock that stands still
     first.abort()
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping", "no_collector")
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("act")], ids=["params", "outputs"])
+def test_pytorch_refuses_to_swap_parameters_in_the_block_and_swaps_them_after_it(at: Any) -> None:
+    model, saved = small(), small(seed=1).state_dict()
+    with gs.Surgery(gs.Intervention(gs.Scale(2.0), at)).attach(model):
+        backward(model)
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            model.double()
+        with pytest.raises(RuntimeError, match="While swapping the parameter"):
+            model.load_state_dict(saved)
+        assert model.first.weight.dtype is torch.float32
+    model.load_state_dict(saved)
+    assert torch.equal(model.first.weight, saved["first.weight"])
+    assert model.double().first.weight.dtype is torch.float64
 
 
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:
