@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsurg.core.site_hook import Link, Owner, SiteHook, without_autocast
+from gradsurg.core.site_hook import Link, Owner, SiteHook, without_autocast, without_graph
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import SKIPPED, GroupTransform, TransformContext, TransformState
 
@@ -156,7 +156,7 @@ class GroupHook:
         elif state:
             if transform.members == "fixed":
                 self._check_members(links)
-            session.states[key] = _chosen(fires, state, before)
+            session.states[key] = without_graph(_chosen(fires, state, before))
             if "skip" in transform.needs:
                 skips = bool(session.states[key][SKIPPED] > before[SKIPPED])
         rows = _Rows(hooks, links, fires, versions)
@@ -167,8 +167,8 @@ class GroupHook:
     ) -> list[TransformContext]:
         """The contexts of a link at all sites, with what it needs besides the gradients."""
         intervention = self.owner.intervention
-        for hook, link in zip(hooks, links, strict=True):
-            hook.count_call(link)
+        for hook, link, grad in zip(hooks, links, grads, strict=True):
+            hook.begin_call(link, grad)
             if intervention.reads_value:
                 link.context.value = hook.value()
             if "gradient" in intervention.needs:
