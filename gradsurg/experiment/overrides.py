@@ -184,7 +184,7 @@ def _swallowed(word: str) -> Iterator[str]:
         options = [option.strip(" '\"") for option in inside.split(",") if option.strip()]
         for option in options:
             if "/" in option:
-                yield f"{key}: there is no '{option}'. {nearest(option, [*files_of(key)])}"
+                yield f"{key}: {_no_option(key, option, [*files_of(key)])}"
         if inside == value:
             continue
         if key not in LISTS:
@@ -258,7 +258,7 @@ def _named(node: ast.expr) -> dict[str, Any]:  # Any: as above
     """Return the config of a trigger inside another one; check its name, which Hydra does not."""
     condition = _condition(node)
     if condition["name"] not in (known := plugin_names("triggers")):
-        raise ValueError(f"there is no '{condition['name']}'. {nearest(condition['name'], known)}")
+        raise ValueError(_no_option("when", condition["name"], known))
     return condition
 
 
@@ -291,9 +291,14 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
-    from gradsurg.experiment.catalogue import also_named  # help does without
+    return _no_option(group, name, options)
 
-    return f"there is no '{name}'. {nearest(name, [*options], also_named(group, name))}"
+
+def _no_option(group: str, name: str, options: Sequence[str]) -> str:
+    from gradsurg.experiment.catalogue import LISTED, also_named  # help does without
+
+    listed_by = f"--list {group}" if group in LISTED else ""
+    return f"there is no '{name}'. {nearest(name, options, also_named(group, name), listed_by)}"
 
 
 def _unreadable(error: OverrideParseException) -> str:

@@ -491,10 +491,10 @@ def nothing_matched(
     close = get_close_matches(literal, sorted(parts - {literal}), n=5, cutoff=0.6)
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
-    listed = nearest("" if pattern in choices else pattern, choices)
-    hint = reason or (f"Did you mean '{offers[0]}'?" if offers else "")
-    if hint:
-        listed = f"{listed.split(' Did you mean')[0]} {hint}"
+    if reason:
+        listed = f"{reason} {nearest('', choices)}"
+    else:
+        listed = nearest("" if pattern in choices else pattern, choices, offers[:1])
     found = "nothing that is called matches" if reason else "nothing matches"
     return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
 

@@ -43,12 +43,15 @@ def test_an_expression_is_the_trigger_that_python_makes_of_it(
         ("steps(start=1) and always()", "when: joins triggers by &, | and ~; steps("),
         ("steps(start=1+1j*2)", "when: 1 + 1j * 2 is not a number, a word or a list"),
         ("steps(start=1", "when: is not an expression, found 'steps(start=1'; write when='steps("),
-        ("stps(start=1)", "when: there is no 'stps'. There are: "),
+        ("stps(start=1)", "when: there is no 'stps'. Did you mean 'steps'? There are: "),
         (
             "steps & ~(always | thrshold(above=1))",
-            "when: there is no 'thrshold'. There are: all_of",
+            "when: there is no 'thrshold'. Did you mean 'threshold'? There are: all_of",
         ),
-        ("~steps(strt=1)", "when.of.strt: is not a field here. There are: start, stop, every."),
+        (
+            "~steps(strt=1)",
+            "when.of.strt: is not a field here. Did you mean 'start'? There are: start, stop,",
+        ),
     ],
 )
 def test_a_wrong_expression_is_one_line(here: Here, text: str, line: str) -> None:
