@@ -119,6 +119,9 @@ def _read(paths: Iterable[str | Path], name: str, schema: Schema) -> pl.DataFram
             floats = [key for key in rows.columns if key not in (*kinds, OTHERS)]
             rows = rows.cast({key: kinds[key] for key in rows.columns if key in kinds})
             rows = rows.with_columns(pl.col(floats).cast(pl.Float64), run=pl.lit(str(path)))
+            for key in rows.columns:
+                if key != OTHERS and rows.schema[key] == pl.Struct:
+                    raise pl.exceptions.SchemaError(f"{key} is a mapping")
             if name == CONFLICTS and len(rows.drop_nulls(LISTS)) < len(rows):
                 raise pl.exceptions.NoDataError(f"{', '.join(LISTS)} are not all there")
         except pl.exceptions.PolarsError as error:

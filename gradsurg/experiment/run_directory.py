@@ -29,7 +29,16 @@ from typing import Literal
 import yaml
 
 from gradsurg.experiment.files import append_bytes, finite, locked, replace_file, sync
-from gradsurg.experiment.run_reader import BrokenFile, Values, known, read, read_rows
+from gradsurg.experiment.run_reader import (
+    BrokenFile,
+    ForeignLink,
+    Values,
+    inside,
+    known,
+    read,
+    read_bytes,
+    read_rows,
+)
 from gradsurg.plugins.messages import printable
 
 METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
@@ -72,7 +81,10 @@ class RunDirectory:
         """The state of the run by its files; `running` if a process has its lock."""
         state = self.recorded_state
         if state not in ENDED and (self.path / LOCK).is_file():
-            with suppress(OSError), locked(self.path / LOCK, wait=False) as obtained:
+            with (
+                suppress(OSError, ForeignLink),
+                locked(inside(self.path / LOCK), wait=False) as obtained,
+            ):
                 return state if obtained else "running"
         return state
 
@@ -80,6 +92,7 @@ class RunDirectory:
     def recorded_state(self) -> RunState:
         """The state of the run by its files, regardless of the lock; `failed` if one is broken."""
         try:
+            self.check_links()
             summary = read(self.path / SUMMARY)
         except BrokenFile:
             return "failed"
@@ -90,13 +103,23 @@ class RunDirectory:
         begun = any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT))
         return "interrupted" if begun else "planned"
 
+    def check_links(self) -> None:
+        """Raise ForeignLink if the folder, or a file in it, is a link out of the study's folder."""
+        inside(self.path / LOCK)
+        with suppress(FileNotFoundError), os.scandir(self.path) as files:
+            for file in files:
+                if file.is_symlink():
+                    inside(self.path / file.name)
+
     @contextmanager
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
         If another process has it, as that of a shared control, wait, or without `wait` yield False.
-        The lock of a killed process is free.
+        The lock of a killed process is free. Raises ForeignLink for a link out of the study's
+        folder, before anything is written.
         """
+        self.check_links()
         with locked(self.path / LOCK, wait) as obtained:
             for draft in self.path.glob(".*.tmp") if obtained else ():  # of killed processes
                 draft.unlink(missing_ok=True)
@@ -135,11 +158,12 @@ class RunDirectory:
     def reason(self) -> str:
         """Why the run failed, on one line: the error without its stack, or the broken summary."""
         try:
+            self.check_links()
             read(self.path / SUMMARY)
-            content = (self.path / ERROR).read_bytes()
+            content = read_bytes(self.path / ERROR)
         except BrokenFile as error:
             return str(error)
-        except FileNotFoundError:
+        if content is None:
             return ""
         text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
         return "; ".join(map(printable, text.strip().splitlines()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.run_reader import BrokenFile, parsed
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
@@ -98,13 +99,20 @@ def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
 
 
 def written(out: Path) -> set[str]:
-    """Return the names of the files that earlier reports wrote to `out`."""
+    """Return the names of the files in `out` that earlier reports wrote.
+
+    Raises OSError, with the name of the list, if that is no JSON.
+    """
     file = out / WRITTEN
     if out.is_symlink() or file.is_symlink() or not file.exists():
         return set()
-    names = map(str, json.loads(file.read_text(encoding="utf-8")))
-    # whatever the file says, nothing outside of the folder is touched
-    return {name for name in names if name not in ("", "..") and name == Path(name).name}
+    try:
+        names = parsed(file, file.read_bytes())
+    except BrokenFile as error:
+        raise OSError(f"{error}; remove {file}") from error
+    # whatever the file says, no folder and nothing outside of this one is touched
+    there = {path.name for path in out.iterdir() if path.is_symlink() or path.is_file()}
+    return there.intersection(map(str, names)) if isinstance(names, list) else set()
 
 
 def figures_in(out: Path) -> list[Path]:

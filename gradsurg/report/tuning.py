@@ -142,10 +142,10 @@ def _parsed(file: Path, content: Mapping[str, Any]) -> Tuning:
             {axis["key"]: list(axis["values"]) for axis in content["axes"]},
             list(points.values()),
             dict(content["chosen"]),
-            list(content["runs"]),
+            [*map(str, content["runs"])],
         )
         if one.best and one.sentence:
             return one
-    except (KeyError, TypeError, ValueError, StopIteration, AttributeError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration, AttributeError):
         pass
     raise BrokenFile(file, "is not the choice of an arm")
