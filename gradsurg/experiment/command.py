@@ -20,6 +20,8 @@ from gradsurg.experiment.planning import (
     power_line,
     summary_line,
 )
+from gradsurg.experiment.run_directory import LOCK, TUNING, remove_leftovers
+from gradsurg.experiment.run_reader import ForeignLink, inside
 from gradsurg.experiment.runs import Experiment
 from gradsurg.loggers.base import GuardedLogger, Logger
 from gradsurg.plugins.messages import printable, tell
@@ -67,6 +69,14 @@ class Command:
             tell(text)
         power = power_line(self.experiments)
         force = any(each.settings.force for each in self.experiments)
+        try:
+            for each in self.experiments:
+                if each.tuning is not None:
+                    inside(each.settings.study_folder / TUNING / LOCK)
+        except ForeignLink as error:
+            raise ConfigError([f"study: {error}"]) from error
+        for folder in self._studies():
+            remove_leftovers(folder)
         try:
             states = plan_runs(self.jobs, force)
         except OSError as error:

@@ -28,7 +28,7 @@ from typing import Literal
 
 import yaml
 
-from gradsurg.experiment.files import append_bytes, finite, locked, replace_file, sync
+from gradsurg.experiment.files import append_bytes, drafts, finite, locked, replace_file, sync
 from gradsurg.experiment.run_reader import (
     BrokenFile,
     ForeignLink,
@@ -44,6 +44,9 @@ from gradsurg.plugins.messages import printable
 METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
 CONFIG, SUMMARY, FACTS, LOCK = "config.yaml", "summary.json", "run.json", ".lock"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
+TUNING = "tuning"  # the folder of a study with its tuning runs and the choices of its arms
+REPORT, REPORT_LOCK = "report", ".report.lock"
+NAME = re.compile(f"-[0-9a-f]{{8}}$|^{TUNING}$")  # of the folder of a run, and of tuning
 ERROR, EXAMINED, EXAMINED_EFFECTS = "error.log", "examined.json", "examined_effects.jsonl"
 
 NOT_FINITE = "not_finite"
@@ -103,6 +106,15 @@ class RunDirectory:
         begun = any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT))
         return "interrupted" if begun else "planned"
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the folder, or a file in it, is a link out of the study's folder."""
+        try:
+            self.check_links()
+        except ForeignLink:
+            return True
+        return False
+
     def check_links(self) -> None:
         """Raise ForeignLink if the folder, or a file in it, is a link out of the study's folder."""
         inside(self.path / LOCK)
@@ -121,8 +133,6 @@ class RunDirectory:
         """
         self.check_links()
         with locked(self.path / LOCK, wait) as obtained:
-            for draft in self.path.glob(".*.tmp") if obtained else ():  # of killed processes
-                draft.unlink(missing_ok=True)
             yield obtained
 
     def plan(self, facts: Values, config: Mapping[str, object]) -> None:
@@ -253,6 +263,27 @@ class RunDirectory:
         _log.warning("%s is damaged or of an earlier version: %s", path, then)
         path.unlink()  # else it would be kept as the checkpoint before the next one
         return None
+
+
+def remove_leftovers(study: Path) -> None:
+    """Remove what killed processes left in a study: locks, drafts, and old checkpoints.
+
+    The files of a run or of a report stay while another process holds its lock, and so do those
+    that cannot be removed.
+    """
+    places = [study]
+    with suppress(ForeignLink):
+        places.append(inside(study / TUNING / LOCK).parent)
+    runs = [path for place in places for path in place.glob("*-*") if path.is_dir()]
+    locks = [path / LOCK for path in (*runs, *places[1:]) if NAME.search(path.name)]
+    for lock in (*locks, study / REPORT / REPORT_LOCK):
+        folder = lock.parent
+        is_old = (folder / PREVIOUS).exists() and RunDirectory(folder).finished
+        if not (is_old or lock.exists() or drafts(folder)):
+            continue
+        with suppress(OSError, ForeignLink), locked(inside(lock), wait=False) as obtained:
+            if obtained and is_old:
+                inside(folder / PREVIOUS).unlink(missing_ok=True)
 
 
 def merged_facts(before: Values, now: Values) -> Values:

@@ -10,6 +10,8 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.files import DRAFT_FOLDER, locked
+from gradsurg.experiment.run_directory import REPORT_LOCK
 from gradsurg.experiment.run_reader import BrokenFile, parsed
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.report import charts, conflicts, paper
@@ -47,7 +49,10 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     frame = compare(study, margin)
     # on the same disk, as files are renamed into place
-    with TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+    with (
+        locked(out / REPORT_LOCK, wait=True),
+        TemporaryDirectory(prefix=DRAFT_FOLDER, dir=out) as folder,
+    ):
         draft = Path(folder)
         frames = {"runs": study.runs, "comparison": frame, "effects": study.effects}
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}

@@ -33,8 +33,6 @@ STATES = (
     "unreadable",
 )
 
-TUNING = "tuning"
-"""The folder of a study with its tuning runs and the choices of its arms."""
 OWN_FILES = (FACTS, SUMMARY, METRICS, ERROR)
 
 

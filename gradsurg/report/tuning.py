@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.run_directory import TUNING
 from gradsurg.experiment.run_reader import BrokenFile, read
 from gradsurg.report.arms import Arm, value_text
-from gradsurg.report.load import TUNING
 from gradsurg.report.wording import count, listed, title, value
 
 MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
