@@ -12,6 +12,7 @@ words for it, by which it is found:
 """
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -114,7 +115,7 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
     asked = [part for word in (group, *words) for part in word.split()]
     entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
     for config_dir in config_dirs:
-        if not config_dir.is_dir():
+        if not os.path.isdir(config_dir):  # False for a name that is too long, too
             raise LookupError(f"there is no folder {config_dir}")
         entries += _of_folder(config_dir, is_own=True)
     wanted = ALIASES.get(asked[0], asked[0]) if asked else ""

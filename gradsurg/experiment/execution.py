@@ -203,7 +203,10 @@ def _built(config: Config, seed: int, name: str) -> Run:
     one = {"seed": seed, "splits": 1, "attribute": False, "tune": None, "logger": {}}
     experiment = build({**config, **one}, trial=False)
     torch.set_num_threads(experiment.settings.threads or torch.get_num_threads())
-    return next(run for run in experiment.runs if run.name == name)
+    for run in experiment.runs:
+        if run.name == name:
+            return run
+    raise RuntimeError(f"there is no run {name} here: the code or data differ from those of rank 0")
 
 
 class _OpenRun:

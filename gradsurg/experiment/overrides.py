@@ -159,7 +159,7 @@ def _config_dirs_in(words: Sequence[str]) -> list[Path]:
     following = zip(words, [*words[1:], ""], strict=False)
     found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
     found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
-    return [Path(folder) for folder in found if folder]
+    return [Path(folder) for folder in found if os.path.isdir(folder)]
 
 
 def _refused(word: str) -> Iterator[str]:

@@ -30,7 +30,9 @@ REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 VALIDATION = "validation/"
 DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
-Positive = Annotated[int, Field(ge=1)]
+MAX_INT = 2**63  # one more than the largest integer of PyTorch
+Positive = Annotated[int, Field(ge=1, lt=MAX_INT)]
+Natural = Annotated[int, Field(ge=0, lt=MAX_INT)]
 # YAML reads `study=2024` as a number.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
@@ -144,30 +146,30 @@ def _parsed(kind: type[Until] | type[Grid]) -> BeforeValidator:
 class Settings:
     """The short keys: those at the top of the config that are not groups."""
 
-    steps: Annotated[int, Field(ge=0)]
+    steps: Natural
     batch_size: Positive
     seeds: Annotated[Positive, BeforeValidator(_number_of_seeds)]
     log_every: Positive
     checkpoint_every: Positive
-    effects_every: Annotated[int, Field(ge=0)]
+    effects_every: Natural
     study: Annotated[Text, AfterValidator(_study_name)]
     out: Annotated[Text, AfterValidator(_folder)]
     control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"]
     device: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Natural | None = None
     splits: Positive = 1
     lr: Annotated[float, Field(gt=0)] | None = None
     accumulate: Positive = 1
     precision: Precision = "float32"
     compile: bool = False
     compile_backend: Backend = "inductor"
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    eval_every: Natural = 0
     until: Annotated[Until, _parsed(Until)] | None = None
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     tune_seeds: Positive = 3
     threads: Positive | None = None
-    check_ranks: Annotated[int, Field(ge=0)] = 0
+    check_ranks: Natural = 0
     force: bool = False
     retry_failed: bool = True
     conflict_every: Positive = 1
