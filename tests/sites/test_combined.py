@@ -465,7 +465,7 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
         (
             ["site=combined", "site.of=[{name:parameters,patern:x},{name:outputs,dept:1}]"],
             [
-                "site.of.0.patern: is not a field here. Did you mean 'pattern'? There are: pattern, ",
+                "site.of.0.patern: is not a field here. Did you mean 'pattern'? There are",
                 "site.of.1.dept: is not a field here. Did you mean 'depth'? There are: ",
             ],
         ),
