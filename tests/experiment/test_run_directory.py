@@ -141,6 +141,7 @@ def test_the_files_of_a_run_that_another_process_trains_stay(run):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
+        assert other.stdout is not None
         assert other.stdout.readline()
         (run.path / LEFT[1]).touch()
         remove_leftovers(run.path.parent)
