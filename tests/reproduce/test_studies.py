@@ -117,7 +117,7 @@ def test_bands_and_figures_with_planned_numbers_have_no_faults() -> None:
         ({"runs": {"label": "clip", "seed": 1}}, "run of label: clip, seed: 1. There are: 0."),
         (
             {"metric": "effect/clp/output.weight/cosine", "runs": {"label": "clip"}},
-            "Did you mean 'effect/clip/output.wosine'?",
+            "Did you mean 'effect/clip/output.weight/cosine'?",
         ),
         (
             {"metric": "effect/clip/output.wight/cosine", "runs": {"label": "clip"}},
