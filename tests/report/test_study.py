@@ -258,26 +258,36 @@ def test_arms_that_differ_in_a_users_code_alone_are_numbered_in_the_order_of_tim
     }
 
 
-def test_splits_tasks_and_models_are_blocks_and_no_arms(tmp_path: Path) -> None:
+def test_splits_are_blocks_and_each_model_has_an_arm(tmp_path: Path) -> None:
     for model in ("mlp", "convnet"):
         for split in (0, 1):
             more = {"model": {"name": model}, "task": {"name": "digits", "split_seed": split}}
             studies.whole(tmp_path, "clip", 0, 0.8, **more)
     study = read_study(tmp_path)
-    assert [(arm.name, len(arm.runs)) for arm in study.arms] == [("clip", 4)]
-    assert study.factors == ("model",)
-    assert sorted(study.block_of.values()) == [
-        "convnet, split 0",
-        "convnet, split 1",
-        "mlp, split 0",
-        "mlp, split 1",
-    ]
+    assert {arm.name: len(arm.runs) for arm in study.arms} == {"clip, mlp": 2, "clip, convnet": 2}
+    assert sorted(study.block_of.values()) == ["split 0", "split 0", "split 1", "split 1"]
 
 
 def test_models_of_several_sizes_are_arms(tmp_path: Path) -> None:
     for name, width in (("mlp", 8), ("mlp", 16), ("convnet", 8)):
         studies.whole(tmp_path, "clip", 0, 0.8, model={"name": name, "width": width})
     study = read_study(tmp_path)
-    assert study.factors == ()
     assert set(study.block_of.values()) == {""}
     assert len(study.arms) == 3
+
+
+def test_a_task_without_splits_beside_one_split_is_one_block(tmp_path: Path) -> None:
+    for task in ({"name": "digits", "split_seed": 0}, {"name": "quadratics_toy"}):
+        studies.whole(tmp_path, "clip", 0, 0.8, task=task)
+    assert set(read_study(tmp_path).block_of.values()) == {""}
+
+
+def test_own_models_are_named_beside_each_other_and_beside_built_in_ones(tmp_path: Path) -> None:
+    for name in ("mine.Net", "mine.FNet"):
+        own = {"model": {"_target_": name}, "sources": {name: f"code of {name}"}}
+        studies.whole(tmp_path / "own", "clip", 0, 0.8, **own)
+        studies.whole(tmp_path / "both", "clip", 0, 0.8, **own)
+    studies.whole(tmp_path / "both", "clip", 0, 0.8)
+    own = {"clip, mine.Net", "clip, mine.FNet"}
+    assert {arm.name for arm in read_study(tmp_path / "own").arms} == own
+    assert {arm.name for arm in read_study(tmp_path / "both").arms} == {*own, "clip, mlp"}
