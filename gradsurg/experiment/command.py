@@ -23,7 +23,8 @@ from gradsurg.experiment.planning import (
 from gradsurg.experiment.run_directory import LOCK, TUNING, remove_leftovers
 from gradsurg.experiment.run_reader import ForeignLink, inside
 from gradsurg.experiment.runs import Experiment
-from gradsurg.loggers.base import GuardedLogger, Logger
+from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
+from gradsurg.loggers.console import Console
 from gradsurg.plugins.messages import printable, tell
 
 _loggers: dict[str, GuardedLogger] = {}
@@ -127,8 +128,14 @@ class Command:
 
 
 def with_shared_loggers(experiment: Experiment) -> Experiment:
-    """Return the experiment with the loggers that earlier jobs of this process have made."""
-    shared = (_loggers.setdefault(logger.key, logger) for logger in experiment.loggers)
+    """Return the experiment with the loggers that earlier jobs of this process have made.
+
+    If none of them shows progress, as with `logger=none`, there is one that does nothing else.
+    """
+    loggers = experiment.loggers
+    if not any(isinstance(each.logger, ProgressLogger) for each in loggers):
+        loggers = (*loggers, GuardedLogger(Console(lines=False), "progress"))
+    shared = (_loggers.setdefault(logger.key, logger) for logger in loggers)
     return replace(experiment, loggers=tuple(shared))
 
 

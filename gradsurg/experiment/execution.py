@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
@@ -130,6 +131,7 @@ def _execute(
         run.tags,
         run.schedule.steps,
         resumed=checkpoint is not None,
+        better={number.name: number.better for number in TASK_METRICS if number.better},
     )
     loggers = [
         logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers

@@ -213,9 +213,14 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`."""
+        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`.
+
+        In a study that is not named after task and model, `-<task>-<model>` at the end.
+        """
         split = "" if self.split_seed is None else f"-split{self.split_seed}"
-        return f"{self.label}-seed{self.seed}{split}"
+        names = "-".join(_name_of(self.identity.get(group)) for group in ("task", "model"))
+        setting = "" if self.study == names else f"-{names}"
+        return f"{self.label}-seed{self.seed}{split}{setting}"
 
     @cached_property
     def name(self) -> str:
@@ -225,6 +230,13 @@ class Run:
     def directory(self, out: Path) -> Path:
         """Return the path of its directory: `<out>/<study>/<name>`."""
         return out / self.study / self.name
+
+
+def _name_of(fields: object) -> str:
+    """Return the name, or the dotted path, of an option of a config group."""
+    if not isinstance(fields, Mapping):
+        return str(fields)
+    return str(fields.get("name") or fields.get("_target_"))
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,22 @@ def figures_in(out: Path) -> list[Path]:
 
 def study_info(study: Study, out: Path) -> StudyInfo:
     """Return the study as loggers receive it: a row an arm and metric, and the figures in `out`."""
-    frame = compare(study).filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
+    whole = compare(study)
+    frame = whole.filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
     renamed = frame.rename({column: name for name, column in INFO.items()})
-    figures = [(path.stem, path) for path in figures_in(out)]
-    return StudyInfo(study.folder.name, out, renamed.to_dicts(), figures)
+    facts: dict[str, list[str]] = {}
+    for name, text in experiment(study):
+        facts.setdefault(name, []).append(text)
+    ended = [run for run in study.all_runs if run.summary]
+    places = [{**run.made_with, "hardware": (run.summary or {}).get("hardware")} for run in ended]
+    return StudyInfo(
+        study.folder.name,
+        out,
+        renamed.to_dicts(),
+        [(path.stem, path) for path in figures_in(out)],
+        sentence(whole, study),
+        {name: "\n".join(texts) for name, texts in facts.items()},
+        [out / PAGE, out / "comparison.parquet"],
+        {arm.name: arm.runs[0].config for arm in study.arms if not arm.is_control},
+        [dict(place) for place in dict.fromkeys((*place.items(),) for place in places)],
+    )

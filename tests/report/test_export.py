@@ -9,10 +9,12 @@ import pytest
 
 from gradsurg.experiment.files import locked
 from gradsurg.experiment.run_directory import REPORT_LOCK
+from gradsurg.report.compare import compare
 from gradsurg.report.experiment import commands, experiment
 from gradsurg.report.export import PAGE, WRITTEN, study_info, write_report
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import read_study
+from gradsurg.report.verdict import sentence
 from tests.report import studies
 
 
@@ -80,6 +82,23 @@ def test_a_report_waits_for_another_and_removes_the_draft_of_a_killed_one(
     writing.join()
     assert (out / PAGE).is_file()
     assert [path.name for path in out.iterdir() if path.name.startswith(".")] == [WRITTEN]
+
+
+def test_loggers_get_the_verdict_the_experiment_and_the_files_of_a_report(tmp_path: Path) -> None:
+    folder = studies.paired(tmp_path / "first", "clip", [0.1 + 0.01 * one for one in range(6)])
+    study = read_study(folder)
+    page = write_report(study, tmp_path / "out", figures=False)
+    info = study_info(study, tmp_path / "out")
+    assert info.verdict == sentence(compare(study), study)
+    assert info.verdict.startswith("clip raises test accuracy by 12.50 pp")
+    assert info.config["transform"] == "clip: value 0.01"
+    assert "command" in info.config
+    assert [*info.files] == [page, tmp_path / "out" / "comparison.parquet"]
+    assert all(path.is_file() for path in info.files)
+    (config,) = info.surgery.values()
+    assert isinstance(config, dict)
+    assert config["transform"] == {"clip": {"name": "clip", "value": 0.01}}
+    assert len(info.environment) == 1
 
 
 @pytest.mark.slow
