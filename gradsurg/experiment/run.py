@@ -218,8 +218,10 @@ class Run:
         In a study that is not named after task and model, `-<task>-<model>` at the end.
         """
         split = "" if self.split_seed is None else f"-split{self.split_seed}"
-        names = "-".join(_name_of(self.identity.get(group)) for group in ("task", "model"))
-        setting = "" if self.study == names else f"-{names}"
+        options = [self.identity.get(group) for group in ("task", "model")]
+        fields = [each for each in options if isinstance(each, Mapping)]
+        names = "".join(f"-{each.get('name') or each['_target_']}" for each in fields)
+        setting = "" if names == f"-{self.study}" else names
         return f"{self.label}-seed{self.seed}{split}{setting}"
 
     @cached_property
@@ -230,13 +232,6 @@ class Run:
     def directory(self, out: Path) -> Path:
         """Return the path of its directory: `<out>/<study>/<name>`."""
         return out / self.study / self.name
-
-
-def _name_of(fields: object) -> str:
-    """Return the name, or the dotted path, of an option of a config group."""
-    if not isinstance(fields, Mapping):
-        return str(fields)
-    return str(fields.get("name") or fields.get("_target_"))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ print(json.dumps(logger.notes()))
 VARIABLES = """
 os.environ.update(WANDB_PROJECT="ours", WANDB_NAME="my-name", WANDB_RUN_GROUP="my-group",
                   WANDB_JOB_TYPE="my-type", WANDB_TAGS="one,two",
-                  WANDB_DIR=os.path.abspath("scratch"), WANDB_RUN_ID="fixed", WANDB_RESUME="must", WANDB_MODE="offline")
+                  WANDB_DIR=os.path.abspath("scratch"), WANDB_RUN_ID="fixed", WANDB_RESUME="must",
+                  WANDB_MODE="offline")
 """
 
 
