@@ -49,7 +49,8 @@ def load(
         return from_config(recipe, own_code=own_code)
     path = files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
-        raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
+        near = nearest(str(recipe), recipes(), listed_by="--list experiment")
+        raise LookupError(f"there is no recipe '{recipe}'. {near}")
     try:
         if fault := _fault(path):
             raise ConfigError([fault])
