@@ -16,7 +16,7 @@ from gradsurg.core.group import GroupHook
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.session import Session
-from gradsurg.core.site_hook import NO_STEP, SiteHook
+from gradsurg.core.site_hook import NO_STEP, UNCHECKED, SiteHook
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -291,6 +291,21 @@ class Attached:
 
     def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
         return self._hook(site, value).call
+
+    @contextmanager
+    def keeping_states(self, site: str) -> Iterator[None]:
+        hook, states = self._hook(site, None), self.session.states
+        keys = [*(f"{label}/{site}" for label in self.labels), f"{self.label}/{site}/when"]
+        before = {key: states[key] for key in keys if key in states}
+        try:
+            yield
+        finally:
+            for key in keys:
+                states.pop(key, None)
+            states |= before
+            hook.checked_for = UNCHECKED  # which makes the first state
+            for link in hook.links:
+                link.load()
 
     def group_hook(
         self,
