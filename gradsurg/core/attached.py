@@ -180,15 +180,20 @@ class Attached:
     def _nan_states(self) -> str:
         """A warning of the first state of a site or of a group that holds a NaN, else empty."""
         transforms = dict(zip(self.labels, self.intervention.links, strict=True))
-        spoilt = [
-            key
+        tensors = [
+            (key, tensor)
             for key, state in self.session.states.items()
             if key.partition("/")[0] in transforms and not key.endswith("/when")
-            if any(
-                type(x) is Tensor and not x.is_meta and bool(x.isnan().any())
-                for x in state.values()
-            )
+            for tensor in state.values()
+            if type(tensor) is Tensor and not tensor.is_meta
         ]
+        if not tensors:
+            return ""
+        # Read together, to synchronize with the device once.
+        device = tensors[0][1].device
+        flags = torch.stack([tensor.isnan().any().to(device) for _, tensor in tensors]).tolist()
+        has_nan = zip(tensors, flags, strict=True)
+        spoilt = [*dict.fromkeys(key for (key, _), flag in has_nan if flag)]
         if not spoilt:
             return ""
         label, _, site = spoilt[0].partition("/")
