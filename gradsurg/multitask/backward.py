@@ -327,7 +327,8 @@ class MultiTaskBackward:
             return
         jacobian, losses = self._averaged(*measured)
         for aggregation, group, members in self._builder.groups(jacobian):
-            tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
+            memories = aggregation.aggregator.memories(tuple(losses))
+            tasks, parts = jacobian.take(members, bool(memories))
             used = weights[tasks] if weights is not None else None
             aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
         jacobian.reset(0)
@@ -411,7 +412,7 @@ class MultiTaskBackward:
 
         None if no solver converges.
         """
-        tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
+        tasks, parts = jacobian.take(members, bool(aggregation.aggregator.memories(tuple(losses))))
         if weights is not None:
             if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
@@ -439,7 +440,7 @@ class MultiTaskBackward:
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))
-        memories = aggregation.memories(losses)
+        memories = aggregation.aggregator.memories(tuple(losses))
         task_grads: list[Sequence[Tensor | None]] = []
         head_grads: dict[Tensor, Tensor] = {}
         # At the edges, transforms of some tasks see the gradients of the tasks, and all others the
