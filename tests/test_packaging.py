@@ -43,7 +43,7 @@ def test_the_constraints_pin_each_dependency_within_its_bounds_and_are_in_the_ar
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = text["project"]["optional-dependencies"]
-    groups = ("figures", "tensorboard", "launchers", "test", "docs", "dev", "trainers")
+    groups = ("run", "figures", "tensorboard", "launchers", "test", "docs", "dev", "trainers")
     listed = text["project"]["dependencies"] + [one for name in groups for one in extras[name]]
     needed = [one for one in map(Requirement, listed) if one.name != "gradsurg"]
     assert len(needed) > 30

@@ -8,8 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 _log = logging.getLogger("gradsurg")
 
 
@@ -66,6 +64,8 @@ def sync(path: Path) -> int:
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
     """Hold a lock in a block; yield whether it was obtained, always True with `wait`."""
+    from filelock import FileLock, Timeout  # only the runner locks
+
     lock = FileLock(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -30,6 +30,7 @@ from gradsurg.experiment.compose import (
 )
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
+from gradsurg.extras import how_to_install
 from gradsurg.plugins.messages import full_message, nearest, printable
 from gradsurg.plugins.registry import names as plugin_names
 
@@ -288,7 +289,7 @@ def _as_override(value: object) -> str:
 
 def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
-        return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
+        return how_to_install(f"'{name}'", LAUNCHERS[name])
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
     from gradsurg.experiment.catalogue import also_named  # help does without
