@@ -58,6 +58,8 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     chosen = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word]
     try:
+        need("run")
+        need("figures")
         if arguments.all or arguments.list or arguments.table:
             chosen = papers(root)
         if not chosen:
@@ -68,8 +70,6 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
             return SAME
         if arguments.table:
             return _table(root, expected, arguments.write)
-        need("run")
-        need("figures")
         form: Form = "full" if arguments.full or arguments.cost else "quick"
         if lacking := [paper for paper in chosen if form == "full" and not expected[paper].full]:
             raise WrongExperiment(f"{', '.join(lacking)}: there is no full form")
