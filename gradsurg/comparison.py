@@ -13,9 +13,9 @@ from torch import nn
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.controls import ActingControl, control_interventions
-from gradsurg.extras import need
 from gradsurg.loggers.base import RunInfo
 from gradsurg.loggers.console import Console
+from gradsurg.plugins.extras import need
 from gradsurg.stats import Margin, parse_margin
 from gradsurg.torch_internals import random_state
 

@@ -27,7 +27,7 @@ from gradsurg.experiment.compose import plain, register, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
-from gradsurg.extras import MissingExtra, need
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.plugins.registry import CONFIG_DIR

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsurg.extras import how_to_install
+from gradsurg.plugins.extras import how_to_install
 
 ROOT = Path(__file__).parents[1]
 SCRIPT, README = ROOT / "tests" / "base_install.py", ROOT / "README.md"

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("torch_internals", "plugins", "stats", "experiments", "extras"),
+    ("torch_internals", "plugins", "stats", "experiments"),
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "core", "testing"),
     ("multitask", "per_example", "integrations"),

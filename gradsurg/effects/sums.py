@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from gradsurg.extras import need
+from gradsurg.plugins.extras import need
 from gradsurg.torch_internals import autograd
 
 Array = NDArray[np.float64]

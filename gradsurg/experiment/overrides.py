@@ -30,7 +30,7 @@ from gradsurg.experiment.compose import (
 )
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
-from gradsurg.extras import how_to_install
+from gradsurg.plugins.extras import how_to_install
 from gradsurg.plugins.messages import full_message, nearest, printable
 from gradsurg.plugins.registry import names as plugin_names
 

@@ -12,8 +12,8 @@ from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.extras import need
 from gradsurg.loggers.base import Cell, RunEnd, RunInfo, StudyInfo, StudyLogger
+from gradsurg.plugins.extras import need
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.messages import printable
 

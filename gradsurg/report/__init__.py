@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.extras import need
+from gradsurg.plugins.extras import need
 
 if TYPE_CHECKING:
     from gradsurg.report.study import Study

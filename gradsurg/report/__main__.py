@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsurg.extras import MissingExtra, need
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import printable, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import polars as pl
 
-from gradsurg.extras import missing
 from gradsurg.loggers.base import StudyInfo
+from gradsurg.plugins.extras import missing
 from gradsurg.plugins.messages import tell
 from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions

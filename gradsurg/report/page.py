@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from gradsurg.extras import missing
+from gradsurg.plugins.extras import missing
 from gradsurg.report import charts, tables
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.measures import costs, link_shares, times_to_target

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
-from gradsurg.extras import MissingExtra, need
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width

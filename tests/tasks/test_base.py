@@ -22,11 +22,11 @@ from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.loop import outputs_of
 from gradsurg.experiment.runs import Experiment
-from gradsurg.extras import MissingExtra
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
+from gradsurg.plugins.extras import MissingExtra
 from gradsurg.plugins.fields import FieldError
 from gradsurg.tasks import mnist
 from gradsurg.tasks.base import Data

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradsurg.extras import MissingExtra, how_to_install
+from gradsurg.plugins.extras import MissingExtra, how_to_install
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
