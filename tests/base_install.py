@@ -18,7 +18,7 @@ from gradsurg.plugins.registry import find, names
 ASKING = "is not installed: pip install 'gradsurg[run]'"
 
 
-def model_and_loader() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[torch.Tensor, ...]]]:
+def model_and_loader() -> tuple[nn.Sequential, torch.optim.SGD, list[tuple[torch.Tensor, ...]]]:
     """A small classifier, its optimizer and three batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
