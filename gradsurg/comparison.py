@@ -15,6 +15,7 @@ from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.controls import ActingControl, control_interventions
 from gradsurg.loggers.base import RunInfo
 from gradsurg.loggers.console import Console
+from gradsurg.plugins.extras import need
 from gradsurg.stats import Margin, parse_margin
 from gradsurg.torch_internals import random_state
 
@@ -113,9 +114,10 @@ def compare(
 
     Raises TypeError for an argument of another kind, and ValueError if `seeds` < 1; if the control
     is unknown or not for this surgery; if the margin is no number; if the surgery was never
-    attached; or if the arms return different keys.
+    attached; or if the arms return different keys. Needs the extra `run`; ImportError without it.
     """
     _check(make_model, train, surgery, seeds)
+    need("run")
     if seeds < 1:
         raise ValueError(f"seeds: must be >= 1, found {seeds}")
     if margin is not None:

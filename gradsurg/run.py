@@ -27,6 +27,7 @@ from gradsurg.experiment.compose import plain, register, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.launchers import interrupt_at_time_limit
 from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
 from gradsurg.plugins.registry import CONFIG_DIR
@@ -43,7 +44,7 @@ def main() -> None:
     """Run the command line; under torchrun the other ranks train each run with rank 0.
 
     The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged,
-    2 if the command line is wrong, 130 after an interruption.
+    2 if the command line is wrong or the extra `run` is missing, 130 after an interruption.
     """
     # To look through all modules for cycles takes a second at exit, and finds none that matter:
     # every writer closes its files.
@@ -63,6 +64,7 @@ def _command(words: list[str]) -> None:
         if any(word.partition("=")[0] == "--list" for word in words):
             _list(words)
             return
+        need("run")
         register()
         sys.argv[1:] = prepared(words)
         with _errors_in_one_line():
@@ -70,7 +72,7 @@ def _command(words: list[str]) -> None:
     except SystemExit as end:  # code 0 or None: a sweep that has nothing to train
         if end.code:
             raise
-    except ConfigError as error:
+    except (ConfigError, MissingExtra) as error:
         tell(str(error))
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:

@@ -43,7 +43,7 @@ def test_the_constraints_pin_each_dependency_within_its_bounds_and_are_in_the_ar
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = text["project"]["optional-dependencies"]
-    groups = ("figures", "tensorboard", "launchers", "test", "docs", "dev", "trainers")
+    groups = ("run", "figures", "tensorboard", "launchers", "test", "docs", "dev", "trainers")
     listed = text["project"]["dependencies"] + [one for name in groups for one in extras[name]]
     needed = [one for one in map(Requirement, listed) if one.name != "gradsurg"]
     assert len(needed) > 30
@@ -65,7 +65,7 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     python(tmp_path, *pip, "wheel", "--no-deps", str(source))
     (wheel,) = tmp_path.glob("*.whl")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"`{wheel.name}`" in readme
+    assert f"`'{wheel.name}[run]'`" in readme
     python(tmp_path, *pip, "install", "--no-deps", "--target", str(installed), str(wheel))
     rmtree(source)
     (metadata,) = installed.glob("gradsurg-*.dist-info/METADATA")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ctypes import PYFUNCTYPE, c_ssize_t, c_void_p
 from functools import cache
 from importlib import import_module
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from gradsurg.plugins.extras import need
 from gradsurg.torch_internals import autograd
 
 Array = NDArray[np.float64]
@@ -27,6 +29,11 @@ NUM_SUMS = 9
 ROW_BYTES = 8 * NUM_SUMS
 BLOCK = 2048  # entries summed in their own dtype before the sum goes on in float64
 CHUNK = 1 << 16  # entries converted, or summed without a kernel, at a time: as fit a CPU's cache
+SLOW = (
+    "effects on gradients are summed by operations of PyTorch: a step of a small model can take "
+    "three times as long, with effects_every=10 a quarter longer"
+)
+"""Logged once if numba cannot be used."""
 
 _log = logging.getLogger("gradsurg")
 
@@ -52,12 +59,31 @@ def add_on_cpu(before: Tensor, after: Tensor, sums: Tensor, row: int) -> None:
     kernel = cpu_kernels().get(wide)
     in_memory = sorted(range(before.dim()), key=before.stride, reverse=True)
     flat = (tensor.detach().permute(in_memory).reshape(-1) for tensor in (before, after))
-    for chunk, chunk_after in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+    for chunks in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+        chunk, chunk_after = (part.to(wide).contiguous() for part in chunks)
         if kernel:
-            chunk, chunk_after = (part.to(wide).contiguous() for part in (chunk, chunk_after))
             kernel(chunk.data_ptr(), chunk_after.data_ptr(), len(chunk), address)
         else:
-            sums[row] += eager_sums(chunk, chunk_after)
+            sums[row] += _sums_without_kernel(chunk, chunk_after)
+
+
+def _sums_without_kernel(before: Tensor, after: Tensor) -> Tensor:
+    """Return the sums of a chunk by fewer and faster operations than `eager_sums`.
+
+    Inner products of signs count exactly, and are vectorized, which comparisons are not.
+    """
+    difference = after - before
+    signs, signs_after, signs_changed = before.sign(), after.sign(), difference.sign()
+    products = signs * signs_after  # -1 where the sign changes, 0 where either entry is 0
+    terms = (before.square(), after.square(), difference.square(), before * after)
+    counts = (part.dot(part) for part in (signs, signs_changed, products))
+    stacked = torch.stack([*(term.sum() for term in terms), *counts, products.sum()])
+    xx, yy, dd, xy, nonzero, changed, in_both, agreeing = stacked.tolist()
+    if not isfinite(xx + yy):
+        return eager_sums(before, after)
+    flipped, zeroed = (in_both - agreeing) / 2, nonzero - in_both
+    sums = [xx, yy, dd, xy, changed, flipped, zeroed, 0, nonzero]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def eager_sums(before: Tensor, after: Tensor) -> Tensor:
@@ -105,6 +131,7 @@ def effect_numbers(sums: Array, sizes: ArrayLike) -> Array:
 def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
     """Compile the sums with numba, or load them from its cache; empty if it cannot be used."""
     try:
+        need("run", "numba")
         numba: Any = import_module("numba")  # Any: its types say less than its documentation
         carray, types = numba.carray, numba.types
 
@@ -149,7 +176,7 @@ def cpu_kernels() -> dict[torch.dtype, CPUKernel]:
             kernels[dtype] = prototype(compiled.address)
             _compiled.append(compiled)
     except (ImportError, RuntimeError, OSError) as error:
-        _log.warning("effects are measured by slower operations, without numba: %s", error)
+        _log.warning("%s; %s", SLOW, error)
         return {}
     return kernels
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 DRAFT = re.compile(r"\..+\.\d+\.tmp")  # the name of the draft of a file, see `replace_file`
 DRAFT_FOLDER = ".draft-"  # the beginning of the name of a folder of drafts
 
@@ -80,6 +78,8 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
 
     The drafts in the folder are then of killed processes, and are removed.
     """
+    from filelock import FileLock, Timeout  # only the runner locks
+
     lock = FileLock(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -29,6 +29,7 @@ from gradsurg.experiment.compose import (
 )
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
+from gradsurg.plugins.extras import how_to_install
 from gradsurg.plugins.messages import full_message, nearest, printable
 from gradsurg.plugins.registry import HYDRAS
 
@@ -209,7 +210,7 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
 
 def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
     if group == "hydra/launcher" and name in LAUNCHERS:
-        return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
+        return how_to_install(f"'{name}'", LAUNCHERS[name])
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
     return _no_option(group, name, options)

@@ -8,12 +8,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsurg.loggers.base import Cell, RunEnd, RunInfo, StudyInfo, StudyLogger
+from gradsurg.plugins.extras import need
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.messages import printable
 
@@ -44,8 +44,7 @@ class TensorBoard(StudyLogger):
     """
 
     def __post_init__(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError("tensorboard is not installed: pip install 'gradsurg[tensorboard]'")
+        need("tensorboard", "tensorboard")
 
     @cached_property
     def _session(self) -> _Session:

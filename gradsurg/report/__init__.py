@@ -5,6 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradsurg.plugins.extras import need
+
 if TYPE_CHECKING:
     from gradsurg.report.study import Study
 
@@ -27,8 +29,9 @@ def load_study(folder: str | Path) -> "Study":
     """Read the runs of a study, such as `runs/digits-mlp`, as polars data frames.
 
     Logs that cannot be read are left out with a warning. Raises NotAStudy, a ValueError, if the
-    folder has no runs. torch is not imported.
+    folder has no runs. torch is not imported. Needs the extra `run`; ImportError without it.
     """
+    need("run")
     from gradsurg.report.study import read_study
 
     study = read_study(Path(folder))

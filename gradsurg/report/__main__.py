@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import printable, typed_command
 from gradsurg.plugins.pipes import ignore_closed_pipes
 
@@ -26,9 +27,10 @@ def main(words: Sequence[str] | None = None) -> int:
     from gradsurg.stats import parse_margin
 
     try:
+        need("run")
         margin = parse_margin(arguments.margin) if arguments.margin else None
         _run(arguments, margin)
-    except (LookupError, OSError, ValueError) as error:
+    except (LookupError, OSError, ValueError, MissingExtra) as error:
         text = error.args[0] if isinstance(error, LookupError) else error
         print(printable(str(text)), file=sys.stderr)
         return WRONG_INPUT
@@ -50,6 +52,7 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
         print(pairs_text(study, compare_pairs(study, names, margin), margin))
         return
     if arguments.paper:
+        need("figures")
         choices = {key: getattr(arguments, key) for key in OF_PAPER}
         files = write_paper(study, arguments.paper, **choices)
         print(printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex"))

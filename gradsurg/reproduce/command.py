@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
+from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width
@@ -48,7 +49,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     """Run the command on the checkout `root` and return the exit code.
 
     0: each claim has the verdict that is recorded for it, 1: one has another, or could not be
-    judged, 2: the command or an `expected.yaml` is wrong, or there is no checkout.
+    judged, 2: the command or an `expected.yaml` is wrong, or a checkout or an extra is missing.
     """
     arguments = parser().parse_intermixed_args(words)
     if root is None:
@@ -57,6 +58,8 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     chosen = [word for word in arguments.words if "=" not in word]
     overrides = [word for word in arguments.words if "=" in word]
     try:
+        need("run")
+        need("figures")
         if arguments.all or arguments.list or arguments.table:
             chosen = papers(root)
         if not chosen:
@@ -82,7 +85,7 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
             _reproduce(root / "experiments" / paper, claim, form, overrides, arguments.write)
             for paper, claim in expected.items()
         ]
-    except (WrongExperiment, NotAStudy) as error:
+    except (WrongExperiment, NotAStudy, MissingExtra) as error:
         print(error, file=sys.stderr)
         return WRONG_INPUT
     except KeyboardInterrupt:

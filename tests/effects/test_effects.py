@@ -128,7 +128,12 @@ PAIRS = {
 }
 
 
-def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbers() -> None:
+@pytest.mark.parametrize("has_numba", [True, False])
+def test_pairs_of_all_sizes_and_dtypes_measured_together_keep_to_their_own_numbers(
+    has_numba: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_numba:
+        monkeypatch.setattr("gradsurg.effects.sums.cpu_kernels", dict)
     effects, places = slots(*PAIRS)
     for slot, pair in zip(places, PAIRS.values(), strict=True):
         effects.add(slot, *pair)

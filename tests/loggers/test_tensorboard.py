@@ -4,6 +4,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,7 @@ def test_a_study_logged_again_replaces_the_earlier_one(tmp_path: Path) -> None:
 
 
 def test_without_the_package_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "gradsurg.loggers.tensorboard.find_spec",
-        lambda name: None if name == "tensorboard" else find(name),
-    )
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError) as caught:
         build(compose_config("transform=clip", "logger=[console,tensorboard]"))
     assert caught.value.faults == [

@@ -27,6 +27,7 @@ from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
 from gradsurg.models.point import Point
 from gradsurg.models.rnn import RNN
+from gradsurg.plugins.extras import MissingExtra
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import HYDRAS
 from gradsurg.tasks import mnist
@@ -331,9 +332,9 @@ def test_a_split_that_leaves_no_training_row_is_refused() -> None:
         split(np.arange(9), 0.9, seed=0, stratify=True)
 
 
-def test_without_scikit_learn_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
+    with pytest.raises(MissingExtra, match=r"pip install 'gradsurg\[run\]'"):
         load_digits()
 
 

@@ -11,6 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from gradsurg.plugins.extras import MissingExtra, how_to_install
+
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
@@ -39,7 +41,7 @@ def sklearn_table(file: str, delimiter: str | None = None) -> np.ndarray:
     """
     spec = find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{file} is a file of scikit-learn: pip install scikit-learn")
+        raise MissingExtra(how_to_install("scikit-learn", "run"))
     folder = Path(spec.submodule_search_locations[0])
     return np.loadtxt(folder / "datasets" / "data" / file, delimiter=delimiter)
 
