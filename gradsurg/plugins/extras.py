@@ -3,8 +3,7 @@
 from importlib.util import find_spec
 
 MODULES = {
-    "run": ("polars", "altair", "jinja2", "scipy", "filelock"),
-    "figures": ("vl_convert",),
+    "run": ("polars", "altair", "vl_convert", "jinja2", "scipy", "filelock"),
 }
 """The modules of an extra without which none of its features works."""
 

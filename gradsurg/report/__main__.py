@@ -52,7 +52,6 @@ def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
         print(pairs_text(study, compare_pairs(study, names, margin), margin))
         return
     if arguments.paper:
-        need("figures")
         choices = {key: getattr(arguments, key) for key in OF_PAPER}
         files = write_paper(study, arguments.paper, **choices)
         print(printable(f"{len(files)} files in {arguments.paper}: {files[0].name} .. table.tex"))

@@ -14,8 +14,6 @@ from gradsurg.experiment.files import DRAFT_FOLDER, locked
 from gradsurg.experiment.run_directory import REPORT_LOCK
 from gradsurg.experiment.run_reader import BrokenFile, parsed
 from gradsurg.loggers.base import StudyInfo
-from gradsurg.plugins.extras import missing
-from gradsurg.plugins.messages import tell
 from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
@@ -66,9 +64,7 @@ def write_report(
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
         told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
         (draft / PAGE).write_text(page(study, frame, *told), encoding="utf-8")
-        if undrawn := missing("figures"):
-            tell(f"the report has no charts: {undrawn}")
-        drawn = _figures(study, frame) if figures and not undrawn else {}
+        drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
             list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))
         _move(draft, out)

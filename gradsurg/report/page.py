@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 import polars as pl
 
-from gradsurg.plugins.extras import missing
 from gradsurg.report import charts, tables
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.measures import costs, link_shares, times_to_target
@@ -93,9 +92,6 @@ def page(
     """
     parts = (_outcomes(study, frame), _sweeps(study, frame), _training(study), _effects(study))
     built = [one for part in (*parts, more, _costs(study, effort)) for one in part]
-    undrawn = missing("figures")
-    if undrawn:
-        built = [replace(one, charts=()) for one in built if one.tables or one.notes]
     specs = [chart.to_dict() for one in built for chart in one.charts]
     places = iter(range(len(specs)))
     loader = jinja2.FileSystemLoader(PARTS)
@@ -108,13 +104,12 @@ def page(
         failures=_failures(study.arms),
         verdict=verdict,
         cautions=cautions,
-        undrawn=undrawn,
         sections=[(one, [(next(places), chart) for chart in one.charts]) for one in built],
         most=MAX_ROWS,
         heads=["run", "arm", "seed", "state", "steps", *map(title, metrics), "step, ms"],
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         data={"charts": specs, "dark": DARK, "runs": _runs(study, metrics)} | _configs(study.arms),
-        library="" if undrawn else _library(),
+        library=_library(),
         **{end: (PARTS / f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
     )
 

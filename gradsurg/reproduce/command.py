@@ -59,7 +59,6 @@ def main(words: Sequence[str] | None = None, root: Path | None = ROOT) -> int:
     overrides = [word for word in arguments.words if "=" in word]
     try:
         need("run")
-        need("figures")
         if arguments.all or arguments.list or arguments.table:
             chosen = papers(root)
         if not chosen:

@@ -1,18 +1,14 @@
 """The files of a report, the rows for loggers, and what was trained."""
 
 import json
-import sys
-from html import unescape
 from pathlib import Path
 from threading import Thread
 
 import polars as pl
 import pytest
-import vl_convert
 
 from gradsurg.experiment.files import locked
 from gradsurg.experiment.run_directory import REPORT_LOCK
-from gradsurg.plugins.extras import how_to_install
 from gradsurg.report.compare import compare
 from gradsurg.report.experiment import commands, experiment
 from gradsurg.report.export import PAGE, WRITTEN, study_info, write_report
@@ -40,27 +36,6 @@ def test_a_report_replaces_what_the_last_one_wrote_and_leaves_other_files(tmp_pa
     assert pl.read_parquet(out / "comparison.parquet").filter(metric="test/accuracy")["n"][0] == 6
     assert "clip raises test accuracy" in (out / "outcome.md").read_text(encoding="utf-8")
     assert r"\toprule" in (out / "outcome.tex").read_text(encoding="utf-8")
-
-
-def test_without_the_extra_of_figures_the_page_says_how_to_get_its_charts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = read_study(studies.paired(tmp_path / "first", "clip", [0.1, 0.2, 0.3] * 2))
-    pages = []
-    for module in (vl_convert, None):
-        monkeypatch.setitem(sys.modules, "vl_convert", module)
-        out = tmp_path / str(module is None)
-        pages.append(write_report(study, out, figures=False).read_text(encoding="utf-8"))
-    with_charts, without = map(unescape, pages)
-    assert 'data-chart="' in with_charts
-    assert len(without) < 0.5 * len(with_charts)  # nor has it the library that draws them
-    sentence = how_to_install("vl_convert", "figures")
-    assert sentence not in with_charts
-    assert f"This page has no charts: {sentence}" in without
-    assert 'data-chart="' not in without
-    assert capsys.readouterr().err == f"the report has no charts: {sentence}\n"
-    write_report(study, out)
-    assert not list(out.glob("*.png"))
 
 
 def test_a_report_folder_of_the_study_that_is_a_link_is_refused(tmp_path: Path) -> None:
