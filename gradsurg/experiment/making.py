@@ -52,7 +52,7 @@ def make(node: object, base: type[Made]) -> Made:
         with user_code(node):
             result = task_of(result)
     if not isinstance(result, base):
-        raise TypeError(f"must be a {base.__name__}, found {result!r}")
+        raise TypeError(f"must be {_a(base)}, found {result!r}")
     return result
 
 
@@ -172,7 +172,14 @@ def _wrong_targets(node: object, key: str, base: type) -> Faults:
             yield key, f"{error}{site_hint(target) if base is Selector else ''}"
     else:
         if not key and not _may_be(found, base):
-            yield key, f"must be a {base.__name__}, found the class {found.__qualname__}"
+            yield key, f"must be {_a(base)}, found the class {found.__qualname__}"
+        elif base is Transform and is_own(node) and node.get("_partial_"):
+            # It would be called with the gradient, as a function with fields of a user's own is.
+            yield joined(key, "_partial_"), "is for functions of your own"
+
+
+def _a(base: type) -> str:
+    return f"{'an' if base.__name__[0] in 'AEIOU' else 'a'} {base.__name__}"
 
 
 def _may_be(target: Any, base: type) -> bool:  # Any: what a dotted path names

@@ -28,6 +28,9 @@ KEYS = ("transform", "site", "when", "aggregator", "shared", "interventions", "s
 several sites. The command line trains with one site, and refuses the key.
 """
 
+EVERY_STEP = {"_target_": "gradsurg.Steps", "start": 0, "stop": None, "every": 1}
+"""The trigger of a command line that chooses none."""
+
 
 def load(
     recipe: str | Path | Mapping[str, Any] | Sequence[Any] | DictConfig | ListConfig,
@@ -61,6 +64,8 @@ def load(
             raise ConfigError([fault])
         config = _composed(path, overrides)
         surgery = {key: config[key] for key in KEYS if key in config}
+        if surgery["when"] == EVERY_STEP:
+            del surgery["when"]
         return from_config(surgery, own_code=own_code)
     except ConfigError as error:
         raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None

@@ -431,8 +431,11 @@ class Function(Stateless):
 
 # Any, twice: the caller refuses values that are neither a transform nor a callable.
 def as_transform(thing: Any) -> Any:
-    """Wrap a plain callable in a `Function`; return anything else, also a class, as is."""
-    if isinstance(thing, Transform | type) or not callable(thing):
+    """Wrap a plain callable in a `Function`; return anything else, also a class, as is.
+
+    An aggregator is callable too, and no function of one gradient.
+    """
+    if isinstance(thing, Transform | type) or hasattr(thing, "merge") or not callable(thing):
         return thing
     return Function(cast(Callable[[Tensor], Tensor], thing))
 
