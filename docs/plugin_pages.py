@@ -115,7 +115,7 @@ def plugin_page(kind: str, stem: str) -> str:
     parts += ["## Presets"] if presets else []
     for preset in presets:
         paper = f" {cited(preset)}." if preset.paper else ""
-        code = f"`{call(kind, preset.fields)}`"
+        code = f"`{call(preset.fields)}`"
         text = f"{preset.summary}.{paper} The preset is {code}.{also(preset)}"
         parts += [f"### {preset.name}", text, *picture(preset), *use(kind, preset)]
     return "\n\n".join([*parts, ""])
@@ -250,7 +250,7 @@ def part_of(kind: str, given: Mapping[str, str]) -> str:
         for folder in folders:
             place = place[folder]
         place[last] = parsed(value)
-    return call(kind, fields, changed)
+    return call(fields, changed)
 
 
 def parsed(value: str) -> Any:  # Any: what a yaml file can hold
@@ -261,13 +261,12 @@ def parsed(value: str) -> Any:  # Any: what a yaml file can hold
         return value
 
 
-def call(kind: str, fields: Mapping[str, Any], shown: Collection[str] = ()) -> str:
+def call(fields: Mapping[str, Any], shown: Collection[str] = ()) -> str:
     """Return the Python expression of an object with the fields of a yaml file.
 
     Fields that have the default of the class are left out, unless their name is in `shown`.
     """
-    kind = kind if fields["name"] in names(kind) else "aggregators"
-    cls = find(kind, fields["name"])
+    cls = getattr(gradsurg, fields["_target_"].removeprefix("gradsurg."))
     arguments = []
     for place, one in enumerate(inspect.signature(cls).parameters.values()):
         if one.name not in fields:
@@ -276,17 +275,17 @@ def call(kind: str, fields: Mapping[str, Any], shown: Collection[str] = ()) -> s
         value = tuple(value) if isinstance(value, list) else value
         if value != one.default or one.name in shown:
             is_positional = place == 0 and one.kind is one.POSITIONAL_OR_KEYWORD
-            arguments.append(f"{'' if is_positional else f'{one.name}='}{literal(kind, value)}")
+            arguments.append(f"{'' if is_positional else f'{one.name}='}{literal(value)}")
     return f"gs.{cls.__name__}({', '.join(arguments)})"
 
 
-def literal(kind: str, value: Any) -> str:  # Any: what a yaml file can hold
+def literal(value: Any) -> str:  # Any: what a yaml file can hold
     """Return the Python expression of a value of a yaml file."""
     match value:
-        case {"name": _}:
-            return call(kind, value)
+        case {"_target_": _}:
+            return call(value)
         case list() | tuple():
-            items = [literal(kind, item) for item in value]
+            items = [literal(item) for item in value]
             return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
         case str():
             return json.dumps(value, ensure_ascii=False)

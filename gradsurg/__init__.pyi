@@ -49,6 +49,8 @@ from gradsurg.core.live import Live as Live
 from gradsurg.core.surgery import Surgery as Surgery
 from gradsurg.effects.ledger import SurgeryWarning as SurgeryWarning
 from gradsurg.experiment.catalogue import list as list
+from gradsurg.experiment.from_config import from_config as from_config
+from gradsurg.experiment.optimization import sequence as sequence
 from gradsurg.experiment.processes import check_ranks as check_ranks
 from gradsurg.experiment.recipes import load as load
 from gradsurg.multitask.shared_parameters import SharedParameters as SharedParameters

@@ -24,7 +24,9 @@ TRANSFORMS = ("clip", "sign", "noise", "[clip,sign]", "mask", "scale_by_sign", "
 
 NUMBERS = "nan inf -inf -0.0 0 -1 1.5 1e12 1e400 1e-400 99999999999999999999 0x10 1_000 .5 +1"
 WORDS = "null true false yes none None NaN ??? auto a [] {} [[]] [null] [1.5] [true] [a,b] [,]"
-MAPPINGS = "{a:1} {name:clip} {_target_:os.getcwd} {_target_:5} {a:{b:[1]}} {name:null}"
+MAPPINGS = (
+    "{a:1} {_target_:gradsurg.Clip} {_target_:os.getcwd} {_target_:5} {a:{b:[1]}} {name:null}"
+)
 INTERPOLATIONS = (
     "${lr} ${zzz} ${oc.env:NOPE} ${oc.env:HOME} ${steps} ${ ${a:b} ${${lr}} $HOME ${now:%Y}"
 )
@@ -150,7 +152,7 @@ def _wrong_value(random: Random, choices: Mapping[str, str]) -> str:
 def _wrong_field(random: Random, choices: Mapping[str, str]) -> str:
     """Return an unusual value of a field of an option, chosen or not."""
     group = random.choice([*choices])
-    keys = _fields(group, choices[group]) or ["name"]
+    keys = _fields(group, choices[group]) or ["_target_"]
     value = random.choice(VALUES)
     prefix = random.choice(("", "", "", "", "+", "++", "~"))
     key = f"{group}.{random.choice(keys)}"

@@ -23,7 +23,7 @@ from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.experiment import catalogue
 from gradsurg.experiment.catalogue import Entry
 from gradsurg.experiment.compose import CONFIG_DIR
-from gradsurg.experiment.instantiate import instantiate
+from gradsurg.experiment.making import make
 from gradsurg.transforms.base import Transform, TransformContext
 from gradsurg.triggers.base import Clock
 
@@ -47,7 +47,12 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "agc": {"clipping": 0.8, "per": "tensor"},
     "autoclip": {"z": 0.5, "warmup": 5},
     "centered_clip": {"tau": 1.0},
-    "chain": {"links": [{"name": "clip", "value": 1.0}, {"name": "scale", "factor": 0.5}]},
+    "chain": {
+        "links": [
+            {"_target_": "gradsurg.Clip", "value": 1.0},
+            {"_target_": "gradsurg.Scale", "factor": 0.5},
+        ]
+    },
     "clamp": {"low": -0.5, "high": 1.5},
     "clip": {"value": 1.0},
     "clip_rms": {"max_norm": 0.7},
@@ -61,15 +66,15 @@ ILLUSTRATED: dict[str, dict[str, Any]] = {  # Any: what a yaml file can hold
     "krum": {"num_byzantine": 1},
     "lars": {
         "links": [
-            {"name": "add_decayed", "strength": 0.4},
-            {"name": "trust_ratio", "coefficient": 0.5},
+            {"_target_": "gradsurg.AddDecayed", "strength": 0.4},
+            {"_target_": "gradsurg.TrustRatio", "coefficient": 0.5},
         ]
     },
     "lrp": {"rule": "zplus"},
     "mask": {"amount": 0.5},
     "n_of_m": {"n": 1, "m": 2},
     "noise": {"sigma": 0.4},
-    "norm_matched": {"of": {"name": "clip", "value": 1.0}},
+    "norm_matched": {"of": {"_target_": "gradsurg.Clip", "value": 1.0}},
     "qsgd": {"per": "unit"},
     "quantize": {"levels": 3},
     "route": {"groups": [[0], [1]]},
@@ -189,10 +194,8 @@ def made(entry: Entry) -> Any:  # Any: a transform or an aggregator
     text = (CONFIG_DIR / entry.group / f"{entry.name}.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(text)
     config = config[entry.name] if entry.group == "transform" else config
-    kind, base = (
-        ("transforms", Transform) if entry.group == "transform" else ("aggregators", Aggregator)
-    )
-    return instantiate(kind, {**config, **ILLUSTRATED.get(entry.name, {})}, base)
+    base = Transform if entry.group == "transform" else Aggregator
+    return make({**config, **ILLUSTRATED.get(entry.name, {})}, base)
 
 
 def drawer(entry: Entry) -> "Callable[[Axes, Any], None]":  # Any: as of `made`

@@ -72,7 +72,9 @@ def test_the_configs_tell_who_is_without_what() -> None:
 
 
 def test_a_chain_inside_one_transform_is_one_link() -> None:
-    inner = "transform.chain.links=[{name: clip, value: 0.1},{name: sign}]"
+    inner = (
+        "transform.chain.links=[{_target_: gradsurg.Clip, value: 0.1},{_target_: gradsurg.Sign}]"
+    )
     (pair,) = built("transform=[chain,noise]", inner, "attribute=true").pairs
     assert {link: run.label for link, run in pair.without.items()} == {
         "chain": "noise",

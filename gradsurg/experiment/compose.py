@@ -41,6 +41,7 @@ CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
 def register() -> None:
     """Register names of plug-ins, dotted paths and the configs of papers with Hydra."""
     OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
+    OmegaConf.register_new_resolver("gradsurg.help", _help, replace=True)
     SourcesRegistry.instance().register(DottedSource)
     Plugins.instance().register(ExperimentSearchPath)
 
@@ -138,6 +139,12 @@ def key_in(word: str) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error: Hydra's explanations stand below it."""
     return " ".join(str(error).split("\n")[0].split())
+
+
+def _help() -> str:
+    from gradsurg.experiment.help import template  # which needs this module
+
+    return template()
 
 
 def _with_key(options: object) -> object:

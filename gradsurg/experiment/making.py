@@ -144,8 +144,12 @@ def _faults(node: object, key: str, error: BaseException | None = None) -> Fault
         yield from ((joined(key, field), text) for field, text in error.faults)
     elif unknown:
         yield from ((joined(key, field), text) for field, text in unknown)
-    else:
-        yield key, one_line(error) if is_own(node) else _raised(node, error)
+    elif not is_own(node):
+        yield key, _raised(node, error)
+    elif isinstance(error, (ValueError, TypeError, LookupError, ImportError, RuntimeError)):
+        yield key, one_line(error)
+    else:  # a fault of gradsurg's own code, which shows its traceback
+        raise error
 
 
 def _wrong_targets(node: object, key: str, base: type) -> Faults:
@@ -171,7 +175,9 @@ def _wrong_targets(node: object, key: str, base: type) -> Faults:
         else:
             yield key, f"{error}{site_hint(target) if base is Selector else ''}"
     else:
-        if not key and not _may_be(found, base):
+        if not callable(found) and base is not Transform:
+            yield key, f"must be a class or a function, found {found!r}"
+        elif not key and not _may_be(found, base):
             yield key, f"must be {_a(base)}, found the class {found.__qualname__}"
         elif base is Transform and is_own(node) and node.get("_partial_"):
             # It would be called with the gradient, as a function with fields of a user's own is.

@@ -30,6 +30,7 @@ from gradsurg.experiment.compose import (
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.messages import full_message, nearest, printable
+from gradsurg.plugins.registry import HYDRAS
 
 MAX_RUNS = 10_000  # a command with more runs needs yes=true
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
@@ -246,7 +247,7 @@ def _missing_key(path: str, key: str, place: object) -> str:
     parts = path.split(".")
     if key not in parts:  # in the mapping that is given as value
         return f"cannot get keys that it lacks. Replace it as a whole: ~{path} '+{path}={{...}}'"
-    keys = [str(name) for name in place if name != "hydra"]
+    keys = [str(name) for name in place if name not in ("hydra", *HYDRAS)]
     depth = parts.index(key)
     group = parts[0]
     if group in LISTS and depth == 1 and key in files_of(group):

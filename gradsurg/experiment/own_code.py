@@ -34,7 +34,7 @@ def import_path(path: object) -> object:
         own = [
             key
             for key, it in vars(module).items()
-            if getattr(it, "__module__", None) == module_name
+            if str(getattr(it, "__module__", "")).startswith(module_name)
         ]
         raise _no_name(module_name, name, own)
     return getattr(module, name)

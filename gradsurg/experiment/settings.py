@@ -27,6 +27,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["eager", "aot_eager", "inductor"]
 
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
+STUDY = "${gradsurg.name:${task}}-${gradsurg.name:${model}}"
+"""Studies are named after task and model."""
 VALIDATION = "validation/"
 DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
@@ -140,45 +142,124 @@ def _parsed(kind: type[Until] | type[Grid]) -> BeforeValidator:
     )
 
 
+class Shared:
+    """The keys of the group `shared`, which are the fields of `SharedParameters`."""
+
+    pattern: str = "*"
+    """names of the shared parameters that an aggregator acts on"""
+    granularity: Any = "whole"
+    """one aggregated gradient for the whole, each layer, each module, each tensor, or each group of
+    a list: 'shared.granularity=[trunk.hidden.*,"*"]'
+    """
+    engine: str = "full"
+    """full: a backward pass per task; feature: aggregate the gradients of a shared representation
+    (accumulate=1)
+    """
+    features: str = ""
+    """with feature: the module whose output is the representation, as relu of model=multi_head"""
+    reduce: str = "mean"
+    """under torchrun: aggregate the mean gradients; or local: in each process, and average the
+    results
+    """
+    on_nonfinite: str = "propagate"
+    """a NaN in one task makes the update NaN; or skip: leave out the task, or the step, and count it
+    """
+
+
 @validated
 class Settings:
-    """The short keys: those at the top of the config that are not groups."""
+    """The short keys: those at the top of the config that are not groups.
 
-    steps: Annotated[int, Field(ge=0)]
-    batch_size: Positive
-    seeds: Annotated[Positive, BeforeValidator(_number_of_seeds)]
-    log_every: Positive
-    checkpoint_every: Positive
-    effects_every: Annotated[int, Field(ge=0)]
-    study: Annotated[Text, AfterValidator(_study_name)]
-    out: Annotated[Text, AfterValidator(_folder)]
-    control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"]
-    device: Annotated[str, Field(min_length=1)]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    splits: Positive = 1
-    lr: Annotated[float, Field(gt=0)] | None = None
+    The text below a field describes it in `--help` and in `conf/config.yaml`, and its default is
+    that of the command: `scripts/stub.py` writes both.
+    """
+
+    steps: Annotated[int, Field(ge=0)] = 500
+    """optimizer steps of a run"""
+    batch_size: Positive = 64
+    """examples of a batch"""
     accumulate: Positive = 1
+    """batches per step; their mean loss is minimised"""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """learning rate; null: the optimizer's own"""
     precision: Precision = "float32"
+    """of the forward pass: float32, bfloat16 or float16 (with a GradScaler, on CUDA)"""
     compile: bool = False
+    """use torch.compile on the model"""
     compile_backend: Backend = "inductor"
-    eval_every: Annotated[int, Field(ge=0)] = 0
-    until: Annotated[Until, _parsed(Until)] | None = None
-    validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    tune: Annotated[Grid, _parsed(Grid)] | None = None
-    tune_seeds: Positive = 3
-    threads: Positive | None = None
-    check_ranks: Annotated[int, Field(ge=0)] = 0
-    force: bool = False
-    retry_failed: bool = True
-    conflict_every: Positive = 1
-    checkpoint_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """inductor, aot_eager or eager"""
+    seeds: Annotated[Positive, BeforeValidator(_number_of_seeds)] = 8
+    """number of seeds: 3 trains each arm with the seeds 0, 1, 2"""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """train with this seed only"""
+    splits: Positive = 1
+    """number of splits of the data for each seed: task.split_seed + 0, 1, ..; the report compares
+    within each, and over them
+    """
+    control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"] = "plain"
+    """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
+    of the treated ones; update_norm_matched: the same for the updates of the optimizer (a scale of
+    the gradient cancels in Adam's); placebo: a random change with the norm and the cosine of the
+    treated one; none
+    """
     attribute: bool = False
-    dry_run: bool = False
-    metric: Annotated[Text, Field(min_length=1)] | None = None
-    margin: Annotated[str, BeforeValidator(_margin)] | None = None
-    report: Literal["auto"] | bool = "auto"
+    """also train the chain without each of its transforms, to find the share of each"""
+    device: Annotated[str, Field(min_length=1)] = "auto"
+    """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
+    threads: Positive | None = 1
+    """CPU threads of a run; null: PyTorch's default"""
+    check_ranks: Annotated[int, Field(ge=0)] = 50
+    """under torchrun: steps between two comparisons of the processes' weights; 0: never"""
+    study: Annotated[Text, AfterValidator(_study_name)] = STUDY
+    """the runs of a study are compared with one another"""
+    out: Annotated[Text, AfterValidator(_folder)] = "runs"
+    """the folder of the studies"""
+    force: bool = False
+    """repeat finished runs"""
+    retry_failed: bool = True
+    """repeat failed runs"""
     yes: bool = False
+    """allow more than 10,000 runs"""
+    dry_run: bool = False
+    """print where the transform would act, and stop"""
+    metric: Annotated[Text, Field(min_length=1)] | None = None
+    """the metric of the verdict, as test/loss; null: accuracy, else the loss. Fixed when a run is
+    first planned
+    """
+    margin: Annotated[str, BeforeValidator(_margin)] | None = None
+    """0.5pp (percentage points), 0.01 or 2% of the control: arms that differ by less are equivalent
+    """
+    report: Literal["auto"] | bool = "auto"
+    """write the page and tables, for a sweep also figures; true: always figures; false: none"""
+    effects_every: Annotated[int, Field(ge=0)] = 1
+    """steps between two measurements of the change of each gradient; 0: never"""
+    conflict_every: Positive = 10
+    """the same for the conflict of several tasks, at steps of effects_every"""
+    log_every: Positive = 50
+    """steps between two rows of the loss and the effects"""
     log: Annotated[Text, Field(min_length=1)] = AUTO
+    """loggers get the effects of each site, above 12 sites of a transform a summary; sites: of each
+    site; or a pattern of sites. effects.jsonl has all
+    """
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """steps between two evaluations, a multiple of log_every; 0: only at the end"""
+    until: Annotated[Until, _parsed(Until)] | None = None
+    """end a run at the first evaluation that reaches a value: "until='validation/loss <= 0.1'"
+    """
+    validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
+    """share of the training examples that is set aside: they are evaluated during training, the test
+    data once at the end; null: 0.2 if until or tune decides on them, else 0
+    """
+    tune: Annotated[Grid, _parsed(Grid)] | None = None
+    """train each arm with each of these values, and compare with its best on validation data:
+    tune='lr=log(1e-3,1,7)', lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid
+    """
+    tune_seeds: Positive = 3
+    """seeds for each value of tune, from 1,000,000 on: apart from those compared"""
+    checkpoint_every: Positive = 100
+    """steps between two checkpoints .."""
+    checkpoint_seconds: Annotated[float, Field(ge=0)] = 1.0
+    """.. which are at least this many seconds apart"""
 
     def __post_init__(self) -> None:
         if self.eval_every % self.log_every:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
 
@@ -423,7 +424,8 @@ class Function(Stateless):
 
     def __repr__(self) -> str:
         # No address: state_dicts identify a transform by its repr.
-        return getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        called = self.function.func if isinstance(self.function, partial) else self.function
+        return getattr(called, "__qualname__", type(called).__qualname__)
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.function(grad)

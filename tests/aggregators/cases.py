@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from gradsurg.aggregators.base import Aggregator
-from gradsurg.experiment.instantiate import instantiate
+from gradsurg.experiment.making import make
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "aggregator"
 
@@ -150,4 +150,4 @@ ROWS = (
 def made(name: str, **fields: Any) -> Aggregator:  # Any: fields have many types
     """What a yaml describes, with some of its fields changed."""
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    return instantiate("aggregators", {**config, **fields}, Aggregator)
+    return make({**config, **fields}, Aggregator)

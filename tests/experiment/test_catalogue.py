@@ -118,7 +118,8 @@ def test_options_of_a_users_folder_are_found_by_the_words_at_the_head_of_their_f
     here: Here, tmp_path: Path
 ) -> None:
     (tmp_path / "transform").mkdir()
-    text = "# mine\n# Halve it.\n# Also: gentle, mild\nsoft:\n  name: scale\n  factor: 0.5\n"
+    node = "soft:\n  _target_: gradsurg.Scale\n  factor: 0.5\n"
+    text = f"# mine\n# Halve it.\n# Also: gentle, mild\n{node}"
     (tmp_path / "transform" / "soft.yaml").write_text(text, encoding="utf-8")
     (line,) = here("--list", "mild", "--config-dir", str(tmp_path)).out.splitlines()[2:3]
     assert line.split("  ")[0] == "soft"

@@ -17,7 +17,7 @@ from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.sweep import jobs_of_study
 from tests.builds import faults
 
-MINE = "mine:\n  name: clip\n  value: 0.02\n"
+MINE = "mine:\n  _target_: gradsurg.Clip\n  value: 0.02\n"
 
 
 def composed(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -40,7 +40,9 @@ WRONG = (
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),
     Wrong(
-        "transform=[clip,clip]", "transform: 'clip' is listed twice", "{name: clip, value: 0.01}'"
+        "transform=[clip,clip]",
+        "transform: 'clip' is listed twice",
+        "{_target_: gradsurg.Clip, value: 0.01}'",
     ),
     Wrong(
         "transform=[tests.theirs.Twice,tests.theirs.Twice]",
@@ -50,14 +52,14 @@ WRONG = (
     Wrong(
         "transform=[tests.theirs.Clip,clip]",
         "transform: 'tests.theirs.Clip' and 'clip' have the same key 'clip'",
-        "'+transform.clip_2={name: clip, value: 0.01}'",
+        "'+transform.clip_2={_target_: gradsurg.Clip, value: 0.01}'",
     ),
     # keys
     Wrong("step=20", "step: 'step' is not a key here. There are: transform, site,", "'steps'?"),
     Wrong("++step=20", "step: is not a key here. There are: transform, site,", "'steps'?"),
     Wrong(
         "transform=clip transform.clip.valu=1",
-        "transform.clip.valu: 'valu' is not a key here. There are: name, value.",
+        "transform.clip.valu: 'valu' is not a key here. There are: value.",
         "'value'?",
     ),
     Wrong("seed.x=1", "seed.x: is not a key here. seed has no keys below."),
@@ -66,12 +68,11 @@ WRONG = (
     ),
     Wrong(
         "transform=scheduled 'transform.scheduled.of={_target_: tests.theirs.halve}'",
-        "transform.scheduled.of: cannot get keys that it lacks.",
-        "~transform.scheduled.of '+transform.scheduled.of={...}'",
+        "transform.scheduled.of.factor: is not a field here.",
     ),
     Wrong(
         "site=combined site.of.0.types=[Linear]",
-        "site.of.0.types: 'types' is not a key here. There are: name, pattern.",
+        "site.of.0.types: 'types' is not a key here. There are: pattern.",
         "'+site.of.0.types=...' adds it.",
     ),
     Wrong("~transform", "transform: cannot be taken out; 'transform=[]' empties it"),
@@ -82,9 +83,9 @@ WRONG = (
         "transform=clip transform.clip.value=-1", "transform.clip.value: must be > 0", "found -1"
     ),
     Wrong(
-        "transform=scheduled transform.scheduled.of.name=scal",
-        "transform.scheduled.of: there is no 'scal' in transforms.",
-        "'scale'?",
+        "transform=scheduled transform.scheduled.of._target_=gradsurg.Scael",
+        "transform.scheduled.of: there is no 'gradsurg.Scael'.",
+        "'gradsurg.Scale'?",
     ),
     Wrong(
         "transform=chain transform.chain.links.0.value=-1",
@@ -259,8 +260,9 @@ RIGHT = (
     "transform=clip when=unless when.of.stop=499",
     "when.start=9999",
     "transform=[clip,noise] transform.clip.value=0.5",
-    "transform=clip '+transform.again={name: clip, value: 1}'",
-    "transform=scheduled ~transform.scheduled.of '+transform.scheduled.of={name: zero}'",
+    "transform=clip '+transform.again={_target_: gradsurg.Clip, value: 1}'",
+    "transform=scheduled transform.scheduled.of._target_=gradsurg.GradPower "
+    "~transform.scheduled.of.factor",
     "transform=clip study=2024 out=7",
     "transform=tests.theirs.Twice +transform.twice.factor=3",
     "transform=tests.theirs.ready",
@@ -332,12 +334,18 @@ def test_a_users_yaml_stands_among_the_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "begins"),
     [
-        ("mine:\n  value: 3\n", "transform.mine: needs a name (one of gradsurg's) or a _target_"),
-        ("mine:\n  name: clip\n  value: ???\n", "transform.mine.value: is required"),
-        ("mine:\n  name: clop\n", "transform.mine: there is no 'clop' in transforms. There are: "),
+        ("mine:\n  value: 3\n", "transform.mine: needs a _target_, as"),
+        ("mine:\n  _target_: gradsurg.Clip\n  value: ???\n", "transform.mine.value: is required"),
+        (
+            "mine:\n  name: clip\n",
+            "transform.mine: needs a _target_, as _target_: gradsurg.Clip",
+        ),
         ("mine: [1\n", "hydra: ParserError: while parsing a flow sequence in "),
-        ("name: clip\nvalue: x\n", "transform.clip.value: must be a number, found 'x'"),
-        ("name: clip\nsign: {name: sign}\n", "transform.name: must be a mapping with a name, "),
+        ("_target_: gradsurg.Clip\nvalue: x\n", "transform.clip.value: must be a number, found"),
+        (
+            "_target_: gradsurg.Clip\nsign: {_target_: gradsurg.Sign}\n",
+            "transform._target_: must be a mapping with a _target_, ",
+        ),
     ],
 )
 def test_a_users_broken_yaml_is_a_sentence(tmp_path: Path, text: str, begins: str) -> None:

@@ -79,11 +79,18 @@ defaults:
 - override /aggregator: mgda
 transform:
   clip: {value: 0.5}
-  b.c: {name: error_feedback, of: {name: graft, direction: {name: sign}, magnitude: {name: zero}}}
+  b.c:
+    _target_: gradsurg.ErrorFeedback
+    of:
+      _target_: gradsurg.Graft
+      direction: {_target_: gradsurg.Sign}
+      magnitude: {_target_: gradsurg.Zero}
 site: {types: ReLU}
 when:
-  name: any_of
-  of: [{name: unless, of: {name: steps, start: 3, stop: 5}}, {name: flag, flag: f}]
+  _target_: gradsurg.AnyOf
+  of:
+  - {_target_: gradsurg.Unless, of: {_target_: gradsurg.Steps, start: 3, stop: 5}}
+  - {_target_: gradsurg.Flag, flag: f}
 shared: {granularity: ['1e5*', '*']}
 seed: 3
 """
@@ -155,8 +162,14 @@ def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> Non
     ("text", "place"),
     [
         ("transform: {x: {_target_: code.write, path: called}}", "transform.x"),
-        ("transform: {x: {name: graft, direction: {_target_: code.write}}}", "x.direction"),
-        ("when: {name: any_of, of: [{_target_: code.write, path: called}]}", "when.of.0"),
+        (
+            "transform: {x: {_target_: gradsurg.Graft, direction: {_target_: code.write}}}",
+            "x.direction",
+        ),
+        (
+            "when: {_target_: gradsurg.AnyOf, of: [{_target_: code.write, path: called}]}",
+            "when.of.0",
+        ),
         ("defaults: [override /site: code.write]\nsite: {path: called}", "site"),
     ],
 )
@@ -169,7 +182,7 @@ def test_code_that_a_recipe_names_is_neither_called_nor_imported_unasked(
     monkeypatch.syspath_prepend(str(tmp_path))
     text = text.replace("code.write", "recipe_code.write")
     path = stored(tmp_path, f"# @package _global_\n{text}\n")
-    with pytest.raises(ValueError, match=rf"{place}\._target_: recipe_code\.write is imported and"):
+    with pytest.raises(ValueError, match=rf"{place}: recipe_code\.write is imported and"):
         gs.load(path)
     with pytest.raises(ValueError, match=r"x\.typo"):
         gs.load(path, "transform.x.typo=1")

@@ -17,8 +17,8 @@ def test_the_environment_has_a_hash_of_the_source_of_gradsurg(tmp_path, monkeypa
 
 
 def test_the_hash_does_not_depend_on_the_order_of_keys():
-    config = {"lr": 0.1, "model": {"name": "mlp", "hidden": [64, 64]}}
-    same = {"model": {"hidden": (64, 64), "name": "mlp"}, "lr": 0.1}
+    config = {"lr": 0.1, "model": {"_target_": "gradsurg.models.mlp.MLP", "hidden": [64, 64]}}
+    same = {"model": {"hidden": (64, 64), "_target_": "gradsurg.models.mlp.MLP"}, "lr": 0.1}
     assert run_hash(config) == run_hash(same)
     assert run_hash(config) != run_hash({**config, "lr": 0.2})
     # sha256 of {"a":1}: the first eight digits, from coreutils' sha256sum

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import yaml
 
-from gradsurg.plugins import registry
-from gradsurg.plugins.registry import find
+import gradsurg as gs
+from gradsurg.plugins.registry import HYDRAS
 from gradsurg.testing.transforms import SHAPES
 from gradsurg.transforms.base import Transform, TransformContext
 
@@ -289,7 +289,7 @@ ROWS = (
     Row("sign", [1.0, -5.0, 0.0], [2.0, -2.0, 0.0], {"scale": "mean"}),
     # A gradient without a batch is that of one example: |g| = 5.
     Row("per_sample_clip", [3.0, -4.0], [0.6, -0.8]),
-    Row("per_sample_clip", [3.0, -4.0], [3.0, -4.0], {"of": {"name": "identity"}}),
+    Row("per_sample_clip", [3.0, -4.0], [3.0, -4.0], {"of": {"_target_": "gradsurg.Identity"}}),
     Row("per_sample", [3.0, NAN], [3.0, NAN]),
     Row("per_sample_and_mask", [3.0, -4.0], [3.0, -4.0]),
     Row("per_sample_median", [3.0, -4.0], [3.0, -4.0]),
@@ -368,14 +368,14 @@ def config(name: str) -> Mapping[str, Any]:
 
 def build(name: str, fields: Mapping[str, Any] | None = None) -> Transform:
     """Return the transform of a config, with some fields replaced."""
-    return _made({**config(name), **(fields or {})})
+    return made({**config(name), **(fields or {})})
 
 
-def _made(node: Any) -> Any:  # Any: a node of a config is of any type
+def made(node: Any) -> Any:  # Any: a node of a config is of any type
+    """Return what a node of a config describes, made without Hydra: errors are the class's own."""
     if isinstance(node, list):
-        return [_made(part) for part in node]
-    if not isinstance(node, dict) or "name" not in node:
+        return [made(part) for part in node]
+    if not isinstance(node, dict) or "_target_" not in node:
         return node
-    fields = {key: _made(part) for key, part in node.items() if key != "name"}
-    kind = "aggregators" if node["name"] in registry.names("aggregators") else "transforms"
-    return find(kind, node["name"])(**fields)
+    fields = {key: made(part) for key, part in node.items() if key not in HYDRAS}
+    return getattr(gs, node["_target_"].removeprefix("gradsurg."))(**fields)

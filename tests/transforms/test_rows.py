@@ -66,9 +66,9 @@ def test_a_config_starts_with_its_command_and_has_one_key_with_its_name(name: st
 def test_a_config_lists_every_field_and_one_named_like_its_class_the_defaults(name: str) -> None:
     made = build(name)
     if isinstance(made, Chain):
-        assert set(config(name)) == {"name", "links"}
+        assert set(config(name)) == {"_target_", "_convert_", "links"}
         return
     assert dataclasses.is_dataclass(made)
-    assert set(config(name)) == {"name", *(field.name for field in dataclasses.fields(made))}
-    if config(name)["name"] == name:
+    assert set(config(name)) == {"_target_", *(field.name for field in dataclasses.fields(made))}
+    if registry.name_of(config(name)) == name:
         assert made == type(made)()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.utils import instantiate
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.plugins.registry import find, names
+from gradsurg.plugins.registry import HYDRAS, find, names
 
 KINDS = [find("triggers", stem) for stem in names("triggers")]
 CONFIGS = sorted((Path(__file__).parents[2] / "conf" / "when").glob("*.yaml"))
@@ -96,20 +97,11 @@ def test_triggers_combine_with_triggers_only(combine: Any, other: Any) -> None:
         combine(gs.Always(), other)
 
 
-def _made(node: Any) -> Any:  # Any: a node of a config is of any type
-    if isinstance(node, list):
-        return [_made(part) for part in node]
-    if not isinstance(node, dict):
-        return node
-    given = {key: _made(part) for key, part in node.items() if key != "name"}
-    return find("triggers", node["name"])(**given)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_a_config_builds_its_trigger_a_value_and_lists_every_field(path: Path) -> None:
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    trigger, same = _made(config), _made(config)
+    trigger, same = instantiate(config), instantiate(config)
     assert isinstance(trigger, gs.Trigger)
-    assert set(config) - {"name"} == {field.name for field in fields(trigger)}  # pyright: ignore[reportArgumentType]
+    assert {*config} - {*HYDRAS} == {field.name for field in fields(trigger)}  # pyright: ignore[reportArgumentType]
     assert (trigger, hash(trigger)) == (same, hash(same))
     assert eval(repr(trigger), {kind.__name__: kind for kind in KINDS}) == trigger

@@ -1,0 +1,87 @@
+"""The help text of the command line, and the descriptions of the short keys that it prints.
+
+Hydra fills the template with the groups and the config; it imports no torch.
+"""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from textwrap import fill
+
+from gradsurg.experiment.settings import Settings, Shared
+
+INDENT, WIDTH = 23, 79
+HEAD = """\
+Train a small model with a gradient transform and, with the same seeds,
+without it; compare the two.
+
+  python -m gradsurg.run transform=clip
+  python -m gradsurg.run 'transform=[clip,noise]' transform.clip.value=0.02
+  python -m gradsurg.run transform=scale_by_sign site=relu_nodes
+  python -m gradsurg.run transform=clip_global_norm when.start=100 seeds=3
+  python -m gradsurg.run aggregator=pcgrad task=overlay model=multi_head
+  python -m gradsurg.run -m transform=clip,sign model=mlp,convnet study=first
+
+Groups. Choose one option with group=option. transform and logger take
+lists: 'transform=[clip,noise]'. A table of the options of a group, with
+their purpose, fields and paper: --list transform (or site, ..). Options by
+meaning: --list sparse, --list weight decay.
+
+  transform   the change to a gradient; several act in this order
+  site        where it acts: parameters, outputs or inputs of modules,
+              autograd nodes, activations ..
+  when        the condition under which it acts: steps, epochs, batch
+              size, values .. (or the aggregator, without a transform)
+  aggregator  how the gradients of several tasks become one: pcgrad,
+              cagrad, mgda, upgrad ..
+  model       the network
+  task        the data, the loss and the metrics
+  optimizer   one of torch.optim
+  schedule    the learning rate over the optimizer steps
+  logger      where numbers go in addition to the files of the run
+
+$APP_CONFIG_GROUPS
+Your own transform, aggregator, model, task or trigger: give its dotted
+path, transform=my_module.MyTransform, or put yaml files into a folder and
+add --config-dir.
+
+Keys. Change one with key=value:
+
+"""
+TAIL = """
+
+Groups and keys as they are now:
+
+$CONFIG
+"""
+
+
+def template() -> str:
+    """Return the template of Hydra's help."""
+    keys = described(Settings) | {f"shared.{key}": text for key, text in described(Shared).items()}
+    lines = [folded(f"  {key:<{INDENT - 2}}", text, " " * INDENT) for key, text in keys.items()]
+    return HEAD + "\n".join(lines) + TAIL
+
+
+def described(cls: type) -> Mapping[str, str]:
+    """Return the text below each field of a class, on one line."""
+    (made,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(made, ast.ClassDef)
+    texts = {}
+    for field, below in zip(made.body, made.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+def folded(begin: str, text: str, later: str, width: int = WIDTH) -> str:
+    """Fold a text behind `begin`, with `later` before its other lines."""
+    return fill(
+        text,
+        width,
+        initial_indent=begin,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
