@@ -132,9 +132,9 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
         (
             ["attnlrp", "interventions.gate=x"],
             ValueError,
-            r"interventions.gate: must have a transf",
+            r"interventions.gate: must be a mapping, f",
         ),
-        (["attnlrp", "interventions=x"], ValueError, r"^attnlrp: interventions: must map names"),
+        (["attnlrp", "interventions=x"], ValueError, r"^attnlrp: interventions: must be a list, or map names"),
         (["sgm", "seed=x"], ValueError, r"^sgm: seed: must be a whole number >= 0, found 'x'"),
     ],
 )
