@@ -1,11 +1,11 @@
 """The help text of the command line, and the descriptions of the short keys that it prints.
 
-Hydra fills the template with the groups and the config; it imports no torch.
+Hydra fills the template with the config; it imports no torch.
 """
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 
 from gradsurg.experiment.settings import Settings, Shared
@@ -40,7 +40,8 @@ meaning: --list sparse, --list weight decay.
   schedule    the learning rate over the optimizer steps
   logger      where numbers go in addition to the files of the run
 
-$APP_CONFIG_GROUPS
+{groups}
+
 Your own transform, aggregator, model, task or trigger: give its dotted
 path, transform=my_module.MyTransform, or put yaml files into a folder and
 add --config-dir.
@@ -56,11 +57,11 @@ $CONFIG
 """
 
 
-def template() -> str:
-    """Return the template of Hydra's help."""
+def template(groups: Sequence[str]) -> str:
+    """Return the template of Hydra's help, with a line for the options of each group."""
     keys = described(Settings) | {f"shared.{key}": text for key, text in described(Shared).items()}
     lines = [folded(f"  {key:<{INDENT - 2}}", text, " " * INDENT) for key, text in keys.items()]
-    return HEAD + "\n".join(lines) + TAIL
+    return HEAD.format(groups="\n".join(groups)) + "\n".join(lines) + TAIL
 
 
 def described(cls: type) -> Mapping[str, str]:
