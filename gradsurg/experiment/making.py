@@ -35,17 +35,21 @@ def make(node: object, base: type[Made]) -> Made:
     """Return the object of a node. Raises FieldError with all wrong fields below it, and TypeError
     for an object of another kind.
     """
-    check_node(node)
-    assert isinstance(node, Mapping)
-    if faults := [*_wrong_targets(node, "", base)]:
-        raise FieldError("", faults)
+    node = _checked(node)
+    target, is_users = _found(node), not is_own(node)
+    if isinstance(target, type) and not _may_be(target, base):
+        raise TypeError(f"must be {_a(base)}, found the class {target.__qualname__}")
+    if target is not None and base is not Transform and not callable(target):
+        raise TypeError(f"must be a class or a function, found {target!r}")
+    if is_users:
+        check_booleans(target, fields_of(node))
     calls = _with_functions(node) if base is Transform else node
     # A user's data are the same in every process.
-    is_users_data = base is Task and not is_own(node)
+    is_users_data = base is Task and is_users
     with random_state.preserved() if is_users_data else nullcontext():
         if is_users_data:
             random_state.seed(0)
-        result = _instantiated(calls)
+        result = _instantiated(calls, base)
     if base is Transform:
         result = as_transform(result)
     if base is Task and not isinstance(result, Task):
@@ -60,18 +64,14 @@ def call_of(node: object) -> tuple[Callable[..., object], dict[str, Any]]:
     """Return the class or function of a node with its fields, whose nodes are made; it is called
     later, with what a run knows. Raises as `make`.
     """
-    check_node(node)
-    assert isinstance(node, Mapping)
-    if faults := [*_wrong_targets(node, "", object)]:
-        raise FieldError("", faults)
-    made: Any = _instantiated({**node, "_partial_": True})
-    return import_path(node["_target_"]), made.keywords
+    made: Any = _instantiated({**_checked(node), "_partial_": True}, object)
+    return made.func, made.keywords
 
 
-def check_node(node: object) -> None:
-    """Raise ValueError for a node without a `_target_`."""
+def _checked(node: object) -> Node:
+    """Return a node. Raises ValueError for one without a `_target_`."""
     if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
-        return
+        return node
     example = "_target_: gradsurg.Clip or a dotted path of your own"
     if isinstance(node, Mapping):
         raise ValueError(f"needs a _target_, as {example}; found the keys {', '.join(node)}")
@@ -101,12 +101,12 @@ def _raised(node: Node, error: BaseException, method: str = "") -> str:
     return f"{called} raised {type(error).__name__}: {one_line(error)}{place_in_user_code(error)}"
 
 
-def _instantiated(node: Node) -> object:
+def _instantiated(node: Node, base: type) -> object:
     """Call Hydra's `instantiate`. Raises FieldError with all faults."""
     try:
         return _by_hydra(node)
     except (Exception, SystemExit) as error:  # a user's code may raise anything
-        raise FieldError("", [*_faults(node, "", error)]) from error
+        raise FieldError("", [*_faults(node, "", base, error)]) from error
 
 
 def _by_hydra(node: object) -> object:
@@ -116,16 +116,14 @@ def _by_hydra(node: object) -> object:
         return hydra.utils.instantiate(node, _convert_="all")
 
 
-def _faults(node: object, key: str, error: BaseException | None = None) -> Faults:
+def _faults(node: Any, key: str, base: type, error: BaseException | None = None) -> Faults:
     """Yield each fault of a node that Hydra refuses: those of the nodes inside it, or else its own.
 
-    `error` is what Hydra has raised for a node without nodes inside it.
+    `error` is what Hydra has raised for a node without nodes inside it. (Any: what YAML can hold.)
     """
-    inner = node.items() if isinstance(node, Mapping) else enumerate(node)  # pyright: ignore
-    nodes = [
-        (joined(key, str(name)), item) for name, item in inner if isinstance(item, dict | list)
-    ]
-    inside = [fault for place, item in nodes for fault in _faults(item, place)]
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node)
+    nodes = [(joined(key, str(name)), one) for name, one in inner if isinstance(one, dict | list)]
+    inside = [fault for place, one in nodes for fault in _faults(one, place, base)]
     yield from inside
     if inside or not isinstance(node, Mapping) or "_target_" not in node:
         return
@@ -138,61 +136,57 @@ def _faults(node: object, key: str, error: BaseException | None = None) -> Fault
             return
     while error.__cause__ is not None and not isinstance(error, FieldError):
         error = error.__cause__
-    target, fields = import_path(node["_target_"]), fields_of(node)
-    unknown = isinstance(error, TypeError) and unknown_fields(target, 0, fields, error)
+    for field, text in _own_faults(node, base, error):
+        yield joined(key, field), text
+
+
+def _own_faults(node: Node, base: type, error: BaseException) -> Faults:
+    """Yield the fields that `error` is about, or it as a fault of the whole node."""
     if isinstance(error, FieldError):
-        yield from ((joined(key, field), text) for field, text in error.faults)
-    elif unknown:
-        yield from ((joined(key, field), text) for field, text in unknown)
+        yield from error.faults
+        return
+    try:
+        target = import_path(node["_target_"])
+    except ImportError as missing:
+        yield "", _missing(node["_target_"], base, missing)
+        return
+    unknown = isinstance(error, TypeError) and unknown_fields(target, 0, fields_of(node), error)
+    if unknown:
+        yield from unknown
     elif not is_own(node):
-        yield key, _raised(node, error)
+        yield "", _raised(node, error)
     elif isinstance(error, (ValueError, TypeError, LookupError, ImportError, RuntimeError)):
-        yield key, one_line(error)
+        yield "", one_line(error)
     else:  # a fault of gradsurg's own code, which shows its traceback
         raise error
-
-
-def _wrong_targets(node: object, key: str, base: type) -> Faults:
-    """Yield a fault for each `_target_` that there is not, and for a class of another kind."""
-    inner = node.items() if isinstance(node, Mapping) else enumerate(node)  # pyright: ignore
-    for name, item in inner:
-        if isinstance(item, dict | list):
-            yield from _wrong_targets(item, joined(key, str(name)), base)
-    if not isinstance(node, Mapping) or "_target_" not in node:
-        return
-    target = str(node["_target_"])
-    try:
-        found = import_path(target)
-        if not is_own(node):
-            check_booleans(found, fields_of(node))
-    except FieldError as error:
-        yield from ((joined(key, field), text) for field, text in error.faults)
-    except ImportError as error:
-        if target.startswith("gradsurg.") and target.count(".") == 1:
-            folder = FOLDERS.get(base, "aggregators")
-            classes = [f"gradsurg.{find(folder, stem).__name__}" for stem in names(folder)]
-            yield key, f"there is no '{target}'. {nearest(target, classes)}"
-        else:
-            yield key, f"{error}{site_hint(target) if base is Selector else ''}"
-    else:
-        if not callable(found) and base is not Transform:
-            yield key, f"must be a class or a function, found {found!r}"
-        elif not key and not _may_be(found, base):
-            yield key, f"must be {_a(base)}, found the class {found.__qualname__}"
-        elif base is Transform and is_own(node) and node.get("_partial_"):
-            # It would be called with the gradient, as a function with fields of a user's own is.
-            yield joined(key, "_partial_"), "is for functions of your own"
 
 
 def _a(base: type) -> str:
     return f"{'an' if base.__name__[0] in 'AEIOU' else 'a'} {base.__name__}"
 
 
-def _may_be(target: Any, base: type) -> bool:  # Any: what a dotted path names
+def _missing(target: str, base: type, error: ImportError) -> str:
+    """Return the fault of a dotted path to nothing, with the classes that may be meant."""
+    if target.startswith("gradsurg.") and target.count(".") == 1:
+        folder = FOLDERS.get(base, "aggregators")
+        classes = [f"gradsurg.{find(folder, stem).__name__}" for stem in names(folder)]
+        return f"there is no '{target}'. {nearest(target, classes)}"
+    return f"{error}{site_hint(target) if base is Selector else ''}"
+
+
+def _found(node: Node) -> Any:  # Any: what a dotted path names
+    """Return what a node calls, None for what cannot be imported."""
+    try:
+        return import_path(node["_target_"])
+    except ImportError:
+        return None
+
+
+def _may_be(target: type, base: type) -> bool:
     """Whether a class may be of a kind. A task may be of any class with data, and a transform of
     any whose instances are callable.
     """
-    if not isinstance(target, type) or base is Task or issubclass(target, base):
+    if base is Task or issubclass(target, base):
         return True
     return base is Transform and any("__call__" in vars(cls) for cls in target.__mro__)
 
@@ -208,10 +202,13 @@ def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
     if not isinstance(node, Mapping):
         return node
     node = {key: _with_functions(item) for key, item in node.items()}
+    if "_target_" in node and is_own(node) and node.get("_partial_"):
+        # It would be called with the gradient, as a function is.
+        raise FieldError("", [("", "_partial_: is for functions of your own")])
     if "_target_" not in node or is_own(node) or node.get("_partial_"):
         return node
-    target, fields = import_path(node["_target_"]), fields_of(node)
-    if isinstance(target, type):
+    target, fields = _found(node), fields_of(node)
+    if target is None or isinstance(target, type):
         return node
     get = {"_target_": GET_OBJECT, "path": node["_target_"]}
     if isinstance(target, Transform) or not callable(target):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from gradsurg.experiment.making import call_of, check_node, fields_of, user_code
+from gradsurg.experiment.making import call_of, fields_of, user_code
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import one_line
 from gradsurg.plugins.registry import SEQUENCE, is_own, name_of
@@ -61,7 +61,6 @@ def make_schedule(node: Node, steps: int, optimizer: Optimizer) -> LRScheduler |
     """
     if not node:
         return None
-    check_node(node)
     rates = [group["lr"] for group in optimizer.param_groups]
     schedule = _called(_filled(node, steps, rates), (optimizer,))
     if not isinstance(schedule, LRScheduler):

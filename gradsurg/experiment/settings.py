@@ -162,7 +162,8 @@ class Shared:
     results
     """
     on_nonfinite: str = "propagate"
-    """a NaN in one task makes the update NaN; or skip: leave out the task, or the step, and count it
+    """a NaN in one task makes the update NaN; or skip: leave out the task, or the step, and count
+    it
     """
 
 
@@ -247,8 +248,8 @@ class Settings:
     """end a run at the first evaluation that reaches a value: "until='validation/loss <= 0.1'"
     """
     validation: Annotated[float, Field(ge=0, le=0.9)] | None = None
-    """share of the training examples that is set aside: they are evaluated during training, the test
-    data once at the end; null: 0.2 if until or tune decides on them, else 0
+    """share of the training examples that is set aside: they are evaluated during training, the
+    test data once at the end; null: 0.2 if until or tune decides on them, else 0
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:

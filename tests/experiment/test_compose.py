@@ -261,7 +261,7 @@ RIGHT = (
     "when.start=9999",
     "transform=[clip,noise] transform.clip.value=0.5",
     "transform=clip '+transform.again={_target_: gradsurg.Clip, value: 1}'",
-    "transform=scheduled transform.scheduled.of._target_=gradsurg.GradPower "
+    "transform=scheduled transform.scheduled.of._target_=gradsurg.Zero "
     "~transform.scheduled.of.factor",
     "transform=clip study=2024 out=7",
     "transform=tests.theirs.Twice +transform.twice.factor=3",

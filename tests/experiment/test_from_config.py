@@ -316,7 +316,7 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
         ),
         (
             "transform: {c: {_target_: gradsurg.Clip, _partial_: true}}",
-            "transform.c._partial_: is for functions of your own",
+            "transform.c: _partial_: is for functions of your own",
         ),
         (
             "transform: {x: {_target_: gradsurg.PCGrad}}",

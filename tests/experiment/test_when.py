@@ -1,63 +1,46 @@
-"""The algebra of triggers on the command line, as in Python."""
+"""Triggers that join others, on the command line: a list of nodes, as in a yaml file."""
 
 import pytest
 
 import gradsurg as gs
-from gradsurg.experiment.overrides import prepared
 from gradsurg.triggers.base import Trigger
-from tests.builds import built
-from tests.conftest import Here
+from tests.builds import built, faults
 
 STEPS, NORM = gs.Steps(start=10, stop=15), gs.Threshold(above=0.05, measure="norm")
+FIRST = "{_target_: gradsurg.Steps, start: 10, stop: 15}"
+SECOND = "{_target_: gradsurg.Threshold, above: 0.05, measure: norm}"
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("words", "expected"),
     [
-        ("steps(start=10, stop=15)", STEPS),
-        ("steps(start=10,stop=15) & threshold(above=0.05, measure=norm)", STEPS & NORM),
-        ("steps(start=10,stop=15) & threshold(above=5e-2, measure='norm') & always", None),
-        ("~steps(start=10,stop=15)", ~STEPS),
-        ("~steps(start=10,stop=15) | epochs(start=1)", ~STEPS | gs.Epochs(start=1)),
-        ("(always | epochs(start=1)) & ~steps(start=10, stop=15)", None),
+        (["when=all_of", f"when.of=[{FIRST},{SECOND}]"], STEPS & NORM),
+        (["when=any_of", f"when.of=[{FIRST},{SECOND}]"], STEPS | NORM),
+        (["when=unless", "when.of.start=10", "when.of.stop=15"], ~STEPS),
+        (
+            ["when=all_of", f"when.of=[{FIRST},{{_target_: gradsurg.Unless, of: {SECOND}}}]"],
+            STEPS & ~NORM,
+        ),
     ],
 )
-def test_an_expression_is_the_trigger_that_python_makes_of_it(
-    text: str, expected: Trigger | None
+def test_a_list_of_nodes_is_the_trigger_that_python_makes(
+    words: list[str], expected: Trigger
 ) -> None:
-    names = {"steps": gs.Steps, "threshold": gs.Threshold, "epochs": gs.Epochs, "norm": "norm"}
-    if expected is None:
-        expected = eval(text, {**names, "always": gs.Always()})
-    words = prepared(["transform=clip", f"when={text}"])
-    (item,) = built(*words).surgery.interventions
+    (item,) = built("transform=clip", *words).surgery.interventions
     assert item.when == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("given", "line"),
     [
         (
-            "steps(10)",
-            "when: steps takes fields by name, such as steps(start=100), found 'steps(10)'",
+            f"[{FIRST},{{_target_: gradsurg.Thrshold}}]",
+            "when.of.1: there is no 'gradsurg.Thrshold'. ",
         ),
-        ("steps(start=1) and always()", "when: joins triggers by &, | and ~; steps("),
-        ("steps(start=1+1j*2)", "when: 1 + 1j * 2 is not a number, a word or a list"),
-        ("steps(start=1", "when: is not an expression, found 'steps(start=1'; write when='steps("),
-        ("stps(start=1)", "when: there is no 'stps'. There are: "),
-        (
-            "steps & ~(always | thrshold(above=1))",
-            "when: there is no 'thrshold'. There are: all_of",
-        ),
-        ("~steps(strt=1)", "when.of.strt: is not a field here. There are: start, stop, every."),
+        (f"[{FIRST},{{_target_: gradsurg.Steps, strt: 1}}]", "when.of.1.strt: is not a field here"),
+        (f"[{FIRST},{{start: 1}}]", "when.of.1: must be a Trigger, found {'start': 1}"),
     ],
 )
-def test_a_wrong_expression_is_one_line(here: Here, text: str, line: str) -> None:
-    ended = here("transform=clip", f"when={text}")
-    assert ended.code == 2
-    assert ended.err.startswith(line)
-    assert ended.err.count("\n") == 1
-
-
-def test_other_words_stay_as_they_are() -> None:
-    words = ["~when.of", "transform=clip", "when=steps", "site.pattern=a|b"]
-    assert prepared(words) == words
+def test_a_wrong_trigger_in_a_list_is_one_line(given: str, line: str) -> None:
+    (said,) = faults(f"transform=clip when=all_of 'when.of={given}'")
+    assert said.startswith(line)
