@@ -44,14 +44,14 @@ def keys() -> str:
     above, below = KEYS
     head, _, rest = CONFIG.read_text(encoding="utf-8").partition(above)
     tail = rest.partition(below)[2]
-    shared = {key: getattr(Shared, key) for key in described(Shared)}
+    shared = {key: getattr(Shared, key) for key in described("Shared")}
     lines = ["shared:", *_commented(Shared, shared, "  ")]
     lines += _commented(Settings, {one.name: one.default for one in fields(Settings)}, "")  # pyright: ignore[reportArgumentType]
     return "\n".join([head + above[:-1], *lines]) + "\n" + below + tail
 
 
 def _commented(cls: type, values: dict[str, Any], indent: str) -> Iterator[str]:  # Any: as in YAML
-    texts = described(cls)
+    texts = described(cls.__name__)
     for key, value in values.items():
         shown = json.dumps(value) if value in ("*", "") or not isinstance(value, str) else value
         name = f'"{key}"' if key == "yes" else key  # which is true in YAML

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gradsurg"
 
 FLOORS = (
-    ("torch_internals", "plugins", "stats", "experiments"),
+    ("torch_internals", "plugins", "stats", "experiments", "conf"),
     ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects"),
     ("sites", "core", "testing"),
     ("multitask", "per_example", "integrations"),
@@ -32,12 +32,20 @@ STANDALONE = ("experiment.loop",)
 """Modules that import nothing of gradsurg: the training loop knows nothing of surgery."""
 
 DOORS = {
-    "hydra": ("run", "experiment.compose", "experiment.overrides", "experiment.sweep"),
+    "hydra": (
+        "run",
+        "experiment.compose",
+        "experiment.making",
+        "experiment.overrides",
+        "experiment.sweep",
+    ),
     "omegaconf": (
         "run",
         "experiment.compose",
+        "experiment.from_config",
         "experiment.grid",
         "experiment.overrides",
+        "experiment.recipes",
         "experiment.sweep",
     ),
     "wandb": ("loggers.wandb",),

@@ -316,7 +316,7 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
     assert command("-m", "transform=clip,sign", *none)[0] == line.format("2 jobs")
     for word, told in (
         ("optimizer.lr=-1", "optimizer: SGD(lr=-1, momentum=0.0, weight_decay=0.0) is refused: "),
-        ("+schedule.gama=1", "schedule.gama: is not a field here"),
+        ("+schedule.gama=1", "schedule: needs a _target_, "),
         ("site.pattern=heads", "site.pattern: nothing matches 'heads'"),
     ):
         with pytest.raises(SystemExit) as ended:

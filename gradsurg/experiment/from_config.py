@@ -1,23 +1,20 @@
 """Make the surgery of a composed config."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import TYPE_CHECKING, Any
 
 import gradsurg
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
-from gradsurg.experiment.compose import first_line
 from gradsurg.experiment.errors import ConfigError, ErrorCollector, joined, leaves
 from gradsurg.experiment.making import Faults, make
-from gradsurg.experiment.recipes import KEYS
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
@@ -31,8 +28,18 @@ from gradsurg.transforms.chain import Chain, links_of
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
+
 Config = Mapping[str, Any]  # Any: what YAML can hold
 GROUPS = ("transform", "site", "when", "aggregator", "shared")
+KEYS = (*GROUPS, "interventions", "seed")
+"""The keys of a surgery; all others of a config are about training.
+
+`interventions` is a list of transforms or aggregators with their sites and perhaps triggers, or
+maps names to them, for a surgery at several sites. The command line trains with one site, and
+refuses the key.
+"""
 ITEM = (*GROUPS, "names")
 """The keys of one intervention in a list."""
 PARAMETERS = {"_target_": "gradsurg.Parameters"}
@@ -207,11 +214,14 @@ def _combining(
 
 def _plain(config: Any) -> Any:  # Any: what YAML can hold
     """Return a config as mappings and lists, with its interpolations resolved."""
+    from omegaconf import OmegaConf  # which one's own loop does without
+    from omegaconf.errors import OmegaConfBaseException
+
     if OmegaConf.is_config(config):
         try:
             return _plain(OmegaConf.to_container(config, resolve=True))
         except OmegaConfBaseException as error:
-            raise ConfigError([f"{error.full_key}: {first_line(error)}"]) from None
+            raise ConfigError([f"{error.full_key}: {str(error).splitlines()[0]}"]) from None
     if isinstance(config, Mapping):
         return {str(key): _plain(value) for key, value in config.items()}
     return [*map(_plain, config)] if isinstance(config, list | tuple) else config

@@ -4,12 +4,11 @@ Hydra fills the template with the config; it imports no torch.
 """
 
 import ast
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from textwrap import fill
 
-from gradsurg.experiment.settings import Settings, Shared
-
+SCHEMA = Path(__file__).with_name("settings.py")
 INDENT, WIDTH = 23, 79
 HEAD = """\
 Train a small model with a gradient transform and, with the same seeds,
@@ -59,17 +58,23 @@ $CONFIG
 
 def template(groups: Sequence[str]) -> str:
     """Return the template of Hydra's help, with a line for the options of each group."""
-    keys = described(Settings) | {f"shared.{key}": text for key, text in described(Shared).items()}
+    shared = {f"shared.{key}": text for key, text in described("Shared").items()}
+    keys = described("Settings") | shared
     lines = [folded(f"  {key:<{INDENT - 2}}", text, " " * INDENT) for key, text in keys.items()]
     return HEAD.format(groups="\n".join(groups)) + "\n".join(lines) + TAIL
 
 
-def described(cls: type) -> Mapping[str, str]:
-    """Return the text below each field of a class, on one line."""
-    (made,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(made, ast.ClassDef)
+def described(name: str) -> dict[str, str]:
+    """Return the text below each field of a class of the schema, on one line.
+
+    The schema is read, not imported: it needs a library that help does without.
+    """
+    module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
+    (body,) = (
+        one.body for one in module.body if isinstance(one, ast.ClassDef) and one.name == name
+    )
     texts = {}
-    for field, below in zip(made.body, made.body[1:], strict=False):
+    for field, below in zip(body, body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import hydra.utils
-
 from gradsurg.experiment.errors import joined
 from gradsurg.experiment.own_code import import_path, site_hint
 from gradsurg.plugins.fields import FieldError, check_booleans, unknown_fields
@@ -72,10 +70,10 @@ def _checked(node: object) -> Node:
     """Return a node. Raises ValueError for one without a `_target_`."""
     if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
         return node
-    example = "_target_: gradsurg.Clip or a dotted path of your own"
+    rule = "a _target_, which is gradsurg.Clip or another dotted path"
     if isinstance(node, Mapping):
-        raise ValueError(f"needs a _target_, as {example}; found the keys {', '.join(node)}")
-    raise ValueError(f"must be a mapping with a _target_, as {example}, found {node!r}")
+        raise ValueError(f"needs {rule}; found the keys {', '.join(map(str, node))}")
+    raise ValueError(f"must be a mapping with {rule}, found {node!r}")
 
 
 def fields_of(node: Node) -> dict[str, Any]:  # Any: as above
@@ -110,6 +108,8 @@ def _instantiated(node: Node, base: type) -> object:
 
 
 def _by_hydra(node: object) -> object:
+    import hydra.utils  # which one's own loop does without
+
     # Without "all" Hydra 1.3 turns a dataclass in a list or a mapping into a config again.
     allow = getattr(hydra.utils, "execution_whitelist", None)  # Hydra 1.4 asks what may be called
     with allow(hydra.utils.UNSAFE_DISABLE_EXECUTION_CHECKS) if allow else nullcontext():  # pyright: ignore

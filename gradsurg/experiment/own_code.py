@@ -5,12 +5,12 @@
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
+from typing import Any
 
 from gradsurg.experiment.errors import leaves
-from gradsurg.experiment.settings import Config
 from gradsurg.plugins.messages import nearest, one_line
 from gradsurg.plugins.registry import is_own
 
@@ -40,7 +40,7 @@ def import_path(path: object) -> object:
     return getattr(module, name)
 
 
-def check_targets(config: Config) -> list[str]:
+def check_targets(config: Mapping[str, Any]) -> list[str]:  # Any: what YAML can hold
     """Return a line `key: text` for each `_target_` of a config that cannot be imported.
 
     Nothing is imported: a path that only an import can check passes.

@@ -16,18 +16,13 @@ import yaml
 
 from gradsurg.core.surgery import Surgery
 from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.from_config import KEYS, from_config
 from gradsurg.plugins.messages import nearest, one_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig
 
 FOLDER = "experiment"
-KEYS = ("transform", "site", "when", "aggregator", "shared", "interventions", "seed")
-"""The keys of a recipe; all others of a config are about training.
-
-`interventions` maps names to a transform with its site and perhaps a trigger, for a surgery at
-several sites. The command line trains with one site, and refuses the key.
-"""
 
 EVERY_STEP = {"_target_": "gradsurg.Steps", "start": 0, "stop": None, "every": 1}
 """The trigger of a command line that chooses none."""
@@ -51,7 +46,6 @@ def load(
     line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
     from gradsurg.experiment.compose import PRESETS, files_of
-    from gradsurg.experiment.from_config import from_config
 
     if not isinstance(recipe, str | Path):
         if overrides:

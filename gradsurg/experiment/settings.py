@@ -231,7 +231,8 @@ class Settings:
     """0.5pp (percentage points), 0.01 or 2% of the control: arms that differ by less are equivalent
     """
     report: Literal["auto"] | bool = "auto"
-    """write the page and tables, for a sweep also figures; true: always figures; false: none"""
+    """auto: write the page and tables, for a sweep also figures; true: always figures; false: none
+    """
     effects_every: Annotated[int, Field(ge=0)] = 1
     """steps between two measurements of the change of each gradient; 0: never"""
     conflict_every: Positive = 10

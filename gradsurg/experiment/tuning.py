@@ -18,6 +18,7 @@ from gradsurg.experiment.run import Pair, Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.settings import VALIDATION, Config, Settings
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.registry import HYDRAS
 
 FIRST_SEED = 1_000_000
 """The first tuning seed; compared seeds are 0, 1 .. or the one given."""
@@ -215,7 +216,8 @@ def _check_key(key: str, config: Config) -> None:
         if not isinstance(inside, Mapping):
             raise ValueError(f"{key}: '{part}' has no place in {inside!r}, with no keys below")
         if part not in inside:
-            rule = f"'{part}' is not a key there. {nearest(part, [*map(str, inside)])}"
+            known = [str(one) for one in inside if one not in HYDRAS]
+            rule = f"'{part}' is not a key there. {nearest(part, known)}"
             raise ValueError(f"{key}: {rule}")
         inside = inside[part]
 

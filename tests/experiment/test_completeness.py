@@ -12,7 +12,7 @@ import yaml
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import build
 from gradsurg.experiment.execution import execute
-from gradsurg.plugins.registry import GROUPS, names
+from gradsurg.plugins.registry import GROUPS, name_of, names
 from tests.house import is_plugin, trees
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def _faults(group: str, stem: str, config: Any, classes: list[str]) -> Iterator[
             yield f"has the keys {list(config)}, it must have one, named after the file"
             return
         config = config[stem]
-    name = config.get("name")
+    name = name_of(config)
     if name not in classes:
         yield f"names '{name}', which is none of {', '.join(classes)}"
     if stem in classes and name != stem:

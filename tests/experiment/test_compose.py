@@ -334,11 +334,11 @@ def test_a_users_yaml_stands_among_the_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "begins"),
     [
-        ("mine:\n  value: 3\n", "transform.mine: needs a _target_, as"),
+        ("mine:\n  value: 3\n", "transform.mine: needs a _target_, "),
         ("mine:\n  _target_: gradsurg.Clip\n  value: ???\n", "transform.mine.value: is required"),
         (
             "mine:\n  name: clip\n",
-            "transform.mine: needs a _target_, as _target_: gradsurg.Clip",
+            "transform.mine: needs a _target_, which is gradsurg.Clip or ",
         ),
         ("mine: [1\n", "hydra: ParserError: while parsing a flow sequence in "),
         ("_target_: gradsurg.Clip\nvalue: x\n", "transform.clip.value: must be a number, found"),

@@ -49,7 +49,7 @@ def test_several_keys_are_a_product() -> None:
         ("lr=[0.1]", "lr: needs two values or more, each once"),
         ("lr=[0.1,1];lr=[1,2]", "has lr twice"),
         ("lrr=[0.1,1]", "there is no key 'lrr'. There are: transform, "),
-        ("optimizer.lrr=[1,2]", "optimizer.lrr: 'lrr' is not a key there. There are: name, lr, "),
+        ("optimizer.lrr=[1,2]", "optimizer.lrr: 'lrr' is not a key there. There are: lr, "),
         ("seeds=[1,2]", "seeds cannot be tuned; needs a field of a group"),
         ("lr=[-1,1]", "lr=-1: lr: must be > 0.0, found -1"),
         ("transform.clip.value=[1,-2]", "transform.clip.value=-2: transform.clip.value: must be"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import gradsurg as gs
+from gradsurg.plugins.registry import name_of
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import links_of
@@ -191,7 +192,7 @@ def test_a_transform_that_draws_is_refused_as_a_raw_hook_that_draws(name: str) -
         for mode in MODES:
             with pytest.raises(RuntimeError, match="vmap: .*random") as caught:
                 _batched(mode, outputs, model[0].weight, vectors)
-            assert f"{config(name)['name']} acted at site '0.weight'" in caught.value.__notes__[0]
+            assert f"{name_of(config(name))} acted at site '0.weight'" in caught.value.__notes__[0]
         outputs.sum().backward()
 
 

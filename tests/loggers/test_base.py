@@ -58,7 +58,8 @@ def test_every_logger_has_a_yaml_with_its_defaults_under_its_own_key():
         content = content_of(conf / f"{name}.yaml")
         assert list(content) == [name]
         fields = content[name]
-        assert fields.pop("name") == name
+        assert registry.name_of(fields) == name
+        del fields["_target_"]
         if name == "tensorboard" and find_spec("tensorboard") is None:
             continue  # an extra
         made = registry.find("loggers", name)

@@ -12,7 +12,7 @@ import yaml
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.loggers.base import Logger
-from gradsurg.plugins.registry import GROUPS, find, names
+from gradsurg.plugins.registry import GROUPS, find, name_of, names
 from gradsurg.sites.base import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.transforms.base import Transform
@@ -38,10 +38,11 @@ def _configs(folder: str) -> dict[str, dict[str, Any]]:
     return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) or {} for path in paths}
 
 
-def _named(stem: str, config: dict[str, Any]) -> str | None:
+def _named(stem: str, config: dict[str, Any]) -> str:
     """Return the class named by a config, under the config's stem in groups that take lists."""
     inside = config.get(stem)
-    return (inside if isinstance(inside, dict) else config).get("name")
+    node = inside if isinstance(inside, dict) else config
+    return name_of(node)
 
 
 def test_every_file_defines_the_class_that_is_spelled_like_it() -> None:
@@ -63,7 +64,7 @@ def test_every_config_with_a_name_names_a_class() -> None:
     for kind, folder in GROUPS.items():
         for stem, config in _configs(folder).items():
             name = _named(stem, config)
-            assert name in names(kind) or (name is None and config == {}), f"{folder}/{stem}.yaml"
+            assert name in names(kind) or config == {}, f"{folder}/{stem}.yaml"
 
 
 @pytest.mark.parametrize("stem", _configs("optimizer"))

@@ -450,8 +450,8 @@ RELUS = ["hidden.0.relu", "hidden.1.relu"]
     ("words", "expected"),
     [
         ("site=combined site.of.0.pattern=*.bias site.count=3", BIASES),
-        ("site=combined site.of=[{name:outputs,types:ReLU},{name:parameters,size:[10,64]}]",
-         RELUS + BIASES),
+        ("site=combined site.of=[{_target_:gradsurg.Outputs,types:ReLU},"
+         "{_target_:gradsurg.Parameters,size:[10,64]}]", RELUS + BIASES),
         ("site.depth=[2,3] site.ndim=1", BIASES[:2]),
     ],
 )  # fmt: skip
@@ -463,7 +463,11 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
     ("words", "faults"),
     [
         (
-            ["site=combined", "site.of=[{name:parameters,patern:x},{name:outputs,dept:1}]"],
+            [
+                "site=combined",
+                "site.of=[{_target_:gradsurg.Parameters,patern:x},"
+                "{_target_:gradsurg.Outputs,dept:1}]",
+            ],
             [
                 "site.of.0.patern: is not a field here. There are: pattern, types, ",
                 "site.of.1.dept: is not a field here. There are: ",
