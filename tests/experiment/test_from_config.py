@@ -266,12 +266,12 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
         ("{transform: {}, site: parameters}", "site: must be a mapping, found the text 'parameter"),
         (
             "transform: {c: clip}",
-            "transform.c: must be a mapping with a _target_, as _target_: gra",
+            "transform.c: must be a mapping with a _target_, which i",
         ),
-        ("transform: {c: {value: 1}}", "transform.c: needs a _target_, as _target_: gradsurg.Clip"),
+        ("transform: {c: {value: 1}}", "transform.c: needs a _target_, which is gradsurg.Clip"),
         (
             "transform: {c: }",
-            "transform.c: must be a mapping with a _target_, as _target_: gradsur",
+            "transform.c: must be a mapping with a _target_, which is grads",
         ),
         ("{transform: {}, model: {}}", "model: is not a key of a surgery. There are: transform"),
         ("site: {}", "config: has no transform, no aggregator and no interventions; found {'site'"),
