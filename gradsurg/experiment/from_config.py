@@ -158,6 +158,8 @@ def _items(config: Config, errors: ErrorCollector, name: str = "") -> Iterator[I
         warnings.warn("site: has no effect without a transform", SurgeryWarning, stacklevel=4)
     if item is not None and not _is_node(node) and len(item.links) == 1:
         item = replace(item, transform=item.links[0])
+    if combining is not None:
+        combining = replace(combining, names=())
     names: Any = config.get("names")
     for each in (item, combining):
         if each is None:
