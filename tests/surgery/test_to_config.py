@@ -1,6 +1,7 @@
 """A surgery as a config: an equal one is made of it, and what no config can hold is refused."""
 
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -195,6 +196,7 @@ def test_what_no_config_holds_is_refused_by_its_key(item: Any, message: str) -> 
 
 def test_a_class_of_the_main_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shrink, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Shrink", Shrink, raising=False)
     with pytest.raises(TypeError, match="Shrink cannot be imported elsewhere"):
         gs.Surgery(gs.Intervention(Shrink())).to_config()
 
