@@ -99,6 +99,7 @@ class $cls(Stateless):
             "sign_preserving",
             "norm_non_increasing",
             "deterministic",
+            "differentiable",
         }
     )
 

@@ -149,6 +149,14 @@ def frozen_heap() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Leave all to reference counts."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)

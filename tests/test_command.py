@@ -38,7 +38,7 @@ def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
     ("words", "stderr"),
     [
         ((), "usage: gradsurg COMMAND ..."),
-        (("rnu",), "gradsurg: there is no command 'rnu'. There are: run, report, reproduce, "),
+        (("rnu",), "gradsurg: there is no command 'rnu'. Did you mean 'run'? There are: run, "),
         (("run", "--list", "nothing"), "--list: there is no group 'nothing' to list, and no "),
         (("report", "nowhere"), "there is no folder nowhere"),
         (("reproduce", "nothing2000"), "there is no experiment 'nothing2000'. There are: "),

@@ -52,6 +52,50 @@ def test_closed_and_full_streams_lose_no_run(folder: Path, end: str) -> None:
     assert len([*folder.glob("runs/digits-mlp/*/summary.json")]) == 2
 
 
+def test_a_run_that_is_a_link_out_of_its_study_is_told_and_the_others_are_trained(
+    here: Here, folder: Path
+) -> None:
+    words = ("transform=clip", "steps=1", *SHORT[1:])
+    assert here(*words).code == 0
+    (linked,), (other,) = (folder.glob(f"runs/*/{label}-seed0-*") for label in ("clip", "none"))
+    linked.rename(folder / "target")
+    (folder / "target" / "summary.json").unlink()
+    before = (folder / "target" / "metrics.jsonl").read_bytes()
+    linked.symlink_to(folder / "target")
+    (other / "summary.json").unlink()
+    ended = here(*words)
+    assert ended.code == 1
+    line = f"clip, seed 0: ForeignLink: {linked.name} is a link out of the folder of the study"
+    assert ended.err.count(line) == 1
+    assert f"(remove the link {linked.relative_to(folder)})" in ended.err
+    assert (other / "summary.json").is_file()
+    assert (folder / "target" / "metrics.jsonl").read_bytes() == before
+    assert not (folder / "target" / "summary.json").exists()
+
+
+def test_a_folder_of_tuning_runs_that_is_a_link_out_of_its_study_is_refused(
+    here: Here, folder: Path
+) -> None:
+    (folder / "target").mkdir()
+    (folder / "runs" / "first").mkdir(parents=True)
+    (folder / "runs" / "first" / "tuning").symlink_to(folder / "target")
+    ended = here("transform=clip", "study=first", "tune='lr=[0.1,0.2]'", "tune_seeds=1", *SHORT)
+    assert ended.code == 2
+    assert ended.err.startswith("study: tuning is a link out of the folder of the study")
+    assert list((folder / "target").iterdir()) == []
+
+
+def test_the_next_command_removes_what_a_killed_one_left(here: Here, folder: Path) -> None:
+    words = ("transform=clip", "steps=1", *SHORT[1:])
+    assert here(*words).code == 0
+    (run,) = folder.glob("runs/*/clip-seed0-*")
+    left = [run / ".lock", run / "checkpoint_previous.pt", run / ".summary.json.1.tmp"]
+    for path in left:
+        path.touch()
+    assert here(*words).code == 0
+    assert [path for path in left if path.exists()] == []
+
+
 def test_an_unwritable_folder_is_reported_in_one_line(here: Here) -> None:
     ended = here("transform=clip", "out=/proc/no/runs", *SHORT)
     assert ended.code in (1, 2)  # root is told only by the failing write

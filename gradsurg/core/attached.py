@@ -1,10 +1,11 @@
 """One intervention while it is attached: its hooks, its decisions, its warnings."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,7 +19,6 @@ from gradsurg.core.session import Session
 from gradsurg.core.site_hook import NO_STEP, SiteHook
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
-from gradsurg.sites.selection import collector_paused
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.sites.wrapped_models import when_averaged
 from gradsurg.torch_internals import autograd, compiling
@@ -27,7 +27,12 @@ from gradsurg.transforms.base import Scope
 if TYPE_CHECKING:
     from gradsurg.per_example.gradients import ExampleSource
 
+TWICE = "two surgeries"
+"""The key of the warning of equal interventions in two surgeries."""
+
 EXAMINED = 4  # first gradients of a site, until it is taken for one in each backward pass
+
+_hooked: "WeakSet[Attached]" = WeakSet()  # in all surgeries
 
 
 class Attached:
@@ -62,17 +67,18 @@ class Attached:
 
     # Life cycle.
 
-    @collector_paused()
     def attach(self) -> None:
         """Hook all sites, and the modules that the trigger reads."""
         item, model = self.intervention, self.session.model
-        if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
-            self._observe(model)
-        self.firing.begin_step()
-        item.at.hook(self)
-        if self.session.processes > 1 and item.differs_from_average:
-            when_averaged(model, self.stack, self._note_average)
-        self.coverage.check(model, self.stack)
+        _hooked.add(self)
+        with _collector_paused():
+            if item.flags or item.forward_triggers or item.needs & {"error", "examples"}:
+                self._observe(model)
+            self.firing.begin_step()
+            item.at.hook(self)
+            if self.session.processes > 1 and item.differs_from_average:
+                when_averaged(model, self.stack, self._note_average)
+            self.coverage.check(model, self.stack)
 
     def change(self, intervention: Intervention) -> None:
         """Set another transform with the same links, or another trigger, at the same sites."""
@@ -116,6 +122,27 @@ class Attached:
         if call < EXAMINED and self.session.clock.step == self.first_step:
             self.note_nested(hook)
 
+    def note_first(self, hook: SiteHook) -> None:
+        """Notice at the first gradient of a site what may change it a second time."""
+        self.note_nested(hook)
+        site, session = hook.entry.site, self.session
+        for other in () if session.shadow else list(_hooked):
+            if other.session.target is session.target and other.repeats(self, site):
+                session.warn_once(
+                    f"{self.label}: two open surgeries have this intervention, and both changed "
+                    f"the gradient at '{site}'; close() the one that is not meant",
+                    key=TWICE,
+                )
+                other.session.warned.add(TWICE)
+
+    def repeats(self, other: "Attached", site: str) -> bool:
+        """Whether it acts as an intervention of another surgery does, and has done so at a site."""
+        hook, is_on = self.hooks.get(site), self.firing.answer is not False
+        if hook is None or not is_on or self.session.shadow or self.session is other.session:
+            return False
+        has_fired = bool(hook.entry.fired or hook.entry.on_device)
+        return has_fired and self.intervention == other.intervention
+
     def note_nested(self, hook: SiteHook) -> None:
         """Notice several gradients of one backward pass at one site, in the first step."""
         in_time = self.stage in ("use", "backward", "accumulated")
@@ -145,6 +172,9 @@ class Attached:
         self._end_checks = []
         self.stack.close()
         self._observers.close()
+        self.coverage.close()
+        for hook in self.hooks.values():
+            hook.close()
         self.hooks.clear()
 
     def _nan_states(self) -> str:
@@ -354,3 +384,19 @@ class Attached:
                 "each is not acting on their average. For the average use "
                 "stage='backward_end' or stage='step'."
             )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is enabled.
+
+    While thousands of hooks are made, which all live on, it would look through all objects of the
+    process again and again: two thirds of the time of attaching.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -78,6 +78,10 @@ class Coverage:
         elif at.count is not None or not self.selects.matched:
             self._check_after_forward(model, stack)
 
+    def close(self) -> None:
+        """Forget the modules and parameters of the model."""
+        self.snapshot = Snapshot(nn.Identity())
+
     def end_warning(self) -> str:
         """A warning if the sites were never checked after a forward, for a known reason."""
         if self._was_traced:

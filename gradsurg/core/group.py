@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsurg.core.site_hook import Link, Owner, SiteHook, without_autocast
+from gradsurg.core.site_hook import Link, Owner, SiteHook, without_autocast, without_graph
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import SKIPPED, GroupTransform, TransformContext, TransformState
 
@@ -43,6 +43,8 @@ class GroupHook:
         for hook, grad in zip(hooks, present, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
+        if not self._is_checked:
+            self.owner.note_first(hooks[0])
         # A user's result that is wrong is found before the first gradient is written.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in hooks[0].links)
         with without_autocast(present[0].device.type):
@@ -154,7 +156,7 @@ class GroupHook:
         elif state:
             if transform.members == "fixed":
                 self._check_members(links)
-            session.states[key] = _chosen(fires, state, before)
+            session.states[key] = without_graph(_chosen(fires, state, before))
             if "skip" in transform.needs:
                 skips = bool(session.states[key][SKIPPED] > before[SKIPPED])
         rows = _Rows(hooks, links, fires, versions)
@@ -165,8 +167,8 @@ class GroupHook:
     ) -> list[TransformContext]:
         """The contexts of a link at all sites, with what it needs besides the gradients."""
         intervention = self.owner.intervention
-        for hook, link in zip(hooks, links, strict=True):
-            hook.count_call(link)
+        for hook, link, grad in zip(hooks, links, grads, strict=True):
+            hook.begin_call(link, grad)
             if intervention.reads_value:
                 link.context.value = hook.value()
             if "gradient" in intervention.needs:

@@ -72,7 +72,8 @@ class Live:
         self._is_compiled = is_compiled
         session.effects.begin(clock.step)
         self._first_steps: FirstSteps | None = None
-        self.on_end: Callable[[], None] = lambda: None
+        # Weak: the surgery holds this object.
+        self.on_end: Callable[[], Callable[[Live], None] | None] = lambda: None
         # What removes the hooks must not refer to this object, which would never be garbage then.
         self.stack = ExitStack()
         self.stack.callback(session.close)
@@ -335,7 +336,8 @@ class Live:
 
     def abort(self) -> None:
         """Remove all hooks without a warning: an error has ended the training."""
-        self.on_end()
+        if (on_end := self.on_end()) is not None:
+            on_end(self)
         self.unentered.clear()
         self._finalizer()
 

@@ -54,8 +54,8 @@ class Owner(Protocol):
     def note_repeat(self, hook: "SiteHook", call: int) -> None:
         """Note a further gradient of the same step at one site."""
 
-    def note_nested(self, hook: "SiteHook") -> None:
-        """Notice several gradients of one backward pass at one site, in the first step."""
+    def note_first(self, hook: "SiteHook") -> None:
+        """Notice at the first gradient of a site what may change it a second time."""
 
 
 class Examples(Protocol):
@@ -71,8 +71,8 @@ class Link:
     """
 
     __slots__ = (
-        *("_key", "_states", "apply", "context", "is_simple", "is_tried", "is_trusted"),
-        *("keeps_shape", "label", "shape", "slot", "state", "transform", "update"),
+        *("_key", "_states", "apply", "context", "refuses_graph", "is_simple", "is_tried"),
+        *("is_trusted", "keeps_shape", "label", "shape", "slot", "state", "transform", "update"),
     )
 
     def __init__(self, label: str, transform: Transform, owner: Owner, entry: Entry) -> None:
@@ -102,7 +102,10 @@ class Link:
         # The shape was checked at the first gradient; an elementwise transform keeps it.
         self.keeps_shape = "elementwise" in transform.properties
         self.is_trusted = is_trusted(transform)
-        self.is_simple = self.is_trusted and self.apply is not None  # and needs least checking
+        # Whether a user's transform is differentiable need not be declared.
+        self.refuses_graph = self.is_trusted and "differentiable" not in transform.properties
+        needs_least = self.is_trusted and not self.refuses_graph
+        self.is_simple = needs_least and self.apply is not None
 
     def watched(self, device: torch.device) -> AbstractContextManager[None]:
         """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
@@ -117,7 +120,7 @@ class Link:
         )
 
     def store(self, state: TransformState, fires: Tensor | None) -> None:
-        """Store the next state, outside the graph of `create_graph` and of `torch.func.grad`.
+        """Store the next state.
 
         A trigger evaluated on the device, `fires`, chooses between the next state and the old one.
         """
@@ -130,9 +133,7 @@ class Link:
                     "because the trigger may keep the state of before"
                 )
             state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-        if any(tensor.requires_grad for tensor in state.values()) or autograd.in_functorch():
-            state = {name: autograd.unwrapped(tensor) for name, tensor in state.items()}
-        self.state = state
+        self.state = state = without_graph(state)
         if state:
             self._states[self._key] = state
 
@@ -168,6 +169,11 @@ class SiteHook:
                 link.load()
             link.set(transform)
         self._find_single()
+
+    def close(self) -> None:
+        """Refer to no tensor and not to itself; the function on built graphs passes gradients."""
+        self.call = _unchanged
+        self.value = self.gradient = _no_value
 
     def _find_single(self) -> None:
         first, *others = self.links
@@ -240,7 +246,7 @@ class SiteHook:
         if not self.count(fires) or firing.skips_transform:
             return None
         if self.checked_for is UNCHECKED:
-            self.owner.note_nested(self)
+            self.owner.note_first(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(self.owner.intervention.operator):
@@ -299,7 +305,7 @@ class SiteHook:
         if link.apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             self._check_no_state(link, grad)
         context, state = link.context, NO_STATE
-        self.count_call(link)
+        self.begin_call(link, grad)
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
         try:
@@ -330,8 +336,13 @@ class SiteHook:
             link.store(state, fires)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
-    def count_call(self, link: Link) -> None:
-        """Set `step` and `call` in the link's context for this gradient."""
+    def begin_call(self, link: Link, grad: Tensor) -> None:
+        """Set `step` and `call` in the link's context for this gradient.
+
+        Raises RuntimeError under `create_graph` for a transform that is not differentiable.
+        """
+        if link.refuses_graph:
+            self._refuse_graph(link, grad)
         context, step = link.context, self.owner.session.clock.step
         if context.step != step:
             context.step, context.call = step, 0
@@ -399,6 +410,17 @@ class SiteHook:
         is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
         return result.clone() if is_kept or self.owner.stage in WRITABLE else result
 
+    def _refuse_graph(self, link: Link, grad: Tensor) -> None:
+        # A gradient without a graph, as that of a linear loss, may still get a result that depends
+        # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
+        has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
+        if has_graph and self.owner.stage != "forward" and not autograd.in_functorch():
+            raise RuntimeError(
+                f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
+                f"differentiable, so a penalty on the gradient at site '{self.entry.site}' would "
+                "have a wrong derivative"
+            )
+
     def _check_no_state(self, link: Link, grad: Tensor) -> None:
         """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
         if link.transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
@@ -446,6 +468,13 @@ def is_trusted(transform: Transform) -> bool:
     return all(is_trusted(part) for part in parts)
 
 
+def without_graph(state: TransformState) -> TransformState:
+    """Return a state outside the graph of `create_graph` and of `torch.func.grad`."""
+    if any(tensor.requires_grad for tensor in state.values()) or autograd.in_functorch():
+        return {name: autograd.unwrapped(tensor) for name, tensor in state.items()}
+    return state
+
+
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Disable the autocast of this device, if it is enabled in this thread."""
     if not autograd.any_autocast() or not torch.amp.is_autocast_available(device):
@@ -460,6 +489,15 @@ def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
 
 
 def _no_value() -> None:
+    return None
+
+
+def _unchanged(
+    grad: Tensor | None,
+    value: Tensor | None = None,
+    entering: tuple[Tensor | None, ...] = (),
+    layer: LayerCall | None = None,
+) -> None:
     return None
 
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
-from functools import partial
 from html import escape
 from typing import Any, cast
 from weakref import WeakMethod
@@ -183,8 +182,12 @@ class Surgery:
         """Hook `model` until `live.close()`, for callbacks of a trainer; else as `attach`.
 
         The optimizer may come later, by `live.bind(optimizer)`: until then interventions at stage
-        `step` wait. The hooks are also removed when both the surgery and the returned handle are
-        garbage, and at exit.
+        `step` wait.
+
+        Keep the returned handle or the surgery: the hooks are also removed, without a warning, as
+        soon as nothing refers to either, so at once after `Surgery(...).start(model)` without a
+        name. A cell of a notebook that is run again so detaches its earlier surgery. At exit an
+        open surgery is closed.
         """
         if self._live is not None:
             raise RuntimeError("this surgery is attached already; make a second one")
@@ -218,7 +221,7 @@ class Surgery:
             scaler=scaler,
         )
         live = Live(session, model, is_compiled=is_compiled)
-        live.on_end = partial(self._release, live)
+        live.on_end = WeakMethod(self._release)
         with ExitStack() as undo, one_scan(model):
             undo.callback(live.abort)
             if optimizer is not None:

@@ -12,6 +12,7 @@ words for it, by which it is found:
 """
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -41,7 +42,8 @@ ALIASES |= {"preset": "surgery", "presets": "surgery"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ARXIV = "https://arxiv.org/abs/"
-NO_LIMIT = 1 << 16  # more columns than any table has
+PIPE_WIDTH = 80
+PART = 4  # letters of a word that may be a part of another: `sam` does not mean `same`
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class Catalogue(tuple[Entry, ...]):
 
     def table(self, width: int | None = None) -> str:
         """Format the entries as a table of at most `width` columns, by default those of COLUMNS or
-        of the terminal; in a pipe without COLUMNS an entry has one line.
+        of the terminal; 80 in a pipe without COLUMNS.
 
         Entries of one group have their properties and a legend, others the name of their group.
         """
-        columns = width or terminal_width(sys.stdout) or NO_LIMIT
+        columns = width or terminal_width(sys.stdout) or PIPE_WIDTH
         if len({entry.group for entry in self}) == 1:
             return _table(self, columns)
         rows = [[f"{entry.group}={entry.name}", _purpose(entry, [])] for entry in self]
@@ -106,15 +108,15 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
     """Return the entries of a config group, as `transform`; of all groups without an argument.
 
     With words, as `list("transform", "sparse")` or `list("weight decay")`, return the entries that
-    have all of them, as parts of words, in their name, other names, purpose, paper or fields, the
-    nearest first. Options are those of gradsurg itself and of the folders `config_dirs`.
-    Raises LookupError if there is none, with the groups and similar words, and for a folder or a
-    file in it that cannot be read.
+    have all of them in their name, other names, purpose, paper or fields, the nearest first. A word
+    of four letters or more may be a part of one of theirs. Options are those of gradsurg itself and
+    of the folders `config_dirs`. Raises LookupError if there is none, with the groups and similar
+    names, and for a folder or a file in it that cannot be read.
     """
     asked = [part for word in (group, *words) for part in word.split()]
     entries = [Entry(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
     for config_dir in config_dirs:
-        if not config_dir.is_dir():
+        if not os.path.isdir(config_dir):  # False for a name that is too long, too
             raise LookupError(f"there is no folder {config_dir}")
         entries += _of_folder(config_dir, is_own=True)
     wanted = ALIASES.get(asked[0], asked[0]) if asked else ""
@@ -129,15 +131,15 @@ def list(group: str = "", *words: str, config_dirs: Sequence[Path] = ()) -> Cata
 
 
 def _found(entries: Sequence[Entry], words: Sequence[str]) -> Sequence[Entry]:
-    """Return the entries with all words, each as part of a word of theirs: the one of that name
-    first, then those that have them in their names.
+    """Return the entries with all words: the one of that name first, then those that have them in
+    their names.
     """
     wanted, found = [_joined(word) for word in words], []
     for one in entries if all(wanted) else ():
         names = _words(one.name, *one.also)
-        told = _words(names, one.summary, one.paper, one.preset_of, _shown(one))
-        if all(word in told for word in wanted):
-            is_named = all(word in names for word in wanted)
+        told = [*names, *_words(one.summary, one.paper, one.preset_of, _shown(one))]
+        if all(_is_in(told, word) for word in wanted):
+            is_named = all(_is_in(names, word) for word in wanted)
             found.append((2 - is_named - ("".join(wanted) == _joined(one.name)), one))
     return [one for _, one in sorted(found, key=itemgetter(0))]
 
@@ -152,20 +154,26 @@ def _joined(name: str) -> str:
     return re.sub(r"\W|_", "", name).lower()
 
 
-def _words(*texts: str) -> str:
-    return " ".join(_joined(word) for text in texts for word in text.split())
+def _words(*texts: str) -> Sequence[str]:
+    """Return the words of texts; those of `top-k` are `topk`, `top` and `k`."""
+    words = [word for text in texts for word in text.split()]
+    parts = [part for word in words for part in re.split(r"\W|_", word)]
+    return [_joined(word) for word in dict.fromkeys((*words, *parts))]
+
+
+def _is_in(words: Sequence[str], word: str) -> bool:
+    return word in words or (len(word) >= PART and any(word in each for each in words))
 
 
 def _unknown(asked: Sequence[str], entries: Sequence[Entry]) -> str:
-    """Return the message for words that describe no option, with similar words."""
+    """Return the message for words that describe no option, with similar names."""
     missing = [word for word in asked if not _found(entries, [word])]
     fault = " or ".join(f"'{word}'" for word in missing) or "all these words"
-    texts = [" ".join([one.name, *one.also, one.summary]) for one in entries]
-    known = [*LISTED, *(word for text in texts for word in re.findall(r"\w{4,}", text.lower()))]
-    close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 2, 0.7)]
-    question = f" Did you mean '{' or '.join(close)}'?" if close else ""
+    known = [*LISTED, *ALIASES, *(name for one in entries for name in (one.name, *one.also))]
+    close = [one for word in missing for one in get_close_matches(word.lower(), {*known}, 1, 0.7)]
+    question = " Did you mean '" + "' or '".join(close) + "'?" if close else ""
     text = f"there is no group '{' '.join(asked)}' to list, and no option with {fault}."
-    return f"{text} The groups are: {', '.join(LISTED)}.{question}"
+    return f"{text}{question} The groups are: {', '.join(LISTED)}."
 
 
 def measured() -> Catalogue:

@@ -20,8 +20,11 @@ from gradsurg.experiment.planning import (
     power_line,
     summary_line,
 )
+from gradsurg.experiment.run_directory import LOCK, TUNING, remove_leftovers
+from gradsurg.experiment.run_reader import ForeignLink, inside
 from gradsurg.experiment.runs import Experiment
-from gradsurg.loggers.base import GuardedLogger, Logger
+from gradsurg.loggers.base import GuardedLogger, Logger, ProgressLogger
+from gradsurg.loggers.console import Console
 from gradsurg.plugins.messages import printable, tell
 
 _loggers: dict[str, GuardedLogger] = {}
@@ -67,6 +70,14 @@ class Command:
             tell(text)
         power = power_line(self.experiments)
         force = any(each.settings.force for each in self.experiments)
+        try:
+            for each in self.experiments:
+                if each.tuning is not None:
+                    inside(each.settings.study_folder / TUNING / LOCK)
+        except ForeignLink as error:
+            raise ConfigError([f"study: {error}"]) from error
+        for folder in self._studies():
+            remove_leftovers(folder)
         try:
             states = plan_runs(self.jobs, force)
         except OSError as error:
@@ -117,8 +128,14 @@ class Command:
 
 
 def with_shared_loggers(experiment: Experiment) -> Experiment:
-    """Return the experiment with the loggers that earlier jobs of this process have made."""
-    shared = (_loggers.setdefault(logger.key, logger) for logger in experiment.loggers)
+    """Return the experiment with the loggers that earlier jobs of this process have made.
+
+    If none of them shows progress, as with `logger=none`, there is one that does nothing else.
+    """
+    loggers = experiment.loggers
+    if not any(isinstance(each.logger, ProgressLogger) for each in loggers):
+        loggers = (*loggers, GuardedLogger(Console(lines=False), "progress"))
+    shared = (_loggers.setdefault(logger.key, logger) for logger in loggers)
     return replace(experiment, loggers=tuple(shared))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
 from gradsurg.effects.ledger import SurgeryWarning
+from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
@@ -130,6 +131,7 @@ def _execute(
         run.tags,
         run.schedule.steps,
         resumed=checkpoint is not None,
+        better={number.name: number.better for number in TASK_METRICS if number.better},
     )
     loggers = [
         logger if isinstance(logger, GuardedLogger) else GuardedLogger(logger) for logger in loggers
@@ -203,7 +205,10 @@ def _built(config: Config, seed: int, name: str) -> Run:
     one = {"seed": seed, "splits": 1, "attribute": False, "tune": None, "logger": {}}
     experiment = build({**config, **one}, trial=False)
     torch.set_num_threads(experiment.settings.threads or torch.get_num_threads())
-    return next(run for run in experiment.runs if run.name == name)
+    for run in experiment.runs:
+        if run.name == name:
+            return run
+    raise RuntimeError(f"there is no run {name} here: the code or data differ from those of rank 0")
 
 
 class _OpenRun:

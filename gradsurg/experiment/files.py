@@ -3,12 +3,17 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+DRAFT = re.compile(r"\..+\.\d+\.tmp")  # the name of the draft of a file, see `replace_file`
+DRAFT_FOLDER = ".draft-"  # the beginning of the name of a folder of drafts
 
 _log = logging.getLogger("gradsurg")
 
@@ -63,9 +68,18 @@ def sync(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+def drafts(folder: Path) -> list[Path]:
+    """Return the unfinished files and folders in a folder; in use by the process with its lock."""
+    files = [path for path in folder.glob(".*.tmp") if DRAFT.fullmatch(path.name)]
+    return [*files, *folder.glob(f"{DRAFT_FOLDER}*")]
+
+
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock in a block; yield whether it was obtained, always True with `wait`."""
+    """Hold the lock of a folder in a block; yield whether it was obtained, always with `wait`.
+
+    The drafts in the folder are then of killed processes, and are removed.
+    """
     lock = FileLock(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -75,6 +89,11 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
             _log.warning("waiting for another process that has locked %s", path.parent)
             lock.acquire()
     try:
+        for draft in drafts(path.parent) if lock.is_locked else ():
+            if draft.is_dir() and not draft.is_symlink():
+                rmtree(draft, ignore_errors=True)
+            else:
+                draft.unlink(missing_ok=True)
         yield lock.is_locked
     finally:
         if lock.is_locked:

@@ -81,9 +81,9 @@ def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[di
 
     Intervals are weighted by their calls of the site; all runs have equal weight. An interval in
     which a number is null (not sampled, or not finite) does not count for it; one with a null norm,
-    before or after, for neither. `runs`, `seen`,
-    `calls`, `sampled` and `nonfinite` are totals. Rows are in order of first appearance. `examined`
-    reads the effects of the examination after the training instead.
+    before or after, for neither. `runs`, `seen`, `calls`, `sampled` and `nonfinite` are totals.
+    Rows are in order of first appearance. `examined` reads the effects of the examination after the
+    training instead.
     """
     rows = _read(paths, EXAMINED_EFFECTS if examined else EFFECTS, EFFECTS_KEYS)
     numbers = [name for name in rows.columns if name not in (*EFFECTS_KEYS, NOT_FINITE)]
@@ -119,6 +119,9 @@ def _read(paths: Iterable[str | Path], name: str, schema: Schema) -> pl.DataFram
             floats = [key for key in rows.columns if key not in (*kinds, OTHERS)]
             rows = rows.cast({key: kinds[key] for key in rows.columns if key in kinds})
             rows = rows.with_columns(pl.col(floats).cast(pl.Float64), run=pl.lit(str(path)))
+            for key in rows.columns:
+                if key != OTHERS and rows.schema[key] == pl.Struct:
+                    raise pl.exceptions.SchemaError(f"{key} is a mapping")
             if name == CONFLICTS and len(rows.drop_nulls(LISTS)) < len(rows):
                 raise pl.exceptions.NoDataError(f"{', '.join(LISTS)} are not all there")
         except pl.exceptions.PolarsError as error:

@@ -5,6 +5,7 @@ Hydra fills the template with the config; it imports no torch.
 
 import ast
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 
@@ -70,11 +71,9 @@ def described(name: str) -> dict[str, str]:
     The schema is read, not imported: it needs a library that help does without.
     """
     module = ast.parse(SCHEMA.read_text(encoding="utf-8"))
-    (body,) = (
-        one.body for one in module.body if isinstance(one, ast.ClassDef) and one.name == name
-    )
+    classes = {one.name: one for one in module.body if isinstance(one, ast.ClassDef)}
     texts = {}
-    for field, below in zip(body, body[1:], strict=False):
+    for field, below in pairwise(classes[name].body):
         match field, below:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())

@@ -10,7 +10,7 @@ from gradsurg.experiment.command import print_notes, report_study
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.run import Pair, Run
 from gradsurg.experiment.run_directory import ERROR
-from gradsurg.experiment.run_reader import BrokenFile
+from gradsurg.experiment.run_reader import BrokenFile, ForeignLink
 from gradsurg.experiment.runs import Experiment
 from gradsurg.plugins.messages import full_message, printable, tell
 
@@ -102,7 +102,9 @@ def _train_one(experiment: Experiment, run: Run, wait: bool = True) -> Record | 
         hint = "the traceback could not be written"
         if log.is_file():
             hint = f"the traceback is in {os.path.relpath(log)}"
-        if isinstance(error, BrokenFile):
+        if isinstance(error, ForeignLink):
+            hint = f"remove the link {os.path.relpath(error.file)}"
+        elif isinstance(error, BrokenFile):
             hint = "remove the file, or start the run again with force=true"
         tell(f"{name}: {full_message(error)} ({hint})")
         return None

@@ -7,7 +7,7 @@ Hydra stops at the first fault and writes its key into prose. Here each node is 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from gradsurg.experiment.errors import joined
 from gradsurg.experiment.own_code import import_path, site_hint
@@ -47,15 +47,14 @@ def make(node: object, base: type[Made]) -> Made:
     with random_state.preserved() if is_users_data else nullcontext():
         if is_users_data:
             random_state.seed(0)
-        result = _instantiated(calls, base)
-    if base is Transform:
-        result = as_transform(result)
-    if base is Task and not isinstance(result, Task):
+        made = _instantiated(calls, base)
+    result: Any = as_transform(made) if base is Transform else made
+    if base is Task and not isinstance(made, Task):
         with user_code(node):
-            result = task_of(result)
+            result = task_of(made)
     if not isinstance(result, base):
         raise TypeError(f"must be {_a(base)}, found {result!r}")
-    return result
+    return cast(Made, result)
 
 
 def call_of(node: object) -> tuple[Callable[..., object], dict[str, Any]]:

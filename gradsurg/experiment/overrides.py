@@ -154,7 +154,7 @@ def _config_dirs_in(words: Sequence[str]) -> list[Path]:
     following = zip(words, [*words[1:], ""], strict=False)
     found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
     found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
-    return [Path(folder) for folder in found if folder]
+    return [Path(folder) for folder in found if os.path.isdir(folder)]
 
 
 def _refused(word: str) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _swallowed(word: str) -> Iterator[str]:
         options = [option.strip(" '\"") for option in inside.split(",") if option.strip()]
         for option in options:
             if "/" in option:
-                yield f"{key}: there is no '{option}'. {nearest(option, [*files_of(key)])}"
+                yield f"{key}: {_no_option(key, option, [*files_of(key)])}"
         if inside == value:
             continue
         if key not in LISTS:
@@ -228,9 +228,14 @@ def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
         return f"'{name}' is not installed: pip install 'gradsurg[{LAUNCHERS[name]}]'"
     if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
         return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
-    from gradsurg.experiment.catalogue import also_named  # help does without
+    return _no_option(group, name, options)
 
-    return f"there is no '{name}'. {nearest(name, [*options], also_named(group, name))}"
+
+def _no_option(group: str, name: str, options: Sequence[str]) -> str:
+    from gradsurg.experiment.catalogue import LISTED, also_named  # help does without
+
+    listed_by = f"--list {group}" if group in LISTED else ""
+    return f"there is no '{name}'. {nearest(name, options, also_named(group, name), listed_by)}"
 
 
 def _unreadable(error: OverrideParseException) -> str:

@@ -160,6 +160,8 @@ def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
         directory = RunDirectory(path)
         if state in ENDED:
             directory.add_facts(facts[path])
+        elif directory.is_foreign:
+            state = "failed"  # `execute` tells the link
         else:
             with directory.lock(wait=force) as alone:
                 if alone and force:

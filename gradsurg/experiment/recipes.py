@@ -54,7 +54,8 @@ def load(
     preset = files_of(PRESETS).get(str(recipe))
     path = preset or files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
-        raise LookupError(f"there is no recipe '{recipe}'. {nearest(str(recipe), recipes())}")
+        near = nearest(str(recipe), recipes(), listed_by="--list experiment")
+        raise LookupError(f"there is no recipe '{recipe}'. {near}")
     try:
         if preset is None and (fault := _fault(path)):
             raise ConfigError([fault])

@@ -213,9 +213,16 @@ class Run:
 
     @property
     def title(self) -> str:
-        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`."""
+        """Its name for readers, `<label>-seed<seed>`; among several splits also `-split<seed>`.
+
+        In a study that is not named after task and model, `-<task>-<model>` at the end.
+        """
         split = "" if self.split_seed is None else f"-split{self.split_seed}"
-        return f"{self.label}-seed{self.seed}{split}"
+        options = [self.identity.get(group) for group in ("task", "model")]
+        fields = [each for each in options if isinstance(each, Mapping)]
+        names = "".join(f"-{each.get('name') or each['_target_']}" for each in fields)
+        setting = "" if names == f"-{self.study}" else names
+        return f"{self.label}-seed{self.seed}{split}{setting}"
 
     @cached_property
     def name(self) -> str:

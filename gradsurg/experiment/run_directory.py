@@ -28,13 +28,25 @@ from typing import Literal
 
 import yaml
 
-from gradsurg.experiment.files import append_bytes, finite, locked, replace_file, sync
-from gradsurg.experiment.run_reader import BrokenFile, Values, known, read, read_rows
+from gradsurg.experiment.files import append_bytes, drafts, finite, locked, replace_file, sync
+from gradsurg.experiment.run_reader import (
+    BrokenFile,
+    ForeignLink,
+    Values,
+    inside,
+    known,
+    read,
+    read_bytes,
+    read_rows,
+)
 from gradsurg.plugins.messages import printable
 
 METRICS, EFFECTS, CONFLICTS = JSONL_FILES = "metrics.jsonl", "effects.jsonl", "conflicts.jsonl"
 CONFIG, SUMMARY, FACTS, LOCK = "config.yaml", "summary.json", "run.json", ".lock"
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint_previous.pt"
+TUNING = "tuning"  # the folder of a study with its tuning runs and the choices of its arms
+REPORT, REPORT_LOCK = "report", ".report.lock"
+NAME = re.compile(f"-[0-9a-f]{{8}}$|^{TUNING}$")  # of the folder of a run, and of tuning
 ERROR, EXAMINED, EXAMINED_EFFECTS = "error.log", "examined.json", "examined_effects.jsonl"
 
 NOT_FINITE = "not_finite"
@@ -72,7 +84,10 @@ class RunDirectory:
         """The state of the run by its files; `running` if a process has its lock."""
         state = self.recorded_state
         if state not in ENDED and (self.path / LOCK).is_file():
-            with suppress(OSError), locked(self.path / LOCK, wait=False) as obtained:
+            with (
+                suppress(OSError, ForeignLink),
+                locked(inside(self.path / LOCK), wait=False) as obtained,
+            ):
                 return state if obtained else "running"
         return state
 
@@ -80,6 +95,7 @@ class RunDirectory:
     def recorded_state(self) -> RunState:
         """The state of the run by its files, regardless of the lock; `failed` if one is broken."""
         try:
+            self.check_links()
             summary = read(self.path / SUMMARY)
         except BrokenFile:
             return "failed"
@@ -90,16 +106,33 @@ class RunDirectory:
         begun = any((self.path / name).is_file() for name in (*JSONL_FILES, CHECKPOINT))
         return "interrupted" if begun else "planned"
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the folder, or a file in it, is a link out of the study's folder."""
+        try:
+            self.check_links()
+        except ForeignLink:
+            return True
+        return False
+
+    def check_links(self) -> None:
+        """Raise ForeignLink if the folder, or a file in it, is a link out of the study's folder."""
+        inside(self.path / LOCK)
+        with suppress(FileNotFoundError), os.scandir(self.path) as files:
+            for file in files:
+                if file.is_symlink():
+                    inside(self.path / file.name)
+
     @contextmanager
     def lock(self, wait: bool = True) -> Iterator[bool]:
         """Hold the run's lock in a block, as every writer must; yield whether it was obtained.
 
         If another process has it, as that of a shared control, wait, or without `wait` yield False.
-        The lock of a killed process is free.
+        The lock of a killed process is free. Raises ForeignLink for a link out of the study's
+        folder, before anything is written.
         """
+        self.check_links()
         with locked(self.path / LOCK, wait) as obtained:
-            for draft in self.path.glob(".*.tmp") if obtained else ():  # of killed processes
-                draft.unlink(missing_ok=True)
             yield obtained
 
     def plan(self, facts: Values, config: Mapping[str, object]) -> None:
@@ -135,11 +168,12 @@ class RunDirectory:
     def reason(self) -> str:
         """Why the run failed, on one line: the error without its stack, or the broken summary."""
         try:
+            self.check_links()
             read(self.path / SUMMARY)
-            content = (self.path / ERROR).read_bytes()
+            content = read_bytes(self.path / ERROR)
         except BrokenFile as error:
             return str(error)
-        except FileNotFoundError:
+        if content is None:
             return ""
         text = re.split(r"(?m)^  .*$", content.decode(errors="replace"))[-1]
         return "; ".join(map(printable, text.strip().splitlines()))
@@ -229,6 +263,27 @@ class RunDirectory:
         _log.warning("%s is damaged or of an earlier version: %s", path, then)
         path.unlink()  # else it would be kept as the checkpoint before the next one
         return None
+
+
+def remove_leftovers(study: Path) -> None:
+    """Remove what killed processes left in a study: locks, drafts, and old checkpoints.
+
+    The files of a run or of a report stay while another process holds its lock, and so do those
+    that cannot be removed.
+    """
+    places = [study]
+    with suppress(ForeignLink):
+        places.append(inside(study / TUNING / LOCK).parent)
+    runs = [path for place in places for path in place.glob("*-*") if path.is_dir()]
+    locks = [path / LOCK for path in (*runs, *places[1:]) if NAME.search(path.name)]
+    for lock in (*locks, study / REPORT / REPORT_LOCK):
+        folder = lock.parent
+        is_old = (folder / PREVIOUS).exists() and RunDirectory(folder).finished
+        if not (is_old or lock.exists() or drafts(folder)):
+            continue
+        with suppress(OSError, ForeignLink), locked(inside(lock), wait=False) as obtained:
+            if obtained and is_old:
+                inside(folder / PREVIOUS).unlink(missing_ok=True)
 
 
 def merged_facts(before: Values, now: Values) -> Values:

@@ -32,7 +32,9 @@ STUDY = "${gradsurg.name:${task}}-${gradsurg.name:${model}}"
 VALIDATION = "validation/"
 DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
-Positive = Annotated[int, Field(ge=1)]
+MAX_INT = 2**63  # one more than the largest integer of PyTorch
+Positive = Annotated[int, Field(ge=1, lt=MAX_INT)]
+Natural = Annotated[int, Field(ge=0, lt=MAX_INT)]
 # YAML reads `study=2024` as a number.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
@@ -162,8 +164,8 @@ class Shared:
     results
     """
     on_nonfinite: str = "propagate"
-    """a NaN in one task makes the update NaN; or skip: leave out the task, or the step, and count
-    it
+    """propagate: a NaN in one task makes the update NaN; skip: leave out the task, or the step, and
+    count it
     """
 
 
@@ -175,7 +177,7 @@ class Settings:
     that of the command: `scripts/stub.py` writes both.
     """
 
-    steps: Annotated[int, Field(ge=0)] = 500
+    steps: Natural = 500
     """optimizer steps of a run"""
     batch_size: Positive = 64
     """examples of a batch"""
@@ -191,7 +193,7 @@ class Settings:
     """inductor, aot_eager or eager"""
     seeds: Annotated[Positive, BeforeValidator(_number_of_seeds)] = 8
     """number of seeds: 3 trains each arm with the seeds 0, 1, 2"""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Natural | None = None
     """train with this seed only"""
     splits: Positive = 1
     """number of splits of the data for each seed: task.split_seed + 0, 1, ..; the report compares
@@ -209,7 +211,7 @@ class Settings:
     """CUDA if available, else the CPU; or cpu, cuda:1, mps"""
     threads: Positive | None = 1
     """CPU threads of a run; null: PyTorch's default"""
-    check_ranks: Annotated[int, Field(ge=0)] = 50
+    check_ranks: Natural = 50
     """under torchrun: steps between two comparisons of the processes' weights; 0: never"""
     study: Annotated[Text, AfterValidator(_study_name)] = STUDY
     """the runs of a study are compared with one another"""
@@ -233,7 +235,7 @@ class Settings:
     report: Literal["auto"] | bool = "auto"
     """auto: write the page and tables, for a sweep also figures; true: always figures; false: none
     """
-    effects_every: Annotated[int, Field(ge=0)] = 1
+    effects_every: Natural = 1
     """steps between two measurements of the change of each gradient; 0: never"""
     conflict_every: Positive = 10
     """the same for the conflict of several tasks, at steps of effects_every"""
@@ -243,7 +245,7 @@ class Settings:
     """loggers get the effects of each site, above 12 sites of a transform a summary; sites: of each
     site; or a pattern of sites. effects.jsonl has all
     """
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    eval_every: Natural = 0
     """steps between two evaluations, a multiple of log_every; 0: only at the end"""
     until: Annotated[Until, _parsed(Until)] | None = None
     """end a run at the first evaluation that reaches a value: "until='validation/loss <= 0.1'"

@@ -187,8 +187,9 @@ def _values(override: Override, most: int) -> list[str]:
     except (HydraException, ValueError, TypeError, AttributeError) as error:
         raise ConfigError([f"{word}: cannot be swept: {error}"]) from error
     if not values:
-        choices = [*files_of(key_in(word))]
-        listed = f". {nearest('', choices)}" if choices else ""
+        group = key_in(word)
+        choices = [*files_of(group)]
+        listed = f". {nearest('', choices, listed_by=f'--list {group}')}" if choices else ""
         raise ConfigError([f"{word}: sweeps over no value{listed}"])
     if len(values) > most:
         raise ConfigError([f"{key}: {too_many(f'over {most:,}', 'values')}"])

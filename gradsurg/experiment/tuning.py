@@ -12,18 +12,17 @@ from typing import Any
 
 from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment.compose import GROUPS
-from gradsurg.experiment.files import finite, replace_file
+from gradsurg.experiment.files import finite, locked, replace_file
 from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.run import Pair, Run
-from gradsurg.experiment.run_directory import RunDirectory
+from gradsurg.experiment.run_directory import LOCK, TUNING, RunDirectory
+from gradsurg.experiment.run_reader import read_bytes
 from gradsurg.experiment.settings import VALIDATION, Config, Settings
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import HYDRAS
 
 FIRST_SEED = 1_000_000
 """The first tuning seed; compared seeds are 0, 1 .. or the one given."""
-FOLDER = "tuning"
-"""The folder of the tuning runs in that of their study."""
 TUNABLE = ("lr", "batch_size", "accumulate", "steps", "precision", "shared")
 """The short keys that can be tuned, beside the fields of groups."""
 HEADLINE = ("accuracy", "loss")
@@ -109,8 +108,7 @@ class Tuning:
 
     def write(self, settings: Settings) -> list[Path]:
         """Write the choice of each arm beside the tuning runs, for reports; return the files."""
-        folder, pairs = settings.study_folder / FOLDER, self.pairs(settings) or ()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder, pairs = settings.study_folder / TUNING, self.pairs(settings) or ()
         files = []
         for role, choice in self.choices(settings.out_folder).items():
             runs, keys = [pair.roles[role] for pair in pairs], self._keys(role)
@@ -129,9 +127,10 @@ class Tuning:
                 "runs": [run.name for run in runs],
             }
             file = folder / f"{runs[0].label}-{self._arm_hash(role)}.json"
-            text = json.dumps(finite(content), indent=1)
-            if not file.is_file() or file.read_text(encoding="utf-8") != text:
-                replace_file(file, text.encode())
+            text = json.dumps(finite(content), indent=1).encode()
+            if file.is_symlink() or read_bytes(file) != text:
+                with locked(folder / LOCK, wait=True):
+                    replace_file(file, text)
             files.append(file)
         return files
 
@@ -259,4 +258,4 @@ def _tuning_run(run: Run) -> Run:
     """Return a run as a tuning run: nothing is measured that the choice does not need."""
     every = run.schedule.eval_every if run.schedule.until else 0
     schedule = replace(run.schedule, effects_every=0, eval_every=every)
-    return replace(run, study=f"{run.study}/{FOLDER}", schedule=schedule, controls={})
+    return replace(run, study=f"{run.study}/{TUNING}", schedule=schedule, controls={})

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,8 @@ class RunInfo:
     """The facts about a run that a logger gets when it starts.
 
     `total_steps` is 0 if it is not known. `resumed`: the rows logged before the interruption are
-    logged again.
+    logged again. `better`: whether "higher" or "lower" is better, by the last part of a name, of
+    the metrics of which that is known.
     """
 
     study: str
@@ -32,19 +33,27 @@ class RunInfo:
     tags: tuple[str, ...]
     total_steps: int
     resumed: bool = False
+    better: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StudyInfo:
     """The results of a study: a table with a row per arm or run, and figures as (title, PNG file).
 
-    A logger may write to `directory`, which lies beside the study's runs.
+    A logger may write to `directory`, which lies beside the study's runs. `verdict` is a sentence,
+    `config` what was trained, in words, with the command and the versions. `files` are its page and
+    its data, `surgery` has the config of each treated arm, `environment` versions and hardware.
     """
 
     study: str
     directory: Path
     rows: Sequence[Mapping[str, Cell]]
     figures: Sequence[tuple[str, Path]] = ()
+    verdict: str = ""
+    config: Mapping[str, object] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+    surgery: Mapping[str, object] = field(default_factory=dict)
+    environment: Sequence[Mapping[str, object]] = ()
 
 
 class Logger(ABC):

@@ -55,7 +55,10 @@ class Console(ProgressLogger):
     and the command's runs with the time left. In a notebook one line that is updated. Elsewhere (a
     pipe, a file, CI, `TERM=dumb`, `!command` in a notebook) and in the processes of a launcher only
     the lines of ended runs, there with the number of their job. `NO_COLOR` leaves out colours.
+    With `lines=False` no line is printed for an ended run: nothing of the progress remains.
     """
+
+    lines: bool = True
 
     @cached_property
     def _screen(self) -> _Screen:
@@ -103,6 +106,10 @@ class Console(ProgressLogger):
         self.abandon()
         screen.ended += 1
         if screen.run is None:
+            return
+        if not self.lines:
+            if screen.notebook is not None:
+                screen.notebook.show("", force=True)
             return
         line = _line(screen, state, summary)
         if screen.notebook is not None:

@@ -1,5 +1,6 @@
 """Wandb: each run as a Weights & Biases run, offline unless the user is logged in."""
 
+import json
 import logging
 import re
 import shlex
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from os.path import commonpath, relpath
 from pathlib import Path
 from secrets import token_hex
@@ -31,6 +33,8 @@ RUN_FOLDER = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(.+)")  # wandb's names: 
 STEP = "global_step"
 SENT_TABLE = "study.sha256"  # in the folder of a study's W&B run: the digest of its content
 INVALID_IN_PROJECT = "/\\#?%:"
+PROJECT = "gradsurg"
+RUN_ID_IGNORED = "WANDB_RUN_ID is ignored: each run has an id of its own"
 PANELS = {
     "effect": ("norm_ratio", "cosine", "changed"),
     "conflict": ("conflict_rate", "cosine_to_mean", "norm_to_mean"),
@@ -63,8 +67,10 @@ class _Session:
     urls: list[str] = field(default_factory=list)
     project: str = ""
     unreachable: bool = False
+    told_id: bool = False
     remarks: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # the names logged in this run
+    better: Mapping[str, str] = field(default_factory=dict)
     effects: dict[tuple[str, str], dict[str, object]] = field(default_factory=dict)
 
 
@@ -79,6 +85,14 @@ class Wandb(StudyLogger):
     W&B sweep has one run for each command: it gets the first run; others and the study are not
     logged, and RuntimeError says so.
 
+    Variables of W&B act where no field has a value: WANDB_PROJECT (else "gradsurg"), WANDB_ENTITY,
+    and, since no field sets these, WANDB_NAME, WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_TAGS and
+    WANDB_DIR. Each run has an id of its own: WANDB_RUN_ID is ignored, with a warning.
+
+    The summary has the last value of a metric, as `test/loss`, and the best of those that were
+    logged as `test/loss.min` or `test/accuracy.max`. The study's own run has the verdict in its
+    notes and its summary, and one artifact: page, comparison, surgery and environment.
+
     W&B makes a panel for each logged name. With `panels="few"` only the names of `PANELS` get one;
     the others are hidden metrics, which can still be plotted, and all numbers of the last measured
     step are in one table, `effects`, a row for each transform and site. `norm_ratio` is norm_after
@@ -86,7 +100,7 @@ class Wandb(StudyLogger):
     """
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    project: Project = "gradsurg"
+    project: Project | None = None
     entity: str | None = None
     panels: Literal["few", "all"] = "few"
 
@@ -103,13 +117,14 @@ class Wandb(StudyLogger):
         self._session.started = True
         about = _About(run.study, run.arm, run.label, run.tags, run.config, run.directory)
         self._begin(about, run.resumed)
+        self._session.better = run.better
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         session = self._session
         if step > session.last_step:
             values = {**values, **_norm_ratios(values)}
+            self._define(values)
             if self.panels == "few":
-                self._hide(values)
                 self._tabulate(step, values)
             session.pending.append({**values, STEP: step})
         if (
@@ -123,7 +138,15 @@ class Wandb(StudyLogger):
         run = self._run()
         if self._session.effects:
             run.log({"effects": _table(list(self._session.effects.values()))})
-        run.summary.update({**summary, "state": state})
+        # The final value of a metric replaces W&B's best of the logged ones, which is nested in it.
+        kinds = {name: _best(self._session.better, name) for name in summary}
+        nested = {name: run.summary.get(name) for name, kind in kinds.items() if kind}
+        best = {
+            f"{name}.{kinds[name]}": values.get(kinds[name])
+            for name, values in nested.items()
+            if hasattr(values, "get")
+        }
+        run.summary.update({**summary, **best, "state": state})
         run.finish(exit_code=0 if state == "finished" else 1)
         self._session.run = None
 
@@ -131,30 +154,38 @@ class Wandb(StudyLogger):
         if _is_in_sweep():
             return
         # Different loggers write separate W&B runs into this folder.
-        id_prefix = f"{sha256(repr(self).encode()).hexdigest()[:8]}-"
-        content = repr([study.rows, [title for title, _ in study.figures]])
-        digest = sha256(content.encode()).hexdigest()
-        sent = study.directory.glob(f"wandb/*run-*-{id_prefix}*/{SENT_TABLE}")
+        own = f"{_digest(repr(self))[:8]}-"
+        digest = _digest(repr([study.rows, [title for title, _ in study.figures], study.verdict]))
+        folder, id_prefix = _folder(study.directory, own)
+        sent = folder.glob(f"wandb/*run-*-{id_prefix}*/{SENT_TABLE}")
         if all(path.read_text(encoding="utf-8") != digest for path in sent):
-            self._send_study(study, id_prefix, digest)
+            self._send_study(study, own, digest)
         if self._session.offline:
             # Jobs may have run in other processes: include their runs, beside the study's.
-            runs = study.directory.parent.glob("*/wandb/offline-run-*")
-            self._session.offline = sorted({*self._session.offline, *runs})
+            places = map(_folder, study.directory.parent.iterdir())
+            runs = (root.glob(f"wandb/offline-run-*-{prefix}*") for root, prefix in places)
+            self._session.offline = sorted({*self._session.offline, *chain.from_iterable(runs)})
 
-    def _send_study(self, study: StudyInfo, id_prefix: str, digest: str) -> None:
+    def _send_study(self, study: StudyInfo, own: str, digest: str) -> None:
         import wandb
 
-        about = _About(study.study, "report", study.study, (), {}, study.directory, id_prefix)
+        config = {"study": study.study, **study.config}
+        about = _About(
+            study.study, "report", study.study, (), config, study.directory, own, study.verdict
+        )
         self._begin(about, resumed=False)
         table = _table(study.rows)
         figures = {f"figures/{title}": wandb.Image(str(path)) for title, path in study.figures}
         run = self._run()
         run.log({"study": table, **figures})
+        run.summary.update({"verdict": study.verdict})
         folder = Path(run.settings.sync_dir)
+        is_kept = folder.is_dir()  # in mode disabled there is none
+        if is_kept:
+            run.log_artifact(_artifact(study, folder / "artifact"))
         run.finish(exit_code=0)
         self._session.run = None
-        if folder.is_dir():  # in mode disabled there is none
+        if is_kept:
             (folder / SENT_TABLE).write_text(digest, encoding="utf-8")
 
     def abandon(self) -> None:
@@ -177,14 +208,17 @@ class Wandb(StudyLogger):
             notes.append(f"  to upload: wandb sync {_glob_argument(paths)}")
         return notes + session.remarks
 
-    def _hide(self, names: Iterable[str]) -> None:
-        """Tell W&B to make no panels for new names that are not in `PANELS`."""
+    def _define(self, names: Iterable[str]) -> None:
+        """Tell W&B which of the new names have no panel, and the direction of metrics."""
         session = self._session
         for name in names:
             if name not in session.named:
                 session.named.add(name)
-                if not _has_panel(name):
-                    self._run().define_metric(name, step_metric=STEP, hidden=True)
+                hidden = self.panels == "few" and not _has_panel(name)
+                best = _best(session.better, name)
+                if hidden or best:
+                    run = self._run()
+                    run.define_metric(name, step_metric=STEP, hidden=hidden, summary=best)
 
     def _tabulate(self, step: int, values: Mapping[str, float]) -> None:
         """Keep the numbers of each site for the table; those of the last measured step remain."""
@@ -213,12 +247,11 @@ class Wandb(StudyLogger):
     def _begin(self, about: "_About", resumed: bool) -> None:
         import wandb
 
+        folder, id_prefix = _folder(about.directory, about.own)
         # Without the directory wandb silently uses the system's temporary directory.
-        about.directory.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         mode = self._resolved_mode()
-        known_id = (
-            None if mode == "disabled" else _remove_offline_runs(about.directory, about.id_prefix)
-        )
+        known_id = None if mode == "disabled" else _remove_offline_runs(folder, id_prefix)
         try:
             run = self._init(about, mode, known_id if resumed and mode == "online" else None)
         except wandb.Error as error:
@@ -244,19 +277,27 @@ class Wandb(StudyLogger):
     def _init(self, about: "_About", mode: Mode, resume_id: str | None) -> "wandb.Run":
         import wandb
 
-        new_id = f"{about.id_prefix}{token_hex(4)}" if about.id_prefix else None
+        # None leaves a setting to W&B, which has read its variables.
+        given = _settings().model_fields_set
+        folder, id_prefix = _folder(about.directory, about.own)
+        in_sweep = _is_in_sweep()  # its agent names the run
+        new_id = None if in_sweep else f"{id_prefix}{token_hex(4)}"
+        if "run_id" in given and not in_sweep and not self._session.told_id:
+            self._session.told_id = True
+            _log.warning(RUN_ID_IGNORED)
         return wandb.init(
             mode=mode,
-            project=self.project,
+            project=self.project or (None if "project" in given else PROJECT),
             entity=self.entity,
-            dir=about.directory,
-            group=about.study,
-            job_type=about.job_type,
-            name=about.name,
-            tags=about.tags,
+            dir=folder,
+            group=None if "run_group" in given else about.study,
+            job_type=None if "run_job_type" in given else about.job_type,
+            name=None if "run_name" in given else about.name,
+            tags=None if "run_tags" in given else about.tags,
+            notes=about.notes or None,
             config=about.config,
             id=resume_id or new_id,
-            resume="allow" if resume_id is not None else None,
+            resume="allow" if resume_id is not None else None if in_sweep else "never",
             reinit="finish_previous",
             settings=wandb.Settings(
                 silent=True,
@@ -270,8 +311,7 @@ class Wandb(StudyLogger):
     def _resolved_mode(self) -> Mode:
         import wandb
 
-        # Without `silent`, wandb prints a line about the login at every run.
-        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        settings = _settings()
         chosen = self.mode != "auto" or "mode" in settings.model_fields_set
         match settings.mode if self.mode == "auto" else self.mode:
             case "disabled":
@@ -298,7 +338,10 @@ class Wandb(StudyLogger):
 
 @dataclass(frozen=True)
 class _About:
-    """The name, group and directory of a W&B run; `id_prefix` is that of its id."""
+    """The name, group and directory of a W&B run.
+
+    `own` begins the ids of one of several W&B runs in a directory.
+    """
 
     study: str
     job_type: str
@@ -306,7 +349,8 @@ class _About:
     tags: tuple[str, ...]
     config: dict[str, object]
     directory: Path
-    id_prefix: str = ""
+    own: str = ""
+    notes: str = ""
 
 
 def _has_panel(name: str) -> bool:
@@ -338,20 +382,73 @@ def _norm_ratios(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _is_in_sweep() -> bool:
-    """Return whether the agent of a W&B sweep has started this process, which names the run."""
+def _best(better: Mapping[str, str], name: str) -> Literal["min", "max"] | None:
+    """Return the summary of a metric that is the best of its values; None if it is not known."""
+    first, _, rest = name.partition("/")
+    if first in PANELS:
+        return None
+    # `loss_digits` is the loss of a task
+    match better.get(rest.rpartition("/")[2].partition("_")[0]):
+        case "higher":
+            return "max"
+        case "lower":
+            return "min"
+        case _:
+            return None
+
+
+def _artifact(study: StudyInfo, folder: Path) -> "wandb.Artifact":
+    """Return the files of a study as one artifact; they are copied to `folder`."""
     import wandb
 
-    return bool(wandb.setup(wandb.Settings(silent=True)).settings.sweep_id)
+    folder.mkdir()
+    for file in study.files:
+        shutil.copyfile(file, folder / file.name)
+    for name in ("surgery", "environment"):
+        text = json.dumps(getattr(study, name), indent=2, default=str)
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", study.study, flags=re.ASCII)[:128], "study")
+    # Immutable files are not copied a second time, into a folder that nobody empties; `wandb sync`
+    # finds them by their absolute path.
+    artifact.add_dir(str(folder.absolute()), policy="immutable")
+    return artifact
 
 
-def _remove_offline_runs(directory: Path, id_prefix: str = "") -> str | None:
-    """Remove the offline W&B runs in a run directory; return the id of the latest W&B run, if any.
+def _settings() -> "wandb.Settings":
+    """Return the settings that wandb takes from its variables and files."""
+    import wandb
+
+    # Without `silent`, wandb prints a line about the login at every run.
+    return wandb.setup(wandb.Settings(silent=True)).settings
+
+
+def _is_in_sweep() -> bool:
+    """Return whether the agent of a W&B sweep has started this process, which names the run."""
+    return bool(_settings().sweep_id)
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _folder(directory: Path, own: str = "") -> tuple[Path, str]:
+    """Return the folder for the W&B runs of a directory, and the prefix of their ids.
+
+    `own` is the end of this prefix. In WANDB_DIR the W&B runs of all directories lie side by side.
+    """
+    settings = _settings()
+    if "root_dir" not in settings.model_fields_set:
+        return directory, own
+    return Path(settings.root_dir), f"{_digest(str(directory.absolute()))[:8]}-{own}"
+
+
+def _remove_offline_runs(folder: Path, id_prefix: str = "") -> str | None:
+    """Remove the offline W&B runs in a folder; return the id of the latest W&B run, if any.
 
     The new run logs all rows again, and W&B would append them to a run with the same id. Runs whose
     id does not start with `id_prefix` are ignored.
     """
-    folders = [(path, RUN_FOLDER.fullmatch(path.name)) for path in directory.glob("wandb/*run-*")]
+    folders = [(path, RUN_FOLDER.fullmatch(path.name)) for path in folder.glob("wandb/*run-*")]
     runs = sorted(
         (path.name.removeprefix("offline-"), path, match.group(1))
         for path, match in folders

@@ -13,6 +13,8 @@ from typing import TextIO
 
 TEXT_WIDTH = 100
 """Columns of text that is not printed to a terminal."""
+NAMES_WIDTH = 80
+"""Columns of the names in an error message."""
 MAX_PROSE_WIDTH = 120
 """Columns of a sentence in a wide terminal; tables use all."""
 
@@ -58,12 +60,23 @@ def typed_command(module: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("gradsurg ") else f"python -m {module}"
 
 
-def nearest(name: str, choices: list[str], meant: Sequence[str] = ()) -> str:
-    """Return the end of an error message: all choices, and those meant or else the nearest one."""
+def nearest(
+    name: str, choices: Sequence[str], meant: Sequence[str] = (), listed_by: str = ""
+) -> str:
+    """Return the end of an error message: those meant or else the nearest one, a line of choices.
+
+    `listed_by` is the option that lists all choices, as `--list transform`.
+    """
     plain = {choice.lower(): choice for choice in choices}
-    close = meant or [plain[key] for key in get_close_matches(name.lower(), plain, 1, 0.5)]
-    question = " Did you mean '" + "' or '".join(close) + "'?" if close else ""
-    return f"There are: {', '.join(choices) or 'none'}.{question}"
+    close = meant or [plain[key] for key in get_close_matches(name.lower(), plain, 1)]
+    question = "Did you mean '" + "' or '".join(close) + "'? " if close else ""
+    shown = list(choices)
+    while len(", ".join(shown)) > NAMES_WIDTH and len(shown) > 1:
+        shown.pop()
+    listed = ", ".join(shown) or "none"
+    if left := len(choices) - len(shown):
+        listed += f", ... and {left} more" + f", see {listed_by}" * bool(listed_by)
+    return f"{question}There are: {listed}."
 
 
 def terminal_width(stream: TextIO) -> int | None:

@@ -43,7 +43,8 @@ def find(kind: str, name: str) -> type:
     """
     stems = names(kind)
     if name not in stems:
-        raise LookupError(f"there is no '{name}' in {kind}. {nearest(name, stems)}")
+        near = nearest(name, stems, listed_by=f"--list {GROUPS[kind]}")
+        raise LookupError(f"there is no '{name}' in {kind}. {near}")
     module = import_module(f"gradsurg.{kind}.{name}")
     for key, value in vars(module).items():
         if _spells(name, key) and isinstance(value, type):

@@ -36,12 +36,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, margin: "Margin | None") -> None:
+    from gradsurg.experiment.run_directory import remove_leftovers
     from gradsurg.report.compare import compare_pairs
     from gradsurg.report.export import write_report
     from gradsurg.report.paper import write_paper
     from gradsurg.report.study import read_study
     from gradsurg.report.terminal import overview, pairs_text
 
+    remove_leftovers(arguments.study)
     study = read_study(arguments.study)
     if arguments.compare is not None:
         names = arguments.compare or [arm.name for arm in study.arms]

@@ -1,6 +1,6 @@
 """Arms and blocks: the runs of a study grouped by their configs, and the names of the groups."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -14,13 +14,11 @@ UNSAID = ("seed", "gradsurg", "order", "sources")
 NAMES = ("name", "_target_")
 """Keys of a plug-in and of a dotted path, whose values are shown alone."""
 SPLIT = "split_seed"
-FACTORS = ("task", "model")
-"""Groups of the config whose options are blocks, not arms, if several are compared."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The runs that differ in nothing but their seed and their block, in the seeds' order."""
+    """The runs that differ in nothing but their seed and their split, in the seeds' order."""
 
     name: str
     runs: tuple[LoadedRun, ...]
@@ -36,37 +34,14 @@ class Arm:
         return [run for run in self.runs if run.state == "finished" and run.summary]
 
 
-def block_factors(runs: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Return those of `FACTORS` of which runs have several options, each with one set of fields.
-
-    If an option has several sets, as a model of several sizes, the arms differ in these fields.
-    """
-    factors = []
-    for key in FACTORS:
-        options: dict[str, set[str]] = {}
-        for run in runs:
-            fields = _without_block(run.config or {}, ()).get(key)
-            if isinstance(fields, Mapping):
-                options.setdefault(_option(fields), set()).add(canonical(fields))
-        if len(options) > 1 and all(len(sets) == 1 for sets in options.values()):
-            factors.append(key)
-    return tuple(factors)
-
-
-def block_names(runs: Sequence[LoadedRun], factors: Collection[str]) -> dict[str, str]:
-    """Return the block of each run, as `convnet`, `split 3` or `convnet, split 3`.
-
-    Empty names if there is one block only.
-    """
+def block_names(runs: Sequence[LoadedRun]) -> dict[str, str]:
+    """Return the block of each run, as `split 3`; empty names if there is one split only."""
     splits = {run.name: split_of(run) for run in runs}
-    several = len({splits[run.name] for run in runs if run.config}) > 1
-    names = {}
-    for run in runs:
-        parts = [option_of(run, factor) for factor in factors]
-        if several and splits[run.name] is not None:
-            parts.append(f"split {splits[run.name]}")
-        names[run.name] = ", ".join(filter(None, parts))
-    return names
+    several = len({*splits.values()} - {None}) > 1
+    return {
+        name: f"split {split}" if several and split is not None else ""
+        for name, split in splits.items()
+    }
 
 
 def split_of(run: LoadedRun) -> int | None:
@@ -75,46 +50,37 @@ def split_of(run: LoadedRun) -> int | None:
     return task.get(SPLIT) if isinstance(task, Mapping) else None
 
 
-def _without_block(config: Mapping[str, Any], factors: Collection[str]) -> dict[str, Any]:
-    """Return a config without the seed and what defines a block. Any: YAML's values."""
-    kept = {key: item for key, item in config.items() if key != "seed" and key not in factors}
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the seeds of a run and of its split. Any: YAML's values."""
+    kept = {key: item for key, item in config.items() if key != "seed"}
     if isinstance(kept.get("task"), Mapping):
         kept["task"] = {key: item for key, item in kept["task"].items() if key != SPLIT}
     return kept
 
 
-def option_of(run: LoadedRun, factor: str) -> str:
-    """Return the name of a run's task or model."""
-    fields = (run.config or {}).get(factor)
-    return _option(fields) if isinstance(fields, Mapping) else ""
-
-
-def _option(fields: Mapping[str, Any]) -> str:  # Any: YAML's values
-    return str(next((fields[key] for key in NAMES if fields.get(key)), ""))
-
-
-def group(runs: Sequence[LoadedRun], factors: Collection[str] = ()) -> list[Arm]:
+def group(runs: Sequence[LoadedRun]) -> list[Arm]:
     """The arms of a study, treated arms first, each with a distinct name.
 
-    Runs that differ in their split, or in an option of `factors`, are of one arm.
+    Splits are drawn, and runs that differ in their split are of one arm. Tasks and models are
+    chosen, and each has arms of its own.
     """
     groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
-        groups.setdefault(_arm_key(run, factors), []).append(run)
+        groups.setdefault(_arm_key(run), []).append(run)
     # Arms that differ in a user's code alone are numbered: in the order of time.
     in_time = sorted(groups.values(), key=lambda group: min(map(_planned_at, group)))
     members = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in in_time]
     configs = [flat(group[0].config or {}) for group in members]
-    told = [flat(_without_block(group[0].config or {}, factors)) for group in members]
+    told = [flat(_without_seeds(group[0].config or {})) for group in members]
     names = _names([_called(group[0]) for group in members], told)
     arms = [Arm(*parts) for parts in zip(names, members, configs, strict=True)]
     return sorted(arms, key=_order)
 
 
-def _arm_key(run: LoadedRun, factors: Collection[str]) -> str:
+def _arm_key(run: LoadedRun) -> str:
     if not run.config:
         return f"{run.label or run.name} without a config"
-    return canonical(_without_block(run.config, factors))
+    return canonical(_without_seeds(run.config))
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:  # Any: YAML's values

@@ -82,16 +82,16 @@ def _skewed(row: Row) -> str:
     return row["arm"] if against and abs(skewness) > 2 * error else ""
 
 
-def _on_one_split(row: Row) -> str:
+def _on_one_split(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     """A claim about one split is none about the task: told only beside a claim."""
     claims = {*DOES, *MARGINS} - {"undecided"}
-    if not {row["verdict"], row["margin"]} & claims or "one split" not in row["population"]:
-        return ""
-    examples = re.search(r"([\d,]+) test examples", row["population"])
-    if not examples or not is_share(row["metric"]):
-        return "new data"
-    one = size(row["metric"], 1 / int(examples[1].replace(",", "")))
-    return f"new data (one test example is {one})"
+    rows = [row for row in rows if {row["verdict"], row["margin"]} & claims]
+    rows = [row for row in rows if "one split" in row["population"]]
+    shares = [(key, row["population"]) for row in rows if is_share(key := row["metric"])]
+    found = [(key, re.search(r"([\d,]+) test examples", text)) for key, text in shares]
+    sizes = [size(key, 1 / int(match[1].replace(",", ""))) for key, match in found if match]
+    one = f" (one test example is {listed([*dict.fromkeys(sizes)])})" if sizes else ""
+    yield f"new data{one}" if rows else ""
 
 
 def _vacuous(_: Study, rows: Sequence[Row]) -> list[str]:
@@ -200,7 +200,7 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     "control at chance": (_chance, "Training did not learn anything with {}."),
     "one seed outweighs": (_each(_outweighed), "One seed outweighs all others together with {}."),
     "one split only": (
-        _each(_on_one_split),
+        _on_one_split,
         "Interval and p are about new seeds on this split, not about {}: splits=8 tells more.",
     ),
     "vacuous control": (_vacuous, "{}"),

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from gradsurg.effects.numbers import TASK_METRICS
-from gradsurg.report.arms import Arm, option_of, split_of
+from gradsurg.report.arms import Arm, split_of
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import AREA, Study
 from gradsurg.stats import (
@@ -67,11 +67,11 @@ class Pair:
 
 
 def compare(study: Study, margin: Margin | None = None) -> pl.DataFrame:
-    """Compare each treated arm with its control, metric by metric; q is among the arms of a metric.
+    """Compare each treated arm with its control, metric by metric; q is that of `with_q`.
 
-    The columns are those of `SCHEMA`. Where a study has several blocks (splits, tasks or models),
-    the row of an arm is over blocks, each with the mean over its seeds, and a row with a `block`
-    has the details of one. Without a `margin` that of the study is used.
+    The columns are those of `SCHEMA`. Each task and each model has arms of its own. Where an arm
+    has several splits, its row is over these blocks, each with the mean over its seeds, and a row
+    with a `block` has the details of one. Without a `margin` that of the study is used.
     """
     margin = margin or study.margin
     treated = [arm for arm in study.arms if not arm.is_control]
@@ -127,12 +127,15 @@ def compare_values(
     "split". `with_q` makes a frame of the rows of several arms.
     """
     rows = []
+    first = next(iter(metrics), "")
     for metric, pairs in metrics.items():
+        if not pairs:
+            continue  # the arm's task does not have this metric
         pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
         blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
         texts = {**about, "metric": metric}
-        if rows and margin and not margin.is_share:
+        if metric != first and margin and not margin.is_share:
             margin = None  # it has the unit of the first metric
         rows.append(texts | {"block": None} | _row(pairs, unit if several else "", margin))
         for block in blocks if several else ():
@@ -144,13 +147,16 @@ def compare_values(
 def with_q(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # Any: the values of a row
     """Return rows of several arms as a frame, with q and the verdict.
 
-    q is the p after the correction of Benjamini and Hochberg, among the arms within each metric
-    that differ from their control at all; a single one has none.
+    q is the p after the correction of Benjamini and Hochberg, among the arms that differ from their
+    control at all; a single one has none. The first metrics of all arms, which arms of different
+    tasks need not share, are one family; further metrics have one each.
     """
+    first: dict[str, str] = {}
     families: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
+        is_first = row["metric"] == first.setdefault(row["arm"], row["metric"])
         if row["block"] is None and row.get("p") is not None and any(row["differences"]):
-            families.setdefault(row["metric"], []).append(place)
+            families.setdefault("" if is_first else row["metric"], []).append(place)
     q_values: dict[int, float | None] = {}
     for places in families.values():
         if len(places) > 1:
@@ -264,10 +270,10 @@ def compared(
         about = {
             "arm": arm.name,
             "against": plain_name(known[0]) if known else PLAIN,
-            "population": _population(study, arm),
+            "population": _population(arm),
             "vacuous": vacuous,
         }
-        rows += compare_values(pairs, about, _unit(study), margin)
+        rows += compare_values(pairs, about, "split", margin)
     return with_q(rows)
 
 
@@ -356,16 +362,7 @@ def _vacuous_control(study: Study, arm: Arm) -> str:
     return plain_name(controls[0]) if isinstance(least, float) and least >= PARALLEL else ""
 
 
-def _unit(study: Study) -> str:
-    """Return what the blocks of a study are; empty for a single block."""
-    if not any(study.block_of.values()):
-        return ""
-    splits = {split_of(run) for run in study.all_runs if run.config}
-    kinds = [*study.factors, *["split"] * (len(splits) > 1)]
-    return kinds[0] if len(kinds) == 1 else "setting"
-
-
-def _population(study: Study, arm: Arm) -> str:
+def _population(arm: Arm) -> str:
     """Return what data the result is of: `one split, 450 test examples`."""
     splits = {split for run in arm.runs if (split := split_of(run)) is not None}
     sizes = {size for run in arm.whole if (size := (run.summary or {}).get("test_examples"))}
@@ -374,10 +371,4 @@ def _population(study: Study, arm: Arm) -> str:
         parts.append("one split" if len(splits) == 1 else f"{len(splits)} splits")
     if len(sizes) == 1:
         parts.append(f"{sizes.pop():,} test examples")
-    if several := [
-        key for key in study.factors if len({option_of(run, key) for run in arm.runs}) > 1
-    ]:
-        parts = [
-            f"{len({option_of(run, key) for run in arm.runs})} {key}s" for key in several
-        ] + parts
-    return (" of " if len(splits) > 1 and not several else ", ").join(parts)
+    return (" of " if len(splits) > 1 else ", ").join(parts)

@@ -10,6 +10,9 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.files import DRAFT_FOLDER, locked
+from gradsurg.experiment.run_directory import REPORT_LOCK
+from gradsurg.experiment.run_reader import BrokenFile, parsed
 from gradsurg.loggers.base import StudyInfo
 from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
@@ -46,7 +49,10 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     frame = compare(study, margin)
     # on the same disk, as files are renamed into place
-    with TemporaryDirectory(prefix=".draft-", dir=out) as folder:
+    with (
+        locked(out / REPORT_LOCK, wait=True),
+        TemporaryDirectory(prefix=DRAFT_FOLDER, dir=out) as folder,
+    ):
         draft = Path(folder)
         frames = {"runs": study.runs, "comparison": frame, "effects": study.effects}
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
@@ -98,13 +104,20 @@ def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
 
 
 def written(out: Path) -> set[str]:
-    """Return the names of the files that earlier reports wrote to `out`."""
+    """Return the names of the files in `out` that earlier reports wrote.
+
+    Raises OSError, with the name of the list, if that is no JSON.
+    """
     file = out / WRITTEN
     if out.is_symlink() or file.is_symlink() or not file.exists():
         return set()
-    names = map(str, json.loads(file.read_text(encoding="utf-8")))
-    # whatever the file says, nothing outside of the folder is touched
-    return {name for name in names if name not in ("", "..") and name == Path(name).name}
+    try:
+        names = parsed(file, file.read_bytes())
+    except BrokenFile as error:
+        raise OSError(f"{error}; remove {file}") from error
+    # whatever the file says, no folder and nothing outside of this one is touched
+    there = {path.name for path in out.iterdir() if path.is_symlink() or path.is_file()}
+    return there.intersection(map(str, names)) if isinstance(names, list) else set()
 
 
 def figures_in(out: Path) -> list[Path]:
@@ -115,7 +128,22 @@ def figures_in(out: Path) -> list[Path]:
 
 def study_info(study: Study, out: Path) -> StudyInfo:
     """Return the study as loggers receive it: a row an arm and metric, and the figures in `out`."""
-    frame = compare(study).filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
+    whole = compare(study)
+    frame = whole.filter(pl.col("block").is_null()).drop("block", "differences", "seeds")
     renamed = frame.rename({column: name for name, column in INFO.items()})
-    figures = [(path.stem, path) for path in figures_in(out)]
-    return StudyInfo(study.folder.name, out, renamed.to_dicts(), figures)
+    facts: dict[str, list[str]] = {}
+    for name, text in experiment(study):
+        facts.setdefault(name, []).append(text)
+    ended = [run for run in study.all_runs if run.summary]
+    places = [{**run.made_with, "hardware": (run.summary or {}).get("hardware")} for run in ended]
+    return StudyInfo(
+        study.folder.name,
+        out,
+        renamed.to_dicts(),
+        [(path.stem, path) for path in figures_in(out)],
+        sentence(whole, study),
+        {name: "\n".join(texts) for name, texts in facts.items()},
+        [out / PAGE, out / "comparison.parquet"],
+        {arm.name: arm.runs[0].config for arm in study.arms if not arm.is_control},
+        [dict(place) for place in dict.fromkeys((*place.items(),) for place in places)],
+    )

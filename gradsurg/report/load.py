@@ -18,7 +18,7 @@ from gradsurg.experiment.run_directory import (
     RunDirectory,
     RunState,
 )
-from gradsurg.experiment.run_reader import BrokenFile, read, read_rows
+from gradsurg.experiment.run_reader import BrokenFile, read, read_bytes, read_rows
 from gradsurg.plugins.messages import printable
 
 State = RunState | Literal["missing", "unreadable"]
@@ -33,8 +33,6 @@ STATES = (
     "unreadable",
 )
 
-TUNING = "tuning"
-"""The folder of a study with its tuning runs and the choices of its arms."""
 OWN_FILES = (FACTS, SUMMARY, METRICS, ERROR)
 
 
@@ -145,10 +143,11 @@ def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
     state: State = "unreadable"
     reason, last = "", {}
     try:
+        directory.check_links()
         config = _config(path / CONFIG, configs)
         facts = read(path / FACTS) or {}
         summary = read(path / SUMMARY) or {}
-        state = summary["state"] if summary else directory.state
+        state = summary.get("state", "finished") if summary else directory.state
         last = {} if summary and state == "finished" else (read_rows(path / METRICS) or [{}])[-1]
     except (BrokenFile, OSError) as error:
         state, reason = "unreadable", printable(str(error))[:300]
@@ -182,12 +181,9 @@ SEED = re.compile(rb"^seed: (\d+)$", re.MULTILINE)
 
 def _config(file: Path, known: dict[bytes, dict[str, Any]]) -> dict[str, Any] | None:  # Any: YAML
     """Return a run's config; runs of one arm differ in the seed, and are parsed once."""
-    try:
-        text = file.read_bytes()
-    except OSError:
-        return read(file)
-    seed = SEED.search(text)
-    if seed is None:
+    text = read_bytes(file)
+    seed = SEED.search(text) if text is not None else None
+    if text is None or seed is None:
         return read(file)
     key = SEED.sub(b"", text)
     if key not in known:

@@ -17,7 +17,7 @@ from gradsurg.report import charts, tables
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.measures import costs, link_shares, times_to_target
 from gradsurg.report.study import Study
-from gradsurg.report.sweeps import best_arms, doses, trends
+from gradsurg.report.sweeps import best_arms, doses, first_trends
 from gradsurg.report.tuning import HEADS, read_tunings, tuning_frames
 from gradsurg.report.verdict import best_sentence, reached, trend_sentence
 from gradsurg.report.wording import count, title
@@ -210,8 +210,7 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
         groups = rows.partition_by("label", "key", maintain_order=True)
         heads = ("arm", "metric", "difference", tables.INTERVAL, "verdict", "n")
         table = Table(SAME, *tables.outcome_table(rows.to_dicts(), columns=heads))
-        headline = pl.col("metric") == next(iter(study.metrics_of), "")
-        found = trends(study, frame).filter(headline).to_dicts()
+        found = first_trends(study, frame)
         how = "Arms that differ in one number only: the difference to the control over that number."
         drawn, said = (
             [*map(charts.dose_chart, groups)],

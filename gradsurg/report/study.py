@@ -15,7 +15,7 @@ from gradsurg.experiment.frames import (
 )
 from gradsurg.experiment.run_directory import NOT_FINITE
 from gradsurg.experiment.run_reader import BrokenFile
-from gradsurg.report.arms import Arm, block_factors, block_names, flat, group
+from gradsurg.report.arms import Arm, block_names, flat, group
 from gradsurg.report.load import STATES, LoadedRun, read_runs
 from gradsurg.report.wording import HEADLINE, title, titles
 from gradsurg.stats import Margin, parse_margin
@@ -37,7 +37,6 @@ class Study:
 
     folder: Path
     arms: list[Arm]
-    factors: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -130,8 +129,8 @@ class Study:
 
     @cached_property
     def block_of(self) -> Mapping[str, str]:
-        """The block of each run, by its name; "" for all if the study has one block."""
-        return block_names(self.all_runs, self.factors)
+        """The block of each run, by its name; "" for all if the study has one split."""
+        return block_names(self.all_runs)
 
     @cached_property
     def states(self) -> dict[str, int]:
@@ -181,8 +180,7 @@ def read_study(folder: str | Path, only: Collection[str] | None = None) -> Study
     NotAStudy, a ValueError, if the folder has no runs. torch is not imported.
     """
     runs = read_runs(Path(folder), only)
-    factors = block_factors([run for run in runs if run.config])
-    return Study(Path(folder), group(runs, factors), factors)
+    return Study(Path(folder), group(runs))
 
 
 def _outcomes(arms: Sequence[Arm]) -> list[str]:

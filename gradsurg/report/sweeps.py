@@ -1,9 +1,11 @@
 """Swept numbers: effects over the dose of a transform, and best arm against best arm."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
+from typing import Any
 
 import polars as pl
 
@@ -31,6 +33,7 @@ def dose_groups(study: Study) -> list[Dose]:
     treated = [arm for arm in study.arms if not arm.is_control and arm.config]
     groups = []
     for key in _swept(treated):
+        repeats: Counter[str] = Counter()
         sets: dict[str, dict[float, Arm]] = {}
         for arm in treated:
             dose = arm.config.get(key)
@@ -40,7 +43,10 @@ def dose_groups(study: Study) -> list[Dose]:
         for members in sets.values():
             if len(members) >= MIN_DOSES:
                 arms = dict(sorted(members.items()))
-                groups.append(Dose(key, _shared_name([*arms.values()]), arms))
+                name = _shared_name([*arms.values()])
+                repeats[name] += 1  # groups that differ in a user's code alone are numbered
+                number = f" #{repeats[name]}" * (repeats[name] > 1)
+                groups.append(Dose(key, f"{name}{number}", arms))
     return groups
 
 
@@ -133,6 +139,13 @@ def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
             for row, q in zip(family, benjamini_hochberg(p_values), strict=True):
                 row |= {"q": q, "direction": row["direction"] if q is None or q <= 0.05 else ""}
     return pl.DataFrame(rows, schema=TRENDS)
+
+
+def first_trends(study: Study, frame: pl.DataFrame) -> list[dict[str, Any]]:  # Any: of a row
+    """Return the rows of `trends` of the first metric that their arms have."""
+    return (
+        trends(study, frame).unique(["name", "key"], keep="first", maintain_order=True).to_dicts()
+    )
 
 
 BEST = {

@@ -128,7 +128,7 @@ def shares_text(shares: pl.DataFrame) -> list[str]:
     """Return a table of each link's share in the first metric, for each chain."""
     texts, columns = [], ("link", *SHORT[1:], "n")
     for (name,), part in shares.group_by("arm", maintain_order=True):
-        rows = rows_of(part)
+        rows = rows_of(part, part["metric"][0])
         table = outcome_table(rows, SHARED, columns)
         caption = f"{name}. Each link's share in {title(rows[0]['metric'])}, {ABOUT_SHARES}:"
         spared = ({"with it", "without it"}, {"higher"})

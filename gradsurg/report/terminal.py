@@ -30,6 +30,7 @@ from gradsurg.report.tuning import read_tunings, tuning_text
 from gradsurg.report.verdict import (
     Row,
     reached,
+    rows_of,
     sentence,
     sweeps,
 )
@@ -84,7 +85,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     parts = [
         _head(study, frame, margin, sweeps(study, frame, margin)),
         _lines(effort(study)),
-        *_tables(frame, None if few else 1),
+        *_tables(frame, first_only=not few),
         _lines(tuning_text(*read_tunings(study.folder, study.arms))),
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
@@ -104,17 +105,21 @@ def pairs_text(study: Study, frame: pl.DataFrame, margin: Margin | None = None) 
         sentence(part.with_columns(arm=pl.col("arm").str.split(" - ").list.first()), margin=margin)
         for _, part in frame.group_by("arm", maintain_order=True)
     ]
-    tables = _tables(frame, None, treated="first", control="second")
+    tables = _tables(frame, treated="first", control="second")
     return "\n\n".join([_lines(told), _lines(warned), *tables])
 
 
-def _tables(frame: pl.DataFrame, most: int | None, **called: str) -> list[str]:
-    """A table for each metric (the first `most`) with its title; columns may be `called` else."""
-    compared = frame.filter(pl.col("n") > 0)
+def _tables(frame: pl.DataFrame, first_only: bool = False, **called: str) -> list[str]:
+    """A table for each metric with its title, or only for those of the verdict.
+
+    Columns may be `called` else.
+    """
+    compared = rows_of(frame) if first_only else frame.to_dicts()
+    metrics = dict.fromkeys(row["metric"] for row in compared if row["n"])
     return [
-        f"{title(metric)}\n{fitted(outcome_table(rows.to_dicts(), called, SHORT))}"
-        for metric in compared["metric"].unique(maintain_order=True)[:most]
-        if len(rows := frame.filter(metric=metric))
+        f"{title(metric)}\n"
+        f"{fitted(outcome_table(frame.filter(metric=metric).to_dicts(), called, SHORT))}"
+        for metric in metrics
     ]
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
+from gradsurg.experiment.run_directory import TUNING
 from gradsurg.experiment.run_reader import BrokenFile, read
 from gradsurg.report.arms import Arm, value_text
-from gradsurg.report.load import TUNING
 from gradsurg.report.wording import count, listed, title, value
 
 MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
@@ -142,10 +142,10 @@ def _parsed(file: Path, content: Mapping[str, Any]) -> Tuning:
             {axis["key"]: list(axis["values"]) for axis in content["axes"]},
             list(points.values()),
             dict(content["chosen"]),
-            list(content["runs"]),
+            [*map(str, content["runs"])],
         )
         if one.best and one.sentence:
             return one
-    except (KeyError, TypeError, ValueError, StopIteration, AttributeError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration, AttributeError):
         pass
     raise BrokenFile(file, "is not the choice of an arm")

@@ -1,6 +1,7 @@
 """The verdict of a study in one sentence, and sentences on targets and sweeps."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import polars as pl
@@ -8,7 +9,7 @@ import polars as pl
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED
 from gradsurg.report.measures import times_to_target
 from gradsurg.report.study import Study
-from gradsurg.report.sweeps import best_arms, trends
+from gradsurg.report.sweeps import best_arms, first_trends
 from gradsurg.report.wording import (
     amount,
     amounts,
@@ -48,10 +49,15 @@ MAX_NAMED = 4  # arms in one list of a sentence
 
 
 def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
-    """Return the comparisons of one metric, the first by default, without the rows of blocks."""
+    """Return the comparisons of one metric, without the rows of blocks.
+
+    By default of the first metric that each arm has: arms of different tasks need not share one.
+    """
     whole = frame.filter(pl.col("block").is_null())
-    key = metric or (whole["metric"][0] if len(whole) else "")
-    return list(whole.filter(metric=key).iter_rows(named=True))
+    if metric:
+        return list(whole.filter(metric=metric).iter_rows(named=True))
+    first = whole.unique("arm", keep="first", maintain_order=True)
+    return list(first.iter_rows(named=True))
 
 
 def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | None = None) -> str:
@@ -105,8 +111,13 @@ def _of_one(row: Row, margin: Margin | None, population: bool = True) -> str:
 def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
     """The sentences on the arms with the same verdict together, the largest differences first."""
     told = []
-    for word in (*MARGINS, *DOES, UNCLEAR, "identical", TOO_FEW):
-        alike = [row for row in rows if (row["margin"] or row["verdict"]) == word]
+    metrics = dict.fromkeys(row["metric"] for row in rows)
+    for word, key in product((*MARGINS, *DOES, UNCLEAR, "identical", TOO_FEW), metrics):
+        alike = [
+            row
+            for row in rows
+            if row["metric"] == key and (row["margin"] or row["verdict"]) == word
+        ]
         alike.sort(key=lambda row: -abs(row["difference"]))
         if word == UNCLEAR and len(alike) > 1:
             told.append(_unclear(alike))
@@ -228,8 +239,7 @@ def reached(study: Study) -> list[str]:
 
 def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
     """Return a sentence for each trend of the first metric, and for best against best."""
-    first = trends(study, frame).filter(metric=next(iter(study.metrics_of), ""))
-    told = [trend_sentence(row) for row in first.iter_rows(named=True)]
+    told = [trend_sentence(row) for row in first_trends(study, frame)]
     return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
 
 

@@ -16,10 +16,10 @@ import yaml
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiment.files import replace_file
+from gradsurg.experiment.run_directory import TUNING
 from gradsurg.experiments import ROOT
 from gradsurg.plugins.fields import FieldError
 from gradsurg.report.arms import SPLIT, split_of
-from gradsurg.report.load import TUNING
 from gradsurg.report.wording import table_width
 from gradsurg.reproduce.benchmark import (
     ALONE,

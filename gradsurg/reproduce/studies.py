@@ -16,13 +16,13 @@ from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.run import Run
-from gradsurg.experiment.run_directory import UNTIL_REACHED, UNTIL_STEP
+from gradsurg.experiment.run_directory import TUNING, UNTIL_REACHED, UNTIL_STEP
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.sweep import jobs_of_study
 from gradsurg.experiment.trial_step import METRIC_EXAMPLES, examined_names, metric_names
 from gradsurg.plugins.messages import nearest
 from gradsurg.report.arms import group
-from gradsurg.report.load import TUNING, LoadedRun, read_runs
+from gradsurg.report.load import LoadedRun, read_runs
 from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Band, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms

@@ -1,6 +1,5 @@
 """Select modules and parameters by name, class, position and shape."""
 
-import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -360,22 +359,6 @@ def one_scan(model: nn.Module) -> Iterator[None]:
         _tables.reset(token)
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector in the block, if it is enabled.
-
-    While thousands of hooks are made, which all live on, it would look through all objects of the
-    process again and again: two thirds of the time of attaching.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def scanned(function: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
     """Decorate a function of a model: inside `one_scan` its result is kept, and shared."""
 
@@ -508,10 +491,10 @@ def nothing_matched(
     close = get_close_matches(literal, sorted(parts - {literal}), n=5, cutoff=0.6)
     offers = [pattern.replace(literal, part) for part in close] if literal != pattern else []
     offers = [offer for offer in offers if any(matches(name, offer) for name in choices)]
-    listed = nearest("" if pattern in choices else pattern, choices)
-    hint = reason or (f"Did you mean '{offers[0]}'?" if offers else "")
-    if hint:
-        listed = f"{listed.split(' Did you mean')[0]} {hint}"
+    if reason:
+        listed = f"{reason} {nearest('', choices)}"
+    else:
+        listed = nearest("" if pattern in choices else pattern, choices, offers[:1])
     found = "nothing that is called matches" if reason else "nothing matches"
     return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
 

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 from math import isnan
 from random import Random
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from gradsurg.testing.verdicts import (
     table_of,
 )
 from gradsurg.transforms.base import (
+    SKIPPED,
     Function,
     LayerCall,
     Transform,
@@ -39,7 +40,11 @@ Shape = tuple[int, ...]
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2, 2), (4, 3, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 STEPS = (0, 1, 300, 1000, 5000)
+LARGE = 2.0**16
 TOLERANCE = 1e-9
+NEAR_OVERFLOW = (307, 308)
+LONG_PAST = 100
+"""Gradients before the one under test, in every fifth case; 1 in the others."""
 
 
 def check_transform(
@@ -66,6 +71,10 @@ def check_transform(
         raise TypeError(f"check_transform takes a transform or a function, found {transform!r}")
     properties = declared_among(get_args(TransformProperty), declared, checked.properties)
     subject = Subject(checked, properties, tuple(shapes), drops_nan)
+    acts = _acts(subject, count)
+    if not acts:  # on finite gradients: these become infinite in some checks
+        subject = replace(subject, exponents=NEAR_OVERFLOW)
+        acts = _acts(subject, count)
     checks = {}
     for name, check in PROPERTY_CHECKS.items():
         is_slow = name == "unbiased" and name in properties  # a case draws hundreds of times
@@ -73,7 +82,7 @@ def check_transform(
         checks[name] = partial(_check_all, check, subject, cases)
     rules = {name: partial(_check_shapes, rule, subject) for name, rule in RULES.items()}
     table = table_of(repr(checked), properties, checks, rules)
-    if _acts(subject, count):
+    if acts:
         return table
     verdicts = (replace(one, tested=one.declared) for one in table.verdicts)
     return replace(table, verdicts=tuple(verdicts))
@@ -87,6 +96,8 @@ class Subject:
     properties: frozenset[TransformProperty]
     shapes: tuple[Shape, ...]
     drops_nan: bool
+    exponents: tuple[int, int] = (-3, 2)
+    """The scales of the gradients in the checks of properties, as powers of 10."""
 
     @property
     def is_function(self) -> bool:
@@ -110,10 +121,10 @@ def context_with(value: Tensor, step: int = 0, factor: float = 1.0) -> Transform
     """Return a context that satisfies every `Need`.
 
     `factor * value` serves as the gradient of the node's output, of the model's output and of the
-    update. The labels are 0, 1, 2 and so on, times 3 and modulo 10.
+    update. The labels are 0, 1, 2 and so on, times 3 and modulo 10. No single examples are known.
     """
     batch = {"labels": torch.arange(len(value)) * 3 % 10} if value.ndim else {}
-    other = value.detach() if factor == 1 else value.detach() * factor
+    other = value if factor == 1 else value * factor
     backward, layer = _Backward(other, batch), LayerCall(nn.Identity(), value, value, other)
     return TransformContext(
         "a.weight", step, value, backward=backward, entering=(other,), layer=layer, gradient=other
@@ -126,32 +137,79 @@ def noise(shape: Shape, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+class _Examples:
+    """Four examples, whose gradients are linear in g and have the sum g."""
+
+    count, shares = 4, None
+
+    def __init__(self, grad: Tensor) -> None:
+        first, second, third = noise((3, *grad.shape), grad.dtype) * grad
+        third = third + grad.flatten().roll(1).view_as(grad)
+        self.all = torch.stack([first, second, third, grad - first - second - third])
+
+    def norms(self) -> Tensor:
+        return self.all.reshape(self.count, -1).norm(dim=1)
+
+    def weighted(self, weights: Tensor) -> list[Tensor]:
+        return [torch.tensordot(weights, self.all, 1)]
+
+    def rows(self, scale: float) -> Iterator[list[Tensor]]:
+        yield [self.all * scale]
+
+    # Any: an aggregator, which `Examples` does not know either.
+    def merged(self, aggregator: Any, context: TransformContext) -> list[Tensor]:
+        return [aggregator(self.all.reshape(self.count, -1)).view(self.all.shape[1:])]
+
+
 @dataclass
 class Case:
-    """Input of a property check: gradients g and h, the gradient before them, and a context."""
+    """Input of a property check: gradients g and h and their context, and those before them."""
 
     g: Tensor
     h: Tensor
-    past: Tensor
     context: TransformContext
+    past: Tensor
+    past_context: TransformContext
+    num_past: int
 
     def scaled(self, factor: float) -> "Case":
-        """Return the case with the context's gradients multiplied by `factor`, not g and h."""
-        value, step = self.context.value, self.context.step
-        assert value is not None
-        return replace(self, context=context_with(value, step, factor))
+        """Return the case with the contexts' gradients multiplied by `factor`, not g and h."""
+        contexts = []
+        for context in (self.context, self.past_context):
+            assert context.value is not None
+            contexts.append(context_with(context.value, context.step, factor))
+        return replace(self, context=contexts[0], past_context=contexts[1])
+
+    def state(self, transform: Transform) -> TransformState:
+        """Return the state after the gradient `past`, which came `num_past` times."""
+        state = transform.init(self.past)
+        for _ in range(self.num_past if state else 0):
+            _, state = transform.update(self.past, state, self.past_context)
+        return state
 
     def function(self, transform: Transform) -> Callable[[Tensor], Tensor]:
-        """Return the transform as a function of g, with the state after the gradient `past`."""
-        _, state = transform.update(self.past, transform.init(self.past), self.context)
-        return lambda grad: transform.update(grad, state, self.context)[0]
+        """Return the transform as a function of g, with the state after `past`."""
+        state = self.state(transform)
+        return lambda grad: _result(transform, grad, state, self.context)
 
     def __str__(self) -> str:
         return f"g = {printed(self.g)}"
 
 
+def _result(
+    transform: Transform, grad: Tensor, state: TransformState, context: TransformContext
+) -> Tensor:
+    """Return the new gradient; zero if it skips the step."""
+    if "examples" in transform.needs:
+        context = replace(context, examples=_Examples(grad))
+    result, after = transform.update(grad, state, context)
+    if "skip" in transform.needs and after[SKIPPED] > state[SKIPPED]:
+        return torch.zeros_like(grad)
+    return result
+
+
 def _check_all(check: Callable[[Transform, Case], None], subject: Subject, count: int) -> None:
-    for case in _cases(subject.shapes, count):
+    for case in _cases(subject, count):
         check(subject.transform, case)
 
 
@@ -159,9 +217,12 @@ def _acts(subject: Subject, count: int) -> bool:
     """Whether it changes a gradient of the cases: one that does not decides no property."""
     try:
         with failures_at(""):
-            cases = _cases(subject.shapes, count)
-            pairs = ((case.function(subject.transform)(case.g), case.g) for case in cases)
-            return not all(torch.equal(result, grad) for result, grad in pairs)
+            for case in _cases(subject, count):
+                function = case.function(subject.transform)
+                for grad in (case.g, LARGE * case.g):
+                    if not torch.equal(function(grad), grad):
+                        return True
+            return False
     except AssertionError:
         return True
 
@@ -171,22 +232,25 @@ def _check_shapes(rule: Callable[[Subject, Shape], None], subject: Subject) -> N
         rule(subject, shape)
 
 
-def _cases(shapes: Sequence[Shape], count: int) -> Iterator[Case]:
+def _cases(subject: Subject, count: int) -> Iterator[Case]:
     """Yield cases at several scales, some with zeros, equal entries or a single sign."""
     for index in range(count):
         choice = Random(index)
         generator = torch.Generator().manual_seed(index)
-        shape = shapes[(index + 2) % len(shapes)]
-        grads = [_gradient(shape, choice, generator) for _ in range(4)]
-        step = STEPS[index // len(shapes) % len(STEPS)]
-        yield Case(grads[0], grads[1], grads[2], context_with(grads[3], step))
+        shape = subject.shapes[(index + 2) % len(subject.shapes)]
+        tensors = [_gradient(shape, subject, choice, generator) for _ in range(5)]
+        g, h, past, value, past_value = tensors
+        step = STEPS[index // len(subject.shapes) % len(STEPS)]
+        contexts = [context_with(value, step), context_with(past_value, step)]
+        yield Case(g, h, contexts[0], past, contexts[1], 1 if index % 5 else LONG_PAST)
 
 
-def _gradient(shape: Shape, choice: Random, generator: torch.Generator) -> Tensor:
+def _gradient(shape: Shape, subject: Subject, choice: Random, generator: torch.Generator) -> Tensor:
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     signed = normal.abs() if choice.random() < 0.5 else normal
     coarse = (signed * 2).round() / 2 if choice.random() < 0.5 else signed
-    return coarse * 10.0 ** choice.randint(-3, 2)
+    # A gradient near overflow stays finite.
+    return (coarse * 10.0 ** choice.randint(*subject.exponents)).nan_to_num()
 
 
 def _elementwise(transform: Transform, case: Case) -> None:
@@ -199,7 +263,7 @@ def _elementwise(transform: Transform, case: Case) -> None:
 
 def _homogeneous(transform: Transform, case: Case) -> None:
     result = case.function(transform)(case.g)
-    for factor in (0.125, 3.0, 2.0**16):
+    for factor in (0.125, 3.0, LARGE):
         scaled = case.scaled(factor).function(transform)(factor * case.g)
         _expect_close(scaled, factor * result, case, f"times {factor:g}")
 
@@ -237,12 +301,12 @@ def _norm_non_increasing(transform: Transform, case: Case) -> None:
 
 
 def _unbiased(transform: Transform, case: Case) -> None:
-    state = transform.init(case.g)
     draws = 1 if "deterministic" in transform.properties else 400  # 1 where all are equal
+    state = case.state(transform)
     contexts = [replace(case.context, seed=seed) for seed in range(draws)]
-    results = torch.stack([transform.update(case.g, state, context)[0] for context in contexts])
+    results = torch.stack([_result(transform, case.g, state, one) for one in contexts])
     mean = results.mean(dim=0)
-    error = (results - mean).square().mean(dim=0).sqrt() / len(contexts) ** 0.5
+    error = (results - mean).square().mean(dim=0).sqrt() / draws**0.5
     is_near = ((mean - case.g).abs() <= 6 * error + 1e-9 * case.g.abs()).all()
     expect(is_near, f"{case}: the mean over {draws} seeds is {printed(mean)}")
 
@@ -255,8 +319,25 @@ def _deterministic(transform: Transform, case: Case) -> None:
         expect(same, f"{case}: another result with {change}")
 
 
+def _differentiable(transform: Transform, case: Case) -> None:
+    """The second derivatives through a hook are those by finite differences, away from kinks."""
+    shape, state = tuple(case.g.shape), case.state(transform)
+    if not case.g.numel():
+        return
+    x, grad = (noise(shape, torch.float64, seed).requires_grad_() for seed in (1, 2))
+
+    def hooked(x: Tensor) -> Tensor:
+        y = 2 * x
+        context = context_with(y, case.context.step)
+        y.register_hook(lambda grad: _result(transform, grad, state, context))
+        return y
+
+    right = torch.autograd.gradgradcheck(hooked, x, grad, fast_mode=True, raise_exception=False)
+    expect(right, f"at g = {printed(grad)}: another derivative by finite differences")
+
+
 def _expect_close(result: Tensor, expected: Tensor, case: Case, text: str) -> None:
-    same = torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    same = torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     expect(same, f"{case}, {text}: {printed(result)} and not {printed(expected)}")
 
 
@@ -270,6 +351,7 @@ PROPERTY_CHECKS: dict[TransformProperty, Callable[[Transform, Case], None]] = {
     "norm_non_increasing": _norm_non_increasing,
     "unbiased": _unbiased,
     "deterministic": _deterministic,
+    "differentiable": _differentiable,
 }
 """Assertion of each property for one case."""
 

@@ -441,8 +441,7 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         leaf._backward_hooks[FIRST] = lambda _, index=index: passed.add(index)
     try:
         zeros = tuple(leaf.detach().new_zeros(()).expand_as(leaf) for leaf in tried)
-        # `torch.autograd.grad` without its check of shapes, which imports sympy: half a second.
-        _run_backward(tuple(tried), zeros, False, False, tuple(tried), False, accumulate_grad=False)
+        torch.autograd.grad(tried, tried, zeros)
     finally:
         for leaf, hooks in zip(tried, own, strict=True):
             assert leaf._backward_hooks is not None

@@ -62,7 +62,9 @@ class AdaptiveClip(GroupTransform):
                 "max_norm", f"must be null with rule=quantile, found {self.max_norm}"
             )
 
-    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset(
+        {"odd", "sign_preserving", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     @property
     def acts_on_shards(self) -> bool:
@@ -140,7 +142,9 @@ class AdaptiveClip(GroupTransform):
 
 
 def _factor(norms: Tensor, bound: Tensor) -> Tensor:
-    return torch.where(norms > bound, bound / norms, 1.0)
+    clips = norms > bound
+    # Of an infinite bound the quotient has no derivative, also where it is not chosen.
+    return torch.where(clips, bound, 1.0) / torch.where(clips, norms, 1.0)
 
 
 def _quantile(past: Tensor, fraction: float) -> Tensor:

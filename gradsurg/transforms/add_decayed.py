@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.transforms.base import Stateless, TransformContext, value_of
+from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty, value_of
 
 
 @validated
@@ -16,7 +16,7 @@ class AddDecayed(Stateless):
 
     L2 regularization, which differs from decoupled weight decay in adaptive optimizers: Loshchilov
     and Hutter, ICLR 2019 (arXiv 1711.05101), algorithm 1. As optax's `add_decayed_weights`.
-    Requires the value w, a constant in a double backward.
+    Requires the value w.
 
     Any shape. A zero gradient becomes that of the penalty, an empty tensor stays empty. A NaN or an
     infinity in g or w stays.
@@ -28,6 +28,9 @@ class AddDecayed(Stateless):
     needed = frozenset({"value"})
 
     tags = frozenset({"elementwise", "deterministic"})
+
+    def tags_if(self) -> dict[TransformProperty, bool]:
+        return {"differentiable": self.penalty == "l1"}  # sign(w) is constant but at 0
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         value = widened(value_of(self, context))

@@ -27,7 +27,7 @@ class AddNoise(Stateless):
     gamma: Annotated[float, Field(ge=0)] = 0.55
     sigma: Annotated[float, Field(gt=0)] | None = None
 
-    tags = frozenset({"elementwise", "unbiased"})
+    tags = frozenset({"elementwise", "unbiased", "differentiable"})
 
     def deviation(self, step: int) -> float:
         """Return the standard deviation of the noise at a step."""

@@ -30,6 +30,8 @@ TransformProperty = Literal[
     "norm_non_increasing",  # |T(g)| <= |g| in the 2-norm
     "unbiased",  # E[T(g)] = g over the random draws
     "deterministic",  # draws no random numbers
+    "differentiable",  # autograd differentiates T(g) by g and by all that T reads besides, except
+    # for the state; the probabilities of its draws do not depend on g
 ]
 """Properties of a transform T. `gradsurg.testing.check_transform` tests each of them."""
 

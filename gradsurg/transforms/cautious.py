@@ -45,7 +45,7 @@ class Cautious(Stateless):
 
     needed = frozenset({"gradient"})
 
-    tags = frozenset({"deterministic"})
+    tags = frozenset({"deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         flips, scales = self.mode == "sign", self.scale != "none"

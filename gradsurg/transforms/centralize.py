@@ -24,7 +24,15 @@ class Centralize(Stateless):
             raise Contradiction("per", "must not be entry: the result would be zero; use Zero")
 
     tags = frozenset(
-        {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "deterministic"}
+        {
+            "homogeneous",
+            "idempotent",
+            "linear",
+            "odd",
+            "norm_non_increasing",
+            "deterministic",
+            "differentiable",
+        }
     )
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:

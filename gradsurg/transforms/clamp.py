@@ -26,7 +26,7 @@ class Clamp(Stateless):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise Contradiction("low", f"must be <= high, found low={self.low}, high={self.high}")
 
-    tags = frozenset({"elementwise", "idempotent", "deterministic"})
+    tags = frozenset({"elementwise", "idempotent", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         low, high = self.low, self.high

@@ -33,6 +33,7 @@ class Clip(Stateless):
             "sign_preserving",
             "norm_non_increasing",
             "deterministic",
+            "differentiable",
         }
     )
 

@@ -32,7 +32,9 @@ class ClipGlobalNorm(GroupTransform, ExampleWeighting):
     p: NormOrder = 2.0
     eps: Annotated[float, Field(ge=0)] = 1e-6
 
-    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset(
+        {"odd", "sign_preserving", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     @property
     def acts_on_shards(self) -> bool:

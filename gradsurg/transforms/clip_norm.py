@@ -30,7 +30,9 @@ class ClipNorm(Stateless):
     eps: Annotated[float, Field(ge=0)] = 0.0
     mean: bool = False
 
-    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset(
+        {"odd", "sign_preserving", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"idempotent": self.eps == 0, "elementwise": self.per == "entry"}

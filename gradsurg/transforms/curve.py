@@ -30,7 +30,7 @@ class Curve(Stateless):
     by: Literal["tanh", "softsign", "log", "power", "soft_threshold"] = "tanh"
     amount: Annotated[float, Field(gt=0)] = 1.0
 
-    tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"norm_non_increasing": self.by != "power"}

@@ -24,7 +24,7 @@ class Delay(Transform):
 
     steps: Annotated[int, Field(ge=1)] = 1
 
-    tags = frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         dtype = torch.promote_types(grad.dtype, torch.float32)

@@ -29,7 +29,7 @@ class DGC(Transform):
     amount: Annotated[float, Field(gt=0, le=1)] = 1e-3
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
-    tags = frozenset({"deterministic"})
+    tags = frozenset({"deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         zeros = torch.zeros_like(widened(grad))

@@ -34,7 +34,7 @@ class ErrorFeedback(Wrapper):
 
     of: AnyTransform = Sign("mean")
 
-    inherited = frozenset({"elementwise", "deterministic"})
+    inherited = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init_group(self, grads: Sequence[Tensor]) -> TransformState:
         wide = [widened(grad) for grad in grads]

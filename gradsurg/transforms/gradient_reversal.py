@@ -23,7 +23,9 @@ class GradientReversal(Stateless):
 
     strength: Annotated[float, Field(ge=0)] = 1.0
 
-    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+    tags = frozenset(
+        {"elementwise", "homogeneous", "linear", "odd", "deterministic", "differentiable"}
+    )
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"norm_non_increasing": self.strength <= 1}

@@ -49,7 +49,9 @@ class Graft(GroupTransform):
     @property
     def properties(self) -> frozenset[TransformProperty]:
         both = self.direction.properties & self.magnitude.properties
-        inherited = both & frozenset[TransformProperty]({"homogeneous", "odd", "deterministic"})
+        inherited = both & frozenset[TransformProperty](
+            {"homogeneous", "odd", "deterministic", "differentiable"}
+        )
         directed = self.direction.properties & frozenset[TransformProperty]({"sign_preserving"})
         bounded = self.magnitude.properties & frozenset[TransformProperty]({"norm_non_increasing"})
         return inherited | directed | bounded

@@ -24,7 +24,7 @@ class GrokfastEMA(Transform):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.98
     strength: float = 2.0
 
-    tags = frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         return {

@@ -29,7 +29,7 @@ class GrokfastMA(Transform):
     _: KW_ONLY
     warmup: bool = True
 
-    tags = frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         wide = widened(grad)

@@ -28,7 +28,9 @@ class GrowthClip(Transform):
     _: KW_ONLY
     per: Per = "tensor"
 
-    tags = frozenset({"odd", "sign_preserving", "norm_non_increasing", "deterministic"})
+    tags = frozenset(
+        {"odd", "sign_preserving", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     def init(self, grad: Tensor) -> TransformState:
         return {"norm": torch.zeros_like(norm(grad, self.per))}

@@ -25,6 +25,7 @@ class Identity(Stateless):
             "norm_non_increasing",
             "unbiased",
             "deterministic",
+            "differentiable",
         }
     )
 

@@ -29,7 +29,9 @@ class LowRank(Transform):
 
     rank: Annotated[int, Field(ge=1)] = 2
 
-    tags = frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
+    tags = frozenset(
+        {"homogeneous", "odd", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     def init(self, grad: Tensor) -> TransformState:
         if grad.ndim < 2 or not grad.numel():

@@ -11,7 +11,6 @@ from torch.func import vjp
 
 from gradsurg.plugins.fields import validated
 from gradsurg.plugins.reductions import widened
-from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     LayerCall,
     Need,
@@ -46,9 +45,8 @@ class LRP(Stateless):
 
     `Inputs` of modules that take and return one tensor; `gamma` and `zplus` at linear and
     convolutional layers. The module's forward runs again in the backward pass, without its hooks.
-    The result is not differentiable: a backward pass with `create_graph` raises. It ignores the
-    gradient, except for its dtype; NaN and infinities of e, x and z spread as in the module, and an
-    empty tensor stays empty.
+    It ignores the gradient, except for its dtype; NaN and infinities of e, x and z spread as in the
+    module, and an empty tensor stays empty.
     """
 
     rule: Literal["epsilon", "gamma", "zplus", "identity"] = "epsilon"
@@ -64,13 +62,6 @@ class LRP(Stateless):
     tags = frozenset({"homogeneous", "idempotent", "deterministic"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        # torch.func.grad always has a graph, also where nothing differentiates the result.
-        in_graph = torch.is_grad_enabled() and not autograd.in_functorch()
-        if in_graph and autograd.in_backward():
-            raise RuntimeError(
-                f"take the gradient without create_graph: the relevance of LRP at '{context.site}' "
-                "is not differentiable, so a penalty on it would have no effect"
-            )
         layer, x, output, entering = layer_of(self, context)
         relevance = widened(entering) * output
         match self.rule:

@@ -56,7 +56,7 @@ class Mask(Stateless):
         if self.by in ("threshold", "random") and self.per != "tensor":
             raise Contradiction("per", f"must be tensor with by={self.by}, found {self.per}")
 
-    tags = frozenset({"odd", "sign_preserving"})
+    tags = frozenset({"odd", "sign_preserving", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         largest, draws = self.by == "largest", self.by in ("random", "random_k")

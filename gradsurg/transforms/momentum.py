@@ -38,7 +38,7 @@ class Momentum(Transform):
         if self.debias and self.nesterov:
             raise Contradiction("debias", "must be false with nesterov=true, found true")
 
-    tags = frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         state = {"momentum": torch.zeros_like(widened(grad))}

@@ -24,7 +24,7 @@ class MovingMedian(Transform):
 
     window: Annotated[int, Field(ge=1)] = 5
 
-    tags = frozenset({"elementwise", "deterministic"})
+    tags = frozenset({"elementwise", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         return {

@@ -41,6 +41,7 @@ class NOfM(Stateless):
             "sign_preserving",
             "norm_non_increasing",
             "deterministic",
+            "differentiable",
         }
     )
 

@@ -21,7 +21,9 @@ class NormMatched(Wrapper):
     of: AnyTransform = Clip(0.01)
 
     tags = frozenset({"sign_preserving"})
-    inherited = frozenset({"homogeneous", "odd", "norm_non_increasing", "deterministic"})
+    inherited = frozenset(
+        {"homogeneous", "odd", "norm_non_increasing", "deterministic", "differentiable"}
+    )
 
     def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
         return norm_matched(grad, result)

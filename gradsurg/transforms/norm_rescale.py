@@ -27,7 +27,7 @@ class NormRescale(Stateless):
     per: Per = "tensor"
     eps: Annotated[float, Field(ge=0)] = 0.0
 
-    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"idempotent": self.eps == 0, "elementwise": self.per == "entry"}

@@ -32,7 +32,7 @@ class Orthogonalize(Stateless):
     coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
     eps: Annotated[float, Field(gt=0)] = 1e-7
 
-    tags = frozenset({"odd", "deterministic"})
+    tags = frozenset({"odd", "deterministic", "differentiable"})
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         if grad.ndim < 2 or not grad.numel():

@@ -23,9 +23,8 @@ class Perpendicular(Stateless):
     2501.04697); its code rescales.
 
     w.g is that of the tensor, or of each group selected by `per`. Where w is zero g is not changed.
-    Requires the value w, a constant in a double backward. Any shape; zero stays zero, an empty
-    tensor empty; a tensor of one entry becomes about zero. A NaN or an infinity in g or w makes
-    its group NaN.
+    Requires the value w. Any shape; zero stays zero, an empty tensor empty; a tensor of one entry
+    becomes about zero. A NaN or an infinity in g or w makes its group NaN.
     """
 
     rescale: bool = False

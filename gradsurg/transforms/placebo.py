@@ -25,7 +25,7 @@ class Placebo(Wrapper):
 
     of: AnyTransform = ScaleBySign()
 
-    inherited = frozenset({"homogeneous", "norm_non_increasing"})
+    inherited = frozenset({"homogeneous", "norm_non_increasing", "differentiable"})
 
     def combine(self, grad: Tensor, result: Tensor, context: TransformContext) -> Tensor:
         # Another key than that of T, which may draw the same numbers.

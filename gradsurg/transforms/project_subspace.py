@@ -64,7 +64,9 @@ class ProjectSubspace(GroupTransform):
     def scope(self) -> Scope:
         return "group" if self.vectors == "group" else "tensor"
 
-    tags = frozenset({"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing"})
+    tags = frozenset(
+        {"homogeneous", "idempotent", "linear", "odd", "norm_non_increasing", "differentiable"}
+    )
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"deterministic": self.path is not None}

@@ -42,6 +42,8 @@ class Quantize(Stateless):
             "homogeneous": self.stochastic,  # else an entry between two levels may go either way
             "unbiased": self.stochastic and self.clip is None,
             "deterministic": not self.stochastic,
+            # With `clip`, a deviation of 0 has no derivative.
+            "differentiable": not self.stochastic and self.clip is None,
             "idempotent": not self.stochastic and (self.by, self.clip) == ("max", None),
         }
 

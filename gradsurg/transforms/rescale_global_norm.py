@@ -33,7 +33,7 @@ class RescaleGlobalNorm(GroupTransform):
     _: KW_ONLY
     eps: Annotated[float, Field(ge=0)] = 0.0
 
-    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "deterministic", "differentiable"})
 
     @property
     def acts_on_shards(self) -> bool:

@@ -53,7 +53,9 @@ class Route(Stateless):
 
     needed = frozenset({"labels"})
 
-    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+    tags = frozenset(
+        {"elementwise", "homogeneous", "linear", "odd", "deterministic", "differentiable"}
+    )
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {

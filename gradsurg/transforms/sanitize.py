@@ -29,7 +29,14 @@ class Sanitize(Stateless):
 
     # Neither homogeneous nor linear: where c * g overflows, so does c * T(g), but not T(c * g).
     tags = frozenset(
-        {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+        {
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+            "differentiable",
+        }
     )
 
     def tags_if(self) -> dict[TransformProperty, bool]:

@@ -18,7 +18,9 @@ class Scale(Stateless):
 
     factor: float = 0.1
 
-    tags = frozenset({"elementwise", "homogeneous", "linear", "odd", "deterministic"})
+    tags = frozenset(
+        {"elementwise", "homogeneous", "linear", "odd", "deterministic", "differentiable"}
+    )
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {

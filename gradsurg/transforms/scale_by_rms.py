@@ -29,7 +29,7 @@ class ScaleByRMS(Transform):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     debias: bool = False
 
-    tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"elementwise", "odd", "sign_preserving", "deterministic", "differentiable"})
 
     def init(self, grad: Tensor) -> TransformState:
         left = torch.ones((), dtype=torch.float64, device=grad.device)

@@ -38,7 +38,7 @@ class ScaleBySign(Stateless):
     def needs(self) -> frozenset[Need]:
         return frozenset({"value"} if self.of == "value" else ())
 
-    tags = frozenset({"homogeneous", "deterministic"})
+    tags = frozenset({"homogeneous", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         gains, of_other = (self.positive, self.negative), self.of != "grad"

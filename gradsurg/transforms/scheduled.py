@@ -45,7 +45,15 @@ class Scheduled(Wrapper):
     curve: Literal["linear", "cosine", "saturating"] = "linear"
 
     inherited = frozenset(
-        {"elementwise", "homogeneous", "linear", "odd", "unbiased", "deterministic"}
+        {
+            "elementwise",
+            "homogeneous",
+            "linear",
+            "odd",
+            "unbiased",
+            "deterministic",
+            "differentiable",
+        }
     )
 
     def tags_if(self) -> dict[TransformProperty, bool]:

@@ -27,7 +27,7 @@ class Sign(Stateless):
     _: KW_ONLY
     per: Per = "tensor"
 
-    tags = frozenset({"odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"odd", "sign_preserving", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         has_no_scale, of_mean = self.scale == "none", self.scale == "mean"

@@ -30,7 +30,7 @@ class SignAgreement(Transform):
     _: KW_ONLY
     rescale: bool = False
 
-    tags = frozenset({"deterministic"})
+    tags = frozenset({"deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"elementwise": not self.rescale}

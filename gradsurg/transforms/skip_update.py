@@ -44,7 +44,14 @@ class SkipUpdate(GroupTransform):
     needed = frozenset({"skip"})
 
     tags = frozenset(
-        {"idempotent", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+        {
+            "idempotent",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+            "differentiable",
+        }
     )
 
     @property

@@ -31,7 +31,14 @@ class SpikeClip(Transform):
     warmup: Annotated[int, Field(ge=1)] = 20
 
     tags = frozenset(
-        {"elementwise", "odd", "sign_preserving", "norm_non_increasing", "deterministic"}
+        {
+            "elementwise",
+            "odd",
+            "sign_preserving",
+            "norm_non_increasing",
+            "deterministic",
+            "differentiable",
+        }
     )
 
     def init(self, grad: Tensor) -> TransformState:

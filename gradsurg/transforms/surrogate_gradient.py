@@ -56,7 +56,8 @@ class SurrogateGradient(Stateless):
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         peak = {"sigmoid": self.slope / 4, "arctan": self.slope / 2}.get(self.window, 1.0)
-        return {"norm_non_increasing": peak <= 1, "idempotent": self.window == "rectangle"}
+        is_mask = self.window == "rectangle"
+        return {"norm_non_increasing": peak <= 1, "idempotent": is_mask, "differentiable": is_mask}
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         u = self.slope * (widened(value_of(self, context)) - self.center)

@@ -28,7 +28,7 @@ class TGR(Stateless):
 
     factor: Annotated[float, Field(ge=0)] = 0.5
 
-    tags = frozenset({"homogeneous", "odd", "sign_preserving", "deterministic"})
+    tags = frozenset({"homogeneous", "odd", "sign_preserving", "deterministic", "differentiable"})
 
     def tags_if(self) -> dict[TransformProperty, bool]:
         return {"norm_non_increasing": self.factor <= 1}

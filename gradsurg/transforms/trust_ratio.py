@@ -20,7 +20,7 @@ class TrustRatio(Stateless):
     g is not changed. This is optax's `scale_by_trust_ratio`. With `AddDecayed` before it, g + b w
     takes the place of g, as in `optax.lars`; LARS of You, Gitman, Ginsburg 2017 (arXiv 1708.03888)
     divides g + b w by |g| + b |w| instead, so that its steps are shorter. LAMB has the
-    coefficient 1 and Adam's update for g. Requires the value w, a constant in a double backward.
+    coefficient 1 and Adam's update for g. Requires the value w.
 
     Any shape; zero stays zero, an empty tensor empty. A NaN in g or w makes its group NaN; an
     infinity in g becomes NaN and the rest of its group zero.

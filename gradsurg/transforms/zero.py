@@ -25,6 +25,7 @@ class Zero(Stateless):
             "sign_preserving",
             "norm_non_increasing",
             "deterministic",
+            "differentiable",
         }
     )
 

@@ -47,15 +47,15 @@ SEVERAL = ("task=overlay", "model=multi_head", "steps=10")
         (
             ["aggregator=fixed_weights", "aggregator.weights={frist: 1, second: 0.5}"],
             [
-                "aggregator.weights: there is no task 'frist'. There are: first, second. "
-                "Did you mean 'first'?"
+                "aggregator.weights: there is no task 'frist'. Did you mean 'first'? "
+                "There are: first, second."
             ],
         ),
         (
             ["aggregator=agem", "aggregator.memory=frist"],
             [
-                "aggregator.memory: there is no loss 'frist'. There are: first, second. "
-                "Did you mean 'first'?"
+                "aggregator.memory: there is no loss 'frist'. Did you mean 'first'? "
+                "There are: first, second."
             ],
         ),
         (["aggregator=krum"], ["aggregator: Krum(num_byzantine=0, num_selected=1) needs 3 tasks"]),

@@ -19,7 +19,7 @@ import gradsurg as gs
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiment.execution import Record, execute, follow
+from gradsurg.experiment.execution import Record, _built, execute, follow
 from gradsurg.experiment.loop import Batches
 from gradsurg.experiment.run import Run
 from gradsurg.models.mlp import MLP
@@ -190,6 +190,12 @@ def test_an_error_of_one_process_ends_the_run_in_all_and_the_next_run_is_trained
     assert states == ["finished"]
     (log,) = tmp_path.rglob("error.log")
     assert 'raise ValueError("mine")' in log.read_text(encoding="utf-8")
+
+
+def test_a_rank_without_the_run_of_rank_0_says_so() -> None:
+    config = run_of("transform=clip").config
+    with pytest.raises(RuntimeError, match="^there is no run other-seed0 here: the code or data"):
+        _built(config, 0, "other-seed0")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from gradsurg.experiment import run_directory
-from gradsurg.experiment.run_directory import FORMAT, RunDirectory
-from gradsurg.experiment.run_reader import BrokenFile, known, read, read_rows
+from gradsurg.experiment.run_directory import FORMAT, RunDirectory, remove_leftovers
+from gradsurg.experiment.run_reader import BrokenFile, ForeignLink, known, read, read_rows
 from tests.runs import effect
 
 
@@ -61,6 +61,94 @@ def test_the_lock_is_released_after_an_error_and_drafts_are_removed(run):
     (run.path / ".summary.json.99.tmp").write_text("of a killed process", encoding="utf-8")
     with run.lock():
         assert [path.name for path in run.path.iterdir()] == [".lock"]
+
+
+FOREIGN = ("metrics.jsonl", "checkpoint.pt", "checkpoint_previous.pt", "config.yaml", ".lock")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_run_with_a_link_out_of_its_study_is_failed_and_not_written(run, tmp_path, name):
+    target = tmp_path / "target"
+    target.write_text("theirs")
+    run.path.mkdir(parents=True)
+    (run.path / name).symlink_to(target)
+    reason = f"{name} is a link out of the folder of the study, which is not followed"
+    assert (run.state, run.reason) == ("failed", reason)
+    with pytest.raises(ForeignLink, match=reason), run.lock():
+        run.load_checkpoint()
+    assert target.read_text() == "theirs"
+
+
+def test_a_run_that_is_a_link_out_of_its_study_is_not_written(run, tmp_path):
+    (tmp_path / "target").mkdir()
+    run.path.parent.mkdir()
+    run.path.symlink_to(tmp_path / "target")
+    with pytest.raises(ForeignLink, match=run.path.name), run.lock():
+        run.clear()
+    assert run.is_foreign
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_a_study_may_be_a_link_itself(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    run.path.parent.symlink_to(tmp_path / "disk")
+    with run.lock():
+        run.append("metrics.jsonl", [{"step": 1}])
+    assert steps(run) == [1]
+    assert not run.is_foreign
+
+
+LEFT = (".lock", ".summary.json.123.tmp", "checkpoint_previous.pt")
+
+
+def killed(run, *, ended):
+    """The files of a run that was killed."""
+    run.append("metrics.jsonl", [{"step": 1}])
+    if ended:
+        run.write_summary({"state": "finished"})
+    for name in LEFT:
+        (run.path / name).touch()
+
+
+def test_what_a_killed_process_left_is_removed_from_its_study(run):
+    study = run.path.parent
+    tuned, mine = (RunDirectory(study / name) for name in ("tuning/clip-12345678", "mine"))
+    for one in (run, tuned, mine):
+        killed(one, ended=True)
+    (study / "report" / ".draft-x" / "figures").mkdir(parents=True)
+    remove_leftovers(study)
+    for one in (run, tuned):
+        names = {path.name for path in one.path.iterdir()}
+        assert names == {"metrics.jsonl", "summary.json"}
+    assert {*LEFT} < {path.name for path in mine.path.iterdir()}, "it is not a run"
+    assert list((study / "report").iterdir()) == []
+
+
+def test_the_checkpoint_before_the_last_of_an_interrupted_run_stays(run):
+    killed(run, ended=False)
+    remove_leftovers(run.path.parent)
+    assert {path.name for path in run.path.iterdir()} == {"metrics.jsonl", LEFT[-1]}
+
+
+def test_the_files_of_a_run_that_another_process_trains_stay(run):
+    killed(run, ended=True)
+    command = (
+        "import sys\nfrom gradsurg.experiment.run_directory import RunDirectory\n"
+        "with RunDirectory(sys.argv[1]).lock():\n    print(1, flush=True)\n    sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", command, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        (run.path / LEFT[1]).touch()
+        remove_leftovers(run.path.parent)
+        assert {*LEFT} < {path.name for path in run.path.iterdir()}
+        other.communicate(b"")
+    remove_leftovers(run.path.parent)
+    assert not {*LEFT} & {path.name for path in run.path.iterdir()}
 
 
 def test_the_config_is_read_back_and_not_replaced(run):

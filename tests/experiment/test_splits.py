@@ -58,6 +58,20 @@ def test_the_runs_of_one_split_are_those_of_a_study_of_it() -> None:
     assert built(CLIP).pairs[0].runs[0].title == "none-seed0"
 
 
+def test_titles_name_task_and_model_unless_the_study_is_named_after_them() -> None:
+    titles = {
+        run.title
+        for model in ("mlp", "gradsurg.models.mlp.MLP")
+        for pair in built(CLIP, f"model={model}", "study=first", "seeds=1").pairs
+        for run in pair.runs
+    }
+    assert titles == {
+        f"{label}-seed0-digits-{model}"
+        for label in ("none", "clip")
+        for model in ("mlp", "gradsurg.models.mlp.MLP")
+    }
+
+
 @pytest.mark.parametrize("words", ["control=norm_matched", "attribute=true"])
 def test_other_arms_have_the_split_of_their_treated_runs(words: str) -> None:
     pairs = built("transform=[clip,sign]", "splits=2", words).pairs

@@ -45,6 +45,14 @@ CLIP = "transform=clip"
         ((CLIP, "clip.value=0.1"), "clip.value: is not a key here. Is it transform.clip.value?"),
         ((CLIP, "hydra.launcher.n_jobs=2"), "hydra.launcher.n_jobs: 'n_jobs' is not a key of"),
         ((CLIP, "margin=0"), "margin: needs a positive number in the metric's unit, such as "),
+        ((CLIP, f"seeds={10**30}"), "seeds: must be < 9223372036854775808, found 1000000000000"),
+        ((CLIP, f"splits={10**30}", "yes=true"), "splits: must be < 9223372036854775808, found "),
+        ((CLIP, f"steps={10**30}"), "steps: must be < 9223372036854775808, found 10000000000"),
+        ((CLIP, "--config-dir", "x" * 300), "--config-dir: there is no folder "),
+        (("--list", "clip", "--config-dir", "x" * 300), "--list: there is no folder xxx"),
+        (("--list", "x" * 300), "--list: there is no group 'xxx"),
+        ((f"transform={'x' * 300}",), "transform: there is no 'xxx"),
+        ((f"experiment={'x' * 300}",), "experiment: there is no 'xxx"),
         ((CLIP, "seeds=1000000000"), "seeds: 2,000,000,000 runs need yes=true; without it at most"),
         pytest.param(
             ("-m", CLIP, "seeds=2501", "model=mlp,linear"),
@@ -59,7 +67,8 @@ def test_a_wrong_command_line_gives_one_line(
     here: Here, folder: Path, words: tuple[str, ...], line: str
 ) -> None:
     given = {word.partition("=")[0] for word in words}
-    ended = here(*words, *(word for word in SHORT if word.partition("=")[0] not in given))
+    short = () if "--list" in words else SHORT
+    ended = here(*words, *(word for word in short if word.partition("=")[0] not in given))
     lines = [text for text in ended.err.splitlines() if not text.startswith("warning: ")]
     assert ended.code == 2
     assert lines[0].startswith(line), lines

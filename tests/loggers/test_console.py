@@ -1,6 +1,10 @@
 """The console logger: a bar on a terminal, else one line per run."""
 
+import os
+import pty
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from io import StringIO
 
@@ -8,7 +12,7 @@ import pytest
 import rich.console
 
 from gradsurg.loggers.console import Console, _NotebookLine
-from tests.loggers.offline import go, info
+from tests.loggers.offline import alone, go, info
 
 
 def console_on(monkeypatch, terminal, width=120, **options):
@@ -50,6 +54,42 @@ def test_console_shows_a_bar_on_a_terminal_and_removes_it(monkeypatch):
     assert file.getvalue().endswith(
         "\x1b[2Kclip clip [bold] seed 0: finished at step 40, test/accuracy 0.9\n"
     )
+
+
+def test_without_lines_nothing_of_the_progress_remains(monkeypatch):
+    file = console_on(monkeypatch, terminal=True)
+    logger = Console(lines=False)
+    logger.start(info("."))
+    progress = logger._screen.progress
+    assert progress is not None
+    progress.refresh()
+    assert "clip [bold] seed 0" in file.getvalue()
+    logger.finish("finished", {"test/accuracy": 0.9})
+    assert "finished" not in file.getvalue()
+    assert not progress.live.is_started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_command_without_loggers_shows_its_progress_on_a_terminal_alone(tmp_path, terminal):
+    ours, theirs = pty.openpty()
+    words = ["transform=clip", "steps=20", "seeds=1", "logger=none", "report=false"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsurg.run", *words],
+        cwd=tmp_path,
+        env={**alone(tmp_path), "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs if terminal else subprocess.PIPE,
+        timeout=120,
+        check=False,
+    )
+    shown = os.read(ours, 65536).decode() if terminal else done.stderr.decode()
+    for file in (ours, theirs):
+        os.close(file)
+    assert done.returncode == 0
+    assert ("run 1 of 2" in shown) == terminal
+    assert "finished" not in shown
 
 
 def test_a_line_of_a_launchers_process_names_its_job(monkeypatch):

@@ -64,6 +64,147 @@ print(json.dumps(logger.notes()))
     ]
 
 
+VARIABLES = """
+os.environ.update(WANDB_PROJECT="ours", WANDB_NAME="my-name", WANDB_RUN_GROUP="my-group",
+                  WANDB_JOB_TYPE="my-type", WANDB_TAGS="one,two",
+                  WANDB_DIR=os.path.abspath("scratch"), WANDB_RUN_ID="fixed", WANDB_RESUME="must",
+                  WANDB_MODE="offline")
+"""
+
+
+@pytest.mark.slow
+def test_variables_of_wandb_act_where_no_field_is_given_and_each_run_has_its_own_id(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        VARIABLES
+        + """
+logger = Wandb()
+for seed in (0, 1, 0):  # the first is repeated: its W&B run is replaced
+    logger.start(run(seed))
+    logger.log(10, {"train/loss": seed + 1.5})
+    logger.finish("finished", {})
+print(json.dumps(logger.notes()))
+""",
+    )
+    assert done.returncode == 0
+    assert done.stderr == "WANDB_RUN_ID is ignored: each run has an id of its own\n"
+    paths = [*tmp_path.glob("scratch/wandb/offline-run-*")]
+    assert not [*tmp_path.glob("runs/*/wandb")]
+    assert json.loads(done.stdout)[1] == "  to upload: wandb sync scratch/wandb/offline-run-*"
+    records = [inspect(tmp_path, path) for path in paths]
+    assert sorted(rows(one)[0]["train/loss"] for one in records) == [1.5, 2.5]
+    begun = [of_type(one, "run")[0] for one in records]
+    assert len({one["run_id"] for one in begun} | {"fixed"}) == 3
+    named = ("project", "display_name", "run_group", "job_type", "tags")
+    for one in begun:
+        assert [one[key] for key in named] == [
+            "ours",
+            "my-name",
+            "my-group",
+            "my-type",
+            ["one", "two"],
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("project", "variable", "used"),
+    [
+        ("typed", "ours", "typed"),
+        pytest.param("gradsurg", "ours", "gradsurg", marks=pytest.mark.full),
+        (None, None, "gradsurg"),
+    ],
+)
+def test_a_project_that_is_given_wins_over_the_variable(tmp_path, project, variable, used):
+    setting = f"os.environ['WANDB_PROJECT'] = {variable!r}" if variable else ""
+    done = run_wandb(
+        tmp_path,
+        f"""
+{setting}
+logger = Wandb(mode="offline", project={project!r})
+logger.start(run(0))
+logger.finish("finished", {{}})
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = tmp_path.glob("runs/*/wandb/offline-run-*")
+    (begun,) = of_type(inspect(tmp_path, path), "run")
+    assert begun["project"] == used
+
+
+@pytest.mark.slow
+def test_the_summary_has_the_last_and_the_best_value_of_a_metric_with_a_direction(tmp_path):
+    done = run_wandb(
+        tmp_path,
+        """
+from dataclasses import replace
+logger = Wandb(mode="offline", panels="all")
+logger.start(replace(run(0), better={"loss": "lower", "accuracy": "higher"}))
+for step, (loss, accuracy) in enumerate(((2.5, 0.5), (0.5, 0.75), (1.5, 0.25))):
+    logger.log(step, {"train/loss": loss, "train/loss_first": loss, "test/accuracy": accuracy,
+                      "test/other": 1.0, "conflict/sum/shared/norm/loss": loss})
+logger.finish("finished", {"train/loss": 1.5, "test/accuracy": 0.25, "test/loss": 0.125})
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = tmp_path.glob("runs/*/wandb/offline-run-*")
+    records = inspect(tmp_path, path)
+    defined = {one["name"]: one["summary"] for one in of_type(records, "metric") if "name" in one}
+    assert defined == {
+        "train/loss": {"min": True},
+        "train/loss_first": {"min": True},
+        "test/accuracy": {"max": True},
+    }
+    summary = {
+        key: value for one in of_type(records, "summary") for key, value in one["update"].items()
+    }
+    known = {key: value for key, value in summary.items() if key.startswith(("train/", "test/"))}
+    assert known == {
+        "train/loss": 1.5,
+        "train/loss.min": 0.5,
+        "train/loss_first": {"min": 0.5},
+        "test/accuracy": 0.25,
+        "test/accuracy.max": 0.75,
+        "test/loss": 0.125,
+        "test/other": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_the_run_of_a_study_has_its_config_its_verdict_and_one_artifact(tmp_path):
+    (tmp_path / "page.html").write_text("<p>page</p>", encoding="utf-8")
+    done = run_wandb(
+        tmp_path,
+        """
+from gradsurg.loggers.base import StudyInfo
+study = StudyInfo(
+    "my study", Path("runs/report"), [{"arm": "clip"}], verdict="clip raises test accuracy.",
+    config={"command": "python -m gradsurg.run"}, files=[Path("page.html")],
+    surgery={"clip": {"transform": {"clip": {"value": 0.1}}}}, environment=[{"torch": "2"}],
+)
+Wandb(mode="offline").study(study)
+""",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = tmp_path.glob("runs/report/wandb/offline-run-*")
+    records = inspect(tmp_path, path)
+    (begun,) = of_type(records, "run")
+    verdict = "clip raises test accuracy."
+    assert begun["notes"] == verdict
+    config = begun["config"]["update"]
+    assert (config["study"], config["command"]) == ("my study", "python -m gradsurg.run")
+    assert any(one["update"].get("verdict") == verdict for one in of_type(records, "summary"))
+    (artifact,) = [one for one in of_type(records, "artifact") if one["type"] == "study"]
+    assert artifact["name"] == "my-study"
+    files = {one["path"]: Path(one["local_path"]) for one in artifact["manifest"]["contents"]}
+    assert {*files} == {"page.html", "surgery.json", "environment.json"}
+    assert all(file.is_absolute() for file in files.values())
+    assert files["page.html"].read_text(encoding="utf-8") == "<p>page</p>"
+    surgery = json.loads(files["surgery.json"].read_text(encoding="utf-8"))
+    assert surgery["clip"]["transform"] == {"clip": {"value": 0.1}}
+    assert json.loads(files["environment.json"].read_text(encoding="utf-8")) == [{"torch": "2"}]
+
+
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABAQAAAAA3bvkkAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 """A picture of one pixel."""
 
@@ -369,7 +510,9 @@ def test_a_resumed_run_continues_the_same_wandb_run_online_and_replaces_one_offl
         logger.log(step, {"train/loss": 0.5})
     logger.finish("failed", {})
     ((options, run),) = made
-    assert (options["id"], options["mode"], options["entity"]) == (run_id, mode, "somebody")
+    assert (options["mode"], options["entity"]) == (mode, "somebody")
+    assert (options["id"] == "abcd") == (run_id == "abcd")
+    assert options["resume"] == ("never" if run_id is None else "allow")
     assert [row["global_step"] for row in run.rows] == steps
     assert (run.exit_code, run.summary["state"]) == (1, "failed")
     assert folder.is_dir() == (before == "run")

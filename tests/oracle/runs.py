@@ -18,6 +18,7 @@ import polars as pl
 import torch
 import yaml
 
+from gradsurg.plugins.registry import named
 from tests.oracle.side import SIDES, End, Job, differences, report, run_both
 
 UNCOMPARED = (
@@ -62,7 +63,7 @@ class Fragile(MLP):
 def make(shape, num_outputs, dropout=0.0):
     return Fragile(shape, num_outputs, hidden=(16,), dropout=dropout)
 """
-TIGHT = "tight:\n  name: clip\n  value: 0.001\n"
+TIGHT = "tight:\n  _target_: gradsurg.Clip\n  value: 0.001\n"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ LINES = {
         "transform=clip_norm transform.clip_norm.max_norm=0.0001 site=outputs "
         "site.pattern=blocks.* model=convnet steps=6 log_every=2"
     ),
-    "triggers": Line("transform=sign when=(steps(start=2,stop=9)&~every(count=3))|epochs(start=1)"),
+    "triggers": Line("transform=sign when=any_of"),
     "threshold": Line("transform=clip when=threshold when.above=0.02 when.measure=norm"),
     "group": Line(
         "transform=clip_global_norm transform.clip_global_norm.max_norm=0.1 site.stage=step "
@@ -155,6 +156,8 @@ def _prepare(folder: Path) -> list[Job]:
             for path, text in files.items():
                 file = folder / side / name / path
                 file.parent.mkdir(parents=True, exist_ok=True)
+                if side == SIDES[0]:  # whose configs have names
+                    text = text.replace("_target_: gradsurg.Clip", "name: clip")
                 file.write_text(text, encoding="utf-8")
         jobs += [Job(name, line.all_words)] * line.times
         if "-m" not in line.all_words:
@@ -172,7 +175,7 @@ def _ends(jobs: list[Job], ends: Mapping[str, list[End]]) -> Iterator[str]:
         if expected.code not in (0, 1, -SIGKILL):
             raise RuntimeError(f"{job.words}: the reference ends with {expected}")
         if "--cfg" in job.words:
-            configs = [yaml.safe_load(end.out) for end in (found, expected)]
+            configs = [named(yaml.safe_load(end.out)) for end in (found, expected)]
             yield from differences(f"{where}composed config", *configs)
 
 

@@ -1,75 +1,97 @@
-"""Pitfall 33: double backward through every transform."""
+"""Pitfall 33: double backward through every transform.
 
-from dataclasses import replace
+The property `differentiable` is tested for all of them by `check_transform`, here with real hooks.
+"""
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.plugins.registry import find, names
-from gradsurg.testing.transforms import context_with
-from gradsurg.transforms.base import Transform
+from gradsurg.sites.base import Selector
+from gradsurg.transforms.base import Need, Transform
+from tests.transforms.cases import build, names
 
-TRANSFORMS: list[Transform] = [
-    # What lrp returns is a constant in a double backward, and no hook gives it a module.
-    *(find("transforms", stem)() for stem in names("transforms") if stem not in ("chain", "lrp")),
-    gs.Chain(gs.ClipNorm(0.5), gs.GrokfastEMA()),
-    gs.Clip(1.0),
-    gs.ClipNorm(0.5, per="unit"),
-    gs.Mask(0.5, by="random", rescale=True),
-    gs.NormRescale(per="unit"),
-    gs.ScaleBySign(2.0, 0.5, of="value"),
-    gs.Scheduled(gs.NormRescale(), start=0.5),
-    gs.Sign("mean"),
-]
+RIGHT = [name for name in names() if "differentiable" in build(name).properties]
+SITES: dict[Need, Selector] = {
+    "examples": gs.Parameters(),
+    "product": gs.Nodes("Addmm", side="leave", edge=1, module="2"),
+    "entering": gs.Nodes("Relu", side="leave"),
+    "layer": gs.Inputs("2"),
+    "error": gs.Outputs("0"),
+    "value": gs.Outputs("0"),
+}
+"""Sites that satisfy a need, without which `Parameters` do."""
 
 
-def gradient(x: Tensor, transform: Transform, *, hooked: bool) -> Tensor:
-    """Return d/dx of sum(h^3), h = x^3, with the gradient at h transformed, with its graph.
-
-    The hook is removed before the second backward pass.
-    """
-    h = x**3
-    if hooked:
-        handle = gs.hook(h, transform)
-    else:  # a transform of a group has no hook, and a random one is to draw the same each time
-        beside = context_with(torch.ones_like(h))  # what else is asked for: constants
-        context = replace(beside, site="h", value=h.detach())
-        handle = h.register_hook(lambda g: transform.update(g, transform.init(g), context)[0])
-    with handle:
-        (grad,) = torch.autograd.grad((h**3).sum(), x, create_graph=True)
-    return grad if grad.requires_grad else grad + 0 * x
-
-
-def is_right(transform: Transform, *, hooked: bool) -> bool:
-    """Return whether the second derivative agrees with finite differences of the first."""
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return torch.autograd.gradcheck(
-        lambda x: gradient(x, transform, hooked=hooked),
-        (x.requires_grad_(),),
-        raise_exception=False,
-        atol=1e-3,
+def is_hookable(transform: Transform) -> bool:
+    """Whether a hook on one tensor has all that it needs, and each pass has the same draws."""
+    return (
+        transform.scope == "tensor"
+        and "deterministic" in transform.properties
+        and transform.needs <= {"value"}
     )
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
-def test_p33_double_backward_differentiates_the_transform(
-    transform: Transform,
-) -> None:
-    hooked = transform.scope == "tensor" and "deterministic" in transform.properties
-    hooked = hooked and not transform.needs & {"entering", "gradient", "labels"}
-    # What depends on the value, or on rows of examples, takes them for constants, and says so.
-    of_value = (gs.AGC, gs.AddDecayed, gs.PerSample, gs.Perpendicular, gs.TrustRatio)
-    assert is_right(transform, hooked=hooked) != isinstance(transform, of_value)
+@pytest.mark.parametrize("name", [name for name in RIGHT if is_hookable(build(name))])
+def test_p33_double_backward_differentiates_the_transform(name: str) -> None:
+    def gradient(x: Tensor) -> Tensor:
+        """Return d/dx of sum(h^3), h = x^3, with the gradient at h transformed."""
+        h = x**3
+        with gs.hook(h, build(name)):  # removed before the second backward pass
+            (grad,) = torch.autograd.grad((h**3).sum(), x, create_graph=True)
+        return grad if grad.requires_grad else grad + 0 * x
+
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.autograd.gradcheck(gradient, x.requires_grad_(), atol=1e-3)
 
 
-def test_p33_the_value_is_a_constant_in_a_double_backward() -> None:
-    # Clipped to 0.01 |w|: the derivative by x of the clipped gradient is that at a fixed w.
-    x = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
-    w = 3 * x
-    with gs.hook(w, gs.AGC(clipping=0.5, per="tensor")):
-        (grad,) = torch.autograd.grad((w**2).sum(), x, create_graph=True)
-    assert grad.item() == pytest.approx(0.5 * 6 * 3)
-    (second,) = torch.autograd.grad(grad.sum(), x)
-    assert second.item() == pytest.approx(0.0)
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, create_graph: bool) -> None:
+    """Do one step; `backward(create_graph=True)` would warn."""
+    params = [*model.parameters()]
+    loss = model(torch.ones(5, 3)).square().mean()
+    grads = torch.autograd.grad(loss, params, create_graph=create_graph)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", sorted({*names()} - {*RIGHT, "update_clip"}))  # at Updates only
+def test_p33_a_transform_that_is_not_differentiable_refuses_a_graph(name: str) -> None:
+    transform = build(name)
+    at = next((SITES[need] for need in SITES if need in transform.needs), gs.Parameters())
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    with gs.Surgery(gs.Intervention(transform, at=at)).attach(model, optimizer):
+        if "examples" not in transform.needs:  # those of `backward`
+            step(model, optimizer, create_graph=False)
+        with pytest.raises(
+            RuntimeError, match="^take the gradient without create_graph: .* site '"
+        ):
+            step(model, optimizer, create_graph=True)
+
+
+def test_p33_a_graph_is_refused_where_the_gradient_itself_has_none() -> None:
+    weight = nn.Parameter(torch.tensor([2.0]))
+    refused = pytest.raises(RuntimeError, match="^take the gradient without create_graph")
+    with gs.hook(weight, gs.AddDecayed(0.5)), refused:
+        torch.autograd.grad((3 * weight).sum(), weight, create_graph=True)
+
+
+def test_p33_a_transform_of_your_own_is_not_refused() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    with gs.hook(x, lambda grad: grad * 2):
+        (grad,) = torch.autograd.grad(x**3, x, create_graph=True)
+    assert torch.autograd.grad(grad, x)[0].item() == pytest.approx(24.0)
+
+
+@pytest.mark.parametrize("transform", [gs.AdaptiveClip(), gs.ErrorFeedback(gs.ClipGlobalNorm())])
+def test_p33_a_state_of_a_group_keeps_no_graph_of_earlier_steps(transform: Transform) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with gs.Surgery(gs.Intervention(transform, at=gs.Parameters())).attach(
+        model, optimizer
+    ) as live:
+        step(model, optimizer, create_graph=True)
+        (state,) = live.session.states.values()
+    assert {tensor.requires_grad for tensor in state.values()} == {False}

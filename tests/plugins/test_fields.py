@@ -183,7 +183,11 @@ def test_it_is_a_value() -> None:
 
 
 def test_nearest_lists_the_choices_and_asks() -> None:
-    assert nearest("clp", ["clip", "zero"]) == "There are: clip, zero. Did you mean 'clip'?"
-    assert nearest("PCGrad", ["pcgrad", "upgrad"]).endswith(" Did you mean 'pcgrad'?")
+    assert nearest("clp", ["clip", "zero"]) == "Did you mean 'clip'? There are: clip, zero."
+    assert nearest("PCGrad", ["pcgrad", "upgrad"]).startswith("Did you mean 'pcgrad'? ")
     assert nearest("qqq", ["clip"]) == "There are: clip."
     assert nearest("clip", []) == "There are: none."
+    many = nearest("name7", [f"name{n}" for n in range(40)], listed_by="--list names")
+    first = ", ".join(f"name{n}" for n in range(11))
+    assert many == (f"Did you mean 'name7'? There are: {first}, ... and 29 more, see --list names.")
+    assert nearest("", ["a" * 300]) == f"There are: {'a' * 300}."

@@ -18,6 +18,7 @@ from gradsurg.report.measures import (
     times_to_target,
 )
 from gradsurg.report.study import read_study
+from gradsurg.report.verdict import sentence
 from gradsurg.stats import parse_margin, sign_flip_interval
 from tests.report import studies
 
@@ -149,8 +150,8 @@ def test_a_metric_of_another_task_is_not_told_of_an_arm(tmp_path: Path) -> None:
             studies.end(place, label, 0.8 + seed / 10, **more)
     frame = of_folder(tmp_path)
     assert row(frame, "clip", "test/f1")["n"] == 2
-    assert (row(frame, "sign", "test/f1")["n"], row(frame, "sign", "test/f1")["planned"]) == (0, 0)
-    assert row(frame, "sign", "test/f1")["not_compared"] == ""
+    assert frame.filter(arm="sign", metric="test/f1").is_empty()
+    assert row(frame, "sign")["n"] == 2
 
 
 def in_splits(folder: Path, by_split: Mapping[int, list[float]]) -> Path:
@@ -190,12 +191,69 @@ def test_the_population_names_the_split_and_the_test_examples(tmp_path: Path) ->
     assert row(of_folder(tmp_path), "clip")["population"] == "one split, 1,450 test examples"
 
 
-def test_several_models_are_compared_within_each(tmp_path: Path) -> None:
-    for model, difference in (("mlp", 0.1), ("convnet", 0.3)):
-        studies.paired(tmp_path, "clip", [difference] * 2, model={"name": model})
-    whole = row(of_folder(tmp_path), "clip")
-    assert (whole["unit"], whole["n"], whole["population"]) == ("model", 2, "2 models")
-    assert whole["difference"] == pytest.approx(0.2)
+LOWER, MIXED = [-0.01 * one for one in range(1, 9)], [0.01 * (-1) ** one for one in range(8)]
+
+
+def test_each_named_model_and_task_has_a_verdict_and_all_are_one_family(tmp_path: Path) -> None:
+    for model, differences in (("mlp", LOWER), ("convnet", MIXED)):
+        for task in ("digits", "wine"):
+            more = {"model": {"name": model}, "task": {"name": task, "split_seed": 0}}
+            studies.paired(tmp_path, "clip", differences, **more)
+    study = read_study(tmp_path)
+    frame = compare(study)
+    found = {name: row(frame, name) for name in frame["arm"].unique()}
+    assert {name: one["verdict"] for name, one in found.items()} == {
+        "clip, mlp, digits": "lower",
+        "clip, mlp, wine": "lower",
+        "clip, convnet, digits": "no clear difference",
+        "clip, convnet, wine": "no clear difference",
+    }
+    assert {(one["unit"], one["n"]) for one in found.values()} == {("seed", 8)}
+    assert found["clip, mlp, wine"]["q"] == pytest.approx(4 / 2 * 2 / 2**8)
+    assert [arm.name for arm in study.arms if arm.is_control] == [
+        f"control, {model}, {task}" for model in ("convnet", "mlp") for task in ("digits", "wine")
+    ]
+    told = sentence(frame, study)
+    for name in ("clip, mlp, digits", "clip, mlp, wine"):
+        assert f"{name} lowers test accuracy" in told
+    assert "no clear difference in test accuracy with" in told
+
+
+def test_a_split_is_drawn_within_each_model(tmp_path: Path) -> None:
+    for model in ("mlp", "convnet"):
+        for split in range(6):
+            more = {"model": {"name": model}, "task": {"name": "digits", "split_seed": split}}
+            studies.paired(tmp_path, "clip", [0.01 + split / 1000] * 2, **more)
+    frame = of_folder(tmp_path)
+    for name in ("clip, mlp", "clip, convnet"):
+        whole = row(frame, name)
+        assert (whole["unit"], whole["n"], whole["verdict"]) == ("split", 6, "higher")
+    assert frame["block"].drop_nulls().unique().sort().to_list() == [
+        f"split {split}" for split in range(6)
+    ]
+
+
+def test_verdicts_of_tasks_with_other_metrics_are_one_family(tmp_path: Path) -> None:
+    """The last metric, which only one task has first, is corrected for the other's verdict."""
+    for seed, difference in enumerate(LOWER):
+        for task in ("digits", "friedman"):
+            ends = []
+            for label in ("none", "clip"):
+                control = ends[0].path.name if ends else None
+                place = studies.plan(tmp_path, label, seed, control, task={"name": task})
+                outcome = 0.5 + difference * (label == "clip")
+                summary = {"state": "finished", "label": label, "test/loss": outcome}
+                accuracy = {"test/accuracy": outcome} if task == "digits" else {}
+                place.write_summary({**summary, **accuracy})
+                ends.append(place)
+    study = read_study(tmp_path)
+    frame = compare(study)
+    p = 2 / 2**8
+    assert row(frame, "clip, digits")["q"] == row(frame, "clip, friedman", "test/loss")["q"] == p
+    assert row(frame, "clip, digits", "test/loss")["q"] is None
+    told = sentence(frame, study)
+    assert "clip, digits lowers test accuracy by 4.50 pp" in told
+    assert "clip, friedman lowers test loss by 0.045" in told
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from threading import Thread
 
 import polars as pl
 import pytest
 
+from gradsurg.experiment.files import locked
+from gradsurg.experiment.run_directory import REPORT_LOCK
+from gradsurg.report.compare import compare
 from gradsurg.report.experiment import commands, experiment
 from gradsurg.report.export import PAGE, WRITTEN, study_info, write_report
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import read_study
+from gradsurg.report.verdict import sentence
 from tests.report import studies
 
 
@@ -40,6 +45,60 @@ def test_a_report_folder_of_the_study_that_is_a_link_is_refused(tmp_path: Path) 
     with pytest.raises(OSError, match="is a link; name its target with --out"):
         write_report(study, tmp_path / "first" / "report")
     assert list((tmp_path / "private").iterdir()) == []
+
+
+@pytest.mark.parametrize("names", ['["mine"]', '[["mine"], null, "a\\u0000", ".", ".."]', "3"])
+def test_a_list_that_names_folders_and_nonsense_removes_nothing(tmp_path: Path, names: str) -> None:
+    study = read_study(studies.paired(tmp_path / "first", "clip", [0.1]))
+    (tmp_path / "out" / "mine").mkdir(parents=True)
+    (tmp_path / "out" / WRITTEN).write_text(names, encoding="utf-8")
+    assert write_report(study, tmp_path / "out", figures=False).is_file()
+    assert (tmp_path / "out" / "mine").is_dir()
+
+
+@pytest.mark.parametrize("content", ["{half", "[" * 100_000])
+def test_a_list_that_is_no_json_is_one_line_that_names_it(tmp_path: Path, content: str) -> None:
+    study = read_study(studies.paired(tmp_path / "first", "clip", [0.1]))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WRITTEN).write_text(content, encoding="utf-8")
+    with pytest.raises(OSError, match=rf"^\{WRITTEN} cannot be read: .*; remove .*\{WRITTEN}$"):
+        write_report(study, tmp_path / "out", figures=False)
+
+
+def test_a_report_waits_for_another_and_removes_the_draft_of_a_killed_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    study = read_study(studies.paired(tmp_path / "first", "clip", [0.1]))
+    out = tmp_path / "out"
+    (out / ".draft-dead").mkdir(parents=True)
+    (out / ".draft-dead" / PAGE).touch()
+    with locked(out / REPORT_LOCK, wait=True):
+        (out / ".draft-alive").mkdir()
+        writing = Thread(target=write_report, args=(study, out, False))
+        writing.start()
+        while not caplog.messages:
+            assert (out / ".draft-alive").is_dir()
+            assert writing.is_alive()
+    writing.join()
+    assert (out / PAGE).is_file()
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == [WRITTEN]
+
+
+def test_loggers_get_the_verdict_the_experiment_and_the_files_of_a_report(tmp_path: Path) -> None:
+    folder = studies.paired(tmp_path / "first", "clip", [0.1 + 0.01 * one for one in range(6)])
+    study = read_study(folder)
+    page = write_report(study, tmp_path / "out", figures=False)
+    info = study_info(study, tmp_path / "out")
+    assert info.verdict == sentence(compare(study), study)
+    assert info.verdict.startswith("clip raises test accuracy by 12.50 pp")
+    assert info.config["transform"] == "clip: value 0.01"
+    assert "command" in info.config
+    assert [*info.files] == [page, tmp_path / "out" / "comparison.parquet"]
+    assert all(path.is_file() for path in info.files)
+    (config,) = info.surgery.values()
+    assert isinstance(config, dict)
+    assert config["transform"] == {"clip": {"name": "clip", "value": 0.01}}
+    assert len(info.environment) == 1
 
 
 @pytest.mark.slow

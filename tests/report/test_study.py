@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from gradsurg.report.arms import group
+from gradsurg.report.export import write_report
 from gradsurg.report.load import LoadedRun, NotAStudy, read_runs
 from gradsurg.report.study import Study, read_study
 from tests.report import studies
@@ -74,11 +75,16 @@ def test_only_the_runs_asked_for_and_their_controls_are_read(tmp_path: Path) -> 
         read_study(tmp_path, ["other"])
 
 
+DEEP = "[" * 100_000
 DAMAGES = {
-    "summary.json": ["", "null", "{half"],
-    "run.json": ["null"],
-    "config.yaml": ["a: [", "3", "a: !!x 3"],
-    "metrics.jsonl": ["null\n", '{"step": "x"}\n'],
+    "summary.json": [
+        *("", "null", "{half", DEEP, '{"state": {}}', '{"test/loss": {}}', '{"notes": null}'),
+        *('{"test/loss": 1e308}', '{"test/loss": NaN}', '{"test/loss": 1e999}', '{"steps": 1.5}'),
+        f'{{"test/loss": {10**400}}}',
+    ],
+    "run.json": ["null", DEEP, '{"seed": []}', '{"control": {}}', '{"made_with": null}'],
+    "config.yaml": ["a: [", "3", "a: !!x 3", DEEP, "transform: null", "seed: -1"],
+    "metrics.jsonl": ["null\n", '{"step": "x"}\n', '{"step": 1, "train/loss": {"a": 1}}\n'],
     "effects.jsonl": ["3\n", '{"step": 1, "site": "a", "transform": "b", "cosine": "x"}\n'],
     "conflicts.jsonl": ['{"step": [1]}\n', '{"step": 5}\n'],
 }
@@ -105,6 +111,53 @@ def test_a_broken_file_is_one_line_and_the_others_are_read(
     other = next(run.name for run in study.all_runs if run.label == "clip" and run.seed == 1)
     assert len(study.metrics.filter(pl.col("run") == other)) == 4
     assert len(study.effects.filter(pl.col("run") == other)) == 8
+
+
+@pytest.mark.parametrize(
+    "name", [*DAMAGES, "error.log", "checkpoint.pt", "checkpoint_previous.pt", ".lock"]
+)
+def test_a_file_that_is_a_link_out_of_the_study_is_one_line_and_not_read(
+    tmp_path: Path, name: str
+) -> None:
+    folder, secret = tmp_path / "first", tmp_path / "secret"
+    studies.paired(folder, "clip", [0.1, 0.2])
+    (path,) = folder.glob("clip-seed0-*")
+    (path / "summary.json").unlink()
+    (path / name).unlink(missing_ok=True)
+    secret.write_text("{secret", encoding="utf-8")
+    (path / name).symlink_to(secret)
+    study = read_study(folder)
+    assert told(study) == [
+        f"{name} is a link out of the folder of the study, which is not followed"
+    ]
+    assert [run.seed for run in study.all_runs if run.state == "finished"] == [1, 0, 1]
+    page = write_report(study, tmp_path / "out", figures=False).read_text(encoding="utf-8")
+    assert "{secret" not in page
+    assert secret.read_text(encoding="utf-8") == "{secret"
+
+
+def test_a_run_that_is_a_link_out_of_the_study_is_not_read_and_a_linked_study_is(
+    tmp_path: Path,
+) -> None:
+    studies.paired(tmp_path / "first", "clip", [0.1, 0.2])
+    studies.paired(tmp_path / "other", "sign", [0.1])
+    (foreign,) = (tmp_path / "other").glob("sign-*")
+    (tmp_path / "first" / foreign.name).symlink_to(foreign)
+    (tmp_path / "runs").symlink_to(tmp_path / "first")
+    study = read_study(tmp_path / "runs")
+    (line,) = told(study)
+    assert line.startswith(f"{foreign.name} is a link out of the folder of the study")
+    assert sorted(run.state for run in study.all_runs) == ["finished"] * 4 + ["unreadable"]
+
+
+def test_a_link_inside_the_study_is_followed(tmp_path: Path) -> None:
+    studies.paired(tmp_path, "clip", [0.1])
+    (path,) = tmp_path.glob("clip-*")
+    (path / "metrics.jsonl").rename(tmp_path / "moved.jsonl")
+    (path / "metrics.jsonl").symlink_to("../moved.jsonl")
+    study = read_study(tmp_path)
+    assert told(study) == []
+    assert len(study.metrics.filter(pl.col("run") == path.name)) == 4
 
 
 def test_a_run_with_a_broken_summary_stays_in_its_arm(tmp_path: Path) -> None:
@@ -205,26 +258,36 @@ def test_arms_that_differ_in_a_users_code_alone_are_numbered_in_the_order_of_tim
     }
 
 
-def test_splits_tasks_and_models_are_blocks_and_no_arms(tmp_path: Path) -> None:
+def test_splits_are_blocks_and_each_model_has_an_arm(tmp_path: Path) -> None:
     for model in ("mlp", "convnet"):
         for split in (0, 1):
             more = {"model": {"name": model}, "task": {"name": "digits", "split_seed": split}}
             studies.whole(tmp_path, "clip", 0, 0.8, **more)
     study = read_study(tmp_path)
-    assert [(arm.name, len(arm.runs)) for arm in study.arms] == [("clip", 4)]
-    assert study.factors == ("model",)
-    assert sorted(study.block_of.values()) == [
-        "convnet, split 0",
-        "convnet, split 1",
-        "mlp, split 0",
-        "mlp, split 1",
-    ]
+    assert {arm.name: len(arm.runs) for arm in study.arms} == {"clip, mlp": 2, "clip, convnet": 2}
+    assert sorted(study.block_of.values()) == ["split 0", "split 0", "split 1", "split 1"]
 
 
 def test_models_of_several_sizes_are_arms(tmp_path: Path) -> None:
     for name, width in (("mlp", 8), ("mlp", 16), ("convnet", 8)):
         studies.whole(tmp_path, "clip", 0, 0.8, model={"name": name, "width": width})
     study = read_study(tmp_path)
-    assert study.factors == ()
     assert set(study.block_of.values()) == {""}
     assert len(study.arms) == 3
+
+
+def test_a_task_without_splits_beside_one_split_is_one_block(tmp_path: Path) -> None:
+    for task in ({"name": "digits", "split_seed": 0}, {"name": "quadratics_toy"}):
+        studies.whole(tmp_path, "clip", 0, 0.8, task=task)
+    assert set(read_study(tmp_path).block_of.values()) == {""}
+
+
+def test_own_models_are_named_beside_each_other_and_beside_built_in_ones(tmp_path: Path) -> None:
+    for name in ("mine.Net", "mine.FNet"):
+        own = {"model": {"_target_": name}, "sources": {name: f"code of {name}"}}
+        studies.whole(tmp_path / "own", "clip", 0, 0.8, **own)
+        studies.whole(tmp_path / "both", "clip", 0, 0.8, **own)
+    studies.whole(tmp_path / "both", "clip", 0, 0.8)
+    own = {"clip, mine.Net", "clip, mine.FNet"}
+    assert {arm.name for arm in read_study(tmp_path / "own").arms} == own
+    assert {arm.name for arm in read_study(tmp_path / "both").arms} == {*own, "clip, mlp"}

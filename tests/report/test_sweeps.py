@@ -8,7 +8,8 @@ import pytest
 
 from gradsurg.report.compare import compare
 from gradsurg.report.study import Study, read_study
-from gradsurg.report.sweeps import best_arms, dose_groups, doses, trends
+from gradsurg.report.sweeps import best_arms, dose_groups, doses, first_trends, trends
+from gradsurg.report.terminal import overview
 from tests.report import studies
 
 
@@ -47,6 +48,34 @@ def test_a_dose_has_the_comparison_of_its_arm(tmp_path: Path) -> None:
     assert frame["dose"].to_list() == [0.1, 0.2, 0.3]
     assert frame["difference"].to_list() == pytest.approx([0.1, 0.2, 0.3])
     assert frame["key"].unique().to_list() == ["transform.clip.value"]
+
+
+def test_a_value_swept_over_own_models_has_a_trend_for_each(tmp_path: Path) -> None:
+    for name in ("mine.Net", "mine.FNet"):
+        own = {"model": {"_target_": name}, "sources": {name: f"code of {name}"}}
+        for seed in range(6):
+            control = studies.whole(tmp_path, "none", seed, 0.5, **own)
+            for dose in (0.001, 0.01, 0.1):
+                accuracy = 0.5 + dose + seed / 1000
+                studies.whole(tmp_path, "clip", seed, accuracy, control, value=dose, **own)
+    study = read_study(tmp_path)
+    found = first_trends(study, compare(study))
+    assert {(one["name"], one["n"]) for one in found} == {
+        ("clip, mine.Net", 6),
+        ("clip, mine.FNet", 6),
+    }
+    assert "clip 0.1, mine.FNet" in overview(study)
+
+
+def test_a_value_swept_over_two_texts_of_own_code_has_a_trend_for_each(tmp_path: Path) -> None:
+    for text in ("before", "after"):
+        for dose in (0.1, 0.2, 0.3):
+            control = studies.whole(tmp_path, "none", 0, 0.5, sources={"mine": text})
+            more = {"value": dose, "sources": {"mine": text}}
+            studies.whole(tmp_path, "clip", 0, 0.5 + dose, control, **more)
+    study = read_study(tmp_path)
+    assert [one.name for one in dose_groups(study)] == ["clip", "clip #2"]
+    assert len(first_trends(study, compare(study))) == 2
 
 
 def trend_of(study: Study) -> dict:

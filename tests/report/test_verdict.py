@@ -252,6 +252,9 @@ def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
     task = {"task": {"name": "digits", "split_seed": 0}}
     clear = rewrite(study_of(tmp_path / "a", CLIP, **task), SUMMARY, test_examples=1000)
     assert "(one test example is 0.10 pp)" in warned(clear)["one split only"]
+    other = {"task": {"name": "wine", "split_seed": 0}}
+    both = study_of(tmp_path / "a", CLIP, **other)
+    assert warned(both)["one split only"].count("new data") == 1
     unclear = study_of(tmp_path / "b", [1, -1, 2, -2, 1, -1, 2, -2], **task)
     assert "one split only" not in warned(unclear)
 

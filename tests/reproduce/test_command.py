@@ -266,7 +266,7 @@ def test_a_band_about_a_missing_number_is_refused_before_training(
     root: Path, reproduce: Reproduce
 ) -> None:
     expect_band(root, runs={"label": "clp"})
-    fault = "has no run of label: clp. There are: clip, none. Did you mean 'clip'?"
+    fault = "has no run of label: clp. Did you mean 'clip'? There are: clip, none."
     ended = reproduce("mini")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == f"mini: low_enough: {STUDY} {fault}\n"
@@ -278,7 +278,7 @@ def test_a_band_about_a_missing_number_is_refused_before_training(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["mino"], "there is no experiment 'mino'. There are: mini. Did you mean 'mini'?\n"),
+        (["mino"], "there is no experiment 'mino'. Did you mean 'mini'? There are: mini.\n"),
         ([], "name a paper. There are: mini.\n"),
         (["mini", "--full"], "mini: there is no full form\n"),
         (["mini", "--cost"], "mini: there is no full form\n"),

@@ -469,8 +469,8 @@ def test_the_command_line_selects_the_same_sites_as_python(words: str, expected:
                 "{_target_:gradsurg.Outputs,dept:1}]",
             ],
             [
-                "site.of.0.patern: is not a field here. There are: pattern, types, ",
-                "site.of.1.dept: is not a field here. There are: ",
+                "site.of.0.patern: is not a field here. Did you mean 'pattern'? There are",
+                "site.of.1.dept: is not a field here. Did you mean 'depth'? There are: ",
             ],
         ),
         (

@@ -101,23 +101,30 @@ def _exported() -> nn.Module:
 
 
 PARAMS = "There are: first.weight, first.bias, last.weight, last.bias."
+NEAREST = {
+    "first": "first.bias",
+    "first.w": "first.weight",
+    "weight": "last.weight",
+    "re:first": "re:first.bias",
+    "FIRST.*": "first.bias",
+    "frst.*": "first.*",
+    "first.wieght": "first.weight",
+    "*.wieght": "*.weight",
+}
 GRAPH = "The model is a GraphModule, as torch.export makes it: its operations are nodes of one"
 
 
 @pytest.mark.parametrize(
     ("make", "at", "message"),
     [
-        *((small, gs.Parameters(pattern), f"nothing matches '{pattern}'. {PARAMS}")
-          for pattern in ("first", "first.w", "weight", "re:first", "FIRST.*")),
-        (small, gs.Parameters("frst.*"), f"'frst.*'. {PARAMS} Did you mean 'first.*'?"),
-        (small, gs.Parameters("first.wieght"), f"{PARAMS} Did you mean 'first.weight'?"),
-        (small, gs.Parameters("*.wieght"), f"{PARAMS} Did you mean '*.weight'?"),
+        *((small, gs.Parameters(pattern), f"'{pattern}'. Did you mean '{near}'? {PARAMS}")
+          for pattern, near in NEAREST.items()),
         (_frozen, gs.Parameters("first.*"), "'first.*' matches is frozen: first.weight, "),
         (small, gs.Parameters(types=nn.Conv2d, depth=1), "'*' with 'types=Conv2d, depth=(1, 1)'"),
         (small, gs.Outputs(types="Conv2d"), "Outputs.types: nothing matches 'Conv2d'. There are: "),
-        (Net, gs.Outputs("blocks"), "nothing that is called matches 'blocks'. There are: blocks, "),
-        (Net, gs.Outputs("blocks"), "'blocks' is in the model and never called: ModuleList has no"),
-        (_exported, gs.Outputs("first"), "nothing that is called matches 'first'. There are: fir"),
+        (Net, gs.Outputs("blocks"), "of its own. There are: blocks, "),
+        (Net, gs.Outputs("blocks"), "called matches 'blocks'. 'blocks' is in the model and never "),
+        (_exported, gs.Outputs("first"), "Use Nodes or Parameters. There are: first, last"),
         (_exported, gs.Outputs("first"), f"{GRAPH} forward, and 'first' only holds parameters. "),
         (_exported, gs.Inputs(types="Linear"), GRAPH),
     ],

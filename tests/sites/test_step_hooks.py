@@ -403,6 +403,7 @@ def test_two_groups_act_once_in_a_round_also_of_two_surgeries() -> None:
     optimizers = _two(model)
     items = [gs.Intervention(CLIP), gs.Intervention(gs.RescaleGlobalNorm())]
     with (
+        pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention"),
         gs.Surgery(*items).attach(model, optimizers) as live,
         gs.Surgery(*items).attach(model, optimizers) as other,
     ):

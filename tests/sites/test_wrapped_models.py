@@ -187,7 +187,7 @@ def test_a_compiled_submodule_keeps_its_own_name() -> None:
     model, plain = _last(small(), "eager"), small()
     for at in (gs.Outputs("*"), gs.Parameters("*"), gs.Uses("*"), gs.Inputs("*"), gs.Weights("*")):
         assert at.find(model) == at.find(plain)
-    with pytest.raises(LookupError, match=r"There are: first, act, last\. "):
+    with pytest.raises(LookupError, match=r"There are: first, act, last\.$"):
         gs.Outputs("lsat").find(model)
     with attached(model, gs.Scale(1.0), gs.Outputs("*") | gs.Parameters("*")) as live:
         backward(model)

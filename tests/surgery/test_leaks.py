@@ -2,14 +2,17 @@
 
 import gc
 import warnings
-from weakref import ref
+from collections.abc import Callable
+from weakref import getweakrefs, ref
 
 import pytest
 import torch
 from torch import nn
 
 import gradsurg as gs
+from gradsurg.core.live import Live
 from tests.contexts.kinds import KINDS, Kind, Net
+from tests.nets import num_hooks, sgd
 
 ROUNDS = 32
 
@@ -62,3 +65,74 @@ def test_what_is_kept_alive_is_found() -> None:
     _round(KINDS["Outputs"], model, refs)
     gc.collect()
     assert [held() for held in refs if held() is not None] != []
+
+
+def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> None:
+    """Make a step, of several losses if there is an aggregator, and let go of its graph."""
+    optimizer.zero_grad()
+    y = model(torch.ones(3, 4, requires_grad=True))
+    if any(item.aggregator is not None for item in live.interventions):
+        live.backward([y.sum(), y.square().sum()])
+    elif any(item.stage == "captured" for item in live.interventions):
+        torch.autograd.grad(y.sum(), list(model.parameters()))
+    else:
+        y.sum().backward()
+    optimizer.step()
+    live.effects.rows()
+
+
+def _of_kind(kind: Kind) -> Callable[[], gs.Surgery]:
+    return lambda: gs.Surgery(gs.Intervention(gs.Scale(0.5), at=kind.make()))
+
+
+SURGERIES: dict[str, Callable[[], gs.Surgery]] = {
+    **{name: _of_kind(kind) for name, kind in KINDS.items()},
+    "group at step": lambda: gs.Surgery(gs.Intervention(gs.ClipGlobalNorm(1.0))),
+    "group at backward_end": lambda: gs.Surgery(
+        gs.Intervention(gs.ClipGlobalNorm(1.0), at=gs.Parameters(stage="backward_end"))
+    ),
+    "skipped steps": lambda: gs.Surgery(gs.Intervention(gs.SkipUpdate(1e-3))),
+    "single examples": lambda: gs.Surgery(
+        gs.Intervention(gs.PerSample(gs.ClipGlobalNorm(1.0)), at=gs.Parameters(stage="step"))
+    ),
+    "state and observation": lambda: gs.Surgery(
+        gs.Intervention(gs.GrokfastEMA(), when=gs.Threshold(above=0.0, source="output:first"))
+    ),
+    "combined": lambda: gs.Surgery(
+        gs.Intervention(gs.Clip(1.0), at=(gs.Outputs("first") | gs.Inputs("last")).expect(2))
+    ),
+    "several": lambda: gs.Surgery(
+        gs.Intervention(gs.Clip(1.0)), gs.Intervention(gs.PCGrad(), at=gs.SharedParameters())
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("name", SURGERIES)
+def test_a_name_given_to_a_new_handle_detaches_the_old_one_at_once(name: str) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    handles, live = list[ref[Live]](), None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        for _ in range(3):  # as a cell of a notebook that is run again
+            live = SURGERIES[name]().start(model, optimizer)
+            handles.append(ref(live))
+            _pass(model, live, optimizer)
+            assert [held() for held in handles[:-1]] == [None] * (len(handles) - 1)
+        del live
+    assert handles[-1]() is None
+    assert num_hooks(model, optimizer) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("name", SURGERIES)
+def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gs.SurgeryWarning)
+        with SURGERIES[name]().attach(model, optimizer) as live:
+            _pass(model, live, optimizer)
+    assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
+    assert live.ledger.table()

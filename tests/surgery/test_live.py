@@ -191,7 +191,8 @@ def test_the_surgery_follows_and_stays_so_after_the_block() -> None:
     other.load_state_dict(state)
     with pytest.raises(ValueError, match="this state is of"):
         gs.Surgery(_scale(2.0), _scale(3.0)).load_state_dict(state)
-    with surgery.attach(model), other.attach(model):
+    twice = pytest.warns(gs.SurgeryWarning, match="two open surgeries have this intervention")
+    with twice, surgery.attach(model), other.attach(model):
         # The mean stays 4, so 4 + 4; of that 4 times is 32, the mean (4 + 32) / 2, so 32 + 18.
         assert _passed(model) == 50.0
 
@@ -265,7 +266,7 @@ def test_an_add_that_fails_half_way_undoes_itself(when: gs.Trigger) -> None:
 def test_a_label_that_is_not_there_is_named_with_those_there_are() -> None:
     with attached(Sums(), gs.Scale(2.0)) as live:
         live.add(gs.Intervention(gs.Clip(1.0)))
-        there = "there is no intervention 'scal'. There are: scale, clip. Did you mean 'scale'?"
+        there = "there is no intervention 'scal'. Did you mean 'scale'? There are: scale, clip."
         for call in (lambda: live.remove("scal"), lambda: live.set("scal", factor=1.0)):
             with pytest.raises(LookupError, match=re.escape(there)):
                 call()
@@ -285,8 +286,8 @@ def test_a_link_alone_is_not_removed_and_a_whole_has_no_fields() -> None:
 WRONG: Any = 3
 NO_MODULE = "there is no module 'x'. There are: first, act, last, root."
 NO_STAGE = "'scheduled' is hooked at stage 'backward' for a tensor, and would act at stage 'step'"
-NO_FIELD = "clip.vale: is not a field here. There are: value. Did you mean 'value'?"
-NO_NAME = "Parameters.pattern: nothing matches 'frist.*'. There are:"
+NO_FIELD = "clip.vale: is not a field here. Did you mean 'value'? There are: value."
+NO_NAME = "Parameters.pattern: nothing matches 'frist.*'. Did you mean 'first.*'?"
 
 
 def _set(label: str, **fields: Any) -> Callable[[gs.Live], object]:

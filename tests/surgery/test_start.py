@@ -1,12 +1,11 @@
 """A surgery without a `with` block: start, bind, several optimizers, steps by hand, and the end."""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import gradsurg as gs
+from gradsurg.core.live import Live
 from gradsurg.transforms.base import Transform
 from tests.nets import backward, num_hooks, sgd, small, trainee
 from tests.sites.points import Sums
@@ -246,7 +246,7 @@ never_entered = other.attach(model)
     assert "live = surgery.start(...)" in ended.stderr
 
 
-@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("begin", ["start", "attach"])
 def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin: str) -> None:
     model, optimizer = trainee()
@@ -255,8 +255,94 @@ def test_what_nobody_holds_is_detached_and_an_attach_without_with_says_so(begin:
     text = r"test_start.py, line \d+, was used without"
     with pytest.warns(gs.SurgeryWarning, match=text) if begin == "attach" else nullcontext():
         del live
-        gc.collect()
     assert num_hooks(model, optimizer) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_without_its_handle_a_surgery_stays_attached_while_something_refers_to_it() -> None:
+    model = Sums()
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+    surgery.start(model)
+    assert (num_hooks(model), surgery.is_attached) == (1, True)
+    del surgery
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_cell_that_starts_a_surgery_and_is_run_again_acts_once() -> None:
+    model, lives, changes = Sums(), list[Live](), []
+    for _ in range(3):
+        lives[:] = [gs.Surgery(gs.Intervention(gs.Scale(0.5))).start(model)]
+        changes.append(step(model, sgd(model, lr=1.0)))
+    assert changes == [-0.5, -0.5, -0.5]
+
+
+TWICE: dict[str, gs.Intervention] = {
+    "tensor": gs.Intervention(gs.Scale(2.0)),
+    "group": gs.Intervention(gs.ClipGlobalNorm(1e-3), gs.Parameters(stage="backward_end")),
+    # The later surgery is the second one at the output, and the first one at the input.
+    "both ends": gs.Intervention(gs.Scale(2.0), gs.Inputs("last") | gs.Outputs("last")),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("has_acted", [False, True])
+def test_equal_surgeries_on_one_model_are_told_once_when_both_change_a_gradient(
+    has_acted: bool, name: str
+) -> None:
+    model = small()
+    first = gs.Surgery(TWICE[name]).start(model)
+    if has_acted:
+        backward(model)
+    second = gs.Surgery(TWICE[name]).start(model)
+    text = ": two open surgeries have this intervention, and both changed the gradient at '"
+    with pytest.warns(gs.SurgeryWarning, match=text) as caught:
+        for _ in range(2):
+            backward(model)
+    assert len(caught) == 1
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize("what", ["closed", "shadow", "in shadow", "model", "transform", "trigger"])
+def test_two_surgeries_that_do_not_change_a_gradient_twice_are_not_told(what: str) -> None:
+    model, item = small(), gs.Intervention(gs.Scale(2.0), when=gs.Steps(stop=1))
+    other = small() if what == "model" else model
+    first = gs.Surgery(item).start(other, shadow=what == "shadow")
+    backward(other)
+    if what == "closed":
+        first.abort()
+    if what == "transform":
+        first.set("scale", factor=3.0)
+    if what == "trigger":
+        first.tick()
+    second = gs.Surgery(item).start(model, shadow=what == "in shadow")
+    backward(model)  # a warning would be an error
+    second.abort()  # not close(), which warns of a clock that stands still
+    first.abort()
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping", "no_collector")
+@pytest.mark.parametrize("at", [gs.Parameters(), gs.Outputs("act")], ids=["params", "outputs"])
+def test_pytorch_refuses_to_swap_parameters_in_the_block_and_swaps_them_after_it(at: Any) -> None:
+    model, saved = small(), small(seed=1).state_dict()
+    with gs.Surgery(gs.Intervention(gs.Scale(2.0), at)).attach(model):
+        backward(model)
+        with pytest.raises(RuntimeError, match="Couldn't swap"):
+            model.double()
+        with pytest.raises(RuntimeError, match="While swapping the parameter"):
+            model.load_state_dict(saved)
+        assert model.first.weight.dtype is torch.float32
+    model.load_state_dict(saved)
+    assert torch.equal(model.first.weight, saved["first.weight"])
+    assert model.double().first.weight.dtype is torch.float64
 
 
 def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> None:

@@ -100,7 +100,7 @@ def test_the_tasks_find_fetched_files_which_are_fetched_once(tmp_path, made_up, 
 def test_a_wrong_name_is_refused_with_the_nearest_and_nothing_is_fetched(tmp_path, made_up, capsys):
     assert command.main(["mnist", "fashion_mnist"]) == 2
     out, err = capsys.readouterr()
-    choices = "There are: mnist, fashion-mnist, text. Did you mean 'fashion-mnist'?"
+    choices = "Did you mean 'fashion-mnist'? There are: mnist, fashion-mnist, text."
     assert (out, err) == ("", f"there is no data set 'fashion_mnist'. {choices}\n")
     assert not (tmp_path / "data").exists()
 

@@ -28,7 +28,7 @@ def test_a_plain_function_is_checked_and_its_properties_are_listed() -> None:
 
 
 def test_a_transform_that_changes_no_gradient_of_the_cases_is_not_tested() -> None:
-    waits = check_transform(gs.GrokfastMA(), count=2)
+    waits = check_transform(gs.GrokfastMA(1000), count=2)
     assert {one.name for one in waits.verdicts if one.tested} == gs.GrokfastMA().properties
     assert "  linear                    not tested" in str(waits).splitlines()
     assert all(one.tested for one in check_transform(halve, count=2).verdicts)

@@ -137,13 +137,3 @@ def test_a_module_of_two_tensors_and_a_site_without_a_module_are_refused() -> No
     for site in (gs.Outputs(), gs.Inputs(path="total"), gs.Nodes("Mm")):
         with pytest.raises(ValueError, match="the module whose input has the gradient"):
             gs.Intervention(gs.LRP(), at=site)
-
-
-@pytest.mark.parametrize("rule", ["epsilon", "gamma", "zplus", "identity"])
-def test_a_penalty_on_relevance_is_refused(rule: str) -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    x = torch.randn(2, 3, requires_grad=True)
-    with surgery(rule).attach(model):
-        with pytest.raises(RuntimeError, match=r"^take the gradient without create_graph"):
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        torch.autograd.grad(model(x).sum(), x)

@@ -28,6 +28,7 @@ OTHERS = (
     gs.AdaptiveClip("deviations", 0.5, warmup=1, max_norm=None),
     gs.AdaptiveClip("zscore", 0.1, warmup=1, max_norm=0.5, of="each"),
     gs.AdaptiveClip("ratio", 0.5, warmup=1),
+    gs.AdaptiveClip("zscore", 100.0, warmup=1, max_norm=None),
     gs.AddNoise(sigma=0.5),
     gs.Centralize("tensor"),
     gs.Clamp(low=-0.5, high=0.25),
@@ -180,6 +181,7 @@ LIARS = (
     Liar("norm_non_increasing", lambda grad, _: grad * 1.001),
     Liar("unbiased", drawn),
     Liar("deterministic", drawn),
+    Liar("differentiable", lambda grad, _: grad * grad.detach().abs()),
 )
 
 
