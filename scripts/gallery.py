@@ -111,7 +111,8 @@ def page() -> str:
         parts += [row(entry) for entry in catalogue.list(group)]
         parts.append("")
     parts += ["## Recipes\n", textwrap.fill(RECIPES, 100), "", "| recipe | |", "|---|---|"]
-    parts += [row(entry) for entry in catalogue.list("recipe") if entry.paper]
+    recipes = [*catalogue.list("experiment"), *catalogue.list("surgery")]
+    parts += [row(entry) for entry in recipes if entry.paper]
     return "\n".join([*parts, ""])
 
 
@@ -123,7 +124,8 @@ scripts/gallery.py` writes this page; `python -m gradsurg.run --list transform` 
 RECIPES = (
     "A recipe is a transform or an aggregator with its sites and its trigger, as a yaml file. "
     "`gs.load('sgm')` makes the surgery, `gs.load('sgm', 'transform.scale.factor=0.2')` changes a "
-    "key, and `python -m gradsurg.run experiment=sgm` trains with it."
+    "key, and `python -m gradsurg.run experiment=sgm` trains with it. Those with `+surgery=` are "
+    "for the configs of other Hydra apps too."
 )
 SECTIONS = (
     (
@@ -147,7 +149,7 @@ SECTIONS = (
 
 def row(entry: Entry) -> str:
     """Return the line of one entry."""
-    is_recipe = entry.group == "experiment"
+    is_recipe = entry.group in ("experiment", "surgery")
     lines = [f"{entry.summary}." if is_recipe else f"**`{entry.name}`** {entry.summary}."]
     if entry.preset_of:
         lines.append(f"Preset of `{entry.preset_of}`.")

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import polars as pl
@@ -31,12 +33,15 @@ def commands(page: str) -> list[str]:
 
 COMMANDS = commands(PAGE)
 TIMM = [line for line in COMMANDS if "timm" in line]
+PARTS = 3
+"""The number of the block with a trigger and an aggregator."""
 
 
 @pytest.fixture
 def own(here: Here, folder: Path) -> Here:
-    """The command in a folder with the page's mine.py."""
-    (folder / "mine.py").write_text(blocks("python", PAGE)[0], encoding="utf-8")
+    """The command in a folder with the page's mine.py and parts.py."""
+    for name, place in (("mine.py", 0), ("parts.py", PARTS)):
+        (folder / name).write_text(blocks("python", PAGE)[place], encoding="utf-8")
     return here
 
 
@@ -85,6 +90,31 @@ def test_the_group_transform_trains() -> None:
         optimizer.step()
     steps = [(old - new).abs().max() for old, new in zip(before, model.parameters(), strict=True)]
     assert max(steps).item() == pytest.approx(1.0)
+
+
+def test_a_trigger_and_an_aggregator_of_ones_own_act_and_are_read_from_a_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: Any = ModuleType("parts")
+    monkeypatch.setitem(sys.modules, "parts", parts)
+    exec(blocks("python", PAGE)[PARTS], vars(parts))
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Zero(), gs.Parameters(stage="step"), when=parts.Alternate(1)),
+        gs.Intervention(parts.Favour(5.0), gs.SharedParameters()),
+    )
+    assert gs.from_config(surgery.to_config(), own_code=True) == surgery
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    steps = []
+    with surgery.attach(model, optimizer) as live:
+        for _ in range(4):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            outputs = model(torch.eye(2))
+            live.backward({"a": outputs[0].sum(), "b": outputs[1].sum()})
+            optimizer.step()
+            steps.append((before - model.weight.detach()).flatten().tolist())
+    assert steps == [pytest.approx([5.0, 1.0]), [0.0, 0.0]] * 2
 
 
 def test_the_results_are_data_frames(own: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ units that stand left of it on its own floor. Inside a folder there must be no c
 INDEPENDENT = ("transforms", "triggers", "aggregators", "models", "tasks", "loggers", "effects")
 """Units of one floor that may not import one another."""
 
-LATE = {"core": ("multitask", "per_example"), "experiment": ("report",)}
+LATE = {
+    "core": ("multitask", "per_example"),
+    "integrations": ("experiment",),
+    "experiment": ("report",),
+}
 """Units above that a unit imports inside functions, when a surgery or a command needs them."""
 
 STANDALONE = ("experiment.loop",)

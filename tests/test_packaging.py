@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 from runpy import run_path
-from shutil import copy, copytree, ignore_patterns, rmtree
+from shutil import copy, copytree, ignore_patterns, rmtree, unpack_archive
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,6 +21,24 @@ from gradsurg.experiment import compose
 print(gradsurg.__file__, compose.CONFIG_DIR, gradsurg.__version__, sep="\\n")
 """
 
+APP = """
+import hydra
+from hydra.utils import instantiate
+
+
+@hydra.main(config_path=None, version_base="1.3")
+def main(config):
+    import gradsurg
+
+    print(gradsurg.__file__, instantiate(config.transform.clip), sep="\\n")
+    print(gradsurg.from_config(config.surgery) == gradsurg.load("grokfast"))
+
+
+main()
+"""
+"""A Hydra app that knows gradsurg by its search path alone."""
+PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+
 
 def python(folder: Path, *words: str, path: str = "") -> str:
     """Return the output of Python in a folder; `path` precedes the editable install."""
@@ -30,6 +48,52 @@ def python(folder: Path, *words: str, path: str = "") -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def check_app(folder: Path, package: Path, path: str) -> None:
+    """Check that an app gets its configs of `package`, which is on `path`, without a warning."""
+    (folder / "app.py").write_text(APP, encoding="utf-8")
+    words = ["hydra.searchpath=[pkg://gradsurg.conf]", "+transform=clip", "+surgery=grokfast"]
+    words += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    printed = python(folder, "-W", "error::UserWarning", "app.py", *words, path=path)
+    assert printed.splitlines() == [str(package / "__init__.py"), "Clip(value=0.01)", "True"]
+
+
+def copied(folder: Path) -> Path:
+    """Copy to a folder what a wheel is built of."""
+    for name in ("gradsurg", "conf"):
+        copytree(ROOT / name, folder / name, ignore=ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        copy(ROOT / name, folder)
+    return folder
+
+
+def test_an_app_gets_its_configs_of_a_checkout_which_needs_no_links(tmp_path: Path) -> None:
+    files = [path for name in ("gradsurg", "conf") for path in (ROOT / name).rglob("*")]
+    assert files
+    assert not any(path.is_symlink() for path in files)  # a clone on Windows has none
+    check_app(tmp_path, ROOT / "gradsurg", str(ROOT))
+
+
+@pytest.mark.full
+def test_an_app_gets_its_configs_of_a_source_archive(tmp_path: Path) -> None:
+    source, tools = copied(tmp_path / "source"), tmp_path / "tools"
+    python(tmp_path, *PIP, "install", "--target", str(tools), "hatchling")
+    python(source, "-m", "hatchling", "build", "-t", "sdist", "-d", "..", path=str(tools))
+    rmtree(source)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    unpack_archive(archive, tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("gradsurg-*/")
+    check_app(tmp_path, unpacked / "gradsurg", str(unpacked))
+
+
+@pytest.mark.full
+def test_an_app_gets_its_configs_of_an_editable_install(tmp_path: Path) -> None:
+    source, site = copied(tmp_path / "source"), tmp_path / "site"
+    python(tmp_path, *PIP, "install", "--no-deps", "--target", str(site), "-e", str(source))
+    (added,) = site.glob("*.pth")  # Python reads it in its own folder alone
+    path = os.pathsep.join([str(site), *added.read_text(encoding="utf-8").split()])
+    check_app(tmp_path, source / "gradsurg", path)
 
 
 def test_the_folders_that_are_tested_with_the_lowest_dependencies_exist() -> None:
@@ -56,17 +120,12 @@ def test_the_constraints_pin_each_dependency_within_its_bounds_and_are_in_the_ar
 
 @pytest.mark.full
 def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path) -> None:
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    for name in ("gradsurg", "conf"):
-        copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        copy(ROOT / name, source)
-    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
-    python(tmp_path, *pip, "wheel", "--no-deps", str(source))
+    source, installed = copied(tmp_path / "source"), tmp_path / "installed"
+    python(tmp_path, *PIP, "wheel", "--no-deps", str(source))
     (wheel,) = tmp_path.glob("*.whl")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`'{wheel.name}[run]'`" in readme
-    python(tmp_path, *pip, "install", "--no-deps", "--target", str(installed), str(wheel))
+    python(tmp_path, *PIP, "install", "--no-deps", "--target", str(installed), str(wheel))
     rmtree(source)
     (metadata,) = installed.glob("gradsurg-*.dist-info/METADATA")
     assert "\nProject-URL: Repository, https://" in metadata.read_text(encoding="utf-8")
@@ -83,6 +142,7 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     home, conf, version = python(tmp_path, "-c", WHENCE, path=str(installed)).splitlines()
     assert (home, conf) == (str(package / "__init__.py"), str(package / "conf"))
     assert version != "0+unknown"
+    check_app(tmp_path, package, str(installed))
     printed = python(tmp_path, "-m", "gradsurg.run", *WORDS, path=str(installed))
     assert printed.startswith("Test accuracy of clip minus control: ")
     assert (tmp_path / "runs" / "digits-mlp" / "report" / "index.html").is_file()

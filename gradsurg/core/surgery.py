@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
+from html import escape
 from typing import Any, cast
 from weakref import WeakMethod
 
@@ -53,6 +55,40 @@ class Surgery:
 
     def __repr__(self) -> str:
         return f"Surgery({', '.join(map(repr, self.interventions))}, seed={self.seed})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether interventions and seed are equal; the states may differ."""
+        return isinstance(other, Surgery) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return self.interventions, self.seed
+
+    def _repr_html_(self) -> str:
+        """Return a table with a row for each transform, for notebooks."""
+        rows = [("transform", "site", "when", "stage")]
+        for item in self.interventions:
+            links = [*map(_in_short, item.links or (item.transform,))]
+            stage = "" if item.aggregator is not None else item.stage
+            rows += [(link, _in_short(item.at), _in_short(item.when), stage) for link in links]
+        lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>seed {self.seed}"
+
+    def to_config(self) -> dict[str, Any]:  # Any: what YAML can hold
+        """Return a plain mapping, to be stored or shared: `gradsurg.from_config` makes an equal
+        surgery of it.
+
+        Functions and classes of your own are written by their dotted paths, and read back with
+        `own_code=True`. Raises TypeError for a lambda, a function inside a function and `where`.
+        """
+        from gradsurg.core.surgery_config import config_of
+
+        pairs = enumerate(self.interventions)
+        items = [config_of(item, f"interventions.{index}") for index, item in pairs]
+        return {"interventions": items, "seed": self.seed}
 
     @property
     def is_attached(self) -> bool:
@@ -311,6 +347,17 @@ class Surgery:
         if self._live is live:
             self._interventions = live.interventions
             self._live = None
+
+
+def _in_short(part: Any) -> str:  # Any: a transform, a selector, a trigger or an aggregator
+    """Return the repr of an object without the fields that have their defaults."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(_in_short, part))})"
+    if not is_dataclass(part) or isinstance(part, type):
+        return repr(part)
+    pairs = ((one, getattr(part, one.name)) for one in fields(part))
+    changed = [f"{one.name}={_in_short(it)}" for one, it in pairs if it != one.default]
+    return f"{type(part).__name__}({', '.join(changed)})"
 
 
 def _about_model(model: object) -> str:

@@ -34,10 +34,11 @@ FILE = Path(__file__).with_suffix(".json")
 FOLDERS = {group: folder for folder, group in GROUPS.items()}
 """Config group: folder of its classes. The others name classes of PyTorch."""
 TORCH_MODULES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
-LISTED = (*FOLDERS, *TORCH_MODULES, "experiment")
+LISTED = (*FOLDERS, *TORCH_MODULES, "experiment", "surgery")
 ALIASES = {"trigger": "when", "recipe": "experiment"}
 ALIASES |= {f"{group}s": group for group in LISTED} | {"triggers": "when", "recipes": "experiment"}
 ALIASES |= {"multitask": "aggregator", "multi-task": "aggregator"}
+ALIASES |= {"preset": "surgery", "presets": "surgery"}
 NOTES = ("Paper: ", "Also: ")
 """The beginnings of the comments that may follow the purpose in a yaml file."""
 ARXIV = "https://arxiv.org/abs/"

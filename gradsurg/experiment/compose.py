@@ -10,6 +10,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -33,6 +34,8 @@ GROUPS = (
 )
 LISTS = ("transform", "logger")
 """The groups that take a list of options."""
+PRESETS = "surgery"
+"""The group of whole surgeries, for the configs of other apps: `+surgery=clip`."""
 
 
 CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
@@ -91,8 +94,13 @@ class DottedSource(ConfigSource):
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
     """Return the resolved config of these overrides. Raises what Hydra raises, and ConfigError."""
     register()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return plain(compose("config", list(words)))
+    # In an app of Hydra's the app is there already, and is again afterwards.
+    app, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return plain(compose("config", list(words)))
+    finally:
+        GlobalHydra.instance().hydra = app  # the instance is another one now
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -144,7 +152,10 @@ def first_line(error: Exception) -> str:
 def _help() -> str:
     from gradsurg.experiment.help import template  # which needs this module
 
-    return template()
+    loader = GlobalHydra.instance().config_loader()
+    options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
+    shown = [group for group in options if group not in (PRESETS, "hydra")]
+    return template([f"{group}: {', '.join(options[group])}" for group in shown])
 
 
 def _with_key(options: object) -> object:

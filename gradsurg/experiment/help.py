@@ -1,9 +1,10 @@
 """The help text of the command line, and the descriptions of the short keys that it prints.
 
-Hydra fills the template with the groups and the config; it imports no torch.
+Hydra fills the template with the config; it imports no torch.
 """
 
 import ast
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
@@ -39,7 +40,8 @@ meaning: --list sparse, --list weight decay.
   schedule    the learning rate over the optimizer steps
   logger      where numbers go in addition to the files of the run
 
-$APP_CONFIG_GROUPS
+{groups}
+
 Your own transform, aggregator, model, task or trigger: give its dotted
 path, transform=my_module.MyTransform, or put yaml files into a folder and
 add --config-dir.
@@ -55,12 +57,12 @@ $CONFIG
 """
 
 
-def template() -> str:
-    """Return the template of Hydra's help."""
+def template(groups: Sequence[str]) -> str:
+    """Return the template of Hydra's help, with a line for the options of each group."""
     shared = {f"shared.{key}": text for key, text in described("Shared").items()}
     keys = described("Settings") | shared
     lines = [folded(f"  {key:<{INDENT - 2}}", text, " " * INDENT) for key, text in keys.items()]
-    return HEAD + "\n".join(lines) + TAIL
+    return HEAD.format(groups="\n".join(groups)) + "\n".join(lines) + TAIL
 
 
 def described(name: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def make(node: object, base: type[Made]) -> Made:
     node = _checked(node)
     target, is_users = _found(node), not is_own(node)
     if isinstance(target, type) and not _may_be(target, base):
-        raise TypeError(f"must be a {base.__name__}, found the class {target.__qualname__}")
+        raise TypeError(f"must be {_a(base)}, found the class {target.__qualname__}")
     if target is not None and base is not Transform and not callable(target):
         raise TypeError(f"must be a class or a function, found {target!r}")
     if is_users:
@@ -53,7 +53,7 @@ def make(node: object, base: type[Made]) -> Made:
         with user_code(node):
             result = task_of(made)
     if not isinstance(result, base):
-        raise TypeError(f"must be a {base.__name__}, found {result!r}")
+        raise TypeError(f"must be {_a(base)}, found {result!r}")
     return cast(Made, result)
 
 
@@ -160,6 +160,10 @@ def _own_faults(node: Node, base: type, error: BaseException) -> Faults:
         raise error
 
 
+def _a(base: type) -> str:
+    return f"{'an' if base.__name__[0] in 'AEIOU' else 'a'} {base.__name__}"
+
+
 def _missing(target: str, base: type, error: ImportError) -> str:
     """Return the fault of a dotted path to nothing, with the classes that may be meant."""
     if target.startswith("gradsurg.") and target.count(".") == 1:
@@ -197,6 +201,9 @@ def _with_functions(node: Any) -> Any:  # Any: what YAML can hold
     if not isinstance(node, Mapping):
         return node
     node = {key: _with_functions(item) for key, item in node.items()}
+    if "_target_" in node and is_own(node) and node.get("_partial_"):
+        # It would be called with the gradient, as a function is.
+        raise FieldError("", [("", "_partial_: is for functions of your own")])
     if "_target_" not in node or is_own(node) or node.get("_partial_"):
         return node
     target, fields = _found(node), fields_of(node)

@@ -23,11 +23,12 @@ from gradsurg.experiment.compose import (
     CONFIG_DIRS,
     GROUPS,
     LISTS,
+    PRESETS,
     files_of,
     first_line,
     key_of,
 )
-from gradsurg.experiment.errors import ConfigError
+from gradsurg.experiment.errors import ConfigError, leaves
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.extras import how_to_install
 from gradsurg.plugins.messages import full_message, nearest, printable
@@ -158,13 +159,28 @@ def _config_dirs_in(words: Sequence[str]) -> list[Path]:
 
 
 def _refused(word: str) -> Iterator[str]:
-    """Yield an error for a sweeper and for a launcher under torchrun."""
+    """Yield an error for a preset, a sweeper and for a launcher under torchrun."""
     key, _, value = word.lstrip("+").partition("=")
+    if key.partition(".")[0].partition("@")[0] == PRESETS:
+        yield f"{key}: is a group for the configs of your own app; here write {_words_of(value)}"
     if key == "hydra/sweeper" and value != "basic":
         yield sweeper_fault(value)
     under_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
     if key == "hydra/launcher" and value != "basic" and under_torchrun:
         yield f"{key}: {value} starts processes of its own, which cannot be those of torchrun"
+
+
+def _words_of(preset: str) -> str:
+    """Return the words of this command line that stand for a preset; an example for another."""
+    if (path := files_of(PRESETS).get(preset)) is None:
+        return "transform=clip"
+    config: Any = OmegaConf.to_container(OmegaConf.load(path))
+    chosen = [entry for entry in config.pop("defaults") if isinstance(entry, Mapping)]
+    groups = {key.partition("@")[2]: option for entry in chosen for key, option in entry.items()}
+    words = [f"{key}={option[0] if key in LISTS else option}" for key, option in groups.items()]
+    words += [f"{key}={value}" for key, value in leaves(config)]
+    defaults = ("site=parameters", "when=always", "shared.granularity=whole")
+    return " ".join(word for word in words if word not in defaults)
 
 
 def _swallowed(word: str) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""Load a surgery from a recipe: an `experiment=` file that chooses no model and no task.
+"""Load a surgery from a recipe: an `experiment=` file that chooses no model and no task, or a
+preset of the group `surgery`, which the configs of other apps choose too.
 
 Hydra is imported in functions: `gradsurg.load` is a name of the library.
 """
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 FOLDER = "experiment"
 
+EVERY_STEP = {"_target_": "gradsurg.Steps", "start": 0, "stop": None, "every": 1}
+"""The trigger of a command line that chooses none."""
+
 
 def load(
     recipe: str | Path | Mapping[str, Any] | Sequence[Any] | DictConfig | ListConfig,
@@ -41,42 +45,56 @@ def load(
     LookupError for an unknown name, FileNotFoundError for a missing file, and ValueError, with one
     line for each fault, if the file is no recipe, has a wrong value, or names code unasked.
     """
-    from gradsurg.experiment.compose import files_of
+    from gradsurg.experiment.compose import PRESETS, files_of
 
     if not isinstance(recipe, str | Path):
         if overrides:
             raise ConfigError([f"{overrides[0]}: a config takes no overrides, change it instead"])
         return from_config(recipe, own_code=own_code)
-    path = files_of(FOLDER).get(str(recipe), Path(recipe))
+    preset = files_of(PRESETS).get(str(recipe))
+    path = preset or files_of(FOLDER).get(str(recipe), Path(recipe))
     if str(recipe).isidentifier() and not path.is_file():
         near = nearest(str(recipe), recipes(), listed_by="--list experiment")
         raise LookupError(f"there is no recipe '{recipe}'. {near}")
     try:
-        if fault := _fault(path):
+        if preset is None and (fault := _fault(path)):
             raise ConfigError([fault])
-        config = _composed(path, overrides)
+        config = _composed(path, overrides, is_preset=preset is not None)
         surgery = {key: config[key] for key in KEYS if key in config}
+        if surgery.get("when") == EVERY_STEP:
+            del surgery["when"]
         return from_config(surgery, own_code=own_code)
     except ConfigError as error:
-        raise ConfigError([f"{recipe}: {fault}" for fault in error.faults]) from None
+        faults = [fault.removeprefix(f"{PRESETS}.") for fault in error.faults]
+        raise ConfigError([f"{recipe}: {fault}" for fault in faults]) from None
 
 
 def recipes() -> list[str]:
     """Return the names of all recipes."""
-    from gradsurg.experiment.compose import files_of
+    from gradsurg.experiment.compose import PRESETS, files_of
 
-    return [name for name, path in files_of(FOLDER).items() if not _fault(path)]
+    whole = [name for name, path in files_of(FOLDER).items() if not _fault(path)]
+    return sorted([*whole, *files_of(PRESETS)])
 
 
-def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _composed(path: Path, overrides: tuple[str, ...], is_preset: bool) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
-    from gradsurg.experiment.compose import compose_config, key_in
+    from gradsurg.experiment.compose import GROUPS, PRESETS, compose_config, key_in
     from gradsurg.experiment.overrides import composing, prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"
         raise ConfigError([f"{word}: {rule}" for word in wrong])
     words = prepared(overrides)
+    if is_preset:
+        inside = []
+        for word in words:
+            name, marks = word.lstrip("+~"), word[: len(word) - len(word.lstrip("+~"))]
+            group = f"{key_in(word)}@" if key_in(word) in GROUPS else ""
+            inside.append(f"{marks}{group}{PRESETS}.{name}")
+        with composing():
+            config = compose_config(f"+{PRESETS}={path.stem}", f"+{PRESETS}.seed=null", *inside)
+            return config[PRESETS]
     with TemporaryDirectory() as folder, composing():
         Path(folder, FOLDER).mkdir()
         copy(path, Path(folder, FOLDER, "recipe.yaml"))

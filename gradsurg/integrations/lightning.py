@@ -10,13 +10,18 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 
 from gradsurg.core.live import Live
-from gradsurg.core.surgery import Surgery
+from gradsurg.effects.effects import Effects
 from gradsurg.effects.summary import AUTO
+from gradsurg.integrations._given import Given, surgery_of
 from gradsurg.multitask.losses import Losses, scaled
 
 
 class SurgeryCallback(pl.Callback):
     """Attach a surgery to the module while it trains.
+
+    `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
+    as it is with `_recursive_: false` beside it. With None training is as without the callback.
+    After training `effects` has the numbers, as `live.effects` in the block of an `attach`.
 
     Stage `step` acts on accumulated and unscaled gradients, before Lightning clips them. The state
     of the surgery is saved in each checkpoint and restored from it. Effects and conflicts are
@@ -26,11 +31,12 @@ class SurgeryCallback(pl.Callback):
     in it. With several optimizers the first one counts steps.
     """
 
-    def __init__(self, surgery: Surgery, *, effects_every: int = 1, log: str = AUTO) -> None:
-        self.surgery = surgery
+    def __init__(self, surgery: Given = None, *, effects_every: int = 1, log: str = AUTO) -> None:
+        self.surgery = surgery_of(surgery)
         self.effects_every = effects_every
         self._log = log
         self.live: Live | None = None
+        self.effects: Effects | None = None
         self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -40,6 +46,7 @@ class SurgeryCallback(pl.Callback):
         self.live = self.surgery.start(
             pl_module, trainer.optimizers, effects_every=self.effects_every, scaler=scaler
         )
+        self.effects = self.live.effects
         module: Any = pl_module  # it may have any attribute
         module.surgery = _Backward(self.live)
 
@@ -79,7 +86,7 @@ class SurgeryCallback(pl.Callback):
         self._end(pl_module, failed=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.surgery.state_dict())
+        return dict(self.surgery.state_dict()) if self.surgery.interventions else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.surgery.load_state_dict(state_dict)

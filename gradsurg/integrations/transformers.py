@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradsurg.core.live import Live
-from gradsurg.core.surgery import Surgery
+from gradsurg.effects.effects import Effects
 from gradsurg.effects.summary import AUTO
+from gradsurg.integrations._given import Given, surgery_of
 from gradsurg.multitask.losses import Losses, scaled
 
 library: Any = import_module("transformers.trainer_callback")
@@ -25,6 +26,10 @@ STATE_FILE = "gradsurg.pt"
 class SurgeryCallback(library.TrainerCallback):
     """Attach a surgery to the model while `Trainer.train` runs.
 
+    `surgery` may also be a config, as for `gradsurg.from_config`; Hydra's `instantiate` leaves it
+    as it is with `_recursive_: false` beside it. With None training is as without the callback.
+    After training `effects` has the numbers, as `live.effects` in the block of an `attach`.
+
     Stage `step` acts on accumulated and unscaled gradients, after the Trainer has clipped them to
     `max_grad_norm` (1.0 by default): for another order set `max_grad_norm=0` and end the surgery
     with `ClipGlobalNorm`. The state is saved as `gradsurg.pt` beside each checkpoint and loaded
@@ -35,17 +40,18 @@ class SurgeryCallback(library.TrainerCallback):
 
     def __init__(
         self,
-        surgery: Surgery,
+        surgery: Given = None,
         *,
         effects_every: int = 1,
         resume_from: str | Path | None = None,
         log: str = AUTO,
     ) -> None:
-        self.surgery = surgery
+        self.surgery = surgery_of(surgery)
         self.effects_every = effects_every
         self._log = log
         self.resume_from = resume_from
         self.live: Live | None = None
+        self.effects: Effects | None = None
         self._trainer: ref[Any] | None = None
 
     def backward(
@@ -104,11 +110,12 @@ class SurgeryCallback(library.TrainerCallback):
         # Its numbers are in the logs before the Trainer's loggers read them.
         handler = trainer.callback_handler
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
-        if state.global_step:
+        if state.global_step and self.surgery.interventions:
             self._load(Path(args.output_dir or "."), state.global_step)
         self.live = self.surgery.start(
             model, optimizer, effects_every=self.effects_every, scaler=trainer.accelerator.scaler
         )
+        self.effects = self.live.effects
         self._trainer = ref(trainer)
         trainer._run_epoch = self._closing_on_error(trainer._run_epoch)
 
@@ -132,7 +139,7 @@ class SurgeryCallback(library.TrainerCallback):
             state.log_history[-1].update(numbers)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: object) -> None:
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self.surgery.interventions:
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             torch.save(self.surgery.state_dict(), folder / STATE_FILE)
 

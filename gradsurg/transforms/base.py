@@ -429,14 +429,31 @@ class Function(Stateless):
         called = self.function.func if isinstance(self.function, partial) else self.function
         return getattr(called, "__qualname__", type(called).__qualname__)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts[0])
+
+    @property
+    def _parts(self) -> tuple[object, ...]:
+        """The function, and what a partial one is called with: two of these are never equal."""
+        function = self.function
+        if isinstance(function, partial):
+            return function.func, function.args, function.keywords
+        return (function,)
+
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
         return self.function(grad)
 
 
 # Any, twice: the caller refuses values that are neither a transform nor a callable.
 def as_transform(thing: Any) -> Any:
-    """Wrap a plain callable in a `Function`; return anything else, also a class, as is."""
-    if isinstance(thing, Transform | type) or not callable(thing):
+    """Wrap a plain callable in a `Function`; return anything else, also a class, as is.
+
+    An aggregator is callable too, and no function of one gradient.
+    """
+    if isinstance(thing, Transform | type) or hasattr(thing, "merge") or not callable(thing):
         return thing
     return Function(cast(Callable[[Tensor], Tensor], thing))
 

@@ -26,10 +26,8 @@ from gradsurg.transforms.identity import Identity
 
 
 def _checked(of: Any) -> Any:  # Any: a transform, a function, or an aggregator of several rows
-    if hasattr(of, "merge") and not isinstance(of, type):  # an aggregator, which is callable too
-        return of
     of = as_transform(of)
-    if isinstance(of, Transform):
+    if isinstance(of, Transform) or (hasattr(of, "merge") and not isinstance(of, type)):
         return of
     hint = f": did you mean {of.__name__}()?" if isinstance(of, type) else ""
     raise ValueError(f"must be a transform or an aggregator{hint}")

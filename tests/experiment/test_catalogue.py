@@ -24,7 +24,8 @@ def test_the_file_is_up_to_date() -> None:
 
 def test_every_file_begins_with_its_command_and_purpose() -> None:
     for one in gs.list():
-        assert one.command.startswith(("python -m gradsurg.run ", "gs.load(")), one
+        begin = "python -m gradsurg.run ", "gs.load(", f"python my_app.py +surgery={one.name}"
+        assert one.command.startswith(begin), one
         assert not one.summary[0].islower() or one.summary == one.target, one
         assert one.summary.partition(":")[0] not in ("Paper", "package"), one
 
@@ -82,7 +83,7 @@ FOUND = {
     "ClipGlobalNorm": "transform=clip_global_norm",
     "freeze": "transform=zero",
     "differential privacy": "transform=dp_sgd",
-    "saliency": "experiment=guided_backprop transform=deconvolve",
+    "saliency": "surgery=guided_backprop experiment=deconvnet transform=deconvolve",
     "exploding": "transform=clip_global_norm transform=skip_update",
     "multi-task dropout": "aggregator=grad_drop",
     "Byzantine": "aggregator=krum aggregator=geometric_median",
@@ -105,6 +106,7 @@ def test_the_option_of_that_name_comes_first_and_a_group_narrows_the_search() ->
     assert {one.group for one in gs.list("noise")} > {"transform"}
     assert {one.group for one in gs.list("transforms", "noise")} == {"transform"}
     assert gs.list("recipes") == gs.list("experiment")
+    assert gs.list("presets") == gs.list("surgery")
 
 
 def test_a_search_shows_groups_purposes_and_fields_with_their_defaults(here: Here) -> None:

@@ -21,6 +21,8 @@ LISTS = ("transform", "logger")
 """Groups that take several configs at once, each under its own key."""
 
 COMMAND = ["python", "-m", "gradsurg.run"]
+OF_AN_APP = ["python", "my_app.py"]
+"""The command of a preset for the configs of other apps."""
 
 
 def missing(root: Path) -> list[str]:
@@ -76,10 +78,10 @@ def _uses(first: str, group: str, names: set[str]) -> bool:
     """Return whether a first line is a command that selects or overrides one of `names`."""
     if not first.startswith("# "):
         return False
-    words = shlex.split(first[2:])
-    if words[:3] != COMMAND:
+    words, command = shlex.split(first[2:]), OF_AN_APP if group == "surgery" else COMMAND
+    if words[: len(command)] != command:
         return False
-    for key, _, value in (word.partition("=") for word in words[3:]):
+    for key, _, value in (word.partition("=") for word in words[len(command) :]):
         asked, *inside = key.removeprefix("+").split(".")
         if asked == group and names & set(inside[:1] or re.findall(r"\w+", value)):
             return True

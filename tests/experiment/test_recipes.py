@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 import gradsurg as gs
+from gradsurg.experiment.compose import GROUPS, compose_config
 from gradsurg.experiment.recipes import recipes
 from gradsurg.models.resnet import ResNet
 from gradsurg.models.vit import ViT
@@ -25,9 +27,6 @@ SHIPPED = {
         gs.FeedbackWeights(),
         gs.Nodes("Addmm", module=r"re:(?!hidden\.0\.|0$).*", side="leave", edge=1),
     ),
-    "gradient_reversal": (gs.GradientReversal(), gs.Inputs("heads.1")),
-    "grokfast": (gs.GrokfastEMA(), STEP),
-    "guided_backprop": (gs.ScaleBySign(1.0, 0.0), gs.Nodes("rectifier")),
     "linbp": (
         gs.StraightThrough(rescale=True),
         gs.Nodes("rectifier", module=r"re:(stages\.[12]|layer[34])\..*", side="leave"),
@@ -40,6 +39,22 @@ SHIPPED = {
     "tgr": (gs.TGR(), gs.Inputs("*.mlp")),
 }
 """The transform and the site of each; those without an oracle below have one as a transform."""
+PRESETS = {
+    "agc": (gs.AGC(), STEP),
+    "autoclip": (gs.AdaptiveClip("quantile", z=0.1, max_norm=None), STEP),
+    "cagrad": (gs.CAGrad(), gs.SharedParameters()),
+    "centralize": (gs.Centralize(), STEP),
+    "clip": (gs.Clip(0.01), gs.Parameters()),
+    "clip_global_norm": (gs.ClipGlobalNorm(1.0), STEP),
+    "clip_norm": (gs.ClipNorm(1.0), gs.Parameters()),
+    "gradient_noise": (gs.AddNoise(), STEP),
+    "gradient_reversal": (gs.GradientReversal(), gs.Inputs("heads.1")),
+    "grokfast": (gs.GrokfastEMA(), STEP),
+    "guided_backprop": (gs.ScaleBySign(1.0, 0.0), gs.Nodes("rectifier")),
+    "pcgrad": (gs.PCGrad(), gs.SharedParameters()),
+    "zclip": (gs.AdaptiveClip("zscore"), STEP),
+}
+"""The same of those for the configs of other apps."""
 SEVERAL = {
     "attnlrp": {
         "norm": (gs.Zero(), gs.Nodes("Rsqrt", types="*RMSNorm", side="leave")),
@@ -53,11 +68,15 @@ SEVERAL = {
 
 
 def test_the_shipped_recipes_are_surgeries_as_written_in_python() -> None:
-    assert recipes() == sorted([*SHIPPED, *SEVERAL])
+    assert recipes() == sorted([*SHIPPED, *SEVERAL, *PRESETS])
     assert {entry.name for entry in gs.list("recipe")} >= {*SHIPPED}
     for name, (transform, site) in SHIPPED.items():
         names = ("dp_sgd",) if name == "dp_sgd" else ()
         made = gs.Surgery(gs.Intervention(transform, at=site, names=names))
+        assert repr(gs.load(name)) == repr(made)
+    for name, (act, at) in PRESETS.items():
+        names = (name,) if name in ("autoclip", "zclip") else ()
+        made = gs.Surgery(gs.Intervention(act, at=at, names=names))
         assert repr(gs.load(name)) == repr(made)
     for name, named in SEVERAL.items():
         items = [gs.Intervention(act, at=at, names=(key,)) for key, (act, at) in named.items()]
@@ -132,9 +151,13 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
         (
             ["attnlrp", "interventions.gate=x"],
             ValueError,
-            r"interventions.gate: must have a transf",
+            r"interventions.gate: must be a mapping, f",
         ),
-        (["attnlrp", "interventions=x"], ValueError, r"^attnlrp: interventions: must map names"),
+        (
+            ["attnlrp", "interventions=x"],
+            ValueError,
+            r"^attnlrp: interventions: must be a list, or map names",
+        ),
         (["sgm", "seed=x"], ValueError, r"^sgm: seed: must be a whole number >= 0, found 'x'"),
     ],
 )
@@ -319,6 +342,68 @@ def test_the_command_line_refuses_a_recipe_of_several_interventions(here: Here) 
     ended = here("experiment=attnlrp")
     assert ended.code == 2
     assert ended.err.startswith("interventions: are for gs.load(..) in Python")
+
+
+def test_another_app_takes_a_preset_and_changes_its_groups() -> None:
+    with initialize_config_module("gradsurg.conf", version_base="1.3"):
+        for name in PRESETS:
+            config = compose(overrides=[f"+surgery={name}"]).surgery
+            assert repr(gs.from_config(config)) == repr(gs.load(name))
+            elsewhere = compose(overrides=[f"+surgery@treatment.first={name}"]).treatment.first
+            assert elsewhere == config
+        words = ("transform@surgery.transform=[clip,sign]", "surgery.transform.clip.value=0.5")
+        words += ("site@surgery.site=outputs", "when@surgery.when=flag")
+        changed = compose(overrides=["+surgery=clip", *words]).surgery
+    (item,) = gs.from_config(changed).interventions
+    assert (item.transform, item.at) == (gs.Chain(gs.Clip(0.5), gs.Sign()), gs.Outputs())
+    assert isinstance(item.when, gs.Flag)
+
+
+def test_a_preset_is_changed_as_a_recipe_is() -> None:
+    words = ("transform=[clip,sign]", "transform.clip.value=0.5", "site.pattern=*.bias", "seed=4")
+    surgery = gs.load("grokfast", *words)
+    made = gs.Intervention(gs.Chain(gs.Clip(0.5), gs.Sign()), gs.Parameters("*.bias", stage="step"))
+    assert repr(surgery) == repr(gs.Surgery(made, seed=4))
+    with pytest.raises(ValueError, match=r"^grokfast: site.patern: 'patern' is not a key here"):
+        gs.load("grokfast", "site.patern=x")
+    with pytest.raises(ValueError, match="^grokfast: lr=3: is no key of a recipe"):
+        gs.load("grokfast", "lr=3")
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("+surgery=clip", "transform=clip"),
+        ("surgery=guided_backprop", "transform=scale_by_sign site=nodes site.pattern=rectifier"),
+        ("++surgery=grokfast", "transform=grokfast_ema site.stage=step"),
+        ("+surgery=pcgrad", "aggregator=pcgrad"),
+        ("+surgery@treatment=unknown", "transform=clip"),
+        ("surgery.transform.clip.value=1", "transform=clip"),
+    ],
+)
+def test_the_command_line_names_the_words_that_stand_for_a_preset(
+    word: str, instead: str, here: Here
+) -> None:
+    ended = here(word, "steps=0")
+    assert (ended.code, ended.out) == (2, "")
+    rule = "is a group for the configs of your own app; here write"
+    assert ended.err == f"{word.partition('=')[0].lstrip('+')}: {rule} {instead}\n"
+    if "unknown" not in word and "value" not in word:
+        assert repr(gs.load(word.rpartition("=")[2])) == repr(_loaded(instead))
+
+
+def _loaded(words: str) -> gs.Surgery:
+    """The surgery of words of the command line."""
+    config = compose_config(*words.split())
+    return gs.from_config({key: config[key] for key in GROUPS[:4] if key != "when"})
+
+
+def test_presets_are_listed_and_are_no_group_of_the_command_line(here: Here) -> None:
+    assert {entry.name for entry in gs.list("surgery")} == {*PRESETS}
+    assert "+surgery=clip" in gs.list("surgery")[4].command
+    groups = [line.partition(":")[0] for line in here("--help").out.splitlines()]
+    assert {"transform", "experiment", "logger"} <= {*groups}
+    assert not {"surgery", "hydra"} & {*groups}
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -142,3 +144,46 @@ def test_lightnings_own_logger_gets_the_effects_of_all_batches(tmp_path: Path) -
     # Two rows of two steps with two batches each.
     assert [float(line["effect/scale/net.0.weight/calls"]) for line in lines] == [4, 4]
     assert not any("net.0.bias" in name for name in lines[0])
+
+
+CONFIG = {
+    "_target_": "gradsurg.integrations.lightning.SurgeryCallback",
+    "_recursive_": False,
+    "surgery": {
+        "transform": {"grokfast_ema": {"_target_": "gradsurg.GrokfastEMA"}},
+        "site": {"_target_": "gradsurg.Parameters", "stage": "step"},
+    },
+}
+
+
+def fit_with(callback: Any, folder: Path) -> Any:
+    module = module_of()
+    callbacks = [] if callback is None else [callback]
+    pl.Trainer(
+        max_steps=8,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, data())
+    return module
+
+
+@pytest.mark.slow
+def test_a_config_is_a_surgery_none_changes_nothing_and_the_effects_stay(tmp_path: Path) -> None:
+    made = instantiate(OmegaConf.create(CONFIG))
+    by_hand = gs.integrations.lightning.SurgeryCallback(at_step(gs.GrokfastEMA()))
+    empty = instantiate(OmegaConf.create({**CONFIG, "surgery": None}))
+    assert made.effects is None
+    modules = [fit_with(each, tmp_path) for each in (made, by_hand, empty, None)]
+    weights = [nn.utils.parameters_to_vector(module.parameters()) for module in modules]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[1], weights[2])
+    assert made.live is None
+    assert made.effects.table() == by_hand.effects.table()
+    assert "net.0.weight" in made.effects.table()
+    assert empty.effects.rows() == []
+    assert empty.state_dict() == {}

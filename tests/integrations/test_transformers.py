@@ -46,9 +46,7 @@ def at_step(*transforms: Any) -> gs.Surgery:
     return gs.Surgery(*(gs.Intervention(t, gs.Parameters(stage="step")) for t in transforms))
 
 
-def trainer_of(
-    net: nn.Module, surgery: gs.Surgery, folder: Path, kind: Any = None, **options: Any
-) -> Any:
+def trainer_of(net: nn.Module, surgery: Any, folder: Path, kind: Any = None, **options: Any) -> Any:
     arguments = transformers.TrainingArguments(
         str(folder),
         **(
@@ -101,6 +99,34 @@ def test_two_callbacks_of_one_trainer_act_in_turn(tmp_path: Path) -> None:
     trainer.train()
     assert all(map(torch.equal, once.parameters(), twice.parameters()))
     assert num_hooks(twice) == 0
+
+
+@pytest.mark.slow
+def test_a_config_is_a_surgery_none_changes_nothing_and_the_effects_stay(tmp_path: Path) -> None:
+    config = {
+        "transform": {"grokfast_ema": {"_target_": "gradsurg.GrokfastEMA"}},
+        "site": {"_target_": "gradsurg.Parameters", "stage": "step"},
+    }
+    weights, callbacks = [], []
+    for surgery in (config, at_step(gs.GrokfastEMA()), None, False):
+        net, folder = Net(), tmp_path / str(len(weights))
+        trainer = trainer_of(net, None if surgery is False else surgery, folder)
+        if surgery is False:
+            trainer.pop_callback(gs.integrations.transformers.SurgeryCallback)
+        trainer.train()
+        weights.append(nn.utils.parameters_to_vector(net.parameters()))
+        callbacks.append(trainer.callback_handler.callbacks[0])
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])
+    assert not torch.equal(weights[1], weights[2])
+    made, by_hand, empty, _ = callbacks
+    assert made.live is None
+    assert made.effects.table() == by_hand.effects.table()
+    assert "net.0.weight" in made.effects.table()
+    assert empty.effects.rows() == []
+    resumed = trainer_of(Net(), None, tmp_path / "2")
+    assert not (tmp_path / "2" / "checkpoint-4" / "gradsurg.pt").exists()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "2" / "checkpoint-4"))
 
 
 @pytest.mark.slow

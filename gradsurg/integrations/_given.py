@@ -1,0 +1,21 @@
+"""The surgery of a callback, which may be given as a config or not at all."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradsurg.core.surgery import Surgery
+
+Given = Surgery | Mapping[str, Any] | Sequence[Any] | None  # Any: what YAML can hold
+
+
+def surgery_of(given: Given) -> Surgery:
+    """Return a surgery, that of a config as `gradsurg.from_config` makes it, or one without
+    interventions for None.
+    """
+    if given is None:
+        return Surgery()
+    if isinstance(given, Surgery):
+        return given
+    from gradsurg.experiment.from_config import from_config  # which a surgery does without
+
+    return from_config(given)
