@@ -170,10 +170,10 @@ def test_progress_goes_to_stderr_a_line_a_run_and_nothing_else(first) -> None:
     lines = [line.partition(":")[0] for line in done.stderr.splitlines()]
     assert lines == [
         "2 seeds",  # too few for a significant difference
-        "1/4 control seed0",
-        "2/4 treated clip-seed0",
-        "3/4 control seed1",
-        "4/4 treated clip-seed1",
+        "1/4 control seed0-digits-mlp",
+        "2/4 treated clip-seed0-digits-mlp",
+        "3/4 control seed1-digits-mlp",
+        "4/4 treated clip-seed1-digits-mlp",
     ]
 
 

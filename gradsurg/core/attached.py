@@ -16,7 +16,7 @@ from gradsurg.core.group import GroupHook
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.session import Session
-from gradsurg.core.site_hook import NO_STEP, SiteHook
+from gradsurg.core.site_hook import NO_STEP, UNCHECKED, SiteHook
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.base import GroupFn, ReadTensor, SiteFn, Stage
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -180,15 +180,20 @@ class Attached:
     def _nan_states(self) -> str:
         """A warning of the first state of a site or of a group that holds a NaN, else empty."""
         transforms = dict(zip(self.labels, self.intervention.links, strict=True))
-        spoilt = [
-            key
+        tensors = [
+            (key, tensor)
             for key, state in self.session.states.items()
             if key.partition("/")[0] in transforms and not key.endswith("/when")
-            if any(
-                type(x) is Tensor and not x.is_meta and bool(x.isnan().any())
-                for x in state.values()
-            )
+            for tensor in state.values()
+            if type(tensor) is Tensor and not tensor.is_meta
         ]
+        if not tensors:
+            return ""
+        # Read together, to synchronize with the device once.
+        device = tensors[0][1].device
+        flags = torch.stack([tensor.isnan().any().to(device) for _, tensor in tensors]).tolist()
+        has_nan = zip(tensors, flags, strict=True)
+        spoilt = [*dict.fromkeys(key for (key, _), flag in has_nan if flag)]
         if not spoilt:
             return ""
         label, _, site = spoilt[0].partition("/")
@@ -291,6 +296,21 @@ class Attached:
 
     def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
         return self._hook(site, value).call
+
+    @contextmanager
+    def keeping_states(self, site: str) -> Iterator[None]:
+        hook, states = self._hook(site, None), self.session.states
+        keys = [*(f"{label}/{site}" for label in self.labels), f"{self.label}/{site}/when"]
+        before = {key: states[key] for key in keys if key in states}
+        try:
+            yield
+        finally:
+            for key in keys:
+                states.pop(key, None)
+            states |= before
+            hook.checked_for = UNCHECKED  # which makes the first state
+            for link in hook.links:
+                link.load()
 
     def group_hook(
         self,

@@ -1,6 +1,7 @@
 """Apply the transforms of one intervention at all its sites together."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ class GroupHook:
         self._has_group = owner.intervention.scope == "group"
         self._is_checked = False  # whether a group has passed all checks
         self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
+        # The states of the members of each link whose state has entries, and the same joined.
+        self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
 
     def __call__(self, grads: MutableSequence[Tensor | None]) -> Iterable[Tensor | None]:
         firing = self.owner.firing
@@ -137,7 +140,7 @@ class GroupHook:
         try:
             if has_entries:
                 befores = _of_each(transform, links, grads, saved)
-                before = _joined(befores)
+                before = self._joined(first.label, befores)
             else:
                 before = transform.init_group(grads) if saved is None else saved
             with first.watched(grads[0].device):
@@ -149,10 +152,15 @@ class GroupHook:
             raise
         skips = False
         if has_entries:
+            state = without_graph(state)
             for link, old, new, fired in zip(links, befores, _apart(state), fires, strict=True):
-                link.state = old
-                link.store(new, fired if isinstance(fired, Tensor) else None)
+                if isinstance(fired, Tensor):
+                    link.state = old
+                    link.store(new, fired)
+                else:
+                    link.keep(new)
             session.states.pop(key, None)
+            self._entries[first.label] = [link.state for link in links], state
         elif state:
             if transform.members == "fixed":
                 self._check_members(links)
@@ -201,6 +209,13 @@ class GroupHook:
         finally:
             for link in rows.links:
                 link.context.value = link.context.gradient = link.context.examples = None
+
+    def _joined(self, label: str, states: list[TransformState]) -> TransformState:
+        """One state of all members: the last axis of each tensor has an entry of each."""
+        last, joined = self._entries.get(label, ([], {}))
+        if len(last) == len(states) and all(map(is_, last, states)):
+            return joined
+        return {name: torch.cat([state[name] for state in states], dim=-1) for name in states[0]}
 
     def _check_members(self, links: Sequence[Link]) -> None:
         """Raise RuntimeError if the sites differ from those that the group's state was made for."""
@@ -259,11 +274,6 @@ def _of_each(
             f"the loaded state is that of {len(parts)} tensors, now there are {len(links)}"
         )
     return [link.state or part for link, part in zip(links, parts, strict=True)]
-
-
-def _joined(states: Sequence[TransformState]) -> TransformState:
-    """One state of all members: the last axis of each tensor has an entry of each."""
-    return {name: torch.cat([state[name] for state in states], dim=-1) for name in states[0]}
 
 
 def _apart(state: TransformState) -> list[TransformState]:

@@ -440,6 +440,10 @@ class Live:
                     f"{silent}{self._reason(each)}",
                     key=f"{each.label} silent",
                 )
+        if self._multi_task is not None:
+            of_tasks = (each for each in self._attached if each.firing.named_tasks)
+            idle = [each.label for each in of_tasks if each.firing.answer is False]
+            self._multi_task.warn_unused([*self._aggregators, *idle])
         if not counted:
             for text in self._clock_warnings(with_epochs=False):
                 self.session.warn_once(text)

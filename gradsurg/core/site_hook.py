@@ -133,7 +133,11 @@ class Link:
                     "because the trigger may keep the state of before"
                 )
             state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-        self.state = state = without_graph(state)
+        self.keep(without_graph(state))
+
+    def keep(self, state: TransformState) -> None:
+        """Take over a next state that has no graph."""
+        self.state = state
         if state:
             self._states[self._key] = state
 

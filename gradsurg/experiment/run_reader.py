@@ -70,7 +70,7 @@ class _Config(_Strict):
     steps: Count = 0
     model: Values = {}
     task: Values = {}
-    transform: Values = {}
+    transform: Values | str = {}
 
 
 _KINDS = {"run.json": _Facts, "summary.json": _Summary, "config.yaml": _Config}

@@ -1,7 +1,7 @@
 """Apply one attached aggregator: combine gradients, keep its state, measure the conflict."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -166,10 +166,6 @@ class Aggregation:
     def needs_all_tasks(self) -> bool:
         """Whether the aggregator cannot act without one of the tasks."""
         return self.aggregator.num_tasks is not None or bool(self.aggregator.init(2))
-
-    def memories(self, tasks: Iterable[str]) -> Sequence[int]:
-        """Return the places of the tasks that constrain the update of others and have none."""
-        return self.aggregator.memories(tuple(tasks))
 
     def count_nonfinite(self, tasks: Sequence[str], is_step: bool) -> None:
         """Count tasks left out of a step, or a step left out, and tell the first."""

@@ -42,6 +42,7 @@ from gradsurg.torch_internals.autograd import is_sharded
 from gradsurg.triggers.base import Trigger
 
 MAX_WITHOUT_STEP = 10  # updates without an optimizer step before a warning
+UNUSED = "live.backward"  # the key of the warning that it was not called
 
 
 class MultiTaskBackward:
@@ -62,7 +63,7 @@ class MultiTaskBackward:
         self._max_losses = 0  # of one call
         self._checked_heads = False
         self._num_updates = 0  # calls with aggregate=True
-        self._only_jacobians = False  # `Live.jacobian` was called, and `Live.backward` never
+        self._made_jacobian = False  # by `Live.jacobian`
         self._has_stepped = False
         self._tasks: dict[str, None] = {}  # all tasks so far, in order
 
@@ -127,7 +128,6 @@ class MultiTaskBackward:
         if retain_graph:
             check_repeatable(call.losses, shared=False)
         self._tasks |= dict.fromkeys(call.losses)
-        self._only_jacobians = False
         call.check_task_names(list(self._tasks))
         aggregation = self.aggregations[0] if self.aggregations else None
         self._max_losses = max(self._max_losses, len(call.losses))
@@ -161,7 +161,7 @@ class MultiTaskBackward:
         call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
         call.check_task_names(list(call.losses))
         call.check_stateless(len(call.losses))
-        self._only_jacobians = not self._tasks
+        self._made_jacobian = True
         collected = JacobianBuilder(self.session, []).collect(call, strict=False)
         assert collected is not None  # the call is the last of its step
         return collected[0].rows()
@@ -195,6 +195,15 @@ class MultiTaskBackward:
                 f"given. {effect}. Use attach(..., scaler=scaler).",
             )
 
+    def warn_unused(self, labels: Sequence[str]) -> None:
+        """Warn in the first steps if the losses of these interventions were not given."""
+        if labels and not self._tasks and not self._made_jacobian:
+            self.session.warn_once(
+                f"{', '.join(labels)}: attached, and in the first steps live.backward(losses) was "
+                "not called: call it in the place of sum(losses).backward()",
+                key=UNUSED,
+            )
+
     def closing_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
         used = {entry.intervention for entry in self.session.ledger if entry.all_calls}
@@ -203,12 +212,12 @@ class MultiTaskBackward:
             why = "no two tasks reached a parameter that it acts on"
         if self._tasks and not self._num_updates:
             why = "no live.backward ended a step: the last one of a step has aggregate=True"
+        is_known = self._made_jacobian or UNUSED in self.session.warned
         texts = [
             f"{aggregation.label}: attached, but {why}"
             for aggregation in self.aggregations
             if aggregation.label not in used
-            and not (self.session.shadow and self._tasks)
-            and not self._only_jacobians
+            and not (self.session.shadow if self._tasks else is_known)
         ]
         for aggregation in self.aggregations:
             texts += self._unused_groups(aggregation, used) + aggregation.closing_warnings()
@@ -318,7 +327,8 @@ class MultiTaskBackward:
             return
         jacobian, losses = self._averaged(*measured)
         for aggregation, group, members in self._builder.groups(jacobian):
-            tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
+            memories = aggregation.aggregator.memories(tuple(losses))
+            tasks, parts = jacobian.take(members, bool(memories))
             used = weights[tasks] if weights is not None else None
             aggregation.observe(group, parts, _of_tasks(losses, tasks), used)
         jacobian.reset(0)
@@ -402,7 +412,7 @@ class MultiTaskBackward:
 
         None if no solver converges.
         """
-        tasks, parts = jacobian.take(members, bool(aggregation.memories(losses)))
+        tasks, parts = jacobian.take(members, bool(aggregation.aggregator.memories(tuple(losses))))
         if weights is not None:
             if self.session.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
@@ -430,7 +440,7 @@ class MultiTaskBackward:
         check_repeatable(losses, shared=True, below=() if cut.nested else cut.nodes)
         if cut.joined:
             call.check_stateless(len(losses))
-        memories = aggregation.memories(losses)
+        memories = aggregation.aggregator.memories(tuple(losses))
         task_grads: list[Sequence[Tensor | None]] = []
         head_grads: dict[Tensor, Tensor] = {}
         # At the edges, transforms of some tasks see the gradients of the tasks, and all others the

@@ -441,7 +441,7 @@ class JacobianBuilder:
         return {
             f"{aggregation.label}/{group}"
             for aggregation in self._aggregations
-            if aggregation.memories(tasks)
+            if aggregation.aggregator.memories(tuple(tasks))
             for group in aggregation.groups.values()
         }
 

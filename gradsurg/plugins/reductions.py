@@ -186,9 +186,12 @@ def scaled(grads: Sequence[Tensor], factors: Tensor) -> Iterator[Tensor]:
     if is_small and len(kinds) == 1 and not autograd.in_functorch():
         yield from autograd.foreach_mul(list(grads), factors.reshape(()))
         return
-    own = factors.expand(len(grads)).unbind()
+    own, alike = factors.expand(len(grads)).unbind(), len(kinds) == 1
     for grad, factor in zip(grads, own, strict=True):
-        yield (widened(grad) * factor.to(grad.device)).to(grad.dtype)
+        if alike:  # without the calls that would change nothing
+            yield grad * factor
+        else:
+            yield (widened(grad) * factor.to(grad.device)).to(grad.dtype)
 
 
 def mean(grad: Tensor, per: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Activations: the tensors that flow forward into or out of a module."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -38,6 +39,9 @@ class Activations(ModuleSelector):
     input of its first) adds no site. A tensor changed in place between them is another value. A
     module that writes to its input writes to the transformed tensor, and to a copy of a container
     or object that holds it, not to those of its caller.
+
+    A call without gradients, as in a validation under `torch.no_grad()`, is transformed and changes
+    no state of the transform or the trigger; the forward of a reentrant checkpoint changes it.
 
     The recomputation of a checkpoint is transformed and counted again, and has to give the same
     values. So RuntimeError is raised if the transform has a state or random numbers or has changed
@@ -196,7 +200,8 @@ class Flow(Calls):
             if owner is not None and owner != site:
                 self.attached.expect(owner, [site])
                 return tensor
-        result = self._transformed(tensor, site)
+        with nullcontext() if _makes_graph() else self.attached.keeping_states(site):
+            result = self._transformed(tensor, site)
         if record is not None:
             record.changed[path] = result is not tensor
             guard = _guard(self.selector, self.records, module, site, record)
@@ -243,6 +248,14 @@ class Flow(Calls):
             return tensor
         straight: Any = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
         return straight
+
+
+def _makes_graph() -> bool:
+    """Whether gradients are on, or a reentrant checkpoint has turned them off for its forward."""
+    # Only a checkpoint called with gradients on has edges in the graph.
+    return torch.is_grad_enabled() or any(
+        function.next_functions for function in autograd.running_functions()
+    )
 
 
 def _unchanged(path: str, tensor: Tensor) -> Tensor:

@@ -213,6 +213,10 @@ class Attached(Protocol):
         """
         ...
 
+    def keeping_states(self, site: str) -> AbstractContextManager[object]:
+        """In the block, gradients at a site change no state of the transform or the trigger."""
+        ...
+
     def group_hook(
         self,
         sites: Sequence[str],

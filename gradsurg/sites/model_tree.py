@@ -280,6 +280,9 @@ class _Recorder:
 
         return hook
 
+    def keeping_states(self, site: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def group_hook(
         self,
         sites: Sequence[str],

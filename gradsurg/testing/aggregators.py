@@ -366,7 +366,7 @@ Rule = Callable[[Aggregator, Tensor], None]
 
 def _finite(aggregator: Aggregator, rows: Tensor) -> None:
     number = len(rows)
-    for order, (size, rank) in enumerate(((1, 1), (7, 1), (7, min(number, 7)), (40, number))):
+    for size, rank in ((1, 1), (7, 1), (7, min(number, 7)), (40, number)):
         normal = _normal_rows(number, size, min(rank, size), seed=size)
         families = {
             "normal": normal,
@@ -377,8 +377,7 @@ def _finite(aggregator: Aggregator, rows: Tensor) -> None:
             "mixed": _rescaled(normal, seed=size),
             "one of them zero": torch.cat([normal[:-1], torch.zeros_like(normal[:1])]),
         }
-        for index, (name, scale) in enumerate(product(families, SCALES), start=order):
-            dtype = (torch.float32, torch.float64)[index % 2]  # each at other sizes
+        for name, scale, dtype in product(families, SCALES, (torch.float32, torch.float64)):
             text = f"{name} rows {number} x {size} of {dtype}, scale {scale:g}"
             _expect_finite_row(aggregator, (families[name] * scale).to(dtype), text)
 
@@ -419,7 +418,8 @@ def _pure(aggregator: Aggregator, rows: Tensor) -> None:
 
 def _no_autograd_graph(aggregator: Aggregator, rows: Tensor) -> None:
     context = _context(len(rows))
-    context.losses = _losses(len(rows), 0).requires_grad_() * 1.0  # as a model's, with a graph
+    # The losses of a model have a graph.
+    context.losses = _losses(len(rows), 0).requires_grad_() * 1.0
     result = aggregator(rows.clone().requires_grad_(), context)
     expect(not result.requires_grad, "the result is part of a graph")
     _, state = aggregator.merge(rows, aggregator.init(len(rows)), context)

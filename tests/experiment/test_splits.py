@@ -61,14 +61,14 @@ def test_the_runs_of_one_split_are_those_of_a_study_of_it() -> None:
 def test_titles_name_task_and_model_unless_the_study_is_named_after_them() -> None:
     titles = {
         run.title
-        for model in ("mlp", "gradsurg.models.mlp.MLP")
+        for model in ("mlp", "convnet")
         for pair in built(CLIP, f"model={model}", "study=first", "seeds=1").pairs
         for run in pair.runs
     }
     assert titles == {
         f"{label}-seed0-digits-{model}"
         for label in ("none", "clip")
-        for model in ("mlp", "gradsurg.models.mlp.MLP")
+        for model in ("mlp", "convnet")
     }
 
 

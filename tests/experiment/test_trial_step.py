@@ -115,6 +115,13 @@ def test_an_error_of_a_trigger_is_told_under_its_key(monkeypatch: pytest.MonkeyP
         built("transform=clip", "when=flag", "steps=10")
 
 
+@pytest.mark.parametrize("source", ["grad", "batch"])
+def test_a_trigger_that_waits_for_a_tensor_is_evaluated_with_it(source: str) -> None:
+    words = ("transform=clip", "when=shape", f"when.source={source}", "when.dim=9", "steps=10")
+    with pytest.raises(ConfigError, match=r"^when\.dim: the source has shape .* no dimension 9"):
+        built(*words)
+
+
 def test_a_pattern_of_logged_sites_that_matches_none_is_told_before_training() -> None:
     with pytest.raises(ConfigError, match=r"^log: must be 'auto', 'sites' or a pattern"):
         built("transform=clip", "log=none", "steps=10")

@@ -48,8 +48,11 @@ def test_several_keys_are_a_product() -> None:
         ("lr=lin(0,1,x)", "lin(0,1,x): needs (from,to,number) with from < to"),
         ("lr=[0.1]", "lr: needs two values or more, each once"),
         ("lr=[0.1,1];lr=[1,2]", "has lr twice"),
-        ("lrr=[0.1,1]", "there is no key 'lrr'. There are: transform, "),
-        ("optimizer.lrr=[1,2]", "optimizer.lrr: 'lrr' is not a key there. There are: lr, "),
+        ("lrr=[0.1,1]", "there is no key 'lrr'. Did you mean 'lr'? There are: transform, "),
+        (
+            "optimizer.lrr=[1,2]",
+            "optimizer.lrr: 'lrr' is not a key there. Did you mean 'lr'? There are: lr, ",
+        ),
         ("seeds=[1,2]", "seeds cannot be tuned; needs a field of a group"),
         ("lr=[-1,1]", "lr=-1: lr: must be > 0.0, found -1"),
         ("transform.clip.value=[1,-2]", "transform.clip.value=-2: transform.clip.value: must be"),

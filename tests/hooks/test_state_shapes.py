@@ -1,10 +1,12 @@
 """A state belongs to one shape of the gradient: a smaller last batch is refused, by name."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurg as gs
 from gradsurg.transforms.base import Transform
@@ -74,3 +76,25 @@ def test_a_nan_that_stays_in_a_state_is_told_once_at_the_end(transform: Transfor
         name = type(transform).__name__
         says = f"put Sanitize before {name}: its state at weight holds a NaN at step 3"
         assert [text.partition(": ")[2] for text in told] == ([] if before else [says])
+
+
+class Reads(TorchDispatchMode):
+    """Counts the reads of single numbers, each of which waits for the device."""
+
+    number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_states_are_not_read_one_by_one() -> None:
+    model = nn.Linear(3, 2)
+    surgery = gs.Surgery(gs.Intervention(gs.Momentum()))
+    live = surgery.start(model)
+    model(torch.full((1, 3), torch.nan)).sum().backward()
+    with pytest.warns(gs.SurgeryWarning, match="its state at weight"), Reads() as reads:
+        live.close()
+    assert reads.number == 0

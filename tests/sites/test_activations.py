@@ -1,7 +1,7 @@
 """Activations: what flows forward is changed once at each site, and backward follows."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -69,6 +69,61 @@ def test_straight_through_can_be_written_to_and_differentiated_twice() -> None:
     # y = relu(round(3x)), d y^2 / dx = 2 * 3 * 3, again 2 * 3 * 3.
     assert first.tolist() == [18.0]
     assert grad_of(x) == [18.0]
+
+
+# States.
+
+
+HALVED = gs.Momentum(0.5)
+
+
+def _outputs(
+    model: nn.Module, surgery: gs.Surgery, calls: Sequence[tuple[bool, float]]
+) -> list[float]:
+    """Return the output of each call: with gradients or without, and its input."""
+    with surgery.attach(model):
+        outputs: list[float] = []
+        for has_gradients, x in calls:
+            with torch.set_grad_enabled(has_gradients):
+                outputs.append(model(point(x)).item())
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        gs.Activations("0"),
+        gs.Activations("1", side="input", backward="straight"),
+        gs.EveryModule("0", kind="forward"),
+    ],
+)
+def test_a_call_without_gradients_is_transformed_and_changes_no_state(at: Selector) -> None:
+    model = nn.Sequential(Times(1.0), Times(1.0))
+    calls = [(False, 8.0), (True, 4.0), (False, 2.0), (False, 2.0), (True, 2.0), (True, 0.0)]
+    surgery = gs.Surgery(gs.Intervention(HALVED, at))
+    assert _outputs(model, surgery, calls) == [8.0, 4.0, 4.0, 4.0, 4.0, 2.0]
+    # A trigger that fires at 3 and then until it sees less than 1.
+    calls = [(False, 4.0), (True, 2.0), (True, 4.0), (False, 0.0), (True, 2.0)]
+    surgery = gs.Surgery(gs.Intervention(gs.Scale(10.0), at, gs.Threshold(3.0, release=1.0)))
+    assert _outputs(model, surgery, calls) == [40.0, 2.0, 40.0, 0.0, 20.0]
+
+
+def test_a_first_call_without_gradients_leaves_no_state_of_its_shape() -> None:
+    model = nn.Sequential(Times(1.0))
+    surgery = gs.Surgery(gs.Intervention(HALVED, gs.Activations("0")))
+    with surgery.attach(model):
+        with torch.no_grad():
+            model(torch.ones(5))
+        assert surgery.state_dict()["states"] == {}
+        assert model(point(4.0)).item() == 4.0
+
+
+def test_the_forward_of_a_reentrant_checkpoint_changes_the_state_once() -> None:
+    model = Saved(Times(1.0), reentrant=True)
+    surgery = gs.Surgery(gs.Intervention(HALVED, gs.Activations("inner.0")))
+    calls = [(True, 4.0), (True, 4.0), (False, 4.0), (False, 4.0), (True, 4.0)]
+    # The squares of 4, 4 / 2 + 4, and 6 / 2 + 4 without and with gradients.
+    assert _outputs(model, surgery, calls) == [16.0, 36.0, 49.0, 49.0, 49.0]
 
 
 # One tensor, one site.

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from tests.multitask.nets import Net, at_shared, losses_of
 from tests.nets import attached, backward, batch, num_watching, sgd, small, train, trainee
 
 
@@ -59,6 +60,49 @@ def test_one_site_that_acts_is_enough_and_a_trigger_that_waits_says_nothing() ->
         surgery.attach(model, optimizer),
     ):
         assert _told(model, optimizer) == [[]] * 4
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize(
+    ("item", "label"),
+    [
+        (at_shared(gs.PCGrad()), "pcgrad"),
+        (gs.Intervention(gs.Zero(), when=gs.ForTask("a")), "zero"),
+    ],
+    ids=["aggregator", "task"],
+)
+@pytest.mark.filterwarnings("ignore:.*its trigger never fired")
+def test_a_plain_backward_of_the_sum_is_told_once_in_the_first_steps(
+    item: gs.Intervention, label: str, has_optimizer: bool
+) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    told: list[list[str]] = []
+    with gs.Surgery(item).attach(model, *([optimizer] if has_optimizer else [])):
+        for step in range(4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                sum(losses_of(model, step).values()).backward()
+                optimizer.step()
+            told.append([str(warning.message) for warning in caught])
+    text = f"{label}: attached, and in the first steps live.backward(losses) was not called: call"
+    assert [len(texts) for texts in told] == [0, 1, 0, 0]
+    assert text in told[1][0]
+
+
+def test_a_plain_backward_is_not_told_beside_jacobians_or_a_trigger_that_fires_in_it() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    other = gs.Intervention(gs.Scale(0.5), when=gs.Unless(gs.ForTask("a")))
+    for items in ([at_shared(gs.PCGrad()), other], [other]):
+        with gs.Surgery(*items).attach(model, optimizer) as live:
+            for step in range(3):
+                losses = losses_of(model, step)
+                if len(items) > 1:
+                    live.jacobian(losses)
+                sum(losses.values()).backward()
+                optimizer.step()
+            assert {entry.fired > 0 for entry in live.ledger} == {True}
 
 
 class Silent(torch.optim.SGD):
