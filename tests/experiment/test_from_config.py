@@ -240,22 +240,20 @@ seed: x
 def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
     lines = lines_of(yaml.safe_load(MANY), own_code=True)
     begins = [
-        "wehn: is not a key of a surgery. There are: transform, ",
-        "transform.clip.vlaue: is not a field here. There are: value. Did you mean 'value'?",
+        "wehn: is not a key of a surgery. Did you mean 'when'? There are: transform, ",
+        "transform.clip.vlaue: is not a field here. Did you mean 'value'? There are: value.",
         "transform.clip.b: is not a field here. There are: value.",
         "transform.nm.of.value: must be > 0.0, found -1",
-        "transform.c.links.1: there is no 'gradsurg.Scael'. ",
+        "transform.c.links.1: there is no 'gradsurg.Scael'. Did you mean 'gradsurg.Scale'?",
         "transform.d.links.0.factor: must be a number, found None",
-        "site.patern: is not a field here. There are: pattern, types, ",
+        "site.patern: is not a field here. Did you mean 'pattern'? There are: pattern, ",
         "when: there is no module 'nope' on the path, or in this folder",
         "seed: must be a whole number >= 0, found 'x'",
     ]
     assert len(lines) == len(begins)
     for line, begin in zip(lines, begins, strict=True):
         assert line.startswith(begin)
-    assert "'when'" in lines[0]
-    assert "Clip" in lines[4]
-    assert "PCGrad" not in lines[4]  # classes of the kind alone
+    assert "There are: gradsurg.AdaptiveClip, " in lines[4]  # classes of the kind alone
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
             "[{transform: clip}]",
             "interventions.0.transform: must be a mapping, found the text 'cli",
         ),
-        ("[{transform: {}, sote: 1}]", "interventions.0.sote: is not a key of a surgery. There ar"),
+        ("[{transform: {}, sote: 1}]", "interventions.0.sote: is not a key of a surgery. Did you"),
         ("interventions: {a: {site: }}", "interventions.a: has no transform, no aggregator and no"),
         (
             "[{transform: {}, names: a}]",
@@ -340,11 +338,11 @@ def test_all_faults_are_told_by_their_keys_in_one_error() -> None:
         ),
         (
             "{aggregator: {_target_: gradsurg.PCGrad}, shared: {granularty: layer}}",
-            "shared.granularty: is not a field here. There are: pattern",
+            "shared.granularty: is not a field here. Did you mean 'granularity'?",
         ),
         (
             "{transform: {}, when: {_target_: gradsurg.AllOf, of: [{_target_: gradsurg.Evry}]}}",
-            "when.of.0: there is no 'gradsurg.Evry'. There are:",
+            "when.of.0: there is no 'gradsurg.Evry'. Did you mean 'gradsurg.Every'?",
         ),
     ],
 )
@@ -436,4 +434,4 @@ def test_code_of_your_own_is_called_when_it_is_trusted(
     assert surgery.labels == (("a", "b", "c"),)
     wrong = {"transform": {"c": {"_target_": "from_config_code.Shrink", "fator": 1}}}
     (line,) = lines_of(wrong, own_code=True)
-    assert line.startswith("transform.c.fator: is not a field here. There are: factor.")
+    assert line.startswith("transform.c.fator: is not a field here. Did you mean 'factor'?")
