@@ -57,7 +57,7 @@ def test_the_constraints_pin_each_dependency_within_its_bounds_and_are_in_the_ar
 @pytest.mark.full
 def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"
-    for name in ("gradsurg", "conf"):
+    for name in ("gradsurg", "conf", "hydra_plugins"):
         copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         copy(ROOT / name, source)
@@ -72,7 +72,11 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     assert "\nProject-URL: Repository, https://" in metadata.read_text(encoding="utf-8")
     assert readme in metadata.read_text(encoding="utf-8")
     package = installed / "gradsurg"
-    for folder, there in ((ROOT / "gradsurg", package), (ROOT / "conf", package / "conf")):
+    for folder, there in (
+        (ROOT / "gradsurg", package),
+        (ROOT / "conf", package / "conf"),
+        (ROOT / "hydra_plugins", installed / "hydra_plugins"),
+    ):
         paths = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
         expected = {path.relative_to(folder) for path in paths}
         assert expected

@@ -1,4 +1,4 @@
-"""Where Hydra finds the configs: the folders, dotted paths as options, and the composed config.
+"""Where Hydra finds the configs: the folders and their files, and the composed config.
 
 Help and wrong names need this module, so it imports no torch.
 """
@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.registry import CONFIG_DIR, name_of, snake
+from gradsurg.plugins.registry import CONFIG_DIR, name_of
+from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
 
 GROUPS = (
     "transform",
@@ -31,17 +30,13 @@ GROUPS = (
     "schedule",
     "logger",
 )
-LISTS = ("transform", "logger")
-"""The groups that take a list of options."""
-
 
 CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
 
 
 def register() -> None:
-    """Register names of plug-ins, dotted paths and the configs of papers with Hydra."""
+    """Register names of plug-ins and the configs of papers with Hydra."""
     OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
-    SourcesRegistry.instance().register(DottedSource)
     Plugins.instance().register(ExperimentSearchPath)
 
 
@@ -51,40 +46,6 @@ class ExperimentSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in experiment_dirs():
             search_path.append(folder.parent.name, f"file://{folder}")
-
-
-class DottedSource(ConfigSource):
-    """Makes a dotted path an option of a group: `model=my_module.make_model` is a `_target_`."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "dotted"
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
-    def is_config(self, config_path: str) -> bool:
-        return "." in _stem(config_path)
-
-    def list(self, config_path: str, results_filter: object) -> list[str]:
-        return []
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        group = config_path.rpartition("/")[0]
-        target = _stem(config_path)
-        config: dict[str, Any] = {"_target_": target}
-        if group in LISTS:
-            config = {key_of(target): config}
-        header: dict[str, str | None] = {"package": None}
-        return ConfigResult(
-            provider=self.provider,
-            path=f"dotted://{target}",
-            config=OmegaConf.create(config),
-            header=header,
-        )
 
 
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -125,11 +86,6 @@ def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Pa
     return dict(sorted(files.items()))
 
 
-def key_of(name: str) -> str:
-    """Return the key of an option in its list: a dotted path has its last name in snake case."""
-    return snake(name.rpartition(".")[2]) if "." in name else name
-
-
 def key_in(word: str) -> str:
     """Return the key of an override, without the `+` or `~` before it."""
     return word.partition("=")[0].lstrip("+~")
@@ -149,7 +105,3 @@ def _with_key(options: object) -> object:
 
 def _is_node(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
-
-
-def _stem(path: str) -> str:
-    return path.rpartition("/")[2].removesuffix(".yaml")

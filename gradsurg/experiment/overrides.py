@@ -22,14 +22,13 @@ from gradsurg.experiment.compose import (
     CONFIG_DIR,
     CONFIG_DIRS,
     GROUPS,
-    LISTS,
     files_of,
     first_line,
-    key_of,
 )
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
 from gradsurg.plugins.messages import full_message, nearest, printable
+from hydra_plugins.gradsurg_dotted.dotted_source import LISTS, key_of
 
 MAX_RUNS = 10_000  # a command with more runs needs yes=true
 UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
