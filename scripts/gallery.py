@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import yaml
-from gradsurg.experiment.instantiate import instantiate
 from torch import Tensor
 
 import gradsurg as gs
@@ -24,6 +23,7 @@ from gradsurg.aggregators.base import Aggregator, AggregatorContext
 from gradsurg.experiment import catalogue
 from gradsurg.experiment.catalogue import Entry
 from gradsurg.experiment.compose import CONFIG_DIR
+from gradsurg.experiment.instantiate import instantiate
 from gradsurg.transforms.base import Transform, TransformContext
 from gradsurg.triggers.base import Clock
 

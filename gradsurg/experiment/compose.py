@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiments import config_dirs as experiment_dirs
 from gradsurg.plugins.registry import CONFIG_DIR, name_of
 from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
 
@@ -31,21 +27,9 @@ GROUPS = (
     "logger",
 )
 
-CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
-
-
 def register() -> None:
-    """Register names of plug-ins and the configs of papers with Hydra."""
+    """Register the names of plug-ins with OmegaConf."""
     OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
-    Plugins.instance().register(ExperimentSearchPath)
-
-
-class ExperimentSearchPath(SearchPathPlugin):
-    """Add `experiments/<paper>/conf` of a checkout to Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in experiment_dirs():
-            search_path.append(folder.parent.name, f"file://{folder}")
 
 
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -53,6 +37,12 @@ def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can 
     register()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return plain(compose("config", list(words)))
+
+
+def search_path(*folders: Path) -> str:
+    """Return the override that adds folders to those in which Hydra looks for configs."""
+    quoted = ["'file://{}'".format(str(each.absolute()).replace("'", "\\'")) for each in folders]
+    return f"hydra.searchpath=[{','.join(['dotted://', *quoted])}]"
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -80,8 +70,8 @@ def words_of(hydra: Any) -> list[str]:
 
 
 def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Path]:
-    """Return the files of a group in gradsurg's folders and in these by their options, sorted."""
-    folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
+    """Return the files of a group in gradsurg's folder and in these by their options, sorted."""
+    folders = [CONFIG_DIR, *map(Path, config_dirs)]
     files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
     return dict(sorted(files.items()))
 

@@ -8,6 +8,7 @@ name. Neither imports torch.
 import json
 import os
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,6 @@ from yaml import YAMLError
 
 from gradsurg.experiment.compose import (
     CONFIG_DIR,
-    CONFIG_DIRS,
     GROUPS,
     files_of,
     first_line,
@@ -71,6 +71,14 @@ def prepared(words: Sequence[str]) -> list[str]:
     # Hydra's argument parser needs all overrides in one block: put options before them.
     behind = [word for word in expanded if "=" in word and not word.startswith("-")]
     return [word for word in expanded if word not in behind] + behind
+
+
+def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the folders that `--config-dir` names, and the other words."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path, nargs="?", action="append", default=[])
+    found, others = parser.parse_known_args(words)
+    return [folder for folder in found.config_dir if folder is not None], others
 
 
 @contextmanager
@@ -137,21 +145,13 @@ def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
 
 def _hidden_files(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each file of `--config-dir` that one of gradsurg's hides."""
-    for folder in _config_dirs_in(words):
+    for folder in split_config_dirs(words)[0]:
         for file in sorted(folder.glob("*/*.yaml")):
-            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
+            if (CONFIG_DIR / file.parent.name / file.name).is_file():
                 yield (
                     f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
                     "read; give it another"
                 )
-
-
-def _config_dirs_in(words: Sequence[str]) -> list[Path]:
-    """Return the folders that `--config-dir FOLDER` or `--config-dir=FOLDER` names."""
-    following = zip(words, [*words[1:], ""], strict=False)
-    found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
-    found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
-    return [Path(folder) for folder in found if folder]
 
 
 def _refused(word: str) -> Iterator[str]:

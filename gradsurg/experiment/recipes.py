@@ -75,7 +75,7 @@ def recipes() -> list[str]:
 
 def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
-    from gradsurg.experiment.compose import compose_config, key_in
+    from gradsurg.experiment.compose import compose_config, key_in, search_path
     from gradsurg.experiment.overrides import composing, prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
@@ -85,8 +85,7 @@ def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     with TemporaryDirectory() as folder, composing():
         Path(folder, FOLDER).mkdir()
         copy(path, Path(folder, FOLDER, "recipe.yaml"))
-        search = f"hydra.searchpath=[dotted://,'file://{folder}']"
-        return compose_config(f"{FOLDER}=recipe", *words, search)
+        return compose_config(f"{FOLDER}=recipe", *words, search_path(Path(folder)))
 
 
 def _fault(path: Path) -> str:

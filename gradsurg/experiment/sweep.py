@@ -19,9 +19,23 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
-from gradsurg.experiment.compose import CONFIG_DIR, files_of, key_in, plain, register, words_of
+from gradsurg.experiment.compose import (
+    CONFIG_DIR,
+    files_of,
+    key_in,
+    plain,
+    register,
+    search_path,
+    words_of,
+)
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
-from gradsurg.experiment.overrides import MAX_RUNS, composing, prepared, too_many
+from gradsurg.experiment.overrides import (
+    MAX_RUNS,
+    composing,
+    prepared,
+    split_config_dirs,
+    too_many,
+)
 from gradsurg.experiment.own_code import check_targets
 from gradsurg.experiment.settings import check_seeds, check_settings_of
 from gradsurg.plugins.messages import nearest, tell
@@ -54,7 +68,7 @@ class Sweep(Callback):
     ) -> None:
         """Compose and build each job, try a training step of it, and record all runs as planned."""
         try:
-            self._command = _checked(_composed(_jobs(config), config_name))
+            self._command = _checked(_composed(config, _jobs(config), config_name))
             if self._command.jobs and not self._command.num_unfinished:
                 self._end()  # here, as Hydra could not write its files into a read-only study
         except ConfigError as error:
@@ -115,16 +129,18 @@ def _for_each(jobs: Iterable[Given], action: Callable[[Given], Made]) -> list[Ma
 def jobs_of_study(words: Sequence[str]) -> list[ComposedJob]:
     """Compose the jobs of a command line without running them; a study file may state a sweep.
 
-    Raises ConfigError with the errors of all jobs.
+    `--config-dir` is the one option of a command that they may have. Raises ConfigError with the errors of all jobs.
     """
     register()
+    folders, keys = split_config_dirs(words)
+    keys = [search_path(*folders), *keys] if folders else keys
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         with composing():
-            config = hydra.compose_config("config", [*words], RunMode.MULTIRUN, False, False)
+            config = hydra.compose_config("config", keys, RunMode.MULTIRUN, False, False)
         sweeps = config.hydra.mode is RunMode.MULTIRUN
-        return _composed(_jobs(config) if sweeps else [[*words]], "config")
+        return _composed(config, _jobs(config) if sweeps else [words_of(config.hydra)])
 
 
 def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # Any: any YAML
@@ -137,14 +153,21 @@ def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # An
         raise ConfigError(faults)
 
 
-def _composed(jobs: Iterable[list[str]], config_name: str) -> list[ComposedJob]:
-    """Compose the config of each job. Raises ConfigError with the errors of all jobs."""
+def _composed(
+    config: DictConfig, jobs: Iterable[list[str]], config_name: str = "config"
+) -> list[ComposedJob]:
+    """Compose the config of each job of a command, whose own config is given.
+
+    Raises ConfigError with the errors of all jobs.
+    """
+    hydras = [str(word) for word in config.hydra.overrides.hydra]
+    search = [word for word in hydras if key_in(word) == "hydra.searchpath"]
 
     def composed(words: list[str]) -> ComposedJob:
         with composing():
-            config = plain(compose(config_name, prepared(words)))
-            check_config(words, config)
-            return words, config
+            job = plain(compose(config_name, [*search, *prepared(words)]))
+            check_config(words, job)
+            return words, job
 
     return _for_each(jobs, composed)
 

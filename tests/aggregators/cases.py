@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gradsurg.experiment.instantiate import instantiate
 
 from gradsurg.aggregators.base import Aggregator
+from gradsurg.experiment.instantiate import instantiate
 
 CONFIGS = Path(__file__).parents[2] / "conf" / "aggregator"
 

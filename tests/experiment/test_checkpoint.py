@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from gradsurg.experiment.optimizers import make_optimizer
-from gradsurg.experiment.schedules import make_schedule
 
 import gradsurg as gs
 from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.optimizers import make_optimizer
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import environment
 from gradsurg.experiment.run_reader import known
+from gradsurg.experiment.schedules import make_schedule
 from gradsurg.models.mlp import MLP
 from tests.runs import (
     MIXED,

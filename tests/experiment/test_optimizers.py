@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from gradsurg.experiment.optimizers import make_optimizer
 from torch import nn
 from torch.nn import functional
 
 from gradsurg.experiment.loop import train
+from gradsurg.experiment.optimizers import make_optimizer
 from tests.nets import small, weights
 from tests.runs import data
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from gradsurg.experiment.schedules import check_learning_rates, make_schedule
 from torch.optim import Optimizer
+
+from gradsurg.experiment.schedules import check_learning_rates, make_schedule
 
 FOLDER = Path(__file__).parents[2] / "conf" / "schedule"
 CONFIGS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in FOLDER.glob("*.yaml")}
