@@ -32,11 +32,12 @@ STANDALONE = ("experiment.loop",)
 """Modules that import nothing of gradsurg: the training loop knows nothing of surgery."""
 
 DOORS = {
-    "hydra": ("run", "experiment.compose", "experiment.overrides", "experiment.sweep"),
+    "hydra": ("run", "experiment.compose", "experiment.hydra_errors", "experiment.sweep"),
     "omegaconf": (
         "run",
         "experiment.compose",
         "experiment.grid",
+        "experiment.hydra_errors",
         "experiment.overrides",
         "experiment.sweep",
     ),

@@ -3,10 +3,12 @@
 Help and wrong names need this module, so it imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -27,16 +29,29 @@ GROUPS = (
     "logger",
 )
 
+VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+"""Hydra 1.3 warns without it, and 1.4 with it."""
+
+
 def register() -> None:
     """Register the names of plug-ins with OmegaConf."""
-    OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
+    name = "register_new_resolver" if VERSION_BASE else "register_resolver"  # of OmegaConf 2.4
+    getattr(OmegaConf, name)("gradsurg.name", name_of, replace=True)
 
 
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
     """Return the resolved config of these overrides. Raises what Hydra raises, and ConfigError."""
     register()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+    with initialize_config_dir(str(CONFIG_DIR), **VERSION_BASE):
         return plain(compose("config", list(words)))
+
+
+def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the folders that `--config-dir` names, and the other words."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path, nargs="?", action="append", default=[])
+    found, others = parser.parse_known_args(words)
+    return [folder for folder in found.config_dir if folder is not None], others
 
 
 def search_path(*folders: Path) -> str:
@@ -67,6 +82,11 @@ def words_of(hydra: Any) -> list[str]:
     words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     assert isinstance(words, list)
     return [str(word) for word in words]
+
+
+def searches(hydra: Any) -> bool:  # Any: the group `hydra` of a config
+    """Whether the sweeper is one that chooses each job by the results of earlier ones."""
+    return not str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
 
 
 def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Path]:

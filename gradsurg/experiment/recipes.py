@@ -76,7 +76,8 @@ def recipes() -> list[str]:
 def _composed(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
     from gradsurg.experiment.compose import compose_config, key_in, search_path
-    from gradsurg.experiment.overrides import composing, prepared
+    from gradsurg.experiment.hydra_errors import composing
+    from gradsurg.experiment.overrides import prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import build
-from gradsurg.experiment.compose import search_path
+from gradsurg.experiment.compose import search_path, split_config_dirs
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.loop import outputs_of
-from gradsurg.experiment.overrides import split_config_dirs
 from gradsurg.experiment.runs import Experiment
 from gradsurg.models.mlp import MLP
 from gradsurg.models.multi_head import MultiHead
