@@ -16,8 +16,3 @@ ROOT = _PACKAGE.parent if _IS_CHECKOUT else None
 # With a `__path__` this module is a package, whose submodules are looked for in that folder.
 # Their names are unique and found by `pickle` in any process that can import gradsurg.
 __path__ = [str(ROOT / "experiments")] if ROOT else []
-
-
-def config_dirs() -> list[Path]:
-    """Return the Hydra trees of all papers."""
-    return sorted(path for folder in __path__ for path in Path(folder).glob("*/conf"))

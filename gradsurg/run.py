@@ -1,8 +1,9 @@
 """Train an experiment from the command line: python -m gradsurg.run transform=clip.
 
-Hydra composes the config of each job. `experiment/overrides.py` rewrites the overrides that Hydra
-cannot parse and explains its errors; `experiment/sweep.py` starts and ends a sweep. Modules that
-import torch are imported in functions, so that `--help` and the error for a wrong name are fast.
+Hydra composes the config of each job. `experiment/overrides.py` checks the words before,
+`experiment/hydra_errors.py` explains Hydra's errors; `experiment/sweep.py` starts and ends a sweep.
+Modules that import torch are imported in functions, so that `--help` and the error for a wrong name
+are fast.
 """
 
 import atexit
@@ -13,20 +14,22 @@ import traceback
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+import hydra.utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import gradsurg
-from gradsurg.experiment.compose import plain, register, words_of
+from gradsurg.experiment.compose import VERSION_BASE, plain, register, searches, words_of
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
+from gradsurg.experiment.hydra_errors import COMPOSE_ERRORS, explained
 from gradsurg.experiment.launchers import interrupt_at_time_limit
-from gradsurg.experiment.overrides import COMPOSE_ERRORS, explained, prepared
+from gradsurg.experiment.overrides import prepared
 from gradsurg.plugins.extras import MissingExtra, need
 from gradsurg.plugins.messages import printable, tell
 from gradsurg.plugins.pipes import ignore_closed_pipes
@@ -67,7 +70,7 @@ def _command(words: list[str]) -> None:
         need("run")
         register()
         sys.argv[1:] = prepared(words)
-        with _errors_in_one_line():
+        with _errors_in_one_line(), _allowed():
             job()
     except SystemExit as end:  # code 0 or None: a sweep that has nothing to train
         if end.code:
@@ -80,18 +83,19 @@ def _command(words: list[str]) -> None:
         sys.exit(INTERRUPTED)
 
 
-@hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
-def job(config: DictConfig) -> None:
+@hydra.main(config_path=str(CONFIG_DIR), config_name="config", **VERSION_BASE)
+def job(config: DictConfig) -> float | None:
     """Run one job: the treated and the control runs of one config, with all seeds.
 
     A job of a sweep only writes the files of its runs; the callback `Sweep` reports on all jobs.
+    That of a search returns its metric.
     """
     sweeping = HydraConfig.get().mode is RunMode.MULTIRUN
     try:
+        if sweeping and searches(HydraConfig.get()):
+            return _trial(config)
         experiment = _of_sweep(config) if sweeping else _alone(config)
-        if experiment.settings.dry_run:
-            print(experiment.surgery.plan(experiment.make_model(), experiment.example_input))
-        elif experiment.settings.steps:
+        if experiment.settings.steps and not experiment.settings.dry_run:
             _train(experiment, sweeping)
     except ConfigError as error:  # in a sweep: a launcher's process lacks what this one has
         tell(str(error))
@@ -100,9 +104,10 @@ def job(config: DictConfig) -> None:
         traceback.print_exc()
         code = FAILED
     else:
-        return
+        return None
     if not sweeping:
         sys.exit(code)
+    return None
 
 
 def _train(experiment: "Experiment", sweeping: bool) -> None:
@@ -122,9 +127,33 @@ def _train(experiment: "Experiment", sweeping: bool) -> None:
             tell(INTERRUPTION)
 
 
+def _trial(config: DictConfig) -> float | None:
+    """Run a job of a search."""
+    from gradsurg.experiment.search import trial
+    from gradsurg.experiment.sweep import check_config
+
+    words, resolved = words_of(HydraConfig.get()), plain(config)
+    tell(f"trial {1 + HydraConfig.get().job.num}: {printable(' '.join(words))}")
+    check_config(words, resolved)
+    if not _is_launched():
+        return trial(words, resolved)
+    interrupt_at_time_limit()
+    try:
+        return trial(words, resolved)
+    except KeyboardInterrupt:  # as in `_train`
+        tell(INTERRUPTION)
+        return None
+
+
 def _is_launched() -> bool:
     """Whether a launcher other than Hydra's basic one has started this job of a sweep."""
     return not str(HydraConfig.get().launcher["_target_"]).endswith(".BasicLauncher")
+
+
+def _allowed() -> AbstractContextManager[object]:
+    """Allow what the configs of gradsurg name: Hydra 1.4 warns of a target that is not allowed."""
+    allow = getattr(hydra.utils, "execution_whitelist", None)
+    return nullcontext() if allow is None else allow(["gradsurg.*", "hydra.*", "hydra_plugins.*"])
 
 
 @contextmanager

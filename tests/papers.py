@@ -5,6 +5,7 @@ from pathlib import Path
 
 import yaml
 
+from gradsurg.experiment.compose import search_path
 from gradsurg.plugins import registry
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,11 @@ def config_path(group: str, stem: str) -> Path:
     """Return the yaml of an option of `task` or `model`, of gradsurg or of a paper."""
     (path,) = {*ROOT.glob(f"conf/{group}/{stem}.yaml"), *_of_papers(group, stem)}
     return path
+
+
+def searched(paper: str) -> str:
+    """Return the override that puts the configs of a paper on Hydra's search path."""
+    return search_path(ROOT / "experiments" / paper / "conf")
 
 
 def names(group: str) -> list[str]:

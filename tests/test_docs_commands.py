@@ -47,7 +47,7 @@ def test_the_commands_with_a_launcher_run(folder: Path, line: str) -> None:
 @pytest.mark.full
 def test_the_claim_of_ones_own_is_judged(tmp_path: Path) -> None:
     text = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
-    for name in ("gradsurg", "conf", "scripts"):
+    for name in ("gradsurg", "conf", "hydra_plugins", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     files = re.findall(r"^`(experiments/\S+\.yaml)`", text, re.MULTILINE)
     assert len(files) == 2

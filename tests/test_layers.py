@@ -39,8 +39,8 @@ DOORS = {
     "hydra": (
         "run",
         "experiment.compose",
+        "experiment.hydra_errors",
         "experiment.making",
-        "experiment.overrides",
         "experiment.sweep",
     ),
     "omegaconf": (
@@ -48,6 +48,7 @@ DOORS = {
         "experiment.compose",
         "experiment.from_config",
         "experiment.grid",
+        "experiment.hydra_errors",
         "experiment.overrides",
         "experiment.recipes",
         "experiment.sweep",

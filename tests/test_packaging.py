@@ -131,7 +131,11 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     assert "\nProject-URL: Repository, https://" in metadata.read_text(encoding="utf-8")
     assert readme in metadata.read_text(encoding="utf-8")
     package = installed / "gradsurg"
-    for folder, there in ((ROOT / "gradsurg", package), (ROOT / "conf", package / "conf")):
+    for folder, there in (
+        (ROOT / "gradsurg", package),
+        (ROOT / "conf", package / "conf"),
+        (ROOT / "hydra_plugins", installed / "hydra_plugins"),
+    ):
         paths = [*folder.rglob("*.py"), *folder.rglob("*.yaml")]
         expected = {path.relative_to(folder) for path in paths}
         assert expected

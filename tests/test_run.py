@@ -285,7 +285,9 @@ def test_a_plan_is_printed_and_nothing_is_trained(command, tmp_path) -> None:
         "transform=[clip,noise]", "site.pattern=output.*", "when=warmup", "dry_run=true"
     )
     title, *tree, empty, size, selected, said = printed.splitlines()
-    assert title.startswith("clip -> noise at Parameters(pattern='output.*', ")
+    links = "clip: Clip(value=0.01) -> noise: AddNoise("
+    assert title.startswith(links)
+    assert " at Parameters(pattern='output.*', " in title
     assert [line.split() for line in tree if line[0] == "*"] == [
         ["*", "output.weight", "10x64"],
         ["*", "output.bias", "10"],
@@ -328,9 +330,9 @@ def test_no_steps_are_a_check_of_the_command(command, tmp_path, capsys) -> None:
 
 def test_a_dry_run_with_no_steps_prints_that_nothing_is_trained(command, capsys) -> None:
     printed, _ = command("transform=clip", "when.start=5", "dry_run=true", "steps=0")
-    told, _, plan = printed.partition("\n")
+    plan, told = printed.rstrip().rsplit("\n", 1)
     assert told == "steps=0: 1 job checked, nothing to train"
-    assert plan.startswith("clip at Parameters(")
+    assert plan.startswith("clip: Clip(value=0.01) at Parameters(")
     with pytest.raises(SystemExit) as ended:
         command("transform=clip", "when.start=5", "dry_run=true", "steps=5")
     assert ended.value.code == 2

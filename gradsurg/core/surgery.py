@@ -292,7 +292,8 @@ class Surgery:
                 text += _copies_size(item, [params[site] for site in hits if site in params])
                 below = [str(modules), text]
             below += _contexts(item, outer)
-            parts.append("\n".join([f"{' -> '.join(labels)} at {item.at!r}", *below]))
+            links = " -> ".join(f"{x}: {y!r}" for x, y in zip(labels, item.links, strict=True))
+            parts.append("\n".join([f"{links} at {item.at!r}", *below]))
         if example_input is None:
             return "\n".join(parts) or "no intervention"
         return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"

@@ -12,10 +12,9 @@ from gradsurg.aggregators.base import LossWeighting
 from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.experiment import processes
 from gradsurg.experiment.controls import control_interventions
-from gradsurg.experiment.errors import ConfigError, ErrorCollector
+from gradsurg.experiment.errors import MAX_RUNS, ConfigError, ErrorCollector, too_many
 from gradsurg.experiment.from_config import intervention_of, interventions_of
 from gradsurg.experiment.making import make, user_code
-from gradsurg.experiment.overrides import MAX_RUNS, too_many
 from gradsurg.experiment.run import check_compiled
 from gradsurg.experiment.runs import Experiment, create_model, on_splits
 from gradsurg.experiment.settings import (

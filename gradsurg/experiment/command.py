@@ -36,8 +36,10 @@ class Command:
     """The jobs of one command line; `jobs` has no dry runs and no jobs with steps=0."""
 
     sweeping: bool = False
+    search: Mapping[str, object] | None = None  # of the trial of a search: its metric
     jobs: list[Job] = field(default_factory=list)
     experiments: list[Experiment] = field(default_factory=list)  # one for each of `jobs`
+    dry: list[tuple[list[str], Experiment]] = field(default_factory=list)  # with dry_run=true
     num_untrained: int = 0  # the number of jobs with steps=0
     num_unfinished: int = 0
     has_new_runs: bool = False
@@ -51,6 +53,8 @@ class Command:
         with _told_warnings(self._told), chdir(Path.cwd()):  # which a user's code may change
             experiment = with_shared_loggers(build(config))
         settings = experiment.settings
+        if settings.dry_run:
+            self.dry.append(([*words], experiment))
         if settings.steps == 0:
             self.num_untrained += 1
         elif not settings.dry_run:
@@ -59,7 +63,16 @@ class Command:
         return experiment
 
     def plan(self) -> None:
-        """Print what will be trained, and record each run as planned. Raises ConfigError."""
+        """Print what will be trained, and record each run as planned. Raises ConfigError.
+
+        Of a dry run the plan of its hooks is printed, and nothing is recorded.
+        """
+        for number, (words, experiment) in enumerate(self.dry, 1):
+            if self.sweeping:
+                print(f"job {number}: {printable(' '.join(words))}")
+            with chdir(Path.cwd()):
+                model, example = experiment.make_model(), experiment.example_input
+                print(experiment.surgery.plan(model, example), end="\n\n" * self.sweeping or "\n")
         if self.num_untrained:
             jobs = f"{self.num_untrained} job{'s' if self.num_untrained > 1 else ''}"
             print(f"steps=0: {jobs} checked, nothing to train")
@@ -68,7 +81,7 @@ class Command:
         announce(self.experiments)
         for text in edited_lines(self.jobs):
             tell(text)
-        power = power_line(self.experiments)
+        power = "" if self.search else power_line(self.experiments)
         force = any(each.settings.force for each in self.experiments)
         try:
             for each in self.experiments:
@@ -79,7 +92,7 @@ class Command:
         for folder in self._studies():
             remove_leftovers(folder)
         try:
-            states = plan_runs(self.jobs, force)
+            states = plan_runs(self.jobs, force, self.search)
         except OSError as error:
             raise ConfigError([f"out: cannot be written to: {error}"]) from error
         tuned = [

@@ -1,25 +1,22 @@
-"""Where Hydra finds the configs: the folders, dotted paths as options, and the composed config.
+"""Where Hydra finds the configs: the folders and their files, and the composed config.
 
 Help and wrong names need this module, so it imports no torch.
 """
 
-from collections.abc import Iterable, Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose, initialize_config_dir
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiments import config_dirs as experiment_dirs
-from gradsurg.plugins.registry import CONFIG_DIR, name_of, snake
+from gradsurg.plugins.registry import CONFIG_DIR, name_of
+from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
 
 GROUPS = (
     "transform",
@@ -32,63 +29,19 @@ GROUPS = (
     "schedule",
     "logger",
 )
-LISTS = ("transform", "logger")
-"""The groups that take a list of options."""
+
 PRESETS = "surgery"
 """The group of whole surgeries, for the configs of other apps: `+surgery=clip`."""
 
-
-CONFIG_DIRS = (CONFIG_DIR, *experiment_dirs())
+VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+"""Hydra 1.3 warns without it, and 1.4 with it."""
 
 
 def register() -> None:
-    """Register names of plug-ins, dotted paths and the configs of papers with Hydra."""
-    OmegaConf.register_new_resolver("gradsurg.name", name_of, replace=True)
-    OmegaConf.register_new_resolver("gradsurg.help", _help, replace=True)
-    SourcesRegistry.instance().register(DottedSource)
-    Plugins.instance().register(ExperimentSearchPath)
-
-
-class ExperimentSearchPath(SearchPathPlugin):
-    """Add `experiments/<paper>/conf` of a checkout to Hydra's search path."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in experiment_dirs():
-            search_path.append(folder.parent.name, f"file://{folder}")
-
-
-class DottedSource(ConfigSource):
-    """Makes a dotted path an option of a group: `model=my_module.make_model` is a `_target_`."""
-
-    @staticmethod
-    def scheme() -> str:
-        return "dotted"
-
-    def available(self) -> bool:
-        return True
-
-    def is_group(self, config_path: str) -> bool:
-        return False
-
-    def is_config(self, config_path: str) -> bool:
-        return "." in _stem(config_path)
-
-    def list(self, config_path: str, results_filter: object) -> list[str]:
-        return []
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        group = config_path.rpartition("/")[0]
-        target = _stem(config_path)
-        config: dict[str, Any] = {"_target_": target}
-        if group in LISTS:
-            config = {key_of(target): config}
-        header: dict[str, str | None] = {"package": None}
-        return ConfigResult(
-            provider=self.provider,
-            path=f"dotted://{target}",
-            config=OmegaConf.create(config),
-            header=header,
-        )
+    """Register the names of plug-ins and the help with OmegaConf."""
+    name = "register_new_resolver" if VERSION_BASE else "register_resolver"  # of OmegaConf 2.4
+    getattr(OmegaConf, name)("gradsurg.name", name_of, replace=True)
+    getattr(OmegaConf, name)("gradsurg.help", _help, replace=True)
 
 
 def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can hold
@@ -97,10 +50,24 @@ def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can 
     # In an app of Hydra's the app is there already, and is again afterwards.
     app, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        with initialize_config_dir(str(CONFIG_DIR), **VERSION_BASE):
             return plain(compose("config", list(words)))
     finally:
         GlobalHydra.instance().hydra = app  # the instance is another one now
+
+
+def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return the folders that `--config-dir` names, and the other words."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path, nargs="?", action="append", default=[])
+    found, others = parser.parse_known_args(words)
+    return [folder for folder in found.config_dir if folder is not None], others
+
+
+def search_path(*folders: Path) -> str:
+    """Return the override that adds folders to those in which Hydra looks for configs."""
+    quoted = ["'file://{}'".format(str(each.absolute()).replace("'", "\\'")) for each in folders]
+    return f"hydra.searchpath=[{','.join(['dotted://', *quoted])}]"
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -127,16 +94,16 @@ def words_of(hydra: Any) -> list[str]:
     return [str(word) for word in words]
 
 
+def searches(hydra: Any) -> bool:  # Any: the group `hydra` of a config
+    """Whether the sweeper is one that chooses each job by the results of earlier ones."""
+    return not str(hydra.sweeper["_target_"]).endswith(".BasicSweeper")
+
+
 def files_of(group: str, config_dirs: Iterable[str | Path] = ()) -> dict[str, Path]:
-    """Return the files of a group in gradsurg's folders and in these by their options, sorted."""
-    folders = [*CONFIG_DIRS, *map(Path, config_dirs)]
+    """Return the files of a group in gradsurg's folder and in these by their options, sorted."""
+    folders = [CONFIG_DIR, *map(Path, config_dirs)]
     files = {path.stem: path for folder in folders for path in (folder / group).glob("*.yaml")}
     return dict(sorted(files.items()))
-
-
-def key_of(name: str) -> str:
-    """Return the key of an option in its list: a dotted path has its last name in snake case."""
-    return snake(name.rpartition(".")[2]) if "." in name else name
 
 
 def key_in(word: str) -> str:
@@ -167,7 +134,3 @@ def _with_key(options: object) -> object:
 
 def _is_node(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("_target_"), str)
-
-
-def _stem(path: str) -> str:
-    return path.rpartition("/")[2].removesuffix(".yaml")

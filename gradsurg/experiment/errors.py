@@ -10,6 +10,7 @@ Made = TypeVar("Made")
 
 FAILED, WRONG_INPUT = 1, 2
 """Exit codes of the command: a run failed or diverged, or the command line is wrong."""
+MAX_RUNS = 10_000  # a command with more runs needs yes=true
 
 
 class ConfigError(ValueError):
@@ -18,6 +19,12 @@ class ConfigError(ValueError):
     def __init__(self, faults: list[str]) -> None:
         self.faults = list(dict.fromkeys(map(printable, faults)))
         super().__init__("\n".join(self.faults))
+
+
+def too_many(count: int | str, things: str) -> str:
+    """Return the error for more runs, jobs or values than `MAX_RUNS`."""
+    shown = f"{count:,}" if isinstance(count, int) else count
+    return f"{shown} {things} need yes=true; without it at most {MAX_RUNS:,} are allowed"
 
 
 class ErrorCollector:

@@ -1,4 +1,4 @@
-"""Hydra's launchers, which start the jobs of a sweep elsewhere, and its sweepers, which list them.
+"""Hydra's launchers, which start the jobs of a sweep elsewhere, and its sweepers.
 
 Help needs this module, so it imports no torch.
 """
@@ -14,17 +14,11 @@ LAUNCHERS = {
     "submitit_slurm": "launchers",
 }
 """The launchers that are tested, each with the extra of gradsurg that installs it."""
-
-
-def sweeper_fault(name: str) -> str:
-    """Return the error for a sweeper other than Hydra's own.
-
-    Others choose each job by the results of earlier ones, so that no job is checked before.
-    """
-    return (
-        f"hydra/sweeper: must be basic, found '{name}'; to search for values use tune= or "
-        "`wandb sweep` (docs/sweeps.md)"
-    )
+PLUG_INS = {
+    "hydra/launcher": LAUNCHERS,
+    "hydra/sweeper": {"optuna": "sweepers"},
+}
+"""The same for the groups of Hydra's plug-ins."""
 
 
 def interrupt_at_time_limit() -> None:

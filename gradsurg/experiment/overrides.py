@@ -1,133 +1,67 @@
-"""Overrides that Hydra cannot parse or would silently change, and its exceptions in one line.
+"""Words of the command line: the two rewritings, and checks of what Hydra accepts silently.
 
-A word is one argument of the command line. `prepared` rewrites and checks the words before Hydra
-reads them; `explained` turns an exception of Hydra into one line, `key: rule`, with the nearest
-name. Neither imports torch.
+A word is one argument. docs/sweeps.md says what each rewriting stands for in Hydra's grammar. No
+module here imports torch: a wrong word is answered at once.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
 from gradsurg.experiment.compose import (
     CONFIG_DIR,
-    CONFIG_DIRS,
     GROUPS,
-    LISTS,
     PRESETS,
     files_of,
-    first_line,
-    key_of,
+    split_config_dirs,
 )
 from gradsurg.experiment.errors import ConfigError, leaves
-from gradsurg.experiment.launchers import LAUNCHERS, sweeper_fault
-from gradsurg.plugins.extras import how_to_install
-from gradsurg.plugins.messages import full_message, nearest, printable
-from gradsurg.plugins.registry import HYDRAS
+from gradsurg.experiment.hydra_errors import no_option
+from hydra_plugins.gradsurg_dotted.dotted_source import LISTS, key_of
 
-MAX_RUNS = 10_000  # a command with more runs needs yes=true
-UNQUOTED = re.compile(r"(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
-FIELD = re.compile(rf"^((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])$")
+UNQUOTED = re.compile(r"^(tune|until)=(?!null$)([^'\"].*)", re.DOTALL)
+FIELD = re.compile(rf"((?:{'|'.join(GROUPS)})\.[\w.]+)=([^,()'\"\[]+|\[[^()\[\]]*\])")
 """An override of one field of an option, such as transform.clip.value=1, with a single value."""
-NO_KEY = "is not a key here."
-
-RULES = (
-    (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
-    (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep: add -m"),
-    (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
-    (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
-    (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
-    (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
-    (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
-)
-"""Patterns of the first line of Hydra's messages, and the line that replaces each."""
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
-COMPOSE_ERRORS += (AttributeError, LookupError, AssertionError, RecursionError)
-"""What Hydra raises for wrong overrides and broken yaml files."""
+SWEEP = re.compile(r"(\w+)=(\w+\(.*|(?:[^,\[\]]|\[[^\[\]]*\])*,.*)", re.DOTALL)
+"""A word that lists several values: transform=clip,sign, or transform=choice(clip,sign)."""
 
 
 def prepared(words: Sequence[str]) -> list[str]:
-    """Return the words as Hydra reads them: `tune` and `until` quoted.
+    """Return the words as Hydra reads them: `tune` and `until` quoted, options before overrides.
 
-    In a sweep `transform.clip.value=1` becomes `transform.clip.value=choice(1)`: Hydra first
-    composes a config without the swept options, in which that key would be missing. Raises
-    ConfigError for what Hydra accepts silently: an option twice in a list, a list for a group that
-    takes one option, a key given twice, a user's yaml file that one of gradsurg's hides.
+    In a sweep of Hydra's own sweeper over transforms, `transform.clip.value=1` becomes
+    `transform.clip.value=choice(1)`: Hydra first composes a config without the swept options, which
+    lacks that key. Raises ConfigError for what Hydra accepts silently.
     """
-    faults = [*_dashes(words), *_repeated_keys(words), *_hidden_files(words)]
-    for word in words:
-        faults += _swallowed(word)
-        faults += _refused(word)
+    faults = [*_typing(words), *_repeated_keys(words), *_hidden_files(words)]
+    faults += [fault for word in words for fault in (*_swallowed(word), *_refused(word))]
     if faults:
         raise ConfigError(faults)
-    expanded = [UNQUOTED.sub(r'\1="\2"', word) for word in words]
-    if {"-m", "--multirun"} & {*words}:
-        expanded = [FIELD.sub(r"\1=choice(\2)", word) for word in expanded]
+    read = [UNQUOTED.sub(r'\1="\2"', word) for word in words]
+    if {"-m", "--multirun"} & {*words} and not any("hydra/sweeper=" in word for word in words):
+        swept = {found[1] for word in words if (found := SWEEP.fullmatch(word))}
+        for place, word in enumerate(read):
+            found = FIELD.fullmatch(word)
+            if found and word.partition(".")[0] in swept:
+                read[place] = f"{found[1]}=choice({found[2]})"
     # Hydra's argument parser needs all overrides in one block: put options before them.
-    behind = [word for word in expanded if "=" in word and not word.startswith("-")]
-    return [word for word in expanded if word not in behind] + behind
+    behind = [word for word in read if "=" in word and not word.startswith("-")]
+    return [word for word in read if word not in behind] + behind
 
 
-@contextmanager
-def composing() -> Iterator[None]:
-    """Raise an exception of Hydra or OmegaConf in this block as a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except COMPOSE_ERRORS as error:
-        raise ConfigError([explained(error)]) from error
-
-
-def explained(error: Exception) -> str:
-    """Return an exception of Hydra or OmegaConf as one line."""
-    return printable(_explained(error))
-
-
-def _explained(error: Exception) -> str:
-    message, cause = str(error), error.__cause__
-    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        folders = [place.strip() for place in re.findall(r"path=file://(.*)", message)]
-        return (
-            f"{group}: {_unknown_option(group, name, error.options or [*files_of(group, folders)])}"
-        )
-    if isinstance(error, OverrideParseException):
-        return _unreadable(error)
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and "'" in message:
-        path = message.split("'")[1]
-        return f"{path}: {_missing_key(path, str(cause.key), cause.parent_node)}"
-    for pattern, text in RULES:
-        if match := re.fullmatch(pattern, first_line(error)):
-            return match.expand(text)
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {first_line(error)}"
-    shown = first_line(error) if isinstance(error, HydraException) else full_message(error)
-    return f"hydra: {shown}; HYDRA_FULL_ERROR=1 shows the traceback"
-
-
-def too_many(count: int | str, things: str) -> str:
-    """Return the error for more runs, jobs or values than `MAX_RUNS`."""
-    shown = f"{count:,}" if isinstance(count, int) else count
-    return f"{shown} {things} need yes=true; without it at most {MAX_RUNS:,} are allowed"
-
-
-def _dashes(words: Sequence[str]) -> Iterator[str]:
-    """Yield an error for a key that is written as an option: `--seeds 3` for `seeds=3`."""
+def _typing(words: Sequence[str]) -> Iterator[str]:
+    """Yield an error for `--seeds 3` and `seeds = 3`, which are `seeds=3`."""
     keys = {*GROUPS, *OmegaConf.load(CONFIG_DIR / "config.yaml")}
-    for word, value in zip(words, [*words[1:], ""], strict=False):
+    for before, word, value in zip(["", *words], words, [*words[1:], ""], strict=False):
         key, _, given = word.removeprefix("--").partition("=")
         if word.startswith("--") and key in keys:
             yield f"{word}: is a key, not an option: write {key}={given or value}"
+        if word.startswith("=") or (before in keys and word == "="):
+            yield f"{before}: no spaces around =: write {before}={given or value}"
 
 
 def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
@@ -141,32 +75,21 @@ def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
 
 def _hidden_files(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each file of `--config-dir` that one of gradsurg's hides."""
-    for folder in _config_dirs_in(words):
+    for folder in split_config_dirs(words)[0]:
         for file in sorted(folder.glob("*/*.yaml")):
-            if any((own / file.parent.name / file.name).is_file() for own in CONFIG_DIRS):
+            if (CONFIG_DIR / file.parent.name / file.name).is_file():
                 yield (
                     f"--config-dir: {file} has the name of one of gradsurg's own and would not be "
                     "read; give it another"
                 )
 
 
-def _config_dirs_in(words: Sequence[str]) -> list[Path]:
-    """Return the folders that `--config-dir FOLDER` or `--config-dir=FOLDER` names."""
-    following = zip(words, [*words[1:], ""], strict=False)
-    found = [next_one for word, next_one in following if word in ("--config-dir", "-cd")]
-    found += [word.partition("=")[2] for word in words if word.startswith("--config-dir=")]
-    return [Path(folder) for folder in found if os.path.isdir(folder)]
-
-
 def _refused(word: str) -> Iterator[str]:
-    """Yield an error for a preset, a sweeper and for a launcher under torchrun."""
+    """Yield an error for a preset, and for a launcher under torchrun."""
     key, _, value = word.lstrip("+").partition("=")
     if key.partition(".")[0].partition("@")[0] == PRESETS:
         yield f"{key}: is a group for the configs of your own app; here write {_words_of(value)}"
-    if key == "hydra/sweeper" and value != "basic":
-        yield sweeper_fault(value)
-    under_torchrun = os.environ.get("WORLD_SIZE", "1") != "1"
-    if key == "hydra/launcher" and value != "basic" and under_torchrun:
+    if key == "hydra/launcher" and value != "basic" and os.environ.get("WORLD_SIZE", "1") != "1":
         yield f"{key}: {value} starts processes of its own, which cannot be those of torchrun"
 
 
@@ -195,15 +118,12 @@ def _swallowed(word: str) -> Iterator[str]:
         options = [option.strip(" '\"") for option in inside.split(",") if option.strip()]
         for option in options:
             if "/" in option:
-                yield f"{key}: {_no_option(key, option, [*files_of(key)])}"
-        if inside == value:
-            continue
-        if key not in LISTS:
-            if len(options) > 1:
-                yield f"{key}: takes one option, found [{', '.join(options)}]"
-            continue
+                yield f"{key}: {no_option(key, option, [*files_of(key)])}"
+        is_list = inside != value
+        if is_list and key not in LISTS and len(options) > 1:
+            yield f"{key}: takes one option, found [{', '.join(options)}]"
         first: dict[str, str] = {}
-        for option in options:
+        for option in options if is_list and key in LISTS else ():
             place = key_of(option)
             if place in first:
                 yield _repeated_option(key, first[place], option, place)
@@ -211,9 +131,8 @@ def _swallowed(word: str) -> Iterator[str]:
 
 
 def _repeated_option(group: str, before: str, option: str, key: str) -> str:
-    text = f"'{option}' is listed twice"
-    if option != before:
-        text = f"'{before}' and '{option}' have the same key '{key}'"
+    both = f"'{before}' and '{option}' have the same key '{key}'"
+    text = f"'{option}' is listed twice" if option == before else both
     content = f"{{_target_: {option}}}"
     if file := files_of(group).get(option):
         fields = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(file), option))
@@ -222,70 +141,3 @@ def _repeated_option(group: str, before: str, option: str, key: str) -> str:
         f"{group}: {text} and would be merged into one; give the second a key of its own: "
         f"'+{group}.{key}_2={content}'"
     )
-
-
-def _unknown_option(group: str, name: str, options: Sequence[str]) -> str:
-    if group == "hydra/launcher" and name in LAUNCHERS:
-        return how_to_install(f"'{name}'", LAUNCHERS[name])
-    if name.isidentifier() and name in {path.stem for path in Path().glob("*.py")}:
-        return f"{name}.py is a module; name a class or function in it: {group}={name}.<name>"
-    return _no_option(group, name, options)
-
-
-def _no_option(group: str, name: str, options: Sequence[str]) -> str:
-    from gradsurg.experiment.catalogue import LISTED, also_named  # help does without
-
-    listed_by = f"--list {group}" if group in LISTED else ""
-    return f"there is no '{name}'. {nearest(name, options, also_named(group, name), listed_by)}"
-
-
-def _unreadable(error: OverrideParseException) -> str:
-    word = error.override
-    key, _, value = word.partition("=")
-    if "=" not in word and not word.startswith("~"):
-        return f"{word}: is not key=value"
-    if value.startswith("re:"):
-        try:
-            re.compile(value.removeprefix("re:"))
-        except re.error as wrong:
-            return f"{key}: is not a regular expression ({wrong}), found '{value}'"
-    if value.startswith("~"):
-        return f"{word}: cannot be read: the shell does not expand ~ after =; write $HOME"
-    reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
-    reason = reason[0] or "it has a character that needs quotes"
-    advice = "Commas, brackets, braces and spaces need quotes"
-    if not value.startswith(("[", "{")):
-        advice += f" inside quotes: \"{key}='...'\""
-    return f"{word}: cannot be read: {reason}. {advice}"
-
-
-def _missing_key(path: str, key: str, place: object) -> str:
-    """Return the error for an override of `key`, which the config node `place` does not have."""
-    if path.startswith("hydra.launcher."):
-        return f"'{key}' is not a key of this launcher; choose one: hydra/launcher=joblib"
-    if not isinstance(place, DictConfig):
-        length = f" of {len(place)}" if isinstance(place, ListConfig) else ""
-        return f"{NO_KEY} There is no '{key}' in this list{length}."
-    parts = path.split(".")
-    if key not in parts:  # in the mapping that is given as value
-        return f"cannot get keys that it lacks. Replace it as a whole: ~{path} '+{path}={{...}}'"
-    keys = [str(name) for name in place if name not in ("hydra", *HYDRAS)]
-    depth = parts.index(key)
-    group = parts[0]
-    if group in LISTS and depth == 1 and key in files_of(group):
-        chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
-        return f"'{key}' is not chosen; add {chosen}"
-    if not keys:
-        return f"{NO_KEY} {'.'.join(parts[:depth])} has no keys below."
-    inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
-    above = ".".join([*parts[:depth], ""])
-    for name, value in inside.items():
-        if isinstance(value, Mapping) and key in value and name != "hydra":
-            return f"{NO_KEY} Is it {above}{name}.{'.'.join(parts[depth:])}?"
-    for group in GROUPS if depth == 0 and len(parts) > 1 else ():
-        if key in files_of(group):
-            return f"{NO_KEY} '{key}' is an option: {group}={key} {group}.{path}=.."
-    choices = nearest(key, keys)
-    is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices
-    hint = f" '+{path}=...' adds it." if is_field else ""
-    return f"'{key}' {NO_KEY} {choices}{hint}"

@@ -13,8 +13,7 @@ from statistics import stdev
 from typing import Any
 
 from gradsurg.effects.tables import aligned
-from gradsurg.experiment.errors import ConfigError
-from gradsurg.experiment.overrides import MAX_RUNS, too_many
+from gradsurg.experiment.errors import MAX_RUNS, ConfigError, too_many
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
     CONFIG,
@@ -138,18 +137,21 @@ def power_line(experiments: Sequence[Experiment]) -> str:
     return _detectable(experiments[0], n) if unit == "seeds" else ""
 
 
-def plan_runs(jobs: Sequence[Job], force: bool) -> Counter[RunState]:
+def plan_runs(
+    jobs: Sequence[Job], force: bool, search: Mapping[str, object] | None = None
+) -> Counter[RunState]:
     """Record each run as planned, once, and return how many runs are in each state.
 
     With `force` the files of earlier runs are removed here and not in the jobs: two jobs may share
     a control, and a job that is restarted on another machine must resume from its checkpoint. The
-    fact `looked` of a new run is the number of runs of its arm that had already ended, if any.
+    fact `looked` of a new run is the number of runs of its arm that had already ended, if any;
+    `search` is a fact of each trial of a search.
     """
     runs: dict[Path, Run] = {}
     facts: dict[Path, dict[str, Any]] = {}  # Any: any JSON value
     for job in jobs:
         for path, run in zip(job.paths, job.runs, strict=True):
-            now = run.facts | {"command": list(job.words)}
+            now = run.facts | {"command": list(job.words)} | ({"search": search} if search else {})
             runs[path], facts[path] = run, merged_facts(facts.get(path, {}), now)
     before = {path: "planned" if force else RunDirectory(path).recorded_state for path in runs}
     # Tuning runs are in another folder and count apart.

@@ -79,8 +79,9 @@ def recipes() -> list[str]:
 
 def _composed(path: Path, overrides: tuple[str, ...], is_preset: bool) -> dict[str, Any]:
     """Return the config of a file with overrides; composing imports nothing that it names."""
-    from gradsurg.experiment.compose import GROUPS, PRESETS, compose_config, key_in
-    from gradsurg.experiment.overrides import composing, prepared
+    from gradsurg.experiment.compose import GROUPS, PRESETS, compose_config, key_in, search_path
+    from gradsurg.experiment.hydra_errors import composing
+    from gradsurg.experiment.overrides import prepared
 
     if wrong := [word for word in overrides if key_in(word).partition(".")[0] not in KEYS]:
         rule = f"is no key of a recipe, which are {', '.join(KEYS)}"
@@ -98,8 +99,7 @@ def _composed(path: Path, overrides: tuple[str, ...], is_preset: bool) -> dict[s
     with TemporaryDirectory() as folder, composing():
         Path(folder, FOLDER).mkdir()
         copy(path, Path(folder, FOLDER, "recipe.yaml"))
-        search = f"hydra.searchpath=[dotted://,'file://{folder}']"
-        return compose_config(f"{FOLDER}=recipe", *words, search)
+        return compose_config(f"{FOLDER}=recipe", *words, search_path(Path(folder)))
 
 
 def _fault(path: Path) -> str:

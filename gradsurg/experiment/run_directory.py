@@ -290,9 +290,10 @@ def merged_facts(before: Values, now: Values) -> Values:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
     The command line of `before` stays where `now` has none, and so do `looked`, the number of
-    finished runs of the arm when the run was planned, and `margin_after` (see `add_facts`).
+    finished runs of the arm when the run was planned, `search`, the metric by which a trial of a
+    search was chosen, and `margin_after` (see `add_facts`).
     """
-    kept = ("command", "looked", "margin_after")
+    kept = ("command", "looked", "margin_after", "search")
     now = {key: before[key] for key in kept if key in before} | {**now}
     if "controls" not in now:
         return now

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from math import isfinite, prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hydra import compose, initialize_config_dir
@@ -17,12 +18,25 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, open_dict, read_write
 
-from gradsurg.experiment.compose import CONFIG_DIR, files_of, key_in, plain, register, words_of
-from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
-from gradsurg.experiment.overrides import MAX_RUNS, composing, prepared, too_many
+from gradsurg.experiment.compose import (
+    CONFIG_DIR,
+    VERSION_BASE,
+    files_of,
+    key_in,
+    plain,
+    register,
+    search_path,
+    searches,
+    split_config_dirs,
+    words_of,
+)
+from gradsurg.experiment.errors import FAILED, MAX_RUNS, WRONG_INPUT, ConfigError, too_many
+from gradsurg.experiment.hydra_errors import composing
+from gradsurg.experiment.overrides import prepared
 from gradsurg.experiment.own_code import check_targets
+from gradsurg.experiment.run_directory import ENDED
 from gradsurg.experiment.settings import check_seeds, check_settings_of
 from gradsurg.plugins.messages import nearest, tell
 
@@ -39,45 +53,82 @@ MAX_WRONG_JOBS = 20  # after more than these the other jobs of a sweep are not c
 class Sweep(Callback):
     """Exits with code 2 if a job is wrong, before any trains; with 1 at the end unless all finish.
 
-    A job of a sweep must not raise or exit: Hydra would then not call `on_multirun_end`.
+    A job of a sweep must not raise or exit: Hydra would then not call `on_multirun_end`. The jobs
+    of a search are not known before (see `experiment/search.py`): its fixed words are checked.
     """
 
     def __init__(self) -> None:
         self._command: Command | None = None
+        self._study: Path | None = None  # of a search
 
     def __getstate__(self) -> dict[str, None]:
         """Return what a launcher sends to its jobs: not the plan, whose tasks may hold locks."""
-        return {"_command": None}
+        return {"_command": None, "_study": None}
 
     def on_multirun_start(
         self, config: DictConfig, config_name: str = "config", **_: object
     ) -> None:
         """Compose and build each job, try a training step of it, and record all runs as planned."""
         try:
-            self._command = _checked(_composed(_jobs(config), config_name))
-            if self._command.jobs and not self._command.num_unfinished:
-                self._end()  # here, as Hydra could not write its files into a read-only study
+            if searches(config.hydra):
+                self._begin_search(config, config_name)
+            else:
+                self._begin(_composed(config, _jobs(config), config_name))
         except ConfigError as error:
             tell(str(error))
             sys.exit(WRONG_INPUT)
         except Exception as error:  # Hydra only warns of what a callback raises, and would go on
             _end_with(error)
-        if self._command.num_untrained and not self._command.jobs:
-            sys.exit()
 
     def on_multirun_end(self, config: DictConfig, **_: object) -> None:
         """Wait for the runs that other commands train, print the outcome of all jobs, report."""
         from gradsurg.experiment.job import train_left
 
+        if sys.exc_info()[0] is not None:  # Hydra 1.4 calls this after an exception and exit too
+            return
         try:
             train_left()
             self._end()
         except Exception as error:  # as above
             _end_with(error)
 
+    def _begin(self, jobs: Sequence[ComposedJob]) -> None:
+        self._command = command = _checked(jobs)
+        if command.jobs and not command.num_unfinished:
+            self._end()  # here, as Hydra could not write its files into a read-only study
+        if not command.jobs:
+            sys.exit()
+
+    def _begin_search(self, config: DictConfig, config_name: str) -> None:
+        """Check the first of the swept options with the fixed words; set the direction."""
+        from gradsurg.experiment.command import Command
+        from gradsurg.experiment.search import search_metric
+
+        (job,) = _composed(config, [_first_of(words_of(config.hydra))], config_name)
+        command = Command()
+        experiment = command.add(*job)
+        if not command.jobs:
+            command.plan()
+            sys.exit()
+        metric, lower = search_metric(experiment).values()
+        sweeper, direction = config.hydra.sweeper, "minimize" if lower else "maximize"
+        typed = {key_in(str(word)) for word in config.hydra.overrides.hydra}
+        if "direction" not in sweeper:
+            tell(f"hydra/sweeper: has no key direction: it must {direction} {metric} by its own")
+        elif "hydra.sweeper.direction" not in typed:
+            with read_write(sweeper):
+                sweeper.direction = direction
+        self._study = experiment.settings.study_folder
+
     def _end(self) -> None:
         if self._command is not None and self._command.jobs:
             sys.exit(0 if self._command.report() else FAILED)
+        if self._study is not None:
+            from gradsurg.report.search import trials_in, trials_text
+
+            trials = trials_in(self._study)
+            print("\n".join(trials_text(trials)))
+            sys.exit(FAILED if any(run.state not in ENDED for run in trials) else 0)
 
 
 def _end_with(error: Exception) -> NoReturn:
@@ -115,16 +166,19 @@ def _for_each(jobs: Iterable[Given], action: Callable[[Given], Made]) -> list[Ma
 def jobs_of_study(words: Sequence[str]) -> list[ComposedJob]:
     """Compose the jobs of a command line without running them; a study file may state a sweep.
 
-    Raises ConfigError with the errors of all jobs.
+    `--config-dir` is the one option of a command that they may have. Raises ConfigError with the
+    errors of all jobs.
     """
     register()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+    folders, keys = split_config_dirs(words)
+    keys = [search_path(*folders), *keys] if folders else keys
+    with initialize_config_dir(str(CONFIG_DIR), **VERSION_BASE):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         with composing():
-            config = hydra.compose_config("config", [*words], RunMode.MULTIRUN, False, False)
+            config = hydra.compose_config("config", keys, RunMode.MULTIRUN, False, False)
         sweeps = config.hydra.mode is RunMode.MULTIRUN
-        return _composed(_jobs(config) if sweeps else [[*words]], "config")
+        return _composed(config, _jobs(config) if sweeps else [words_of(config.hydra)])
 
 
 def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # Any: any YAML
@@ -137,16 +191,30 @@ def check_config(words: Sequence[str], config: Mapping[str, Any]) -> None:  # An
         raise ConfigError(faults)
 
 
-def _composed(jobs: Iterable[list[str]], config_name: str) -> list[ComposedJob]:
-    """Compose the config of each job. Raises ConfigError with the errors of all jobs."""
+def _composed(
+    config: DictConfig, jobs: Iterable[list[str]], config_name: str = "config"
+) -> list[ComposedJob]:
+    """Compose the config of each job of a command, whose own config is given.
+
+    Raises ConfigError with the errors of all jobs.
+    """
+    hydras = [str(word) for word in config.hydra.overrides.hydra]
+    search = [word for word in hydras if key_in(word) == "hydra.searchpath"]
 
     def composed(words: list[str]) -> ComposedJob:
         with composing():
-            config = plain(compose(config_name, prepared(words)))
-            check_config(words, config)
-            return words, config
+            job = plain(compose(config_name, [*search, *prepared(words)]))
+            check_config(words, job)
+            return words, job
 
     return _for_each(jobs, composed)
+
+
+def _first_of(words: Sequence[str]) -> list[str]:
+    """Return overrides with the first of several options, and without intervals of numbers."""
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    known = (one for one in parser.parse_overrides([*words]) if not one.is_interval_sweep())
+    return [_values(override, MAX_RUNS)[0] for override in known]
 
 
 def _jobs(config: DictConfig) -> Iterator[list[str]]:
@@ -156,9 +224,9 @@ def _jobs(config: DictConfig) -> Iterator[list[str]]:
     """
     typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}
-    params = config.hydra.sweeper.get("params") or {}
-    with open_dict(config.hydra.sweeper):
-        for key in keys & {str(key) for key in params}:
+    params: Any = config.hydra.sweeper.get("params") or {}
+    for key in keys & {str(key) for key in params}:
+        with read_write(params), open_dict(params):
             del params[key]  # Hydra would sweep over both
     words = [f"{key}={value}" for key, value in params.items()] + typed
     agreed = any(word.lstrip("+").lower() == "yes=true" for word in words)

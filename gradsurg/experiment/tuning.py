@@ -93,7 +93,7 @@ class Tuning:
                 names = [each.pair(seed).roles[role].name for seed in self.seeds]
                 summaries = [RunDirectory(directories[name]).read_summary() for name in names]
                 scores, losses = (
-                    [_score(summary, key) for summary in summaries]
+                    [score(summary, key) for summary in summaries]
                     for key in (self.metric, f"{VALIDATION}loss")
                 )
                 mean = _mean(scores) * (1 if self.lower else -1)
@@ -231,7 +231,7 @@ def _with(config: Mapping[str, Any], path: str, value: object) -> Values:
     return {**config, **changed}
 
 
-def _score(summary: Mapping[str, object], key: str) -> float | None:
+def score(summary: Mapping[str, object], key: str) -> float | None:
     """Return a number of a run; None if it has diverged."""
     value = summary.get(key)
     if summary.get("state") != "finished" or not isinstance(value, int | float):

@@ -210,6 +210,10 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
         f"two identical methods tuned like this differ at p <= {MAX_P} in more than 10 % of "
         "studies.",
     ),
+    "trials of a search": (
+        lambda study, _: [count(len(study.trials), "trial run")] if study.trials else [],
+        "{} of a search are left out: the outcomes that chose a value cannot judge it.",
+    ),
     "runs added after a look": (
         _added,
         "Runs were added when others had finished ({}): if after a look at them, p can be too "

@@ -61,6 +61,7 @@ class LoadedRun:
     controls: Mapping[str, str] = field(default_factory=dict)  # by their kind, `control` among them
     measured: Mapping[str, Any] = field(default_factory=dict)  # such as the metric of the verdict
     command: tuple[str, ...] = ()  # the words of the command line that planned it
+    search: Mapping[str, Any] = field(default_factory=dict)  # of a trial of a search: its metric
     looked: int = 0  # finished runs of its arm when it was planned
     idle: bool = False  # no transform changed an entry at the steps that were measured
     margin_after: bool = False  # the margin was given when the run had finished
@@ -168,6 +169,7 @@ def _read(path: Path, configs: dict[bytes, dict[str, Any]]) -> LoadedRun:
         controls=facts.get("controls") or {},
         measured=facts.get("measured") or {},
         command=tuple(map(str, facts.get("command") or ())),
+        search=facts.get("search") or {},
         looked=facts.get("looked") or 0,
         idle=summary.get("idle") is True,
         margin_after=bool(facts.get("margin_after")),

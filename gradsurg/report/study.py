@@ -16,7 +16,8 @@ from gradsurg.experiment.frames import (
 from gradsurg.experiment.run_directory import NOT_FINITE
 from gradsurg.experiment.run_reader import BrokenFile
 from gradsurg.report.arms import Arm, block_names, flat, group
-from gradsurg.report.load import STATES, LoadedRun, read_runs
+from gradsurg.report.load import STATES, LoadedRun, NotAStudy, read_runs
+from gradsurg.report.search import trials_text
 from gradsurg.report.wording import HEADLINE, title, titles
 from gradsurg.stats import Margin, parse_margin
 
@@ -32,12 +33,14 @@ class Study:
     `runs` has the outcome and the config of every run, whatever its state. `metrics` has what was
     logged during training, `effects` the numbers of each transform at each site, `conflicts` those
     of aggregators; these three are read when they are first used. `run`, `arm` and `seed` are
-    columns of all four. `faults` has a line for each log that could not be read.
+    columns of all four. `faults` has a line for each log that could not be read, `trials` the runs
+    of searches, which are in no arm.
     """
 
     folder: Path
     arms: list[Arm]
     faults: list[str] = field(default_factory=list)
+    trials: Sequence[LoadedRun] = ()
 
     def __repr__(self) -> str:
         names = ", ".join(arm.name for arm in self.arms)
@@ -177,10 +180,13 @@ def read_study(folder: str | Path, only: Collection[str] | None = None) -> Study
     """Read the runs of a study, such as `runs/digits-mlp`.
 
     `only` are names of run directories: the study is of these runs and their controls. Raises
-    NotAStudy, a ValueError, if the folder has no runs. torch is not imported.
+    NotAStudy, a ValueError, if the folder has no runs but trials. torch is not imported.
     """
-    runs = read_runs(Path(folder), only)
-    return Study(Path(folder), group(runs))
+    found = read_runs(Path(folder), only)
+    runs, trials = ([run for run in found if bool(run.search) is of] for of in (False, True))
+    if not runs:
+        raise NotAStudy("\n".join([f"{folder} has only trials of a search", *trials_text(trials)]))
+    return Study(Path(folder), group(runs), trials=trials)
 
 
 def _outcomes(arms: Sequence[Arm]) -> list[str]:

@@ -16,6 +16,7 @@ from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.measures import costs, link_shares
+from gradsurg.report.search import trials_text
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.tables import (
     INTERVAL,
@@ -87,6 +88,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
         _lines(effort(study)),
         *_tables(frame, first_only=not few),
         _lines(tuning_text(*read_tunings(study.folder, study.arms))),
+        "\n".join(trials_text(study.trials)),
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
         *(shares_text(link_shares(study)) if few else []),

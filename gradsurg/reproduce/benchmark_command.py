@@ -58,6 +58,7 @@ class Measurement:
         self.jobs = jobs
         self.methods = _methods(root, self.form)
         self.path = root / FOLDER / f"{form}.json"
+        self.config_dir = f"--config-dir={root / FOLDER / 'conf'}"
         rows = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
         self.cells = [
             Cell(**{**row, "words": (*row["words"],), "rows": (*map(tuple, row["rows"]),)})
@@ -124,7 +125,7 @@ class Measurement:
         """Tune and train the methods of a level that are lacking, `jobs` commands at a time."""
         known, words = self.known(task, level), self._words(task, level)
         lacking = {name: own for name, own in words.items() if name not in known}
-        tunings = {name: [*own, "seeds=1"] for name, own in lacking.items()}
+        tunings = {name: [self.config_dir, *own, "seeds=1"] for name, own in lacking.items()}
         with ThreadPoolExecutor(self.jobs) as pool:
             list(pool.map(train, tunings.values()))
             tuned = {x: _chosen(read_study(own, plan_study(own))) for x, own in tunings.items()}
@@ -145,7 +146,14 @@ class Measurement:
         splits = ",".join(str(1 + split) for split in range(self.form.splits))
         final = [word for word in words if not word.startswith("tune")]
         final += [f"{key}={json.dumps(value)}" for key, value in chosen.items()]
-        return [*final, SWEEP, "tune=null", f"seeds={self.form.seeds}", f"task.{SPLIT}={splits}"]
+        return [
+            self.config_dir,
+            *final,
+            SWEEP,
+            "tune=null",
+            f"seeds={self.form.seeds}",
+            f"task.{SPLIT}={splits}",
+        ]
 
     def _cell(
         self,

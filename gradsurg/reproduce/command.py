@@ -122,12 +122,10 @@ def _reproduce(
     folder: Path, expected: Expected, form: Form, overrides: Sequence[str], write: bool
 ) -> bool:
     """Run a paper's studies, print bands and verdicts, return whether they are as recorded."""
-    from gradsurg.reproduce.studies import missing_measurements, plan_study, run_study
+    from gradsurg.reproduce.studies import missing_measurements, plan_study, run_study, words_of
 
     paper, other = folder.name, _changing(overrides)
-    words = {
-        key: [f"experiment={name}", *overrides] for key, name in expected.studies(form).items()
-    }
+    words = {key: words_of(folder, name, overrides) for key, name in expected.studies(form).items()}
     plans = {key: plan_study(own) for key, own in words.items()}
     planned = {key: plan.runs for key, plan in plans.items()}
     # with other overrides it is another study, which may have other runs

@@ -87,6 +87,12 @@ class FinishedStudy:
         return [float(value) for value in values if value]
 
 
+def words_of(folder: Path, name: str, overrides: Sequence[str]) -> list[str]:
+    """Return the runner's words for a study in the folder of a paper."""
+    conf = folder / "conf"
+    return [*([f"--config-dir={conf}"] if conf.is_dir() else []), f"experiment={name}", *overrides]
+
+
 def run_study(words: Sequence[str], plan: StudyPlan) -> FinishedStudy:
     """Train the runs of a study that are not finished, and read them."""
     train(words)
@@ -100,7 +106,7 @@ def train(words: Sequence[str]) -> None:
     """
     code = subprocess.run([sys.executable, "-m", "gradsurg.run", *words], check=False).returncode
     if code == WRONG_INPUT:
-        raise WrongExperiment(f"{words[0]}: the runner refuses it")
+        raise WrongExperiment(f"{' '.join(words)}: the runner refuses it")
     if code < 0 or code > WRONG_INPUT:
         raise KeyboardInterrupt
 
@@ -143,7 +149,7 @@ def full_cost(root: Path, paper: str, expected: Expected, overrides: Sequence[st
     steps, hours, unknown = 0, 0.0, False
     for key, name in expected.studies("full").items():
         try:
-            planned = plan_study([f"experiment={name}", *overrides]).steps
+            planned = plan_study(words_of(root / "experiments" / paper, name, overrides)).steps
         except WrongExperiment as error:
             return f"{paper}: {error}"
         steps += planned

@@ -12,11 +12,11 @@ import pytest
 import gradsurg as gs
 from gradsurg.experiment import compose
 from gradsurg.experiment.command import Command
-from gradsurg.experiment.compose import CONFIG_DIRS
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.sweep import jobs_of_study
 from tests.builds import faults
 
+ROOT = Path(__file__).parents[2]
 MINE = "mine:\n  _target_: gradsurg.Clip\n  value: 0.02\n"
 
 
@@ -391,10 +391,13 @@ def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    sorted(path for folder in CONFIG_DIRS for path in folder.glob("*/*.yaml")),
+    sorted(path for name in ("", "experiments/*/") for path in ROOT.glob(f"{name}conf/*/*.yaml")),
     ids=lambda path: path.stem,
 )
-def test_the_command_in_the_first_line_of_a_yaml_file_is_right(path: Path) -> None:
+def test_the_command_in_the_first_line_of_a_yaml_file_is_right(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     first = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n").splitlines()[0]
     if first.startswith("# gs.load("):  # a recipe of several interventions
         assert gs.load(path.stem).interventions

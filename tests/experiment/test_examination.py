@@ -21,6 +21,7 @@ from gradsurg.tasks.digits import Digits
 from gradsurg.torch_internals import random_state
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Trigger
+from tests import papers
 from tests.builds import built
 from tests.runs import (
     SHORT,
@@ -185,6 +186,9 @@ def test_the_effects_of_an_examination_do_not_count_for_the_training(tmp_path: P
     assert not (looked.directory / "examined_effects.jsonl").exists()
 
 
+SALIENCY = (papers.searched("adebayo2018"), "task=saliency")
+
+
 def refused(*words: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         built(*words)
@@ -193,14 +197,14 @@ def refused(*words: str) -> list[str]:
 
 def test_a_trigger_after_the_last_step_is_refused_without_an_examination() -> None:
     words = ["transform=clip", "site=relu_nodes", "steps=7", "when.start=7", "model=convnet"]
-    built(*words, "task=saliency")
+    built(*words, *SALIENCY)
     (fault,) = refused(*words)
     assert fault == "when.start: must be <= 6, the last step of the run, found 7"
     words[3] = "when.start=8"
-    (fault,) = refused(*words, "task=saliency")
+    (fault,) = refused(*words, *SALIENCY)
     assert fault == "when.start: must be <= 7, the last step of the run, found 8"
 
 
 def test_a_model_that_cannot_be_examined_is_refused_before_it_is_trained() -> None:
     rule = "every layer must have reset_parameters to be drawn anew"
-    assert refused("task=saliency", "model=vit") == [f"task: {rule}, found the model itself (ViT)"]
+    assert refused(*SALIENCY, "model=vit") == [f"task: {rule}, found the model itself (ViT)"]

@@ -138,7 +138,7 @@ def test_a_file_is_loaded_and_read_by_the_command_line(here: Here, tmp_path: Pat
     ("words", "kind", "message"),
     [
         (["guided_backrop"], LookupError, r"no recipe 'guided_backrop'.*Did you mean 'guided_bac"),
-        (["pascanu2013"], ValueError, r"^pascanu2013: is a study, no recipe: it sets task, model"),
+        (["simple_transforms"], ValueError, r"^simple_transforms: is a study, no recipe: it sets "),
         (["missing/one.yaml"], FileNotFoundError, r"missing/one.yaml"),
         (["sgm", "lr=3"], ValueError, r"^sgm: lr=3: is no key of a recipe, which are transform"),
         (["sgm", "site.patern=x"], ValueError, r"^sgm: site.patern: .*Did you mean 'pattern'"),

@@ -29,7 +29,7 @@ CLIP = "transform=clip"
         ((CLIP, "+=$HOME"), "hydra: AssertionError: "),
         ((CLIP, "hydra.run.dir=/proc/x"), "hydra: FileNotFoundError: [Errno 2] No such file or"),
         ((CLIP, "out=" + "x" * 300), "out: cannot be a folder ([Errno 36] File name too long: "),
-        (("experiment=yu2020", "control=!"), "control=!: cannot be read: "),
+        (("experiment=simple_transforms", "control=!"), "control=!: cannot be read: "),
         ((f"experiment={'9' * 5000}",), "hydra: ValueError: Exceeds the limit"),
         (
             ("--run", "--cfg=job", CLIP),

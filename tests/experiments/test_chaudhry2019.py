@@ -22,6 +22,7 @@ from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.tasks.base import Data
 from gradsurg.tasks.data.images import IDX_NAMES, read_images
+from tests import papers
 from tests.conftest import Here
 from tests.image_files import idx
 from tests.runs import Torn, a_run, assert_same
@@ -245,9 +246,10 @@ def test_a_run_that_is_interrupted_in_a_task_ends_as_if_it_never_had(
 
 
 def words(root: str, *more: str, batch_size: int = 10) -> list[str]:
-    own = ["task=permuted_mnist", f"task.root={root}", "task.verify=false", "task.num_tasks=2"]
-    own += ["task.num_train=40", "task.num_test=20", "steps=8", "seeds=1"]
-    own += [f"batch_size={batch_size}"]
+    conf = papers.ROOT / "experiments/chaudhry2019/conf"
+    own = [f"--config-dir={conf}", "task=permuted_mnist", f"task.root={root}"]
+    own += ["task.verify=false", "task.num_tasks=2", "task.num_train=40", "task.num_test=20"]
+    own += ["steps=8", "seeds=1", f"batch_size={batch_size}"]
     return [*own, "logger=none", "model.hidden=[8]", "effects_every=2", "log_every=4", *more]
 
 

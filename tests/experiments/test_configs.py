@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from gradsurg import experiments
 from gradsurg.experiment.compose import files_of
 from gradsurg.tasks.base import Task
 from tests import papers
+from tests.builds import faults
 
 FOLDERS = sorted(path.parent for path in papers.ROOT.glob("experiments/*/expected.yaml"))
 
@@ -36,15 +36,20 @@ def test_every_class_of_a_paper_has_a_config(folder: Path, group: str, base: typ
 def test_an_option_has_one_file_whether_of_gradsurg_or_of_a_paper() -> None:
     files = [
         path.relative_to(folder)
-        for folder in (papers.ROOT / "conf", *experiments.config_dirs())
+        for folder in (papers.ROOT / "conf", *papers.ROOT.glob("experiments/*/conf"))
         for path in folder.glob("*/*.yaml")
     ]
     assert len(files) == len({*files}) > 100
 
 
-def test_options_of_papers_stand_beside_those_of_gradsurg() -> None:
-    assert {"chen2021_half", "simple_transforms"} <= {*files_of("experiment")}
-    assert {"two_views", "digits"} <= {*files_of("task")}
+def test_options_of_papers_are_found_where_they_are_asked_for_alone() -> None:
+    conf = papers.ROOT / "experiments/chen2021/conf"
+    assert {"chen2021_half", "simple_transforms"} <= {*files_of("experiment", [conf])}
+    assert "chen2021_half" not in files_of("experiment")
+    (fault,) = faults("task=two_views model=siamese transform=zero")
+    assert fault.startswith("task: there is no 'two_views'. There are: ")
+    words = "task=two_views model=siamese transform=zero site=inputs site.pattern=target"
+    assert faults(words, conf) == []
 
 
 @pytest.mark.slow

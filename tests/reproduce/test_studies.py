@@ -14,8 +14,10 @@ from gradsurg.reproduce.studies import (
     missing_measurements,
     plan_runs,
     plan_study,
+    words_of,
 )
 from tests.builds import built
+from tests.papers import searched
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
 ROOT = Path(__file__).parents[2]
@@ -49,7 +51,13 @@ def faults(figure: Drawing | None = None, **band: object) -> Sequence[str]:
             pytest.param(words, marks=pytest.mark.slow)
             for words in (
                 ("transform=clip", "task=diabetes", "site=relu_nodes"),
-                ("task=saliency", "model=convnet", "when.start=${steps}", "transform=clip"),
+                (
+                    searched("adebayo2018"),
+                    "task=saliency",
+                    "model=convnet",
+                    "when.start=${steps}",
+                    "transform=clip",
+                ),
                 ("aggregator=pcgrad", "task=overlay", "model=multi_head", "control=none"),
             )
         ),
@@ -175,9 +183,9 @@ IN_THE_GATE = ("baruch2019", "chen2021", "karimireddy2019", "liu2021", "schoenba
     ],
 )
 def test_every_shipped_band_is_about_numbers_that_runs_will_have(paper: str) -> None:
-    expected = read_expected(ROOT, paper)
+    expected, folder = read_expected(ROOT, paper), ROOT / "experiments" / paper
     try:
-        planned = {name: plan_study([f"experiment={name}"]).runs for name in expected.quick}
+        planned = {name: plan_study(words_of(folder, name, [])).runs for name in expected.quick}
     except WrongExperiment as error:
         if "gradsurg.tasks.fetch" not in str(error):
             raise

@@ -186,7 +186,8 @@ def test_plan_says_what_would_be_hooked_and_hooks_nothing() -> None:
         gs.Intervention(gs.ClipGlobalNorm(), when=gs.Steps(stop=3)),
     )
     text = surgery.plan(model)
-    assert "clip -> scale at Parameters(pattern='*.weight'" in text
+    links = "clip: Clip(value=0.01) -> scale: Scale(factor=0.1)"
+    assert f"{links} at Parameters(pattern='*.weight'" in text
     assert "stage backward" in text
     assert "stage step, when Steps(start=0, stop=3, every=1)" in text
     assert text.count("first.weight") == 2
@@ -202,7 +203,7 @@ def test_with_an_example_the_plan_is_the_tree_of_each_intervention() -> None:
         gs.Intervention(gs.GrokfastEMA(), at=relu), gs.Intervention(gs.Clip(), at=gs.Parameters())
     )
     x = batch()[0]
-    first, second = surgery.plan(model, x).split("\n\nclip at ")
+    first, second = surgery.plan(model, x).split("\n\nclip: Clip(value=0.01) at ")
     # A mean of as many floats as the output has entries, and whether it has begun.
     plan = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
     assert first == f"grokfast_ema at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{plan}"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gradsurg.experiment import compose
 from gradsurg.experiment.build import build
+from gradsurg.experiment.compose import search_path, split_config_dirs
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.loop import outputs_of
 from gradsurg.experiment.runs import Experiment
@@ -161,9 +162,9 @@ def command_of(path: Path) -> list[str]:
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
 def test_the_command_of_a_yaml_can_be_run(path):
-    words = command_of(path)
+    folders, words = split_config_dirs(command_of(path))
     assert f"{path.parent.name}={path.stem}" in words
-    experiment = built(*words)
+    experiment = built(search_path(*(papers.ROOT / folder for folder in folders)), *words)
     assert outputs_of(experiment.make_model(), experiment.example_input).isfinite().all()
 
 
@@ -192,7 +193,7 @@ def test_the_command_of_a_yaml_can_be_run(path):
             "model.heads: is for the task to say",
         ),
         (
-            ["task=cagrad_toy", "model=mlp"],
+            [papers.searched("liu2021"), "task=cagrad_toy", "model=mlp"],
             "model: takes no start, and what this task moves is a point (model=point)",
         ),
         (
@@ -200,7 +201,7 @@ def test_the_command_of_a_yaml_can_be_run(path):
             "model: needs a point to start from, and this task has none",
         ),
         (
-            ["task=cagrad_toy", "model=point", "task.start=[1,2,3]"],
+            [papers.searched("liu2021"), "task=cagrad_toy", "model=point", "task.start=[1,2,3]"],
             "task.start: must have at most 2 items, found [1, 2, 3]",
         ),
         (
