@@ -22,7 +22,7 @@ def test_few_docstrings_are_built_around_what_and_few_modules_have_a_single_impo
     assert float(str(figures["docstrings with a 'what'"]).rstrip("%")) <= 3
     assert figures["root modules"] == 7
     assert int(str(figures["modules with a single importer"])) <= 19
-    assert int(str(figures["files outside the plug-ins"])) <= 148
+    assert int(str(figures["files outside the plug-ins"])) <= 154
 
 
 def test_no_room_has_more_lines_than_its_budget() -> None:

@@ -69,14 +69,14 @@ FOREIGN = ("metrics.jsonl", "checkpoint.pt", "checkpoint_previous.pt", "config.y
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_run_with_a_link_out_of_its_study_is_failed_and_not_written(run, tmp_path, name):
     target = tmp_path / "target"
-    target.write_text("theirs")
+    target.write_text("theirs", encoding="utf-8")
     run.path.mkdir(parents=True)
     (run.path / name).symlink_to(target)
     reason = f"{name} is a link out of the folder of the study, which is not followed"
     assert (run.state, run.reason) == ("failed", reason)
     with pytest.raises(ForeignLink, match=reason), run.lock():
         run.load_checkpoint()
-    assert target.read_text() == "theirs"
+    assert target.read_text(encoding="utf-8") == "theirs"
 
 
 def test_a_run_that_is_a_link_out_of_its_study_is_not_written(run, tmp_path):

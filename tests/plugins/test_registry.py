@@ -79,7 +79,9 @@ def test_every_config_starts_with_the_command_that_uses_it() -> None:
     assert len(paths) > 100
     for path in paths:
         text = path.read_text(encoding="utf-8").removeprefix("# @package _global_\n")
-        assert text.startswith(("# python -m gradsurg.", '# gs.load("')), path
+        assert text.startswith(
+            ("# python -m gradsurg.", "# python my_app.py +surgery=", '# gs.load("')
+        ), path
 
 
 def test_the_stems_are_those_of_the_files_without_the_contracts() -> None:
