@@ -75,7 +75,7 @@ def _repeated_keys(words: Sequence[str]) -> Iterator[str]:
 
 def _hidden_files(words: Sequence[str]) -> Iterator[str]:
     """Yield an error for each file of `--config-dir` that one of gradsurg's hides."""
-    for folder in split_config_dirs(words)[0]:
+    for folder in filter(os.path.isdir, split_config_dirs(words)[0]):
         for file in sorted(folder.glob("*/*.yaml")):
             if (CONFIG_DIR / file.parent.name / file.name).is_file():
                 yield (

@@ -42,7 +42,7 @@ WRONG = (
     ),
     Wrong("transform=", "transform: there is no ''. There are: adagc,", "see --list transform."),
     Wrong("task=digit", "task: there is no 'digit'. Did you mean 'digits'? ", "see --list task."),
-    Wrong("model=mpl", "model: there is no 'mpl'. Did you mean 'mlp'? ", "see --list model."),
+    Wrong("model=mpl", "model: there is no 'mpl'. Did you mean 'mlp'? ", "rnn, vit."),
     Wrong("site=node", "site: there is no 'node'. Did you mean 'nodes'? ", "see --list site."),
     Wrong("hydra/launcher=nope", "hydra/launcher: there is no 'nope'. There are: basic"),
     Wrong("transform=null", "transform: must name an option, found null; 'transform=none' is a"),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from gradsurg.experiment.run_directory import TUNING
 from gradsurg.report.arms import Arm
-from gradsurg.report.load import TUNING
 from gradsurg.report.study import Study
 from gradsurg.reproduce import benchmark_command
 from gradsurg.reproduce.benchmark import Cell, Level, hypervolume, with_tuned_sum

@@ -320,7 +320,7 @@ def test_a_wrong_command_line_is_refused_with_exit_code_2(
         ({"quick": [STUDY, LARGE]}, "must name a study in the band low_enough, found none"),
         (
             {"figure": {"kind": "curves", "metric": "test/loss", "studies": ["simple"]}},
-            ": figure: must name studies of quick, found simple. There are: simple_transforms. Did",
+            ": figure: must name studies of quick, found simple. There are: simple_transforms.",
         ),
     ],
 )

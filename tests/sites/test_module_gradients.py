@@ -95,7 +95,7 @@ def test_pytorchs_warning_about_such_inputs_is_suppressed_only_inside_the_block(
 ) -> None:
     model, filters = small(), list(warnings.filters)
     with attached(model, gs.Identity(), at):
-        with attached(model, gs.Identity(), at):
+        with attached(model, gs.Scale(1.0), at):
             backward(model)
         backward(model)  # warnings are errors here
     assert warnings.filters == filters
