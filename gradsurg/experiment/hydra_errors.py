@@ -97,6 +97,9 @@ def _unreadable(error: OverrideParseException) -> str:
             return f"{key}: is not a regular expression ({wrong}), found '{value}'"
     if value.startswith("~"):
         return f"{word}: cannot be read: the shell does not expand ~ after =; write $HOME"
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) > value.count(closing):
+            return f"{word}: cannot be read: a '{opening}' is not closed"
     reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
     reason = reason[0] or "it has a character that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"

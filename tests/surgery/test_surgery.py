@@ -206,7 +206,8 @@ def test_with_an_example_the_plan_is_the_tree_of_each_intervention() -> None:
     first, second = surgery.plan(model, x).split("\n\nclip: Clip(value=0.01) at ")
     # A mean of as many floats as the output has entries, and whether it has begun.
     plan = "stage backward, when Always(), 1 site, 161 bytes of state with this input"
-    assert first == f"grokfast_ema at {relu!r}\n{gs.sites.tree(model, x, relu)}\n{plan}"
+    shown = f"grokfast_ema: {gs.GrokfastEMA()!r} at {relu!r}"
+    assert first == f"{shown}\n{gs.sites.tree(model, x, relu)}\n{plan}"
     assert second.endswith("4 sites selected (*)\nstage backward, when Always(), 4 sites")
     assert num_hooks(model) == 0
     assert gs.Surgery().plan(model, x) == f"{gs.sites.tree(model, x)}\nno intervention"
