@@ -224,7 +224,7 @@ def _jobs(config: DictConfig) -> Iterator[list[str]]:
     """
     typed = words_of(config.hydra)
     keys = {key_in(word) for word in typed}
-    params = config.hydra.sweeper.get("params") or {}
+    params: Any = config.hydra.sweeper.get("params") or {}  # Any: {} is never written to
     for key in keys & {str(key) for key in params}:
         with read_write(params), open_dict(params):
             del params[key]  # Hydra would sweep over both
