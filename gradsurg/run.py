@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
+COMPLETION = "-sc: is not offered: Hydra's script completes `python FILE`, not `python -m`"
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -68,6 +69,8 @@ def _command(words: list[str]) -> None:
             _list(words)
             return
         need("run")
+        if {"-sc", "--shell-completion", "--shell_completion"} & {*words}:
+            raise ConfigError([COMPLETION])
         register()
         sys.argv[1:] = prepared(words)
         with _errors_in_one_line(), _allowed():

@@ -16,7 +16,8 @@ from tests.test_docs import commands
 from tests.test_readme import blocks
 
 SWEEPS = commands("docs/sweeps.md")
-ONE_PROCESS = [line for line in SWEEPS if "launcher" not in line]
+SEARCHES = [line for line in SWEEPS if "hydra/sweeper" in line]
+ONE_PROCESS = [line for line in SWEEPS if "launcher" not in line and line not in SEARCHES]
 LAUNCHED = [line for line in SWEEPS if "launcher" in line and "launcher=ray" not in line]
 SHORT = ("steps=2", "logger=none", "report=false")
 

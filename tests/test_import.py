@@ -57,20 +57,11 @@ def test_the_check_above_would_see_such_a_library() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "typed", "printed"),
-    [
-        ("--help", "", "clip_global_norm"),
-        ("-sc query=bash", "run site.patt", "site.pattern="),
-    ],
-)
-def test_help_and_hydras_completion_import_neither_torch_nor_a_library_of_runs(
-    words: str, typed: str, printed: str
-) -> None:
+def test_help_imports_neither_torch_nor_a_library_of_runs() -> None:
     libraries = "torch numpy sklearn wandb matplotlib scipy altair polars pydantic"
-    out = _fresh(COMMAND, libraries, *words.split(), COMP_LINE=typed)
+    out = _fresh(COMMAND, libraries, "--help")
     assert out.splitlines()[-1] == "[]"
-    assert printed in out
+    assert "clip_global_norm" in out
 
 
 @pytest.mark.slow

@@ -125,9 +125,10 @@ class Command:
         wants_report = all(each.settings.report is not False for each in self.experiments)
         for folder, loggers in self._studies().items():
             print(f"\nstudy {folder.name}:")
-            print(overview(read_study(folder)))
-            if wants_report:
-                report_study(folder, loggers, figures=True)
+            with only_trials_told():
+                print(overview(read_study(folder)))
+                if wants_report:
+                    report_study(folder, loggers, figures=True)
         print_notes(_loggers.values())
         return all_finished
 
@@ -150,6 +151,17 @@ def with_shared_loggers(experiment: Experiment) -> Experiment:
         loggers = (*loggers, GuardedLogger(Console(lines=False), "progress"))
     shared = (_loggers.setdefault(logger.key, logger) for logger in loggers)
     return replace(experiment, loggers=tuple(shared))
+
+
+@contextmanager
+def only_trials_told() -> Iterator[None]:
+    """Print the answer of the report to runs that are all trials of a search: none is compared."""
+    from gradsurg.report.load import NotAStudy
+
+    try:
+        yield
+    except NotAStudy as error:
+        tell(str(error))
 
 
 def report_study(folder: Path, loggers: Iterable[GuardedLogger], figures: bool) -> None:

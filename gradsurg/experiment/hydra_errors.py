@@ -103,8 +103,14 @@ def _unreadable(error: OverrideParseException) -> str:
             re.compile(value.removeprefix("re:"))
         except re.error as wrong:
             return f"{key}: is not a regular expression ({wrong}), found '{value}'"
+    if key == "when" and re.search(r"[(&|]", value):
+        several = "when=all_of 'when.of=[{_target_: gradsurg.Steps, start: 3}]'"
+        return f"{word}: one trigger is when=steps when.start=3, several are {several}"
     if value.startswith("~"):
         return f"{word}: cannot be read: the shell does not expand ~ after =; write $HOME"
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) > value.count(closing):
+            return f"{word}: cannot be read: a '{opening}' is not closed"
     reason = first_line(error).partition(" expecting ")[0].partition("LexerNoViable")
     reason = reason[0] or "it has a character that needs quotes"
     advice = "Commas, brackets, braces and spaces need quotes"
@@ -128,7 +134,9 @@ def _missing_key(path: str, key: str, place: object) -> str:
     group = parts[0]
     if group in LISTS and depth == 1 and key in files_of(group):
         chosen = f"'{group}=[{','.join([*keys, key])}]'" if keys else f"{group}={key}"
-        return f"'{key}' is not chosen; add {chosen}"
+        beside = f" beside '{', '.join(keys)}'" if keys else ""
+        alone = "; in a sweep give its field in a command of its own" if keys else ""
+        return f"'{key}' is not chosen{beside}; add {chosen}{alone}"
     if not keys:
         return f"{NO_KEY} {'.'.join(parts[:depth])} has no keys below."
     inside: Any = OmegaConf.to_container(place)  # a dict with strings as keys
@@ -139,6 +147,10 @@ def _missing_key(path: str, key: str, place: object) -> str:
     for group in GROUPS if depth == 0 and len(parts) > 1 else ():
         if key in files_of(group):
             return f"{NO_KEY} '{key}' is an option: {group}={key} {group}.{path}=.."
+    chosen = inside.get("transform") if depth == 0 else None
+    for name, fields in chosen.items() if isinstance(chosen, Mapping) else ():
+        if isinstance(fields, Mapping) and key in fields:
+            return f"{NO_KEY} Is it transform.{name}.{path}?"
     choices = nearest(key, keys)
     is_field = 0 < depth == len(parts) - 1 and "Did you mean" not in choices
     hint = f" '+{path}=...' adds it." if is_field else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import chdir
 from pathlib import Path
 
-from gradsurg.experiment.command import print_notes, report_study
+from gradsurg.experiment.command import only_trials_told, print_notes, report_study
 from gradsurg.experiment.execution import Record, execute
 from gradsurg.experiment.run import Pair, Run
 from gradsurg.experiment.run_directory import ERROR
@@ -41,7 +41,8 @@ def train(experiment: Experiment, in_sweep: bool, wait: bool = True) -> bool:
     for text in _unmeasured(records):
         tell(text)
     if not in_sweep:
-        _report(experiment, pairs, records)
+        with only_trials_told():
+            _report(experiment, pairs, records)
     return not failed and not any(record.summary.get("nonfinite") for record in records)
 
 

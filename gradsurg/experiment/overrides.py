@@ -119,8 +119,7 @@ def _swallowed(word: str) -> Iterator[str]:
         for option in options:
             if "/" in option:
                 yield f"{key}: {no_option(key, option, [*files_of(key)])}"
-        is_list = inside != value
-        if is_list and key not in LISTS and len(options) > 1:
+        if (is_list := inside != value) and key not in LISTS and len(options) > 1:
             yield f"{key}: takes one option, found [{', '.join(options)}]"
         first: dict[str, str] = {}
         for option in options if is_list and key in LISTS else ():

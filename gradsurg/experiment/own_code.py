@@ -77,6 +77,10 @@ def _look_up(path: object) -> None:
         return
     if PathFinder.find_spec(f"{module_name}.{name}", spec.submodule_search_locations or []):
         return
+    if name == "py":
+        raise ImportError(
+            f"'{path}' is a file: name a class or function in it, {module_name}.<name>"
+        )
     kinds = (ast.FunctionDef, ast.ClassDef)
     raise _no_name(module_name, name, [node.name for node in nodes.body if isinstance(node, kinds)])
 

@@ -166,7 +166,7 @@ WRONG = (
     ),
     Wrong(
         "transform=sign transform.clip.value=1",
-        "transform.clip.value: 'clip' is not chosen; add 'transform=[sign,clip]'",
+        "transform.clip.value: 'clip' is not chosen beside 'sign'; add 'transform=[sign,clip]'",
     ),
     # what would never act
     Wrong(

@@ -22,6 +22,12 @@ CLIP = "transform=clip"
     ("words", "line"),
     [
         ((CLIP, "+schedule.foo=1"), "schedule: needs a _target_, "),
+        (("-sc", "install=bash"), "-sc: is not offered: "),
+        ((CLIP, "value=1"), "value: is not a key here. Is it transform.clip.value?"),
+        (
+            (CLIP, "when=steps(start=3)&flag"),
+            "when=steps(start=3)&flag: one trigger is when=steps ",
+        ),
         ((CLIP, "optimizer.lr=true"), "optimizer.lr: must be a number, found True"),
         ((CLIP, "seed=false"), "seed: must be a whole number, found False"),
         ((CLIP, "task=overlay", "task.num_train=1e12"), "task: needs more memory than there is"),
