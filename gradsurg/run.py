@@ -25,7 +25,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import gradsurg
-from gradsurg.experiment.compose import VERSION_BASE, plain, register, searches, words_of
+from gradsurg.experiment.compose import (
+    VERSION_BASE,
+    plain,
+    register,
+    search_path,
+    searches,
+    split_config_dirs,
+    words_of,
+)
 from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError
 from gradsurg.experiment.hydra_errors import COMPOSE_ERRORS, explained
 from gradsurg.experiment.launchers import interrupt_at_time_limit
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 COMPLETION = "-sc: is not offered: Hydra's script completes `python FILE`, not `python -m`"
+PRINTED = ("job", "hydra", "all")  # the values of --cfg
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
@@ -73,6 +82,9 @@ def _command(words: list[str]) -> None:
             raise ConfigError([COMPLETION])
         register()
         sys.argv[1:] = prepared(words)
+        options = {word.partition("=")[0] for word in words}
+        if {"--cfg", "-c"} & options and not {"-m", "--multirun"} & options:
+            _check(sys.argv[1:])
         with _errors_in_one_line(), _allowed():
             job()
     except SystemExit as end:  # code 0 or None: a sweep that has nothing to train
@@ -84,6 +96,15 @@ def _command(words: list[str]) -> None:
     except KeyboardInterrupt:
         tell(INTERRUPTION)
         sys.exit(INTERRUPTED)
+
+
+def _check(words: list[str]) -> None:
+    """Raise ConfigError for a wrong value of a config that is only printed."""
+    from gradsurg.experiment.sweep import jobs_of_study
+
+    folders, others = split_config_dirs(words)
+    overrides = [word for word in others if not word.startswith("-") and word not in PRINTED]
+    jobs_of_study([*overrides, *([search_path(*folders)] if folders else [])])
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="config", **VERSION_BASE)

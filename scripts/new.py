@@ -112,7 +112,7 @@ class $cls(Stateless):
     """# python -m gradsurg.run transform=$name
 # Multiply the gradient by a factor.
 $name:
-  name: $name
+  _target_: gradsurg.$cls
   factor: 0.5
 """,
     '    Row("$name", [3.0, -0.5, 0.0], [0.75, -0.125, 0.0], {"factor": 0.25}),\n',
@@ -172,7 +172,7 @@ class $cls(LossWeighting):
 ''',
     """# python -m gradsurg.run task=overlay aggregator=$name
 # The sum of the gradients times a factor.
-name: $name
+_target_: gradsurg.$cls
 factor: 0.5
 """,
     '    Row("$name", [[1.0, 2.0], [3.0, -4.0]], [1.0, -0.5], {"factor": 0.25}),\n',

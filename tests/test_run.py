@@ -190,6 +190,7 @@ def test_the_offline_wandb_runs_have_study_arm_config_and_outcome(first) -> None
         assert isinstance(config, dict)
         told = {key: value for key, value in begun["config"]["update"].items() if key in config}
         assert told == config
+        assert bool(begun["config"]["update"].get("surgery")) == (arm == "treated")
         summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
         last = {}
         for update in of_type(records, "summary"):

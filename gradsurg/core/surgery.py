@@ -1,9 +1,11 @@
 """Surgery: interventions that are attached to a model for the length of a block."""
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
+from hashlib import sha256
 from html import escape
 from typing import Any, cast
 from weakref import WeakMethod
@@ -89,6 +91,17 @@ class Surgery:
         pairs = enumerate(self.interventions)
         items = [config_of(item, f"interventions.{index}") for index, item in pairs]
         return {"interventions": items, "seed": self.seed}
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that are the same for equal interventions, whatever their seed; empty if
+        no config holds them. Loggers get those of each run.
+        """
+        try:
+            items = self.to_config()["interventions"]
+        except TypeError:
+            return ""
+        return sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def is_attached(self) -> bool:

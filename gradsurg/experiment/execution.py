@@ -127,7 +127,7 @@ def _execute(
         run.title,
         run.seed,
         directory.path,
-        run.identity,
+        {**run.identity, "surgery": run.surgery.digest} if run.arm == "treated" else run.identity,
         run.tags,
         run.schedule.steps,
         resumed=checkpoint is not None,

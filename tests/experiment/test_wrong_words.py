@@ -22,6 +22,7 @@ CLIP = "transform=clip"
     ("words", "line"),
     [
         ((CLIP, "+schedule.foo=1"), "schedule: needs a _target_, "),
+        (("--cfg", "job", "steps=abc"), "steps: must be a whole number, found 'abc'"),
         (("-sc", "install=bash"), "-sc: is not offered: "),
         ((CLIP, "value=1"), "value: is not a key here. Is it transform.clip.value?"),
         (

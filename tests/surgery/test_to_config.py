@@ -236,3 +236,12 @@ def test_a_notebook_shows_a_row_for_each_transform() -> None:
     assert "Unless(of=Steps(start=3))</td><td>backward" in rows[2]
     assert "PCGrad()</td><td>SharedParameters()</td><td>Always()</td><td></td>" in rows[3]
     assert "seed 7" in rows[3]
+
+
+def test_the_digest_tells_interventions_apart_and_not_seeds() -> None:
+    def digest(transform: Any, seed: int = 0) -> str:
+        return gs.Surgery(gs.Intervention(transform), seed=seed).digest
+
+    assert len(digest(gs.Clip(0.1))) == 8
+    assert digest(gs.Clip(0.1), seed=3) == digest(gs.Clip(0.1)) != digest(gs.Clip(0.2))
+    assert digest(lambda grad: grad) == ""
