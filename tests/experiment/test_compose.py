@@ -12,6 +12,7 @@ import pytest
 import gradsurg as gs
 from gradsurg.experiment import compose
 from gradsurg.experiment.command import Command
+from gradsurg.experiment.compose import PRESETS
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.experiment.sweep import jobs_of_study
 from tests.builds import faults
@@ -391,7 +392,12 @@ def test_a_dotted_path_stands_under_its_last_name_in_snake_case() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    sorted(path for name in ("", "experiments/*/") for path in ROOT.glob(f"{name}conf/*/*.yaml")),
+    sorted(
+        path
+        for name in ("", "experiments/*/")
+        for path in ROOT.glob(f"{name}conf/*/*.yaml")
+        if path.parent.name != PRESETS  # whose commands are those of another app
+    ),
     ids=lambda path: path.stem,
 )
 def test_the_command_in_the_first_line_of_a_yaml_file_is_right(

@@ -5,8 +5,11 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
+from threading import Thread
 
 import pytest
 import rich.console
@@ -73,6 +76,9 @@ def test_without_lines_nothing_of_the_progress_remains(monkeypatch):
 @pytest.mark.parametrize("terminal", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_command_without_loggers_shows_its_progress_on_a_terminal_alone(tmp_path, terminal):
     ours, theirs = pty.openpty()
+    read: list[bytes] = []
+    reading = Thread(target=lambda: read.extend(until_closed(ours)))
+    reading.start()
     words = ["transform=clip", "steps=20", "seeds=1", "logger=none", "report=false"]
     done = subprocess.run(
         [sys.executable, "-m", "gradsurg.run", *words],
@@ -84,12 +90,20 @@ def test_a_command_without_loggers_shows_its_progress_on_a_terminal_alone(tmp_pa
         timeout=120,
         check=False,
     )
-    shown = os.read(ours, 65536).decode() if terminal else done.stderr.decode()
-    for file in (ours, theirs):
-        os.close(file)
+    os.close(theirs)
+    reading.join()
+    os.close(ours)
+    shown = (b"".join(read) if terminal else done.stderr).decode()
     assert done.returncode == 0
     assert ("run 1 of 2" in shown) == terminal
     assert "finished" not in shown
+
+
+def until_closed(file: int) -> Iterator[bytes]:
+    """Yield what is written to a terminal until no process has it open."""
+    with suppress(OSError):
+        while content := os.read(file, 65536):
+            yield content
 
 
 def test_a_line_of_a_launchers_process_names_its_job(monkeypatch):
