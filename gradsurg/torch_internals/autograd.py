@@ -418,6 +418,11 @@ def replace_backward_hook(
                 hooks[hooks.index(old)] = new
 
 
+_without_modes: Callable[[], AbstractContextManager[object]] = private(
+    "torch._C:DisableTorchFunction"
+)
+
+
 def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaves whose hooks do not run: `Tensor::register_hook` of C++ discards them.
 
@@ -441,7 +446,8 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         leaf._backward_hooks[FIRST] = lambda _, index=index: passed.add(index)
     try:
         zeros = tuple(leaf.detach().new_zeros(()).expand_as(leaf) for leaf in tried)
-        torch.autograd.grad(tried, tried, zeros)
+        with _without_modes():  # a surgery at `Captured` would count this one
+            torch.autograd.grad(tried, tried, zeros)
     finally:
         for leaf, hooks in zip(tried, own, strict=True):
             assert leaf._backward_hooks is not None

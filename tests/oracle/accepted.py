@@ -4,7 +4,11 @@ import re
 
 _MEMORY = "a memory constrains and is not followed: its own head is combined like shared parameters"
 
+_VALIDATION = "a call without gradients changes no state at Activations and EveryModule"
+
 ACCEPTED: dict[str, str] = {
+    "EveryModule * | evaluation between | Momentum: *": _VALIDATION,
+    "Activations* | evaluation between | Momentum: *": _VALIDATION,
     "SharedParameters | plain | default AGEM: *": _MEMORY,
     "SharedParameters | plain | default GEM: *": _MEMORY,
     "* | overflow | Momentum: warnings: was None, now at *": (

@@ -216,3 +216,15 @@ def test_functional_transforms_are_left_alone() -> None:
         assert torch.equal(torch.func.grad(loss)(x), expected)
         torch.vmap(torch.func.grad(loss))(x[None])
         torch.func.jacrev(torch.func.jacrev(lambda x: x.pow(3).sum()))(x)
+
+
+def test_the_search_for_discarded_hooks_is_not_captured() -> None:
+    model = Chain()
+    surgery = gs.Surgery(
+        gs.Intervention(gs.Scale(2.0), at=gs.Captured("a")),
+        gs.Intervention(gs.Scale(2.0), at=gs.Parameters("a")),
+    )
+    with surgery.attach(model) as live:
+        torch.autograd.grad(model(), model.a)
+        model().backward()
+    assert [row["seen"] for row in live.effects.rows() if row["transform"] == "scale"] == [1]
