@@ -6,8 +6,6 @@ Modules that import torch are imported in functions, so that `--help` and the er
 are fast.
 """
 
-import atexit
-import gc
 import os
 import sys
 import traceback
@@ -59,9 +57,6 @@ def main() -> None:
     The exit code is 0 if all runs finished, 1 if a run failed, made NaN or, in a sweep, diverged,
     2 if the command line is wrong or the extra `run` is missing, 130 after an interruption.
     """
-    # To look through all modules for cycles takes a second at exit, and finds none that matter:
-    # every writer closes its files.
-    atexit.register(gc.freeze)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         _command(sys.argv[1:])
         return

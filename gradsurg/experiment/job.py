@@ -1,5 +1,6 @@
 """Train the runs of one job one after another, and print what happened to them."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ def train(experiment: Experiment, in_sweep: bool, wait: bool = True) -> bool:
     Without `wait` the runs that other processes train are left to `train_left`. Return False if a
     run failed, or if a transform made NaN or infinity in it.
     """
+    if not gc.get_freeze_count():
+        gc.freeze()  # to look through all modules for cycles takes a second in all, and finds none
     pairs = _tuned(experiment)
     if pairs is None:
         return False

@@ -14,6 +14,9 @@ ACCEPTED: dict[str, str] = {
     "* | overflow | Momentum: warnings: was None, now at *": (
         "a state that holds a NaN is told when the block ends"
     ),
+    "runs *: composed config schedule name: only in the reference": "no schedule: {}",
+    "runs *: composed config logger *": "the console has lines, and W&B no project by default",
+    "runs loggers: W&B *": "digest of the surgery, best values, config and verdict of a report",
     "runs * idle: only in the working tree": (
         "a run in which no transform changed a gradient says so in its summary, and in the frame"
     ),
