@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.builds import faults
+from tests.conftest import Here
 from tests.loggers.offline import alone, inspect, of_type
 
 SHORT = ("steps=20", "seeds=1", "logger=none", "report=false")
@@ -146,7 +147,7 @@ def test_each_run_has_a_directory_with_its_files(first) -> None:
         assert re.fullmatch(r"(clip|none)-seed[01]-[0-9a-f]{8}", place.name)
         names = {path.name for path in place.iterdir() if path.is_file()}
         own = {"run.json", "config.yaml", "metrics.jsonl", "effects.jsonl", "summary.json"}
-        assert names == own
+        assert names == own | {"again.yaml"}
         assert [row["step"] for row in lines(place, "metrics.jsonl")] == [20, 40, 60]
 
 
@@ -360,3 +361,20 @@ def test_help_names_the_groups_and_six_commands_that_compose(command) -> None:
     assert "clip_global_norm" in told
     for line in commands:
         assert not faults(line)
+
+
+def test_a_run_is_trained_again_from_its_folder(here: Here) -> None:
+    words = ("transform=[norm_matched,noise]", "transform.norm_matched.of.value=0.003")
+    at = ("site=nodes", "site.pattern=Addmm", "when=all_of", "schedule=cosine", "optimizer=adam")
+    rest = ("seeds=2", "steps=4", "log_every=2", "logger=none", "report=false")
+    assert here(*words, *at, *rest).code == 0
+    study = Path("runs/digits-mlp")
+    names = sorted(path.name for path in study.iterdir())
+    (run,) = study.glob("norm_matched+noise-seed1-*")
+    before = (run / "metrics.jsonl").read_bytes(), (run / "effects.jsonl").read_bytes()
+    again = here("--config-dir", str(run), "--config-name", "again", "force=true")
+    assert again.code == 0, again.err
+    assert sorted(path.name for path in study.iterdir()) == names
+    assert ((run / "metrics.jsonl").read_bytes(), (run / "effects.jsonl").read_bytes()) == before
+    other = here("--config-dir", str(run), "--config-name", "again", "site=outputs")
+    assert (other.code, other.err[:36]) == (2, "site: this config has one as a whole")

@@ -3,12 +3,15 @@
 Help and wrong names need this module, so it imports no torch.
 """
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
@@ -33,6 +36,10 @@ GROUPS = (
 PRESETS = "surgery"
 """The group of whole surgeries, for the configs of other apps: `+surgery=clip`."""
 
+QUIET = ({"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"})
+AGAIN = "again.yaml"
+"""The file in the folder of a run that trains it again."""
+
 VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 """Hydra 1.3 warns without it, and 1.4 with it."""
 
@@ -54,6 +61,23 @@ def compose_config(*words: str) -> dict[str, Any]:  # Any: what a YAML file can 
             return plain(compose("config", list(words)))
     finally:
         GlobalHydra.instance().hydra = app  # the instance is another one now
+
+
+def again(config: Mapping[str, Any], seed: int, folder: Path) -> str:
+    """Return a primary config of Hydra's, as text, that trains a run again: that of its job, with
+    this seed alone. `folder` is where it will lie.
+    """
+    command = f"python -m gradsurg.run --config-dir {folder} --config-name {Path(AGAIN).stem}"
+    own = {"seed": seed, "splits": 1, "attribute": False, "tune": None}
+    whole = {"defaults": ["_self_", *QUIET], **config, **own, "hydra": _hydra()}
+    return f"# {command}\n{json.dumps(whole, indent=1)}\n"
+
+
+@cache
+def _hydra() -> object:
+    """Return what `conf/config.yaml` sets of Hydra's own config."""
+    content = yaml.safe_load((CONFIG_DIR / "config.yaml").read_text(encoding="utf-8"))
+    return content["hydra"]
 
 
 def split_config_dirs(words: Sequence[str]) -> tuple[list[Path], list[str]]:

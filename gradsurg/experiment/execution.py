@@ -22,6 +22,8 @@ from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment import processes
 from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
+from gradsurg.experiment.compose import AGAIN, again
+from gradsurg.experiment.files import replace_file
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Losses, Step, StepOptions, train
 from gradsurg.experiment.processes import Team
@@ -96,6 +98,9 @@ def execute(
         # Before training: else, on a full disk, that of an earlier attempt would stay.
         (directory.path / ERROR).unlink(missing_ok=True)
         directory.plan(run.facts, run.identity)
+        if run.config:
+            text = again(run.config, run.seed, directory.path)
+            replace_file(directory.path / AGAIN, text.encode())
         try:
             checkpoint = directory.load_checkpoint()
             summary = _execute(run, directory, loggers, threads, checkpoint)

@@ -30,6 +30,10 @@ RULES = (
     (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
     (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
     (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
+    (
+        r"Could not override '(.+)'\. No match in the defaults list\.",
+        r"\1: this config has one as a whole: change its fields, as \1.<field>=..",
+    ),
     (r"Additional config directory '(.+)' not found", r"--config-dir: there is no folder \1"),
     (r"Cannot find primary config '(.+?)'.*", r"--config-name: there is no config '\1'"),
 )

@@ -4,6 +4,7 @@
 |---|---|---|
 | `run.json` | facts for readers: arm, seed, controls, intervals of measurement | first |
 | `config.yaml` | the config that identifies the run | first |
+| `again.yaml` | the config that trains the run again, `--config-name again` | first |
 | `metrics.jsonl`, `effects.jsonl`, `conflicts.jsonl` | a row a line | at each log |
 | `checkpoint.pt`, and the one before | the state to resume from, with a digest | now and then |
 | `examined.json`, `examined_effects.jsonl` | for some tasks | once |

@@ -42,7 +42,7 @@ CLIP = "transform=clip"
             ("--run", "--cfg=job", CLIP),
             "hydra: ValueError: Only one of --run, --multirun, --cfg, --info",
         ),
-        (("--hydra-help", CLIP, "zzz=1"), "hydra: "),
+        (("--hydra-help", CLIP, "zzz=1"), "transform: this config has one as a whole"),
         (("-m", "transform=glob(zzz*)"), "transform=glob(zzz*): sweeps over no value. There are: "),
         (("-m", CLIP, "seed=range(3,0)"), "seed=range(3,0): sweeps over no value"),
         (("-m", CLIP, "seed=range(0,inf)"), "seed=range(0,inf): cannot be swept: it has no end"),
