@@ -102,6 +102,8 @@ def main(readme: Path) -> None:
     assert live.examples["per_sample"].table()
     live = step_with(gs.load("guided_backprop").interventions[0])
     assert live.effects.rows()
+    clip = {"transform": {"_target_": "gradsurg.Clip", "value": 0.1}}
+    assert gs.from_config(clip) == gs.Surgery(gs.Intervention(gs.Clip(0.1)))
     gs.testing.check_transform(gs.Clip(0.1), count=2)
     assert gs.list("clip").table()
     model, _, loader = model_and_loader()
