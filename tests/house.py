@@ -23,7 +23,7 @@ ROOMS = {
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4223),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7423),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7425),
     "report": (("report",), 4926),
     "stats": (("stats.py",), 517),
     "reproduce": (("reproduce",), 1935),
@@ -34,7 +34,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2634, 49_390 + NEW
+REST, TESTS = 2634, 49_402 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

@@ -120,6 +120,8 @@ def _faults(node: Any, key: str, base: type, error: BaseException | None = None)
 
     `error` is what Hydra has raised for a node without nodes inside it. (Any: what YAML can hold.)
     """
+    from hydra.errors import InstantiationException  # as in `_by_hydra`
+
     inner = node.items() if isinstance(node, Mapping) else enumerate(node)
     nodes = [(joined(key, str(name)), one) for name, one in inner if isinstance(one, dict | list)]
     inside = [fault for place, one in nodes for fault in _faults(one, place, base)]
@@ -133,8 +135,8 @@ def _faults(node: Any, key: str, base: type, error: BaseException | None = None)
             error = again
         else:
             return
-    while error.__cause__ is not None and not isinstance(error, FieldError):
-        error = error.__cause__
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__  # a user's own chain of causes stays
     for field, text in _own_faults(node, base, error):
         yield joined(key, field), text
 

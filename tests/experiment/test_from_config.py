@@ -435,3 +435,14 @@ def test_code_of_your_own_is_called_when_it_is_trusted(
     wrong = {"transform": {"c": {"_target_": "from_config_code.Shrink", "fator": 1}}}
     (line,) = lines_of(wrong, own_code=True)
     assert line.startswith("transform.c.fator: is not a field here. Did you mean 'factor'?")
+
+
+def test_an_error_of_your_own_class_is_the_one_that_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def make():\n    raise ValueError('too thin') from KeyError('width')\n"
+    (tmp_path / "raising.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = {"transform": {"_target_": "raising.make"}}
+    with pytest.raises(ValueError, match=r"raising\.make raised ValueError: too thin"):
+        gs.from_config(node, own_code=True)
