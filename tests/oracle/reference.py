@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-REFERENCE = "6cc73ff11b8945fd762b51215803d1b14503d3e3"
+REFERENCE = "7e1ad7c05633c7dee27419f93290ce874be4c634"
 """The commit that the working tree must agree with."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]

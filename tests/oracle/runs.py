@@ -156,8 +156,6 @@ def _prepare(folder: Path) -> list[Job]:
             for path, text in files.items():
                 file = folder / side / name / path
                 file.parent.mkdir(parents=True, exist_ok=True)
-                if side == SIDES[0]:  # whose configs have names
-                    text = text.replace("_target_: gradsurg.Clip", "name: clip")
                 file.write_text(text, encoding="utf-8")
         jobs += [Job(name, line.all_words)] * line.times
         if "-m" not in line.all_words:
