@@ -15,9 +15,17 @@ from gradsurg.stats import (
     finding,
     margin_verdict,
     sign_flip_interval,
+    trend,
 )
 
 SEEDS, STUDIES, BATCH = 8, 28_000, 2_000
+RATES, TUNING_SEEDS = 5, 3
+CURVES = {"flat": (0.0,) * RATES, "shallow": (-0.6, -0.2, 0.0, -0.2, -0.6)}
+CURVES |= {"steep": (-4.0, -1.5, 0.0, -1.5, -4.0)}
+"""Mean outcomes over the rates of a tuning, in standard deviations over seeds."""
+DOSES = {"no effect": (0.0, 0.0, 0.0), "peak in the middle": (0.0, 3.0, 2.0)}
+DOSES |= {"step after the first": (0.0, 1.0, 1.0), "equal": (1.0, 1.0, 1.0)}
+"""Mean effects of three doses, in standard deviations over seeds."""
 DESIGNS = ((1, 1), (6, 1), (6, 3))
 SIGNS = numpy.array([(1.0, *signs) for signs in product((1.0, -1.0), repeat=SEEDS - 1)])
 
@@ -121,6 +129,46 @@ def margin_rate(kind: Kind, arms: int, studies: int = STUDIES) -> float:
         for study in zip(differences, p_values(differences), strict=True):
             directed += has_direction(*study, is_better_or_worse)
     return directed / studies
+
+
+def tuned_rate(curve: str, studies: int = STUDIES) -> float:
+    """The share of studies of two identical methods, each at its best rate, with a direction."""
+    generator = numpy.random.default_rng(0)
+    means = numpy.array(CURVES[curve])
+    noise = normal(generator, (studies, 2, RATES)) / TUNING_SEEDS**0.5
+    chosen = means[(means + noise).argmax(axis=-1)]
+    differences = (chosen[:, :1] - chosen[:, 1:]) + 2**0.5 * normal(generator, (studies, SEEDS))
+    return float((p_values(differences) <= MAX_P).mean())
+
+
+def splits_rate(of_split: float, studies: int = STUDIES) -> float:
+    """The share of studies of eight splits, with four seeds in each, with a direction.
+
+    `of_split` is the share of the variance of a difference that belongs to the split.
+    """
+    generator = numpy.random.default_rng(0)
+    splits = of_split**0.5 * normal(generator, (studies, SEEDS, 1))
+    differences = splits + (1 - of_split) ** 0.5 * normal(generator, (studies, SEEDS, 4))
+    return float((p_values(differences.mean(axis=-1)) <= MAX_P).mean())
+
+
+def dose_rate(doses: str, studies: int = 4_000) -> float:
+    """The share of studies of three doses in which the difference "rises" or "falls"."""
+    generator = numpy.random.default_rng(0)
+    effects = numpy.array(DOSES[doses])
+    outcomes = normal(generator, (studies, SEEDS, 4)) / 2**0.5  # the last is the control
+    differences = outcomes[..., :3] + effects - outcomes[..., 3:]
+    found = (trend((1.0, 2.0, 3.0), study) for study in differences.tolist())
+    return sum(bool(each.direction) for each in found) / studies
+
+
+def parts_rate(studies: int = STUDIES) -> tuple[float, float, float]:
+    """The shares of studies with p <= 0.05 for the total, the direction and the size."""
+    generator = numpy.random.default_rng(0)
+    treated, matched, plain = normal(generator, (3, studies, SEEDS))
+    parts = (treated - plain, treated - matched, matched - plain)
+    total, direction, size = (float((p_values(part) <= MAX_P).mean()) for part in parts)
+    return total, direction, size
 
 
 def rows() -> list[str]:
