@@ -87,7 +87,7 @@ def announce(experiments: Sequence[Experiment]) -> None:
         text = f"{len(experiments):,} jobs, {text}"
     elif settings.splits > 1:
         seeds, arms = len(settings.all_seeds), len(experiments[0].pairs[0].runs)
-        text += f" ({seeds} seeds x {settings.splits} splits x {arms} arms)"
+        text += f" ({settings.splits} splits x {seeds} seeds of its own x {arms} arms)"
     tell(f"{text}: about {_duration(seconds)} on {left[0].device}, timed without surgery")
 
 

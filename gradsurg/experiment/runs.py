@@ -20,7 +20,7 @@ from gradsurg.experiment.own_code import import_path
 from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_identity
-from gradsurg.experiment.settings import Config, Settings
+from gradsurg.experiment.settings import SPLIT_SEEDS, Config, Settings
 from gradsurg.experiment.tuning import Tuning
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -56,9 +56,16 @@ class Experiment:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """The runs with the values of the config, which with `tuning` are not trained."""
-        seeds = self.settings.all_seeds
-        return tuple(split.pair(seed) for split in self.splits or [self] for seed in seeds)
+        """The runs with the values of the config, which with `tuning` are not trained.
+
+        Each split has seeds of its own: with shared ones its differences would depend on those of
+        the others, and the test over the splits would reject too often.
+        """
+        return tuple(
+            split.pair(SPLIT_SEEDS * place + seed)
+            for place, split in enumerate(self.splits or [self])
+            for seed in self.settings.all_seeds
+        )
 
     @property
     def compared(self) -> tuple[Pair, ...] | None:

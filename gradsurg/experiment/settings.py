@@ -30,6 +30,7 @@ REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 STUDY = "${gradsurg.name:${task}}-${gradsurg.name:${model}}"
 """Studies are named after task and model."""
 VALIDATION = "validation/"
+SPLIT_SEEDS = 1000  # between the first seeds of two splits
 DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 MAX_INT = 2**63  # one more than the largest integer of PyTorch
@@ -196,8 +197,8 @@ class Settings:
     seed: Natural | None = None
     """train with this seed only"""
     splits: Positive = 1
-    """number of splits of the data for each seed: task.split_seed + 0, 1, ..; the report compares
-    within each, and over them
+    """number of splits of the data: task.split_seed + 0, 1, ..; the first trains with the seeds 0,
+    1, .., the second with 1000, 1001, ..; the report compares within each, and over them
     """
     control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"] = "plain"
     """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
@@ -278,10 +279,13 @@ class Settings:
         if self.splits > 1 and self.tune is not None:
             rule = "must be 1 with tune, which would choose on examples that other splits test on"
             raise Contradiction("splits", f"{rule}, found {self.splits}")
+        if self.splits > 1 and self.all_seeds[-1] >= SPLIT_SEEDS:
+            rule = f"of several splits must be below {SPLIT_SEEDS}, the first seed of the second"
+            raise Contradiction("seeds" if self.seed is None else "seed", f"{rule} split")
 
     @property
     def all_seeds(self) -> Sequence[int]:
-        """The seeds to train with."""
+        """The seeds to train with, of several splits those of the first."""
         return range(self.seeds) if self.seed is None else [self.seed]
 
     @property
