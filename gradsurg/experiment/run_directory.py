@@ -25,7 +25,7 @@ from hashlib import sha256
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import yaml
 
@@ -60,6 +60,7 @@ FORMAT = 2  # of checkpoints: one of another format is not loaded
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 ENDED = ("finished", "diverged")
+Named = TypeVar("Named")  # a run, or the name of one
 
 _log = logging.getLogger("gradsurg")
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -302,7 +303,7 @@ def merged_facts(before: Values, now: Values) -> Values:
     return {**now, "control": first_control(controls), "controls": controls}
 
 
-def first_control(controls: Mapping[str, str]) -> str | None:
+def first_control(controls: Mapping[str, Named]) -> Named | None:
     """Return the control to compare with if there are several: the plain one."""
     return next((controls[kind] for kind in sorted(controls, key=lambda k: k != "plain")), None)
 
