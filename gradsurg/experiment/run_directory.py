@@ -142,9 +142,7 @@ class RunDirectory:
         before = known(self.path / FACTS)
         after = merged_facts(before, facts)
         if not (self.path / CONFIG).is_file():
-            plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
-            text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-            replace_file(self.path / CONFIG, text.encode())
+            replace_file(self.path / CONFIG, config_text(config).encode())
         if after != before:
             self.write_json(FACTS, after)
 
@@ -286,6 +284,12 @@ def remove_leftovers(study: Path) -> None:
         with suppress(OSError, ForeignLink), locked(inside(lock), wait=False) as obtained:
             if obtained and is_old:
                 inside(folder / PREVIOUS).unlink(missing_ok=True)
+
+
+def config_text(config: Mapping[str, object]) -> str:
+    """Return the content of `config.yaml`, or of a part of it."""
+    plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def merged_facts(before: Values, now: Values) -> Values:

@@ -1,0 +1,197 @@
+"""The difference that a command can find, told before training from the spread of earlier runs."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from os import DirEntry, scandir
+from pathlib import Path
+from statistics import variance
+from typing import Any
+
+from gradsurg.experiment.run import Run
+from gradsurg.experiment.run_directory import CONFIG, SUMMARY, config_text
+from gradsurg.experiment.run_reader import BrokenFile, known, read_bytes
+from gradsurg.experiment.runs import Experiment
+from gradsurg.experiment.settings import Settings
+from gradsurg.experiment.tuning import HEADLINE
+from gradsurg.stats import detectable_effect, seeds_needed
+
+MAX_READ = 200  # control runs of which files are read
+MIN_FREEDOM = 5  # degrees of freedom of a spread that is told without its interval
+PLAIN = "none-seed"  # with which the folder of a plain control begins
+SEED = re.compile(r"^seed: \d+\n", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation over seeds, pooled over configs, of so many runs."""
+
+    sd: float
+    freedom: int
+    runs: int
+
+    @classmethod
+    def of(cls, groups: Iterable[Sequence[float]]) -> "Spread | None":
+        """Pool groups of values; None if none has two."""
+        several = [values for values in groups if len(values) > 1]
+        if not several:
+            return None
+        runs = sum(map(len, several))
+        freedom = runs - len(several)
+        squares = sum((len(values) - 1) * variance(values) for values in several)
+        return cls(sqrt(squares / freedom), freedom, runs)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the standard deviation, if the values are normal."""
+        from scipy.special import chdtri
+
+        low, high = (sqrt(self.freedom / chdtri(self.freedom, p)) for p in (0.025, 0.975))
+        return low * self.sd, high * self.sd
+
+
+def power_lines(experiments: Sequence[Experiment]) -> list[str]:
+    """Return a warning if the seeds or splits are too few for significance with so many arms, and
+    the difference that the seeds can detect, a line for each task and model.
+
+    None if nothing is compared or known. The spread of splits is not known from control runs.
+    """
+    pairs = [
+        (pair.treated, each)
+        for each in experiments
+        for pair in each.pairs
+        if pair.treated and pair.treated.controls
+    ]
+    treated = [run for run, _ in pairs]
+    seeds = {run.seed for run in treated}
+    splits = {getattr(run.task, "split_seed", None) for run in treated}
+    n, unit = (len(splits), "splits") if len(splits) > 1 else (len(seeds), "seeds")
+    if n < 2:
+        return []
+    if n < (least := seeds_needed(1)):
+        rule = "no difference can be significant (p <= 0.05)"
+        return [f"{n} {unit}: {rule}; that needs at least {unit}={least}"]
+    lines = []
+    arms = len({arm_text(run.identity, "model", "task") for run in treated})
+    of_one_setting = arms == len({arm_text(run.identity) for run in treated})
+    if of_one_setting and n < (least := seeds_needed(arms)):
+        rule = f"an arm that differs alone needs {unit}={least} to be significant (q <= 0.05)"
+        lines.append(f"{arms} arms with {n} {unit}: {rule}")
+    if unit == "splits":
+        return lines
+    settings: dict[tuple[str, str], tuple[Run, Experiment]] = {}
+    for run, each in pairs:
+        settings.setdefault(_setting(run), (run, each))
+    for run, each in settings.values():
+        if found := _detectable(run, each, n):
+            lines.append(f"{_names(run)}: {found}" if len(settings) > 1 else found)
+    return lines
+
+
+def arm_text(identity: Mapping[str, Any], *groups: str) -> str:  # Any: any JSON value
+    """Return a text that is equal for the runs of one arm: no seed, split or config of `groups`."""
+    same = {**identity, "task": {**identity["task"], "split_seed": None}}
+    return json.dumps(same | dict.fromkeys(("seed", *groups)), sort_keys=True, default=repr)
+
+
+def _detectable(run: Run, experiment: Experiment, seeds: int) -> str:
+    """Return the difference that so many seeds can find in the task and with the model of a run."""
+    metric, spread = _spread(run, experiment)
+    if spread is None or not spread.sd:
+        return ""
+    # The arms of a seed share weights and batches: if their outcomes are alike, less is found.
+    effect, low, high = (
+        detectable_effect(seeds, sqrt(2) * sd) or 0.0 for sd in (spread.sd, *spread.interval)
+    )
+    share = metric.rpartition("/")[2].startswith("accuracy")
+    factor, unit = (100, " pp") if share else (1, "")
+    size = f"{seeds} seeds can find a difference of {factor * effect:.2g}{unit}"
+    what = f"{size} in {metric.replace('/', ' ')} (80 % power"
+    if spread.freedom >= MIN_FREEDOM:
+        return f"{what}, from the spread of {spread.runs} control runs)"
+    rough = f"{factor * low:.2g} to {factor * high:.2g}{unit}"
+    return f"{what}; {rough}, as the spread is known from {spread.runs} control runs alone)"
+
+
+def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
+    """Return the metric of the verdict, and its spread in finished plain controls.
+
+    They have the task and the model of `run`. Runs of the same config are taken if they are enough,
+    else also those with as many steps, else all: the first choice with enough, else with two. Two
+    studies may have the same run, which counts once.
+    """
+    plain = next((pair.controls.get("plain") for pair in experiment.pairs), None)
+    own = SEED.sub("", config_text(plain.identity)) if plain is not None else ""
+    steps = config_text({"steps": run.schedule.steps})
+    metric, groups = experiment.settings.metric or "", dict[str, dict[str, float]]()
+    for config, folder in _controls(experiment.settings):
+        if not all(_has(config, part) for part in _setting(run)):
+            continue
+        summary = known(folder / SUMMARY)
+        metric = metric or next((f"test/{x}" for x in HEADLINE if f"test/{x}" in summary), "")
+        value = summary.get(metric)
+        if summary.get("state") == "finished" and isinstance(value, int | float):
+            groups.setdefault(config, {})[folder.name] = float(value)
+    choices = (
+        [groups.get(own, {})],
+        [values for config, values in groups.items() if _has(config, steps)],
+        groups.values(),
+    )
+    several = ([[*values.values()] for values in each] for each in choices)
+    spreads = [spread for each in several if (spread := Spread.of(each)) is not None]
+    enough = (spread for spread in spreads if spread.freedom >= MIN_FREEDOM)
+    return metric, next(enough, spreads[0] if spreads else None)
+
+
+def _setting(run: Run) -> tuple[str, str]:
+    """Return the parts of `config.yaml` with the task and the model of a run.
+
+    They are compared as text: parsing YAML takes milliseconds a file.
+    """
+    task, model = (config_text({key: run.identity[key]}) for key in ("task", "model"))
+    return task, model
+
+
+def _has(config: str, part: str) -> bool:
+    """Whether a part of a `config.yaml` is in another one, whole."""
+    _, found, after = f"\n{config}".partition(f"\n{part}")
+    return bool(found) and not after.startswith(" ")
+
+
+def _names(run: Run) -> str:
+    """Return the names of task and model."""
+    fields: Any = [run.identity[group] for group in ("task", "model")]  # Any: as in YAML
+    return ", ".join(str(each.get("name") or each["_target_"]) for each in fields)
+
+
+def _controls(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Yield config, without its seed, and folder of finished plain controls of all studies.
+
+    Those of the command's study come first, then the newest; after `MAX_READ` there are no more.
+    """
+    found: list[tuple[bool, float, str]] = []
+    for study in _folders(settings.out_folder):
+        is_own = study.name == settings.study
+        found += [
+            (is_own, folder.stat().st_mtime, folder.path)
+            for folder in _folders(study.path)
+            if folder.name.startswith(PLAIN)
+        ]
+    for folder in (Path(path) for _, _, path in sorted(found, reverse=True)[:MAX_READ]):
+        try:
+            config = read_bytes(folder / CONFIG) if (folder / SUMMARY).is_file() else None
+        except (BrokenFile, OSError):
+            continue
+        if config is not None:
+            yield SEED.sub("", config.decode(errors="replace")), folder
+
+
+def _folders(path: str | Path) -> list[DirEntry[str]]:
+    """Return the folders in a folder; none if it cannot be read."""
+    try:
+        with scandir(path) as entries:
+            return [entry for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
