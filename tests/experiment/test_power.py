@@ -61,15 +61,19 @@ def test_runs_of_several_configs_are_pooled_within_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nearer", "count"),
-    [((), 6), (("lr=0.3",), 6), (("steps=10",), 12)],
+    ("nearer", "farther", "count"),
+    [
+        ((), ("lr=0.3",), 6),
+        (("lr=0.3",), ("steps=7",), 6),
+        (("steps=10",), ("steps=7",), 12),
+    ],
     ids=["same config", "same steps", "other steps"],
 )
 def test_nearer_configs_alone_are_taken_if_they_are_enough(
-    nearer: tuple[str, ...], count: int, tmp_path: Path
+    nearer: tuple[str, ...], farther: tuple[str, ...], count: int, tmp_path: Path
 ) -> None:
     end(tmp_path, [0.9, 0.91, 0.92, 0.93, 0.94, 0.96], *nearer)
-    end(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "steps=7")
+    end(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], *farther)
     (line,) = told(tmp_path)
     assert line.endswith(f"from the spread of {count} control runs)")
 
