@@ -26,22 +26,22 @@ SEED = re.compile(r"^seed: \d+\n", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation over seeds, pooled over configs, of so many runs."""
+    """The standard deviation over seeds, pooled over configs, of `runs` (a text)."""
 
     sd: float
     freedom: int
-    runs: int
+    runs: str
 
     @classmethod
-    def of(cls, groups: Iterable[Sequence[float]]) -> "Spread | None":
-        """Pool groups of values; None if none has two."""
-        several = [values for values in groups if len(values) > 1]
+    def of(cls, groups: Iterable[Mapping[str, float]], note: str) -> "Spread | None":
+        """Pool groups of values, by the names of their runs; None if no group has two."""
+        several = [[*values.values()] for values in groups if len(values) > 1]
         if not several:
             return None
-        runs = sum(map(len, several))
-        freedom = runs - len(several)
+        count = sum(map(len, several))
+        freedom = count - len(several)
         squares = sum((len(values) - 1) * variance(values) for values in several)
-        return cls(sqrt(squares / freedom), freedom, runs)
+        return cls(sqrt(squares / freedom), freedom, f"{count} control runs{note}")
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -101,18 +101,24 @@ def _detectable(run: Run, experiment: Experiment, seeds: int) -> str:
     metric, spread = _spread(run, experiment)
     if spread is None or not spread.sd:
         return ""
+    share = metric.rpartition("/")[2].startswith("accuracy")
     # The arms of a seed share weights and batches: if their outcomes are alike, less is found.
     effect, low, high = (
-        detectable_effect(seeds, sqrt(2) * sd) or 0.0 for sd in (spread.sd, *spread.interval)
+        _size(detectable_effect(seeds, sqrt(2) * sd) or 0.0, share)
+        for sd in (spread.sd, *spread.interval)
     )
-    share = metric.rpartition("/")[2].startswith("accuracy")
-    factor, unit = (100, " pp") if share else (1, "")
-    size = f"{seeds} seeds can find a difference of {factor * effect:.2g}{unit}"
-    what = f"{size} in {metric.replace('/', ' ')} (80 % power"
+    unit = " pp" if share else ""
+    found = f"{seeds} seeds can find a difference of {effect}{unit} in {metric.replace('/', ' ')}"
     if spread.freedom >= MIN_FREEDOM:
-        return f"{what}, from the spread of {spread.runs} control runs)"
-    rough = f"{factor * low:.2g} to {factor * high:.2g}{unit}"
-    return f"{what}; {rough}, as the spread is known from {spread.runs} control runs alone)"
+        return f"{found} (80 % power, from the spread of {spread.runs})"
+    few = f"{low} to {high}{unit}, as the spread is known only from {spread.runs}"
+    return f"{found} (80 % power; {few})"
+
+
+def _size(effect: float, is_share: bool) -> str:
+    """Return two digits of a difference; of shares it is at most 100 percentage points."""
+    number = min(100 * effect, 100) if is_share else effect
+    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"
 
 
 def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
@@ -135,12 +141,11 @@ def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
         if summary.get("state") == "finished" and isinstance(value, int | float):
             groups.setdefault(config, {})[folder.name] = float(value)
     choices = (
-        [groups.get(own, {})],
-        [values for config, values in groups.items() if _has(config, steps)],
-        groups.values(),
+        ([groups.get(own, {})], ""),
+        ([values for config, values in groups.items() if _has(config, steps)], ""),
+        (groups.values(), f", not all with {run.schedule.steps} steps"),
     )
-    several = ([[*values.values()] for values in each] for each in choices)
-    spreads = [spread for each in several if (spread := Spread.of(each)) is not None]
+    spreads = [spread for choice in choices if (spread := Spread.of(*choice)) is not None]
     enough = (spread for spread in spreads if spread.freedom >= MIN_FREEDOM)
     return metric, next(enough, spreads[0] if spreads else None)
 

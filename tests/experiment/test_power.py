@@ -44,7 +44,8 @@ def test_two_controls_of_any_study_tell_it_with_its_uncertainty(tmp_path: Path) 
     low, high = (found(sd / sqrt(chi2.ppf(p, df=1))) for p in (0.975, 0.025))
     assert told(tmp_path) == [
         f"8 seeds can find a difference of {found(sd):.2g} pp in test accuracy (80 % power; "
-        f"{low:.2g} to {high:.2g} pp, as the spread is known from 2 control runs alone)"
+        f"{low:.2g} to {high:.2g} pp, as the spread is known only from 2 control runs, not all with "
+        "500 steps)"
     ]
 
 
@@ -61,21 +62,21 @@ def test_runs_of_several_configs_are_pooled_within_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nearer", "farther", "count"),
+    ("nearer", "farther", "runs"),
     [
-        ((), ("lr=0.3",), 6),
-        (("lr=0.3",), ("steps=7",), 6),
-        (("steps=10",), ("steps=7",), 12),
+        ((), ("lr=0.3",), "6 control runs"),
+        (("lr=0.3",), ("steps=7",), "6 control runs"),
+        (("steps=10",), ("steps=7",), "12 control runs, not all with 500 steps"),
     ],
     ids=["same config", "same steps", "other steps"],
 )
 def test_nearer_configs_alone_are_taken_if_they_are_enough(
-    nearer: tuple[str, ...], farther: tuple[str, ...], count: int, tmp_path: Path
+    nearer: tuple[str, ...], farther: tuple[str, ...], runs: str, tmp_path: Path
 ) -> None:
     end(tmp_path, [0.9, 0.91, 0.92, 0.93, 0.94, 0.96], *nearer)
     end(tmp_path, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], *farther)
     (line,) = told(tmp_path)
-    assert line.endswith(f"from the spread of {count} control runs)")
+    assert line.endswith(f"from the spread of {runs})")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,12 @@ def test_few_files_are_read_those_of_the_study_first(
     end(tmp_path, [0.7, 0.75, 0.8, 0.85], "lr=0.2", "study=newer")
     monkeypatch.setattr(power, "MAX_READ", 3)
     (line,) = told(tmp_path)
-    assert "from 2 control runs alone" in line
+    assert "only from 2 control runs" in line
     (line,) = told(tmp_path, "study=third")
-    assert "from 3 control runs alone" in line
+    assert "only from 3 control runs" in line
+
+
+def test_a_difference_of_shares_is_at_most_100_pp(tmp_path: Path) -> None:
+    end(tmp_path, [0.5, 0.9])
+    (line,) = told(tmp_path)
+    assert " to 100 pp, as the spread is known only from 2 control runs)" in line
