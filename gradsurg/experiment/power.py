@@ -16,7 +16,7 @@ from gradsurg.experiment.run_reader import BrokenFile, known, read_bytes
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.settings import Settings
 from gradsurg.experiment.tuning import HEADLINE
-from gradsurg.stats import detectable_effect, seeds_needed
+from gradsurg.stats import detectable_effect, sd_interval, seeds_needed
 
 MAX_READ = 200  # control runs of which files are read
 MIN_FREEDOM = 5  # degrees of freedom of a spread that is told without its interval
@@ -42,14 +42,6 @@ class Spread:
         freedom = count - len(several)
         squares = sum((len(values) - 1) * variance(values) for values in several)
         return cls(sqrt(squares / freedom), freedom, f"{count} control runs{note}")
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the standard deviation, if the values are normal."""
-        from scipy.special import chdtri
-
-        low, high = (sqrt(self.freedom / chdtri(self.freedom, p)) for p in (0.025, 0.975))
-        return low * self.sd, high * self.sd
 
 
 def power_lines(experiments: Sequence[Experiment]) -> list[str]:
@@ -105,7 +97,7 @@ def _detectable(run: Run, experiment: Experiment, seeds: int) -> str:
     # The arms of a seed share weights and batches: if their outcomes are alike, less is found.
     effect, low, high = (
         _size(detectable_effect(seeds, sqrt(2) * sd) or 0.0, share)
-        for sd in (spread.sd, *spread.interval)
+        for sd in (spread.sd, *sd_interval(spread.sd, spread.freedom))
     )
     unit = " pp" if share else ""
     found = f"{seeds} seeds can find a difference of {effect}{unit} in {metric.replace('/', ' ')}"

@@ -44,8 +44,8 @@ def test_two_controls_of_any_study_tell_it_with_its_uncertainty(tmp_path: Path) 
     low, high = (found(sd / sqrt(chi2.ppf(p, df=1))) for p in (0.975, 0.025))
     assert told(tmp_path) == [
         f"8 seeds can find a difference of {found(sd):.2g} pp in test accuracy (80 % power; "
-        f"{low:.2g} to {high:.2g} pp, as the spread is known only from 2 control runs, not all with "
-        "500 steps)"
+        f"{low:.2g} to {high:.2g} pp, as the spread is known only from 2 control runs, not all "
+        "with 500 steps)"
     ]
 
 
