@@ -73,9 +73,10 @@ def power_lines(experiments: Sequence[Experiment]) -> list[str]:
         lines.append(f"{arms} arms with {n} {unit}: {rule}")
     if unit == "splits":
         return lines
-    settings: dict[tuple[str, str], tuple[Run, Experiment]] = {}
+    settings: dict[str, tuple[Run, Experiment]] = {}
     for run, each in pairs:
-        settings.setdefault(_setting(run), (run, each))
+        setting = json.dumps([run.identity["task"], run.identity["model"]], default=repr)
+        settings.setdefault(setting, (run, each))
     for run, each in settings.values():
         if found := _detectable(run, each, n):
             lines.append(f"{_names(run)}: {found}" if len(settings) > 1 else found)
@@ -122,10 +123,13 @@ def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
     """
     plain = next((pair.controls.get("plain") for pair in experiment.pairs), None)
     own = SEED.sub("", config_text(plain.identity)) if plain is not None else ""
-    steps = config_text({"steps": run.schedule.steps})
+    # The parts of `config.yaml` are compared as text: parsing YAML takes milliseconds a file.
+    task, model, steps = (
+        config_text({key: run.identity[key]}) for key in ("task", "model", "steps")
+    )
     metric, groups = experiment.settings.metric or "", dict[str, dict[str, float]]()
     for config, folder in _controls(experiment.settings):
-        if not all(_has(config, part) for part in _setting(run)):
+        if not (_has(config, task) and _has(config, model)):
             continue
         summary = known(folder / SUMMARY)
         metric = metric or next((f"test/{x}" for x in HEADLINE if f"test/{x}" in summary), "")
@@ -140,15 +144,6 @@ def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
     spreads = [spread for choice in choices if (spread := Spread.of(*choice)) is not None]
     enough = (spread for spread in spreads if spread.freedom >= MIN_FREEDOM)
     return metric, next(enough, spreads[0] if spreads else None)
-
-
-def _setting(run: Run) -> tuple[str, str]:
-    """Return the parts of `config.yaml` with the task and the model of a run.
-
-    They are compared as text: parsing YAML takes milliseconds a file.
-    """
-    task, model = (config_text({key: run.identity[key]}) for key in ("task", "model"))
-    return task, model
 
 
 def _has(config: str, part: str) -> bool:
