@@ -335,6 +335,14 @@ def detectable_effect(n: int, sd: float, power: float = 0.8) -> float | None:
     return noncentrality / sqrt(n) * sd / _T_TEST_SHARE.get(n, 1.0)
 
 
+def sd_interval(sd: float, freedom: int) -> tuple[float, float]:
+    """Return the 95 % interval of the standard deviation of normal values, estimated as `sd`."""
+    from scipy.special import chdtri
+
+    low, high = (sd * sqrt(freedom / chdtri(freedom, p)) for p in (0.025, 0.975))
+    return low, high
+
+
 def power(n: int, sd: float, effect: float) -> float:
     """Return the probability that the paired t test of n differences finds a true mean at 0.05.
 

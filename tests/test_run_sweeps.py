@@ -259,6 +259,17 @@ def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) ->
     assert controls(folder) == BOTH
 
 
+def test_a_list_of_controls_trains_those_that_are_not_finished(here: Here, folder: Path) -> None:
+    words = ("transform=clip", "seed=0", *SHORT)
+    assert here(*words).code == 0
+    (plain,) = folder.glob("runs/digits-mlp/none-*/summary.json")
+    before = plain.stat().st_mtime_ns
+    assert here(*words, "control=[norm_matched,plain]").code == 0
+    assert controls(folder) == BOTH
+    assert set(states(folder).values()) == {"finished"}
+    assert plain.stat().st_mtime_ns == before
+
+
 def test_a_resumed_run_keeps_its_control_and_a_broken_run_json_is_written_anew(
     here: Here, folder: Path
 ) -> None:

@@ -30,8 +30,8 @@ def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Pat
     ended = here("transform=clip", *SHORT, TUNE)
     assert ended.code == 0
     assert (
-        "tuning: 3 values x 2 seeds x 2 arms = 12 runs (seeds 1000000 to 1000001), then 2 with the "
-        "chosen values (seed 0)"
+        "tuning: 3 configurations x 2 seeds x 2 arms = 12 runs (seeds 1000000 to 1000001), then 2 "
+        "with the chosen values (seed 0)"
     ) in ended.err
     runs = summaries(folder)
     assert len(runs) == 14
@@ -79,7 +79,7 @@ def test_a_sweep_tunes_a_shared_control_once(here: Here, folder: Path) -> None:
     words = ("-m", "transform=clip,sign", *SHORT, "tune=lr=[0.1,1]")
     ended = here(*words)
     assert ended.code == 0, ended.err
-    assert "tuning in each job: 2 values x 2 seeds x 2 arms = 8 runs" in ended.err
+    assert "tuning in each job: 2 configurations x 2 seeds x 2 arms = 8 runs" in ended.err
     assert "12 to train" in ended.err
     assert len(summaries(folder)) == 12 + 3
     assert ended.out.count("(validation accuracy ") == 3

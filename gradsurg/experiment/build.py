@@ -20,6 +20,7 @@ from gradsurg.experiment.runs import Experiment, create_model, on_splits
 from gradsurg.experiment.settings import (
     REQUIRED,
     Config,
+    ControlKind,
     check_settings_of,
     settings_of,
 )
@@ -34,7 +35,10 @@ from gradsurg.experiment.tuning import (
     FIRST_SEED,
     Candidate,
     Tuning,
-    tuned_configs,
+    Values,
+    tuned_arms,
+    tuned_config,
+    tuned_grid,
     tuning_metric,
 )
 from gradsurg.loggers.base import GuardedLogger, Logger
@@ -132,23 +136,25 @@ def _with_all_arms(
 def _tuning(experiment: Experiment, data: Data, model: nn.Module) -> Tuning:
     """Build the experiment of each point of the grid. Raises ValueError for the first wrong one."""
     settings = experiment.settings
-    assert settings.tune is not None
     seeds = range(FIRST_SEED, FIRST_SEED + settings.tune_seeds)
     if common := {*seeds} & {*settings.all_seeds}:
         raise ValueError(f"{min(common)} is one of the tuning seeds, and cannot be compared too")
     with untouched(model):
         known = metric_names(experiment.task, model, *few_examples(data))
     metric, lower = tuning_metric(settings, known)
-    candidates = []
-    for values, changed in tuned_configs(experiment.config, settings):
+
+    def candidate(values: Values) -> Candidate:
+        changed = tuned_config(experiment.config, settings, values)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", SurgeryWarning)  # those of the config are enough
-                candidates.append(Candidate(values, build(changed, trial=False).pair))
+                return Candidate(values, build(changed, trial=False).pair)
         except ConfigError as error:
             shown = ", ".join(f"{key}={value}" for key, value in values.items())
             raise ValueError(f"{shown}: {error.faults[0]}") from error
-    return Tuning(settings.tune, metric, lower, seeds, tuple(candidates))
+
+    grid = tuned_grid(experiment.config, settings)
+    return Tuning(metric, lower, seeds, tuned_arms(grid, seeds[0], candidate))
 
 
 def _check_number_of_runs(experiment: Experiment) -> None:
@@ -197,9 +203,9 @@ def _check_combinations(
     if settings.compile:
         with errors.at("site"):
             check_compiled(experiment.selector)
-    if item is not None and combining is None and settings.control == "update_norm_matched":
+    if item is not None and combining is None and "update_norm_matched" in settings.controls:
         with errors.at("control"):
-            control_interventions([item], settings.control)
+            control_interventions([item], "update_norm_matched")
     if experiment.compute.ranks > 1:
         _check_processes(experiment, model, errors)
 
@@ -216,8 +222,7 @@ def _rules(experiment: Experiment, data: Data) -> Iterator[tuple[str, object, st
     yield "when.start", settings.steps and start > last, rule
     rule = f"a step's batches must have <= {count} examples together"
     yield "accumulate", size <= count < size * batches, f"{rule}, found {batches} of {size}"
-    item, combining = experiment.intervention, experiment.combining
-    name = combining.names[0] if combining else ""
+    combining = experiment.combining
     is_feature = combining and getattr(combining.at, "engine", "") == "feature"
     rule = "feature makes its update of one forward and needs accumulate=1"
     text = f"{rule}, found accumulate={batches}; engine full takes several"
@@ -230,13 +235,22 @@ def _rules(experiment: Experiment, data: Data) -> Iterator[tuple[str, object, st
     rule = "float16 needs CUDA, where the loss is scaled"
     text = f"{rule}; the device is {device}, which has bfloat16"
     yield "precision", settings.precision == "float16" and device != "cuda", text
-    links, kind = experiment.config.get("transform") or {}, settings.control
+    links = experiment.config.get("transform") or {}
     rule = "needs a chain of two transforms or more to leave one out of"
     text = f"{rule}, found {', '.join(links) or 'none'}"
     yield "attribute", settings.attribute and len(links) < 2, text
+    for kind in settings.controls:
+        yield from _control_rules(experiment, kind)
+
+
+def _control_rules(experiment: Experiment, kind: ControlKind) -> Iterator[tuple[str, object, str]]:
+    """Yield the rules of `_rules` for one kind of control."""
+    settings, batches = experiment.settings, experiment.settings.accumulate
+    item, combining = experiment.intervention, experiment.combining
+    name = combining.names[0] if combining else ""
     plain = "needs control=plain or control=none"
     rule = f"the shorter chains have no {kind.replace('_', '-')} control, {plain}"
-    lacks_control = settings.attribute and kind not in ("none", "plain")
+    lacks_control = settings.attribute and kind != "plain"
     yield "attribute", lacks_control, f"{rule}, found control={kind}"
     rule = f"{kind} is for transforms, and {name} is an aggregator: needs control=plain"
     text = f"{rule}, control=norm_matched or control=none, found control={kind}"

@@ -17,9 +17,9 @@ from gradsurg.experiment.planning import (
     edited_lines,
     outcome_table,
     plan_runs,
-    power_line,
     summary_line,
 )
+from gradsurg.experiment.power import power_lines
 from gradsurg.experiment.run_directory import LOCK, TUNING, remove_leftovers
 from gradsurg.experiment.run_reader import ForeignLink, inside
 from gradsurg.experiment.runs import Experiment
@@ -81,7 +81,7 @@ class Command:
         announce(self.experiments)
         for text in edited_lines(self.jobs):
             tell(text)
-        power = "" if self.search else power_line(self.experiments)
+        power = [] if self.search else power_lines(self.experiments)
         force = any(each.settings.force for each in self.experiments)
         try:
             for each in self.experiments:
@@ -104,8 +104,8 @@ class Command:
             tell(f"tuning{' in each job' if len(tuned) > 1 else ''}: {text}")
         self.has_new_runs = set(states) != {"finished"}
         self.num_unfinished = states.total() - states["finished"] - states["diverged"]
-        if power and self.num_unfinished:
-            tell(power)
+        for text in power if self.num_unfinished else ():
+            tell(text)
         if self.sweeping:
             retry = all(each.settings.retry_failed for each in self.experiments)
             tell(summary_line(len(self.jobs), states, retry))

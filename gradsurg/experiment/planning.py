@@ -1,19 +1,17 @@
 """Count the runs of a command and record them as planned; tabulate their states at the end."""
 
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
-from math import sqrt
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiment.errors import MAX_RUNS, ConfigError, too_many
+from gradsurg.experiment.power import arm_text
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import (
     CONFIG,
@@ -29,14 +27,11 @@ from gradsurg.experiment.run_identity import edited_modules
 from gradsurg.experiment.run_reader import known
 from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.trial_step import step_seconds
-from gradsurg.experiment.tuning import HEADLINE
 from gradsurg.plugins.messages import printable, tell, terminal_width
-from gradsurg.stats import detectable_effect, seeds_needed
 
 ANNOUNCED_RUNS = 100  # for more runs the number and the expected time are printed at the start
 ANNOUNCED_SECONDS = 3600  # and so they are for fewer runs that take longer than this
 TIMED_STEPS = 10_000  # with fewer steps in all none is timed: timing takes a few steps itself
-MIN_CONTROLS = 6  # finished control runs needed to estimate the detectable difference
 
 STATES: dict[RunState, str] = {
     "failed": "failed before",
@@ -87,7 +82,7 @@ def announce(experiments: Sequence[Experiment]) -> None:
         text = f"{len(experiments):,} jobs, {text}"
     elif settings.splits > 1:
         seeds, arms = len(settings.all_seeds), len(experiments[0].pairs[0].runs)
-        text += f" ({seeds} seeds x {settings.splits} splits x {arms} arms)"
+        text += f" ({settings.splits} splits x {seeds} seeds of its own x {arms} arms)"
     tell(f"{text}: about {_duration(seconds)} on {left[0].device}, timed without surgery")
 
 
@@ -113,30 +108,6 @@ def edited_lines(jobs: Iterable[Job]) -> list[str]:
     return [*lines]
 
 
-def power_line(experiments: Sequence[Experiment]) -> str:
-    """Return a warning if the seeds or splits are too few for significance with so many arms.
-
-    Else return the difference that they can detect; empty if nothing is compared or known.
-    """
-    pairs = [pair for experiment in experiments for pair in experiment.pairs]
-    treated = [pair.treated for pair in pairs if pair.treated and pair.treated.controls]
-    seeds = {run.seed for run in treated}
-    splits = {getattr(run.task, "split_seed", None) for run in treated}
-    n, unit = (len(splits), "splits") if len(splits) > 1 else (len(seeds), "seeds")
-    if n < 2:
-        return ""
-    if n < (least := seeds_needed(1)):
-        rule = "no difference can be significant (p <= 0.05)"
-        return f"{n} {unit}: {rule}; that needs at least {unit}={least}"
-    arms = len({_arm(run.identity, "model", "task") for run in treated})
-    if arms < len({_arm(run.identity) for run in treated}):  # of several models or tasks
-        return ""
-    if n < (least := seeds_needed(arms)):
-        rule = f"an arm that differs alone needs {unit}={least} to be significant (q <= 0.05)"
-        return f"{arms} arms with {n} {unit}: {rule}"
-    return _detectable(experiments[0], n) if unit == "seeds" else ""
-
-
 def plan_runs(
     jobs: Sequence[Job], force: bool, search: Mapping[str, object] | None = None
 ) -> Counter[RunState]:
@@ -155,7 +126,7 @@ def plan_runs(
             runs[path], facts[path] = run, merged_facts(facts.get(path, {}), now)
     before = {path: "planned" if force else RunDirectory(path).recorded_state for path in runs}
     # Tuning runs are in another folder and count apart.
-    arms = {path: (path.parent, _arm(run.identity)) for path, run in runs.items()}
+    arms = {path: (path.parent, arm_text(run.identity)) for path, run in runs.items()}
     looked = Counter(arms[path] for path, state in before.items() if state in ENDED)
     states: Counter[RunState] = Counter()
     for path, state in before.items():
@@ -210,32 +181,6 @@ def _file_of(name: str) -> str:
     modules = (sys.modules.get(module) for module in (name, name.rpartition(".")[0]))
     file = next(filter(None, (getattr(module, "__file__", None) for module in modules)), None)
     return printable(os.path.relpath(file)) if file else name
-
-
-def _detectable(experiment: Experiment, seeds: int) -> str:
-    """Return a line with the difference that so many seeds can find, by the finished controls."""
-    out = experiment.settings.out_folder
-    controls = {pair.control.directory(out) for pair in experiment.pairs if pair.control}
-    ended = [one for path in controls if (one := known(path / SUMMARY)).get("state") == "finished"]
-    headline = [f"test/{name}" for name in HEADLINE if any(f"test/{name}" in one for one in ended)]
-    metric = experiment.settings.metric or next(iter(headline), "")
-    values = [float(x) for one in ended if isinstance(x := one.get(metric), int | float)]
-    if len(values) < MIN_CONTROLS or len(set(values)) == 1:
-        return ""
-    effect = detectable_effect(seeds, sqrt(2) * stdev(values))
-    assert effect is not None  # as there are enough seeds for the test
-    share = metric.rpartition("/")[2].startswith("accuracy")
-    size = f"{100 * effect:.2g} pp" if share else f"{effect:.2g}"
-    return (
-        f"{seeds} seeds can find a difference of {size} in {metric.replace('/', ' ')} (80 % power, "
-        f"from the spread of {len(values)} control runs)"
-    )
-
-
-def _arm(identity: Mapping[str, Any], *groups: str) -> str:  # Any: any JSON value
-    """Return a text that is equal for the runs of one arm: no seed, split or config of `groups`."""
-    same = {**identity, "task": {**identity["task"], "split_seed": None}}
-    return json.dumps(same | dict.fromkeys(("seed", *groups)), sort_keys=True, default=repr)
 
 
 def _outcome(job: Job) -> tuple[str, str]:

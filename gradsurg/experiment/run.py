@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -236,24 +236,40 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of one seed. `treated` is None with `transform=none`, `control` with `control=none`.
+    """The runs of one seed. `treated` is None with `transform=none`.
 
-    With `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
+    `controls` maps each kind of control to its run; it is empty with `control=none`. With
+    `attribute=true`, `without` maps each link to the treated run of the chain that lacks it.
     That run has the identity of the shorter chain, so a sweep over that chain reuses it.
     """
 
     seed: int
     treated: Run | None
-    control: Run | None
+    controls: Mapping[str, Run]
     without: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def control(self) -> Run | None:
+        """The control that the verdict is about."""
+        return first_control(self.controls)
 
     @property
     def roles(self) -> dict[str, Run]:
         """The runs by what they are in a comparison, in the order of execution."""
-        both = {"control": self.control, "treated": self.treated}
-        return {role: run for role, run in {**both, **self.without}.items() if run is not None}
+        controls = {f"control {kind}": run for kind, run in self.controls.items()}
+        treated = {} if self.treated is None else {"treated": self.treated}
+        return controls | treated | {f"without {link}": run for link, run in self.without.items()}
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The runs in the order of execution."""
         return (*self.roles.values(),)
+
+
+def paired(
+    seed: int, treated: Run | None, controls: Mapping[str, Run], without: Mapping[str, Run]
+) -> Pair:
+    """Return the runs of one seed, of which each treated one names the controls."""
+    names = {kind: run.name for kind, run in controls.items()}
+    named = {link: replace(run, controls=names) for link, run in without.items()}
+    return Pair(seed, treated and replace(treated, controls=names), controls, named)

@@ -25,7 +25,7 @@ from hashlib import sha256
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import yaml
 
@@ -60,6 +60,7 @@ FORMAT = 2  # of checkpoints: one of another format is not loaded
 
 RunState = Literal["planned", "running", "interrupted", "failed", "finished", "diverged"]
 ENDED = ("finished", "diverged")
+Named = TypeVar("Named")  # a run, or the name of one
 
 _log = logging.getLogger("gradsurg")
 _encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -141,9 +142,7 @@ class RunDirectory:
         before = known(self.path / FACTS)
         after = merged_facts(before, facts)
         if not (self.path / CONFIG).is_file():
-            plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
-            text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-            replace_file(self.path / CONFIG, text.encode())
+            replace_file(self.path / CONFIG, config_text(config).encode())
         if after != before:
             self.write_json(FACTS, after)
 
@@ -287,6 +286,12 @@ def remove_leftovers(study: Path) -> None:
                 inside(folder / PREVIOUS).unlink(missing_ok=True)
 
 
+def config_text(config: Mapping[str, object]) -> str:
+    """Return the content of `config.yaml`, or of a part of it."""
+    plain = json.loads(json.dumps(config))  # tuples are lists, and none is shared
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
 def merged_facts(before: Values, now: Values) -> Values:
     """Return `now` with the controls of `before` added: a later command keeps earlier pairings.
 
@@ -302,7 +307,7 @@ def merged_facts(before: Values, now: Values) -> Values:
     return {**now, "control": first_control(controls), "controls": controls}
 
 
-def first_control(controls: Mapping[str, str]) -> str | None:
+def first_control(controls: Mapping[str, Named]) -> Named | None:
     """Return the control to compare with if there are several: the plain one."""
     return next((controls[kind] for kind in sorted(controls, key=lambda k: k != "plain")), None)
 

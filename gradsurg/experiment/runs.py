@@ -17,10 +17,10 @@ from gradsurg.experiment.controls import ArmKind, control_interventions
 from gradsurg.experiment.making import call_of, make, user_code
 from gradsurg.experiment.optimization import make_optimizer, make_schedule
 from gradsurg.experiment.own_code import import_path
-from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule
+from gradsurg.experiment.run import ComputeOptions, Pair, Run, Schedule, paired
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_identity
-from gradsurg.experiment.settings import Config, Settings
+from gradsurg.experiment.settings import SPLIT_SEEDS, Config, ControlKind, Settings
 from gradsurg.experiment.tuning import Tuning
 from gradsurg.loggers.base import GuardedLogger
 from gradsurg.multitask.shared_parameters import SharedParameters
@@ -56,9 +56,16 @@ class Experiment:
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """The runs with the values of the config, which with `tuning` are not trained."""
-        seeds = self.settings.all_seeds
-        return tuple(split.pair(seed) for split in self.splits or [self] for seed in seeds)
+        """The runs with the values of the config, which with `tuning` are not trained.
+
+        Each split has seeds of its own: with shared ones its differences would depend on those of
+        the others, and the test over the splits would reject too often.
+        """
+        return tuple(
+            split.pair(SPLIT_SEEDS * place + seed)
+            for place, split in enumerate(self.splits or [self])
+            for seed in self.settings.all_seeds
+        )
 
     @property
     def compared(self) -> tuple[Pair, ...] | None:
@@ -104,14 +111,11 @@ class Experiment:
 
     def pair(self, seed: int) -> Pair:
         """Make the runs of one seed."""
-        treated, control = (arm and _with_seed(arm, seed) for arm in (self._treated, self._control))
-        if treated is None:
-            return Pair(seed, None, control)
-        controls = {self.settings.control: control.name} if control is not None else {}
+        controls = {kind: _with_seed(arm, seed) for kind, arm in self._controls.items()}
         shorter = {link: plan._treated for link, plan in self.without.items()}
-        arms = {link: _with_seed(arm, seed) for link, arm in shorter.items() if arm is not None}
-        without = {link: replace(run, controls=controls) for link, run in arms.items()}
-        return Pair(seed, replace(treated, controls=controls), control, without)
+        without = {link: _with_seed(arm, seed) for link, arm in shorter.items() if arm is not None}
+        treated = self._treated and _with_seed(self._treated, seed)
+        return paired(seed, treated, controls, without)
 
     @property
     def optimizer(self) -> dict[str, object]:
@@ -132,15 +136,17 @@ class Experiment:
         return self._run("treated", "+".join(self._names), self._names, self.interventions)
 
     @cached_property
-    def _control(self) -> Run | None:
-        """The control run: no surgery, or an `ActingControl`; None with `control=none`.
+    def _controls(self) -> Mapping[str, Run]:
+        """The control runs by their kind; without a treated arm the plain one alone."""
+        kinds = self.settings.controls if self.interventions else ("plain",)
+        return {kind: self._control(kind) for kind in kinds}
+
+    def _control(self, kind: ControlKind) -> Run:
+        """Make the run of a control arm: no surgery, or an `ActingControl`.
 
         Without surgery the gradients are measured at the same sites.
         """
-        kind = self.settings.control
-        if self.interventions and kind == "none":
-            return None
-        if self.interventions and kind != "plain" and kind != "none":
+        if kind != "plain" and kind != "none":
             items = control_interventions(self.interventions, kind)
             return self._run(kind, f"{kind}-{'+'.join(self._names)}", (kind,), items)
         items = (Intervention(Identity(), self.selector, names=("none",)),)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -25,11 +25,13 @@ from gradsurg.stats import parse_margin
 Config = Mapping[str, Any]  # Any: what a YAML file can hold
 Precision = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["eager", "aot_eager", "inductor"]
+ControlKind = Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"]
 
 REQUIRED = ("site", "when", "model", "task", "optimizer", "schedule")
 STUDY = "${gradsurg.name:${task}}-${gradsurg.name:${model}}"
 """Studies are named after task and model."""
 VALIDATION = "validation/"
+SPLIT_SEEDS = 1000  # between the first seeds of two splits
 DEFAULT_VALIDATION = 0.2  # share of the training examples, if `tune` or `until` decides on them
 UNTIL_FORM = re.compile(r"\s*((?:(?:test|validation)/)?)(?!train/)([\w./-]+)\s*(>=|<=)\s*(\S+)\s*")
 MAX_INT = 2**63  # one more than the largest integer of PyTorch
@@ -73,6 +75,20 @@ def _number_of_seeds(told: object) -> object:
             f"-m seed={chosen}"
         )
     return told
+
+
+def _control(told: object) -> object:
+    """Check a kind of control, or a list of them. Raises ValueError with the rule."""
+    listed = isinstance(told, list | tuple)
+    kinds: Sequence[object] = told if listed else [told]
+    known = get_args(ControlKind)[listed:]  # `none` cannot be one of several
+    if not kinds or any(kind not in known for kind in kinds):
+        *first, last = map(repr, known)
+        each = "be a list of" if listed else "be one of"
+        raise ValueError(f"must {each} {', '.join(first)} {'and' if listed else 'or'} {last}")
+    if len({*kinds}) < len(kinds):
+        raise ValueError("must have each kind once")
+    return tuple(kinds) if listed else told
 
 
 def _margin(told: object) -> object:
@@ -196,14 +212,14 @@ class Settings:
     seed: Natural | None = None
     """train with this seed only"""
     splits: Positive = 1
-    """number of splits of the data for each seed: task.split_seed + 0, 1, ..; the report compares
-    within each, and over them
+    """number of splits of the data: task.split_seed + 0, 1, ..; the first trains with the seeds 0,
+    1, .., the second with 1000, 1001, ..; the report compares within each, and over them
     """
-    control: Literal["none", "plain", "norm_matched", "update_norm_matched", "placebo"] = "plain"
+    control: Annotated[ControlKind | tuple[ControlKind, ...], BeforeValidator(_control)] = "plain"
     """the arm to compare with. plain: no surgery; norm_matched: plain gradients scaled to the norm
     of the treated ones; update_norm_matched: the same for the updates of the optimizer (a scale of
     the gradient cancels in Adam's); placebo: a random change with the norm and the cosine of the
-    treated one; none
+    treated one; none. A list trains an arm of each kind: control=[plain,norm_matched]
     """
     attribute: bool = False
     """also train the chain without each of its transforms, to find the share of each"""
@@ -256,7 +272,9 @@ class Settings:
     """
     tune: Annotated[Grid, _parsed(Grid)] | None = None
     """train each arm with each of these values, and compare with its best on validation data:
-    tune='lr=log(1e-3,1,7)', lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid
+    tune=lr (five rates, from a quarter to four times the config's), tune='lr=log(1e-3,1,7)',
+    lin(0,1,5) or a list [1,2]; several keys joined by ';' are a grid. Each arm tries as many
+    configurations
     """
     tune_seeds: Positive = 3
     """seeds for each value of tune, from 1,000,000 on: apart from those compared"""
@@ -278,11 +296,20 @@ class Settings:
         if self.splits > 1 and self.tune is not None:
             rule = "must be 1 with tune, which would choose on examples that other splits test on"
             raise Contradiction("splits", f"{rule}, found {self.splits}")
+        if self.splits > 1 and self.all_seeds[-1] >= SPLIT_SEEDS:
+            rule = f"of several splits must be below {SPLIT_SEEDS}, the first seed of the second"
+            raise Contradiction("seeds" if self.seed is None else "seed", f"{rule} split")
 
     @property
     def all_seeds(self) -> Sequence[int]:
-        """The seeds to train with."""
+        """The seeds to train with, of several splits those of the first."""
         return range(self.seeds) if self.seed is None else [self.seed]
+
+    @property
+    def controls(self) -> tuple[ControlKind, ...]:
+        """The kinds of control arms; empty with `control=none`."""
+        kinds = (self.control,) if isinstance(self.control, str) else self.control
+        return () if kinds == ("none",) else kinds
 
     @property
     def out_folder(self) -> Path:

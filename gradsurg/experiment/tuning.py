@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -13,8 +13,8 @@ from typing import Any
 from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment.compose import GROUPS
 from gradsurg.experiment.files import finite, locked, replace_file
-from gradsurg.experiment.grid import Grid
-from gradsurg.experiment.run import Pair, Run
+from gradsurg.experiment.grid import RATES, Grid
+from gradsurg.experiment.run import Pair, Run, paired
 from gradsurg.experiment.run_directory import LOCK, TUNING, RunDirectory
 from gradsurg.experiment.run_reader import read_bytes
 from gradsurg.experiment.settings import VALIDATION, Config, Settings
@@ -31,7 +31,7 @@ Values = dict[str, Any]  # Any: what a YAML file can hold
 
 @dataclass(frozen=True)
 class Candidate:
-    """The values of one point of the grid; `pair` makes the runs of a seed with them."""
+    """The values of one configuration; `pair` makes the runs of a seed with them."""
 
     values: Values
     pair: Callable[[int], Pair]
@@ -46,30 +46,39 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """The tuning of an experiment: `metric` on validation data, less is better if `lower`."""
+class TunedArm:
+    """The configurations that an arm tries; `grid` has the keys that change its runs.
+
+    `is_finer`: it has more rates than the grid of the command, to try as many as the others.
+    """
 
     grid: Grid
+    candidates: tuple[Candidate, ...]
+    is_finer: bool = False
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The tuning of an experiment: `metric` on validation data, less is better if `lower`.
+
+    `arms` are by their role in a pair of runs.
+    """
+
     metric: str
     lower: bool
     seeds: Sequence[int]
-    candidates: tuple[Candidate, ...]
+    arms: Mapping[str, TunedArm]
 
     @cached_property
     def runs(self) -> list[Run]:
         """All tuning runs, each once: in a folder of their own, without measurements."""
-        pairs = (each.pair(seed) for each in self.candidates for seed in self.seeds)
-        runs = {run.name: run for pair in pairs for run in pair.runs}
+        runs = {
+            run.name: run
+            for role, arm in self.arms.items()
+            for each in arm.candidates
+            for run in (each.pair(seed).roles[role] for seed in self.seeds)
+        }
         return [*map(_tuning_run, runs.values())]
-
-    @cached_property
-    def arms(self) -> dict[str, list[Candidate]]:
-        """The candidates of each arm whose runs differ: a control has no transform to tune."""
-        arms: dict[str, dict[str, Candidate]] = {}
-        for each in self.candidates:
-            for role, run in each.pair(self.seeds[0]).roles.items():
-                arms.setdefault(role, {}).setdefault(run.name, each)
-        return {role: [*distinct.values()] for role, distinct in arms.items()}
 
     def pairs(self, settings: Settings) -> tuple[Pair, ...] | None:
         """Return the compared runs, each arm with its chosen values; None before tuning ended."""
@@ -87,9 +96,9 @@ class Tuning:
         """
         directories = {run.name: run.directory(out) for run in self.runs}
         choices = {}
-        for role, candidates in self.arms.items():
+        for role, arm in self.arms.items():
             rows, ranks = [], []
-            for place, each in enumerate(candidates):
+            for place, each in enumerate(arm.candidates):
                 names = [each.pair(seed).roles[role].name for seed in self.seeds]
                 summaries = [RunDirectory(directories[name]).read_summary() for name in names]
                 scores, losses = (
@@ -98,12 +107,12 @@ class Tuning:
                 )
                 mean = _mean(scores) * (1 if self.lower else -1)
                 ranks.append((scores.count(None), mean, _mean(losses), place))
-                values = {key: each.values[key] for key in self._keys(role)}
+                values = {axis.key: each.values[axis.key] for axis in arm.grid.axes}
                 rows += [
                     {"place": place, "values": values, "seed": seed, "score": score}
                     for seed, score in zip(self.seeds, scores, strict=True)
                 ]
-            choices[role] = Choice(candidates[min(ranks)[-1]], tuple(rows))
+            choices[role] = Choice(arm.candidates[min(ranks)[-1]], tuple(rows))
         return choices
 
     def write(self, settings: Settings) -> list[Path]:
@@ -111,11 +120,10 @@ class Tuning:
         folder, pairs = settings.study_folder / TUNING, self.pairs(settings) or ()
         files = []
         for role, choice in self.choices(settings.out_folder).items():
-            runs, keys = [pair.roles[role] for pair in pairs], self._keys(role)
-            axes = [axis for axis in self.grid.axes if axis.key in keys]
+            runs, axes = [pair.roles[role] for pair in pairs], self.arms[role].grid.axes
             content = {
                 "label": runs[0].label,
-                "role": role,
+                "role": runs[0].arm,
                 "metric": self.metric,
                 "lower": self.lower,
                 "axes": [
@@ -123,7 +131,7 @@ class Tuning:
                     for axis in axes
                 ],
                 "rows": choice.rows,
-                "chosen": {key: choice.candidate.values[key] for key in keys},
+                "chosen": {axis.key: choice.candidate.values[axis.key] for axis in axes},
                 "runs": [run.name for run in runs],
             }
             file = folder / f"{runs[0].label}-{self._arm_hash(role)}.json"
@@ -135,46 +143,97 @@ class Tuning:
         return files
 
     def budget(self, compared: Sequence[int]) -> str:
-        """Return the number of tuning runs and how it comes about."""
-        count, values, num_seeds, arms = map(
-            len, (self.runs, self.candidates, self.seeds, self.arms)
-        )
-        product = f"{values} values x {num_seeds} seeds x {arms} arms"
-        product += " = " if values * num_seeds * arms == count else ", each once: "
-        seeds, others = (
+        """Return the number of tuning runs and how it comes about: of each arm, if they differ."""
+        sizes = {self._name(role): len(arm.candidates) for role, arm in self.arms.items()}
+        own, others = (
             f"seeds {one[0]} to {one[-1]}" if len(one) > 1 else f"seed {one[0]}"
             for one in (self.seeds, compared)
         )
-        then = f"then {len(compared) * arms} with the chosen values ({others})"
-        return f"{product}{count} runs ({seeds}), {then}"
+        least, most = min(sizes.values()), max(sizes.values())
+        tried = f"{most} configurations x {len(self.seeds)} seeds x {len(sizes)} arms"
+        if least < most:
+            each = ", ".join(f"{size} of {name}" for name, size in sizes.items())
+            tried = f"unequal budgets, as no rate is tuned: {len(self.seeds)} seeds x ({each})"
+        then = f"then {len(compared) * len(sizes)} with the chosen values ({others})"
+        texts = [f"{tried} = {len(self.runs)} runs ({own}), {then}"]
+        for role in (role for role, arm in self.arms.items() if arm.is_finer):
+            axes = self.arms[role].grid.axes
+            rates = next(axis.values for axis in axes if axis.key in RATES)
+            text = f"{self._name(role)} tries {len(rates)} rates from {rates[0]:g} to {rates[-1]:g}"
+            texts.append(f"{text}, to have as many configurations as the others")
+        return "; ".join(texts)
 
-    def _keys(self, role: str) -> list[str]:
-        """Return the tuned keys that change the runs of an arm."""
-        first, *others = (each.values for each in self.arms[role])
-        return [key for key in first if any(values[key] != first[key] for values in others)]
+    def _run(self, role: str) -> Run:
+        """Return the run of an arm at its first values with seed 0."""
+        return self.arms[role].candidates[0].pair(0).roles[role]
+
+    def _name(self, role: str) -> str:
+        label = self._run(role).label
+        return "the control" if label == "none" else label
 
     def _arm_hash(self, role: str) -> str:
-        """Return a hash of an arm without the values of its grid: a wider grid replaces a file."""
-        identity: Mapping[str, object] = self.candidates[0].pair(0).roles[role].identity
-        for key in (axis.key for axis in self.grid.axes):
-            identity = _with(identity, "optimizer.lr" if key == "lr" else key, None)
-        text = json.dumps([role, identity], sort_keys=True, default=str)
+        """Return a hash of an arm without the values of its grid: a wider grid replaces a file.
+
+        An arm with a finer grid is tuned beside one treatment, whose hash it has too.
+        """
+        run, arm = self._run(role), self.arms[role]
+        identity: Mapping[str, object] = run.identity
+        for axis in arm.grid.axes:
+            identity = _with(identity, "optimizer.lr" if axis.key == "lr" else axis.key, None)
+        beside = [self._arm_hash("treated")] if arm.is_finer else []
+        text = json.dumps([run.arm, identity, *beside], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def tuned_configs(config: Config, settings: Settings) -> Iterator[tuple[Values, Config]]:
-    """Yield the values of each point of the grid, and the config with them instead of a tuning.
+def tuned_arms(
+    grid: Grid, seed: int, candidate: Callable[[Values], Candidate]
+) -> dict[str, TunedArm]:
+    """Return the configurations that each arm tries; `candidate` makes that of a point of the grid.
+
+    Only points whose runs differ count: a plain control has no transform to tune. If a rate is
+    tuned, such an arm tries more rates in the same range, so that all choose among as many.
+    """
+    points = [candidate(values) for values in grid.combinations()]
+    arms: dict[str, dict[str, Candidate]] = {}
+    for each in points:
+        for role, run in each.pair(seed).roles.items():
+            arms.setdefault(role, {}).setdefault(run.name, each)
+    most = max(map(len, arms.values()))
+    return {role: _tuned_arm(grid, [*own.values()], most, candidate) for role, own in arms.items()}
+
+
+def _tuned_arm(
+    grid: Grid, own: Sequence[Candidate], most: int, candidate: Callable[[Values], Candidate]
+) -> TunedArm:
+    first = own[0].values
+    acting = [
+        axis for axis in grid.axes if any(each.values[axis.key] != first[axis.key] for each in own)
+    ]
+    part = Grid(tuple(acting))
+    if len(own) == most or (finer := part.finer(most)) is None:
+        return TunedArm(part, tuple(own))
+    points = (candidate({**first, **values}) for values in finer.combinations())
+    return TunedArm(finer, tuple(points), is_finer=True)
+
+
+def tuned_grid(config: Config, settings: Settings) -> Grid:
+    """Return the grid of `tune`, with values for `lr` alone.
 
     Raises ValueError for a key that the config does not have, or that cannot be tuned.
     """
     assert settings.tune is not None
     for axis in settings.tune.axes:
         _check_key(axis.key, config)
-    for values in settings.tune.combinations():
-        changed: Values = {**config, "tune": None, "validation": settings.set_aside}
-        for key, value in values.items():
-            changed = _with(changed, key, value)
-        yield values, changed
+    given = settings.lr
+    return settings.tune.around(config["optimizer"].get("lr") if given is None else given)
+
+
+def tuned_config(config: Config, settings: Settings, values: Values) -> Config:
+    """Return the config with the values of one point of the grid instead of a tuning."""
+    changed: Values = {**config, "tune": None, "validation": settings.set_aside}
+    for key, value in values.items():
+        changed = _with(changed, key, value)
+    return changed
 
 
 def tuning_metric(settings: Settings, names: Sequence[str]) -> tuple[str, bool]:
@@ -248,10 +307,10 @@ def _mean(scores: Sequence[float | None]) -> float:
 def _compared(seed: int, chosen: Mapping[str, Candidate]) -> Pair:
     """Return the runs of a seed, each arm with the values that it has chosen."""
     runs = {role: each.pair(seed).roles[role] for role, each in chosen.items()}
-    treated, control = runs.pop("treated", None), runs.pop("control", None)
-    if treated is not None and control is not None:
-        treated = replace(treated, controls={next(iter(treated.controls)): control.name})
-    return Pair(seed, treated, control, runs)
+    like = next(iter(chosen.values())).pair(seed)
+    controls = {kind: runs[f"control {kind}"] for kind in like.controls}
+    without = {link: runs[f"without {link}"] for link in like.without}
+    return paired(seed, runs.get("treated"), controls, without)
 
 
 def _tuning_run(run: Run) -> Run:

@@ -184,6 +184,58 @@ def test_control_names_the_arm_to_compare_with(control: str, label: str | None) 
     assert (pair.control and pair.control.label) == label
 
 
+@pytest.mark.parametrize("listed", ["plain,norm_matched", "norm_matched,plain"])
+def test_a_list_of_controls_trains_a_run_of_each_kind(listed: str) -> None:
+    (pair,) = built("transform=clip", f"control=[{listed}]").pairs
+    alone = {kind: built("transform=clip", f"control={kind}").pairs[0] for kind in pair.controls}
+    assert ",".join(pair.controls) == listed
+    assert pair.treated is not None
+    assert [run.name for run in pair.runs] == [
+        *(one.control.name for one in alone.values() if one.control),
+        pair.treated.name,
+    ]
+    assert {one.treated.name for one in alone.values() if one.treated} == {pair.treated.name}
+    names = {kind: run.name for kind, run in pair.controls.items()}
+    facts = pair.treated.facts
+    assert (facts["controls"], facts["control"]) == (names, names["plain"])
+    assert pair.control is pair.controls["plain"]
+
+
+def test_a_plain_run_has_no_other_control() -> None:
+    (pair,) = built("transform=none", "control=[plain,placebo]").pairs
+    assert [run.label for run in pair.runs] == ["none"]
+
+
+@pytest.mark.parametrize(
+    ("control", "rule"),
+    [
+        ("[]", "must be a list of 'plain', 'norm_matched', "),
+        ("[none,plain]", "must be a list of 'plain', 'norm_matched', "),
+        ("[plain,other]", "must be a list of 'plain', 'norm_matched', "),
+        ("[plain,plain]", "must have each kind once"),
+        ("other", "must be one of 'none', 'plain', "),
+    ],
+)
+def test_a_wrong_list_of_controls_is_one_line(control: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        built("transform=clip", f"control={control}")
+    (line,) = error.value.faults
+    assert line.startswith(f"control: {rule}")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("transform=[clip,sign]", "attribute=true"), "attribute: the shorter chains have no "),
+        (("site=inputs", "transform=clip"), "control: update_norm_matched needs the gradients"),
+    ],
+)
+def test_each_kind_of_a_list_is_checked(words: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        built("control=[plain,update_norm_matched]", *words)
+    assert [line[: len(fault)] for line in error.value.faults] == [fault]
+
+
 def test_building_leaves_no_trace_in_the_random_generator() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()

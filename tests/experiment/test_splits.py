@@ -1,4 +1,4 @@
-"""Several splits of the data in one study: `seeds=8 splits=5`."""
+"""Several splits of the data in one study, each with seeds of its own: `seeds=8 splits=5`."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def split_of(run: Run | None) -> object:
 def test_each_seed_is_trained_on_each_split_with_a_control_on_the_same() -> None:
     experiment = built(CLIP, "seeds=2", "splits=3", "task.split_seed=7")
     trained = [(split_of(pair.treated), pair.seed) for pair in experiment.pairs]
-    assert trained == [(7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1)]
+    assert trained == [(7, 0), (7, 1), (8, 1000), (8, 1001), (9, 2000), (9, 2001)]
     tested = []
     for pair in experiment.pairs:
         assert pair.treated is not None
@@ -46,13 +46,31 @@ def test_each_seed_is_trained_on_each_split_with_a_control_on_the_same() -> None
         tested.append(parts[0].sum().item())
     assert len(set(tested)) == 3
     titles = [pair.treated.title for pair in experiment.pairs if pair.treated]
-    assert titles[1:3] == ["clip-seed1-split7", "clip-seed0-split8"]
+    assert titles[1:3] == ["clip-seed1-split7", "clip-seed1000-split8"]
+
+
+def test_the_one_seed_that_is_given_is_another_in_each_split() -> None:
+    pairs = built(CLIP, "seed=5", "seeds=1", "splits=3").pairs
+    assert [pair.seed for pair in pairs] == [5, 1005, 2005]
+
+
+@pytest.mark.parametrize(("word", "key"), [("seeds=1001", "seeds"), ("seed=1000", "seed")])
+def test_seeds_that_two_splits_would_share_are_refused(word: str, key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        built(CLIP, "splits=2", word)
+    (line,) = error.value.faults
+    assert line.startswith(f"{key}: ")
+    assert "below 1000" in line
 
 
 def test_the_runs_of_one_split_are_those_of_a_study_of_it() -> None:
     several, first, second = (
-        [run.name for run in built(CLIP, "seeds=2", word).runs]
-        for word in ("splits=2", "task.split_seed=0", "task.split_seed=1")
+        [run.name for run in built(CLIP, *words).runs]
+        for words in (
+            ("seed=3", "splits=2"),
+            ("seed=3", "task.split_seed=0"),
+            ("seed=1003", "task.split_seed=1"),
+        )
     )
     assert several == [*first, *second]
     assert built(CLIP).pairs[0].runs[0].title == "none-seed0"
@@ -120,7 +138,7 @@ def test_the_command_trains_all_splits_and_says_so_before(here: Here, folder: Pa
     ended = here(*words)
     assert ended.code == 0
     told = ended.err.splitlines()
-    assert told[0].startswith("8 runs of 4 steps (2 seeds x 2 splits x 2 arms): about ")
+    assert told[0].startswith("8 runs of 4 steps (2 splits x 2 seeds of its own x 2 arms): about ")
     assert told[1].endswith("(p <= 0.05); that needs at least splits=6")
     splits = {}
     for file in folder.rglob("summary.json"):
