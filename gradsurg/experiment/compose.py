@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gradsurg.experiment.errors import ConfigError
 from gradsurg.plugins.registry import CONFIG_DIR, name_of
-from hydra_plugins.gradsurg_dotted.dotted_source import LISTS
+from hydra_plugins.gradsurg_dotted.dotted_source import LISTS, RATE
 
 GROUPS = (
     "transform",
@@ -145,7 +145,7 @@ def _help() -> str:
 
     loader = GlobalHydra.instance().config_loader()
     options = {group: loader.get_group_options(group) for group in loader.list_groups("")}
-    shown = [group for group in options if group not in (PRESETS, "hydra")]
+    shown = [group for group in options if group not in (PRESETS, RATE, "hydra")]
     return template([f"{group}: {', '.join(options[group])}" for group in shown])
 
 

@@ -28,6 +28,7 @@ RULES = (
     (r"Ambiguous value for argument '(logger=(.+))'", r"\1: a list is written logger=[\2]"),
     (r"Ambiguous value for argument '(.+)'", r"\1: several values need a sweep: add -m"),
     (r"Could not delete '(transform|logger)'.*", r"\1: cannot be taken out; '\1=[]' empties it"),
+    (r"Error resolving .* '\$\{task\}_\$\{optimizer\}'.*", "task, optimizer: both are required"),
     (r"Could not delete from config\. '(.+)' does not exist\.", r"\1: is not a key here"),
     (r"Could not append to config\. An item is already at '(.+)'\.", r"\1: exists; omit the +"),
     (

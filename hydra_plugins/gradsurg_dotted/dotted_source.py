@@ -13,6 +13,10 @@ from omegaconf import OmegaConf
 
 LISTS = ("transform", "logger")
 """The groups that take a list of options, each under a key of its own."""
+RATE = "rate"
+"""The group whose options are named after a task and an optimizer, as `digits_sgd`: one of these
+may be a dotted path, and the option then is no class.
+"""
 
 
 class DottedSource(ConfigSource):
@@ -29,7 +33,7 @@ class DottedSource(ConfigSource):
         return False
 
     def is_config(self, config_path: str) -> bool:
-        return "." in _option(config_path)
+        return "." in _option(config_path) and not config_path.startswith(f"{RATE}/")
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []

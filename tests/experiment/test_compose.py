@@ -84,6 +84,7 @@ WRONG = (
         "'+site.of.0.types=...' adds it.",
     ),
     Wrong("~transform", "transform: cannot be taken out; 'transform=[]' empties it"),
+    Wrong("~task", "task, optimizer: both are required"),
     Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
     Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
     # values of fields
@@ -104,7 +105,7 @@ WRONG = (
     ),
     Wrong(
         "optimizer.momentum=x",
-        "optimizer: SGD(lr=0.1, momentum=x, weight_decay=0.0) is refused: "
+        "optimizer: SGD(lr=0.4, momentum=x, weight_decay=0.0) is refused: "
         "momentum: must be a number, found 'x'",
     ),
     Wrong(
