@@ -11,7 +11,7 @@ from gradsurg.effects.tables import aligned
 from gradsurg.report.charts import CONFIG, DASHES, TASKS, choice, finished, inline
 from gradsurg.report.page import Section, frame_table
 from gradsurg.report.study import Study
-from gradsurg.report.wording import count, digits, filled, listed
+from gradsurg.report.wording import count, filled, listed
 from gradsurg.stats import t_critical
 
 HIDDEN = ("condition", "weight_entropy")  # in the Parquet file, in no table
@@ -52,7 +52,7 @@ def conflict_means(study: Study) -> pl.DataFrame:
     least = value.filter(number == COSINE).min().over(GROUP).fill_null(1)
     sharpest = pl.col("group").sort_by("least", maintain_order=True).first().over("arm")
     texts = [
-        f"{mean:.1%}" if label in SHARES else digits(mean, 3)
+        f"{mean:.1%}" if label in SHARES else f"{mean:.3g}"
         for label, mean in means.select("number", "value").iter_rows()
     ]
     several = steps["group"].n_unique() > 1

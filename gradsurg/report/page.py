@@ -37,7 +37,7 @@ OF_LINK = ["link", *(head for head in OF_METRIC if head not in ("arm", "block"))
 OF_BLOCK = [head for head in OF_METRIC if head not in ("q", "verdict", "margin")]
 WIDE_ONLY = {"higher", "treated", "control", "with it", "without it", "n"}
 """Heads of columns that a narrow window leaves out."""
-NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
+NUMBER = re.compile(r"[-+\u2212]?\d(?!.*, )|< 0")  # no list of numbers
 FOREST = (
     "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the exact "
     "sign-flip test (dashed: too few seeds for a test, the range instead), and each seed as a "
@@ -91,7 +91,7 @@ class Table:
         return [
             (head, f"{'num' if is_number else ''} {'more' if head in WIDE_ONLY else ''}".strip())
             for head, cells in zip(self.heads, columns, strict=True)
-            for is_number in [bool(cells) and all(map(NUMBER.match, cells))]
+            for is_number in [head not in tables.WORDS and cells and all(map(NUMBER.match, cells))]
         ]
 
 
