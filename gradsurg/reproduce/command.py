@@ -7,12 +7,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
 from gradsurg.plugins.extras import MissingExtra, need
-from gradsurg.plugins.messages import typed_command
+from gradsurg.plugins.messages import NAMES_WIDTH, typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width
 from gradsurg.reproduce.expected import (
@@ -175,15 +176,20 @@ def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path
 
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
-    rows = [["paper", "claim", "verdict", "minutes", "says", "conditions"]]
+    """Two lines a claim: its paper, name, verdict and minutes, and the beginning of the claim."""
+    heads, claims = ["paper", "claim", "verdict", "minutes"], []
     for paper, one in expected.items():
         record = read_record(root / "experiments" / paper)
         minutes = f"{record['minutes']:g}" if record else "-"
         for each in recorded(one, record):
-            claim = each.claim
-            rows.append([paper, each.name, each.result, minutes, claim.says])
-            rows[-1].append(claim.not_tested or claim.conditions or "-")
-    return aligned(rows, left=(0, 1, 2, 4, 5), width=table_width())
+            verdict = each.result + ", with conditions" * bool(each.claim.conditions)
+            claims.append(([paper, each.name, verdict, minutes], each.claim.says))
+    head, rule, *lines = aligned([heads, *(cells for cells, _ in claims)], left=3).split("\n")
+    width = min(NAMES_WIDTH, table_width()) - 2
+    texts = [f"  {shorten(says, width, placeholder=' ..')}" for _, says in claims]
+    both = [text for pair in zip(lines, texts, strict=True) for text in pair]
+    whole = "experiments/README.md has the whole claims, their conditions and what was measured."
+    return "\n".join([head, rule, *both, "", *wrap(whole, width)])
 
 
 def _places(places: dict[str, list[str]]) -> str:
