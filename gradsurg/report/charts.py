@@ -59,7 +59,6 @@ MAX_INTERVALS = 24  # of steps, in a map of effects
 MIN_FOR_BAND = 3  # seeds
 LOG_KEYS = ("run", "arm", "seed", "state", "step")
 SCALES = ("linear", "log")
-REACHED, STEP_REACHED = "until/reached", "until/step"
 LABELS = {number.name: number.label for number in EFFECT_NUMBERS}
 MEASURES = {"cosine": LABELS["cosine"], "ratio": "norm ratio"}
 MEASURES |= {name: LABELS[name] for name in ("changed", "flipped", "zeroed")}
@@ -243,38 +242,9 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
     return finished(chart, f"{label} over {key}, by arm, on validation data")
 
 
-def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the share of each arm's seeds that have reached the stopping condition, by steps.
-
-    A seed that diverged has not reached it.
-    """
-    schema = {"arm": pl.String, "role": pl.String, "step": pl.Int64, "share": pl.Float64}
-    known = runs.drop_nulls(REACHED) if REACHED in runs.columns else runs.clear()
-    rows = []
-    for (arm, role), part in known.group_by("arm", "role", maintain_order=True):
-        steps = part.filter(pl.col(REACHED).cast(pl.Boolean))[STEP_REACHED].sort().to_list()
-        last = max([*part["done"], *steps])
-        name, shares = f"{arm} (n = {len(part)})", [k / len(part) for k in range(len(steps) + 1)]
-        rows += [(name, role, *at) for at in zip([0, *steps], shares, strict=True)]
-        rows.append((name, role, last, shares[-1]))
-    return pl.DataFrame(rows, schema, orient="row", strict=False)
-
-
-def reached_chart(rows: pl.DataFrame) -> Chart:
-    """The share of seeds that have reached the stopping condition, over the steps."""
-    controls = rows.filter(pl.col("role") == "control")["arm"].to_list()
-    color, dash = _looks(rows["arm"].unique(maintain_order=True).to_list(), controls)
-    scale, axis = alt.Scale(domain=[0, 1]), alt.Axis(format="~%")
-    y = alt.Y("share:Q", scale=scale, axis=axis, title="seeds that reached the target")
-    chart = alt.Chart(inline(rows.drop("role"))).mark_line(interpolate="step-after")
-    tips = ["arm:N", "step:Q", alt.Tooltip("share:Q", format=".0%")]
-    chart = chart.encode(_steps_axis(rows), y, color=color, strokeDash=dash, tooltip=tips)
-    return finished(chart, "Share of the seeds of each arm that reached the target, over the steps")
-
-
 def _steps_axis(rows: pl.DataFrame) -> alt.X:
     """The axis of steps; its domain is given, as a layer can have no rows for what is chosen."""
-    scale = alt.Scale(domain=[0, rows["step"].max()], nice=False)
+    scale = alt.Scale(domain=[0, max(rows["step"])], nice=False)
     return alt.X("step:Q", scale=scale, axis=alt.Axis(format="~s"), title="optimizer step")
 
 

@@ -94,8 +94,6 @@ def _write_parquet(table: pl.DataFrame, file: Path) -> None:
 def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
     """The charts that are written as files, by the stems of their names."""
     drawn = paper.figures(study, frame)
-    reached = charts.reached_frame(study.runs)
-    drawn |= {"reached": charts.reached_chart(reached)} if len(reached) else {}
     drawn |= conflicts.conflict_charts(study, facet=True)
     tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
     drawn |= paper.numbered("tuning", map(charts.tuning_chart, tuned))

@@ -31,10 +31,10 @@ STEP_MS = "time/step_ms"
 MAX_RUN_METRICS = 3  # columns of the table of runs
 SAME = "The same as numbers"
 DARK = dict(zip(charts.LIGHT, charts.DARK, strict=True))
-DETAILS = ("arm", "link", "metric", "block", "median", "t interval", "effect size")
-OF_METRIC = [head for head in tables.COLUMNS if head in ("arm", "block") or head not in DETAILS]
-OF_LINK = ["link", *(head for head in OF_METRIC if head not in ("arm", "block"))]
-OF_BLOCK = [head for head in OF_METRIC if head not in ("q", "verdict", "margin")]
+DETAILS = ("arm", "metric", "median", "t interval", "effect size")
+OF_METRIC = ["arm", *(head for head in tables.COLUMNS if head not in (*DETAILS, "link", "block"))]
+OF_LINK = ["link", *OF_METRIC[1:]]
+OF_BLOCK = ("arm", "metric", "block", "difference", tables.INTERVAL, "treated", "control", "n")
 WIDE_ONLY = {"higher", "treated", "control", "with it", "without it", "n"}
 """Heads of columns that a narrow window leaves out."""
 NUMBER = re.compile(r"[-+\u2212]?\d(?!.*, )|< 0")  # no list of numbers
@@ -109,7 +109,8 @@ class Section:
 
 
 def frame_table(caption: str, frame: pl.DataFrame, is_open: bool = False) -> Table:
-    """Return a frame as a table of texts."""
+    """Return a frame as a table of texts, without columns that are null in all rows."""
+    frame = frame.select(one for one in frame.iter_columns() if one.null_count() < len(one))
     texts = [
         ["" if x is None else digits(x) if isinstance(x, float) else str(x) for x in row]
         for row in frame.iter_rows()
@@ -140,12 +141,13 @@ def page(
     loader = jinja2.FileSystemLoader(PARTS)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, loader=loader)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    alone = {arm.name for arm in tables.uncompared(study, frame)}
     metrics = [key for key in study.metrics_of if key in study.runs.columns][:MAX_RUN_METRICS]
     return environment.get_template("page.html").render(
         study=study,
         failures=_failures(study.arms),
         verdict=verdict,
-        answer=_by_metric(rows_of(frame)),
+        answer=_by_metric([row for row in rows_of(frame) if row["arm"] not in alone]),
         cautions=cautions,
         sections=[(one, [(next(places), chart) for chart in one.charts]) for one in built],
         most=MAX_ROWS,
@@ -241,15 +243,14 @@ def forest(rows: Sequence[Row], head: str, scale: float) -> Forest | None:
 def _by_metric(
     rows: Sequence[Row], heads: Collection[str] = OF_METRIC, about: str = "Difference in"
 ) -> list[Table]:
-    """A table for each metric with the interval of each row drawn; those of blocks are folded."""
+    """A table for each metric with the interval of each row drawn."""
     built = []
     called = tables.SHARED if "link" in heads else {}
     for metric in dict.fromkeys(row["metric"] for row in rows if row["difference"] is not None):
         some = [row for row in rows if row["metric"] == metric]
-        by_block = ", block by block" * (some[0]["block"] is not None)
         drawn = forest(some, called.get("difference", "difference"), 100 if is_share(metric) else 1)
         table = tables.outcome_table(some, called, heads)
-        built.append(Table(f"{about} {title(metric)}{by_block}", *table, not by_block, drawn))
+        built.append(Table(f"{about} {title(metric)}", *table, is_open=True, forest=drawn))
     return built
 
 
@@ -258,7 +259,8 @@ def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
     rows = list(frame.filter(pl.col("difference").is_not_null()).iter_rows(named=True))
     whole = [row for row in rows if row["block"] is None]
     built = _by_metric([row for row in whole if (row["arm"], row["metric"]) not in first])
-    built += _by_metric([row for row in rows if row["block"] is not None], OF_BLOCK)
+    if blocks := [row for row in rows if row["block"] is not None]:
+        built.append(Table("Block by block", *tables.outcome_table(blocks, columns=OF_BLOCK)))
     if whole:
         details = tables.outcome_table(whole, columns=DETAILS)
         built.append(Table("Medians, t intervals and effect sizes", *details))
@@ -309,12 +311,14 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
 
 
 def _training(study: Study) -> Iterator[Section]:
-    shown, notes = _first(charts.reached_frame(study.runs), MAX_CURVES)
-    if len(shown):
-        how = "The share of seeds that have reached the stopping condition, over the steps."
-        table = frame_table(SAME, times_to_target(study).drop("both"))
-        drawn = [charts.reached_chart(shown)]
-        yield Section("reached", "Steps to the target", how, drawn, [table], notes)
+    if len(times := times_to_target(study)):
+        how = (
+            "The steps at which a seed reached the stopping condition, compared with its control: "
+            "a seed that never did counts as latest. p is that of the exact sign test, the median "
+            "that of the differences in steps over the seeds that reached it in both arms."
+        )
+        table = frame_table("Sooner or later than the control", times.drop("both"), is_open=True)
+        yield Section("reached", "Steps to the target", how, tables=[table])
     controls = [arm.name for arm in study.arms if arm.is_control]
     ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)

@@ -6,8 +6,9 @@ Torch is imported after parsing.
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from textwrap import shorten, wrap
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
@@ -177,19 +178,19 @@ def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
     """Two lines a claim: its paper, name, verdict and minutes, and the beginning of the claim."""
-    heads, claims = ["paper", "claim", "verdict", "minutes"], []
+    rows, texts = [["paper", "claim", "verdict", "minutes"]], []
     for paper, one in expected.items():
         record = read_record(root / "experiments" / paper)
         minutes = f"{record['minutes']:g}" if record else "-"
         for each in recorded(one, record):
             verdict = each.result + ", with conditions" * bool(each.claim.conditions)
-            claims.append(([paper, each.name, verdict, minutes], each.claim.says))
-    head, rule, *lines = aligned([heads, *(cells for cells, _ in claims)], left=3).split("\n")
-    width = min(NAMES_WIDTH, table_width()) - 2
-    texts = [f"  {shorten(says, width, placeholder=' ..')}" for _, says in claims]
-    both = [text for pair in zip(lines, texts, strict=True) for text in pair]
-    whole = "experiments/README.md has the whole claims, their conditions and what was measured."
-    return "\n".join([head, rule, *both, "", *wrap(whole, width)])
+            rows.append([paper, each.name, verdict, minutes])
+            width = min(NAMES_WIDTH, table_width()) - 2
+            texts.append(f"  {shorten(each.claim.says, width, placeholder=' ..')}")
+    head, rule, *lines = aligned(rows, left=3).split("\n")
+    both = chain(*zip(lines, texts, strict=True))
+    end = "experiments/README.md has the whole claims, conditions and numbers."
+    return "\n".join([head, rule, *both, "", end])
 
 
 def _places(places: dict[str, list[str]]) -> str:

@@ -282,24 +282,6 @@ def test_the_map_of_effects_has_no_colour_where_nothing_changed() -> None:
     assert fills("sign flips") == [blue] * 3
 
 
-def test_seeds_that_reached_the_target_are_counted_over_the_steps() -> None:
-    runs = pl.DataFrame(
-        {
-            "arm": ["clip", "clip", "clip", "control"],
-            "role": ["treated", "treated", "treated", "control"],
-            charts.REACHED: [1.0, 0.0, 1.0, None],
-            charts.STEP_REACHED: [30.0, None, 10.0, None],
-            "done": [30, 50, 10, 50],
-        }
-    )
-    frame = charts.reached_frame(runs)
-    assert frame["step"].to_list() == [0, 10, 30, 50]
-    assert frame["share"].to_list() == pytest.approx([0, 1 / 3, 2 / 3, 2 / 3])
-    assert frame["arm"].unique().to_list() == ["clip (n = 3)"]
-    assert marks(svg(charts.reached_chart(frame)), "line") == 1
-    assert charts.reached_frame(runs.drop(charts.REACHED)).is_empty()
-
-
 def test_a_tuned_value_has_a_ring_and_one_that_diverged_a_cross() -> None:
     rows = [
         {"value": value, "seed": seed, "score": score, "is_chosen": value == 0.1}

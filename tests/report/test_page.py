@@ -14,6 +14,7 @@ from gradsurg.report.compare import compare
 from gradsurg.report.page import Section, Table, forest, frame_table, page
 from gradsurg.report.study import read_study
 from tests.report import studies
+from tests.report.test_compare import ended
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 
@@ -88,6 +89,24 @@ def test_links_and_arms_without_a_control_have_their_sections(tmp_path: Path) ->
     studies.whole(tmp_path / "alone", "clip", 0, 0.8)
     text = page_of(tmp_path / "alone")
     assert sections_of(text) == ["alone", "curves", "effects", "cost", "runs"]
+
+
+def test_an_arm_without_a_control_is_in_its_own_section_alone(tmp_path: Path) -> None:
+    studies.paired(tmp_path, "clip", [0.1, 0.2])
+    studies.whole(tmp_path, "sign", 0, 0.8)
+    answer, _, rest = page_of(tmp_path).partition("<nav")
+    assert '<th scope="row">clip</th>' in answer
+    assert '<th scope="row">sign</th>' not in answer
+    assert '<th scope="row">sign</th>' in rest
+
+
+def test_steps_to_a_target_are_compared_in_a_table(tmp_path: Path) -> None:
+    for seed, (treated, control) in enumerate([(10, 20), (30, None), (40, 20)]):
+        ended(tmp_path, "clip", seed, treated, ended(tmp_path, "none", seed, control, None))
+    text = page_of(tmp_path).split('id="reached"')[1].split("</section>")[0]
+    assert '<td class="num" data-head="sooner">2</td>' in text
+    assert '<td class="num" data-head="median">5.000</td>' in text
+    assert 'data-head="q"' not in text  # a single arm has none
 
 
 def test_swept_values_have_doses_and_best_arms(tmp_path: Path) -> None:
