@@ -109,13 +109,14 @@ class Section:
 
 
 def frame_table(caption: str, frame: pl.DataFrame, is_open: bool = False) -> Table:
-    """Return a frame as a table of texts, without columns that are null in all rows."""
-    frame = frame.select(one for one in frame.iter_columns() if one.null_count() < len(one))
+    """Return a frame as a table of texts, without columns that are empty in all rows."""
+    frame = frame.select(one for one in frame.iter_columns() if {*one} - {None, ""})
     texts = [
         ["" if x is None else digits(x) if isinstance(x, float) else str(x) for x in row]
         for row in frame.iter_rows()
     ]
-    return Table(caption, frame.columns, texts, is_open)
+    heads = [name.replace("_", " ") for name in frame.columns]
+    return Table(caption, heads, texts, is_open)
 
 
 def page(
@@ -255,6 +256,14 @@ def _by_metric(
 
 
 def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
+    if len(times := times_to_target(study)):
+        how = (
+            "The steps at which a seed reached the stopping condition, compared with its control: "
+            "a seed that never did counts as latest. p is that of the exact sign test, the median "
+            "that of the differences in steps over the seeds that reached it in both arms."
+        )
+        table = frame_table("Sooner or later than the control", times.drop("both"), is_open=True)
+        yield Section("reached", "Steps to the target", how, tables=[table])
     first = {(row["arm"], row["metric"]) for row in rows_of(frame)}
     rows = list(frame.filter(pl.col("difference").is_not_null()).iter_rows(named=True))
     whole = [row for row in rows if row["block"] is None]
@@ -311,14 +320,6 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
 
 
 def _training(study: Study) -> Iterator[Section]:
-    if len(times := times_to_target(study)):
-        how = (
-            "The steps at which a seed reached the stopping condition, compared with its control: "
-            "a seed that never did counts as latest. p is that of the exact sign test, the median "
-            "that of the differences in steps over the seeds that reached it in both arms."
-        )
-        table = frame_table("Sooner or later than the control", times.drop("both"), is_open=True)
-        yield Section("reached", "Steps to the target", how, tables=[table])
     controls = [arm.name for arm in study.arms if arm.is_control]
     ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)
