@@ -57,10 +57,8 @@ MAX_STEPS = 60  # of a curve: more are not seen
 MAX_SEEDS = 400  # curves of single seeds, over all arms and metrics
 MAX_INTERVALS = 24  # of steps, in a map of effects
 MIN_FOR_BAND = 3  # seeds
-PER_DECADE = 10  # bars of a histogram of norms
 LOG_KEYS = ("run", "arm", "seed", "state", "step")
 SCALES = ("linear", "log")
-REACHED, STEP_REACHED = "until/reached", "until/step"
 LABELS = {number.name: number.label for number in EFFECT_NUMBERS}
 MEASURES = {"cosine": LABELS["cosine"], "ratio": "norm ratio"}
 MEASURES |= {name: LABELS[name] for name in ("changed", "flipped", "zeroed")}
@@ -115,10 +113,10 @@ def _when(test: str, yes: Json, no: Json) -> Json:
     return alt.condition(test, yes, no)
 
 
-def _zero(channel: str, at: float = 0) -> alt.Chart:
-    """A dashed line at 0, or where nothing would have changed."""
+def _zero(channel: str) -> alt.Chart:
+    """A dashed line where nothing would have changed."""
     rule = alt.Chart(alt.sequence(1)).mark_rule(color=SOFT, strokeDash=[2, 2], strokeWidth=1)
-    return rule.encode(**{channel: alt.datum(at)})
+    return rule.encode(**{channel: alt.datum(0)})
 
 
 def _drawn(frame: pl.DataFrame, name: str) -> tuple[pl.DataFrame, list[str]]:
@@ -145,53 +143,36 @@ def _tips(*names: str) -> list[alt.Tooltip]:
 DIFFERENCES = alt.Axis(labelExpr="datum.value ? format(datum.value, '+.3~g') : '0'")
 
 
-def _forest(
-    rows: pl.DataFrame, name: str, mean: str, each: Sequence[str], at: float, **x: Json
-) -> Chart:
-    """Each arm with its mean, its interval (a range is dashed) and the pairs as marks."""
-    color, fill = (_when("datum.is_clear", TREATED, other) for other in (UNCLEAR, PAPER))
-    dash = _when("datum.is_range", [4, 3], [1, 0])
-    y, base, arm = alt.Y(f"{name}:N", sort=None, title=None), alt.Chart(), f"{name}:N"
-    scale, tips = alt.Scale(zero=False), [arm, *_tips(mean, "low", "high")]
-    low, one, middle = (alt.X(f"{key}:Q", scale=scale, **x) for key in ("low", each[0], mean))
-    pairs = base.transform_flatten(list(each)).mark_tick(size=8, yOffset=7, color=SOFT)
-    return alt.layer(
-        base.mark_rule().encode(low, y, x2="high:Q", color=color, strokeDash=dash),
-        _zero("x", at),
-        pairs.encode(one, y, tooltip=[arm, *_tips(*each)]),
-        base.mark_point().encode(middle, y, stroke=color, fill=fill, tooltip=tips),
-        data=inline(rows),
-    )
+def outcome_chart(frame: pl.DataFrame) -> Chart:
+    """The forest plot of a comparison in one metric: difference, interval and seeds of each arm.
 
-
-def outcome_chart(frame: pl.DataFrame, name: str = "arm") -> Chart:
-    """The forest plot of a comparison: difference, interval and seeds of each arm.
-
-    Of several metrics one is chosen in the chart. `name` is the column with the names of the rows.
+    A range is dashed, a clear difference is filled.
     """
     if frame.filter(pl.col("block").is_null()).select("n", "planned").n_unique() > 1:
-        frame = frame.with_columns(pl.format("{} (n = {})", name, "n").alias(name))
-    rows, metrics = _drawn(frame, name)
-    pairs = ("differences", "seeds")
-    chart = _forest(rows, name, "difference", pairs, 0, title=None, axis=DIFFERENCES)
-    text = alt.ExprRef("'difference in ' + metric")
-    below = alt.Title(text, orient="bottom", anchor="middle", offset=8)
-    about = f"Differences in {metrics[0]} of {rows[name].n_unique()} arms with their intervals"
-    return finished(_of_metric(chart, metrics), about, alt.Step(ROW), below)
+        frame = frame.with_columns(pl.format("{} (n = {})", "arm", "n").alias("arm"))
+    rows, (metric, *_) = _drawn(frame, "arm")
+    color, fill = (_when("datum.is_clear", TREATED, other) for other in (UNCLEAR, PAPER))
+    dash = _when("datum.is_range", [4, 3], [1, 0])
+    y, base = alt.Y("arm:N", sort=None, title=None), alt.Chart()
+    scale, about = alt.Scale(zero=False), f"difference in {metric}"
+    low, one, middle = (
+        alt.X(f"{key}:Q", scale=scale, title=about, axis=DIFFERENCES)
+        for key in ("low", "differences", "difference")
+    )
+    seeds = base.transform_flatten(["differences"]).mark_tick(size=8, yOffset=7, color=SOFT)
+    chart = alt.layer(
+        base.mark_rule().encode(low, y, x2="high:Q", color=color, strokeDash=dash),
+        _zero("x"),
+        seeds.encode(one, y),
+        base.mark_point().encode(middle, y, stroke=color, fill=fill),
+        data=inline(rows.drop("metric", "seeds")),
+    )
+    return finished(chart, f"{about} of {len(rows)} arms with their intervals", alt.Step(ROW))
 
 
 def _of_metric(chart: Json, metrics: Sequence[str]) -> Json:
     chosen = choice("metric", "Metric", metrics)
     return chart.transform_filter("datum.metric == metric").add_params(chosen)
-
-
-def cost_chart(costs: pl.DataFrame) -> Chart:
-    """Step time over the control's: each pair, their range and their median."""
-    rows = costs.select("arm", "ratio", "low", "high", "ratios", is_clear=True)
-    axis = alt.Axis(format="~g", labelExpr=r"datum.label + '\u00d7'")
-    about = "step time over the control's"
-    chart = _forest(rows, "arm", "ratio", ["ratios"], 1, title=about, axis=axis)
-    return finished(chart, f"Each arm's {about}, with the range of the pairs", alt.Step(ROW))
 
 
 def _value_axis(values: pl.Series, key: str) -> alt.X:
@@ -200,9 +181,10 @@ def _value_axis(values: pl.Series, key: str) -> alt.X:
         return alt.X(f"{values.name}:N", sort=None, axis=alt.Axis(labelAngle=0), title=key)
     every = sorted(set(values))
     by_log = every[0] > 0 and every[-1] >= 10 * every[0]
+    kind: Json = {"type": "log"} if by_log else {"type": "linear", "zero": False}
     return alt.X(
         f"{values.name}:Q",
-        scale=alt.Scale(type="log" if by_log else "linear", zero=False, nice=False, padding=14),
+        scale=alt.Scale(**kind, nice=False, padding=14),
         axis=alt.Axis(format="~g", values=every),
         title=f"{key}{' (log scale)' if by_log else ''}",
     )
@@ -260,37 +242,9 @@ def tuning_chart(rows: pl.DataFrame) -> Chart:
     return finished(chart, f"{label} over {key}, by arm, on validation data")
 
 
-def reached_frame(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the share of each arm's seeds that have reached the stopping condition, by steps.
-
-    A seed that diverged has not reached it.
-    """
-    schema = {"arm": pl.String, "role": pl.String, "step": pl.Int64, "share": pl.Float64}
-    known = runs.drop_nulls(REACHED) if REACHED in runs.columns else runs.clear()
-    rows = []
-    for (arm, role), part in known.group_by("arm", "role", maintain_order=True):
-        steps = part.filter(pl.col(REACHED).cast(pl.Boolean))[STEP_REACHED].sort().to_list()
-        last = max([*part["done"], *steps])
-        name, shares = f"{arm} (n = {len(part)})", [k / len(part) for k in range(len(steps) + 1)]
-        rows += [(name, role, *at) for at in zip([0, *steps], shares, strict=True)]
-        rows.append((name, role, last, shares[-1]))
-    return pl.DataFrame(rows, schema, orient="row", strict=False)
-
-
-def reached_chart(rows: pl.DataFrame) -> Chart:
-    """The share of seeds that have reached the stopping condition, over the steps."""
-    controls = rows.filter(pl.col("role") == "control")["arm"].to_list()
-    color, dash = _looks(rows["arm"].unique(maintain_order=True).to_list(), controls)
-    scale, axis = alt.Scale(domain=[0, 1]), alt.Axis(format="~%")
-    y = alt.Y("share:Q", scale=scale, axis=axis, title="seeds that reached the target")
-    chart = alt.Chart(inline(rows.drop("role"))).mark_line(interpolate="step-after")
-    tips = ["arm:N", "step:Q", alt.Tooltip("share:Q", format=".0%")]
-    chart = chart.encode(_steps_axis(), y, color=color, strokeDash=dash, tooltip=tips)
-    return finished(chart, "Share of the seeds of each arm that reached the target, over the steps")
-
-
-def _steps_axis() -> alt.X:
-    scale = alt.Scale(nice=False, zero=True)
+def _steps_axis(rows: pl.DataFrame) -> alt.X:
+    """The axis of steps; its domain is given, as a layer can have no rows for what is chosen."""
+    scale = alt.Scale(domain=[0, max(rows["step"])], nice=False)
     return alt.X("step:Q", scale=scale, axis=alt.Axis(format="~s"), title="optimizer step")
 
 
@@ -371,9 +325,8 @@ def curve_limits(numbers: pl.Series, by_log: bool = False) -> tuple[float, float
     return (low - pad if by_log or low < 0 else max(0.0, low - pad)), high + pad
 
 
-ON = "(!isValid(clicked.arm) || indexof(clicked.arm, datum.arm) >= 0)"
-ON += " && (arm == '' || arm == datum.arm)"
-"""Whether the arm of a row is among those chosen in the legend and by the list."""
+ON = "(arm == '' || arm == datum.arm)"
+"""Whether the arm of a row is chosen."""
 
 
 def curves_chart(metrics: pl.DataFrame, controls: Collection[str]) -> Chart:
@@ -412,7 +365,7 @@ def _curve_layers(
     )
     ends = [alt.ExprRef(f"limits[metric][scale][{place}]") for place in (0, 1)]
     scale = alt.Scale(domain=ends, nice=False, zero=False)
-    x, axis = _steps_axis(), alt.Axis(labelExpr=number)
+    x, axis = _steps_axis(means), alt.Axis(labelExpr=number)
     at, low = (alt.Y(f"{name}:Q", title=None, scale=scale, axis=axis) for name in ("at", "from"))
     shown, state = alt.condition(ON, alt.value(1), alt.value(0.15)), "datum.state == 'diverged'"
     tips = ["arm:N", "step:Q", *_tips("mean", "low", "high", "n")]
@@ -436,12 +389,7 @@ def _curve_layers(
     layers = layers.transform_filter("datum.metric == metric")
     layers = layers.transform_flatten(["step", "mean", "low", "high", "n"])
     ends = {"from": _scaled("low", "-30"), "to": _scaled("high"), "at": _scaled("mean")}
-    layers = layers.transform_calculate(**ends)
-    shift, drag = "[event.shiftKey]", "[pointerdown[event.shiftKey], window:pointerup]"
-    moves: Json = {"zoom": f"wheel!{shift}", "translate": f"{drag} > window:pointermove!"}
-    zoom = alt.selection_interval(name="zoom", bind="scales", **moves)
-    clicked = alt.selection_point(name="clicked", fields=["arm"], bind="legend")
-    return layers.add_params(clicked, zoom)
+    return layers.transform_calculate(**ends)
 
 
 SERIES = ["arm", "metric", "seed", "state"]
@@ -543,41 +491,3 @@ def effect_map(frame: pl.DataFrame) -> Chart:
     )
     rows = alt.Step(13 if cells["site"].n_unique() > 40 else 22)
     return finished(chart, "Effect of each transform at each site, over the steps", rows)
-
-
-def norms_frame(effects: pl.DataFrame) -> pl.DataFrame:
-    """Return the share of gradients in each interval of norms, before and after a transform.
-
-    Those of which one norm is not finite count in neither.
-    """
-    sizes = {"norm_before": "before", "norm_after": "after"}
-    rows = (
-        _named(effects)
-        .drop_nulls([*sizes])
-        .rename(sizes)
-        .unpivot([*sizes.values()], index=["name", "sampled"], variable_name="when")
-        .rename({"value": "norm"})
-    )
-    share = pl.col("sampled") / pl.col("sampled").sum().over("name", "when")
-    place = (pl.col("norm").log(10) * PER_DECADE + 1e-9).floor()
-    rows = rows.with_columns(share=share, place=place).filter(pl.col("place").is_finite())
-    counted = rows.group_by("name", "when", "place", maintain_order=True).agg(pl.col("share").sum())
-    least, most = (10 ** ((pl.col("place") + k) / PER_DECADE) for k in (0, 1))
-    return counted.select("name", "when", "share", least=least, most=most)
-
-
-def norms_chart(frame: pl.DataFrame) -> Chart:
-    """Histograms of gradient norms before and after a transform, over all sites and steps."""
-    names = frame["name"].unique(maintain_order=True).to_list()
-    x = alt.X("least:Q", scale=alt.Scale(type="log", nice=False), axis=alt.Axis(format="~g"))
-    y = alt.Y("share:Q", stack=None, axis=alt.Axis(format="~%"), title="gradients")
-    scale = alt.Scale(domain=["before", "after"], range=[UNCLEAR, TREATED])
-    legend = alt.Legend(title=None, orient="top", symbolType="square")
-    color = alt.Color("when:N", scale=scale, legend=legend)
-    tips = ["when:N", "least:Q", "most:Q", alt.Tooltip("share:Q", format=".1%")]
-    bars = alt.Chart(inline(frame, ["name"])).transform_filter("datum.name == arm")
-    bars = bars.transform_flatten(["when", "share", "least", "most"]).mark_bar(opacity=0.55)
-    x = x.title("norm of the gradient (log scale)")
-    chart = bars.encode(x, y, x2="most:Q", y2=alt.datum(0), color=color, tooltip=tips)
-    chart = chart.add_params(choice("arm", "Arm", names))
-    return finished(chart, "Norms of the gradients before and after each transform", 170)

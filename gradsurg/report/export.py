@@ -18,7 +18,6 @@ from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.experiment import experiment
-from gradsurg.report.measures import costs
 from gradsurg.report.page import page
 from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
@@ -58,8 +57,9 @@ def write_report(
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
-        verdict, warned = sentence(frame, study, margin), cautions(study, frame)
-        notes = [*reached(study), verdict, *sweeps(study, frame, margin), *warned]
+        verdict = [*reached(study), sentence(frame, study, margin), *sweeps(study, frame, margin)]
+        warned = cautions(study, frame)
+        notes = [*verdict, *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
         told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
@@ -94,9 +94,6 @@ def _write_parquet(table: pl.DataFrame, file: Path) -> None:
 def _figures(study: Study, frame: pl.DataFrame) -> dict[str, Any]:  # Any: JSON
     """The charts that are written as files, by the stems of their names."""
     drawn = paper.figures(study, frame)
-    reached, cost = charts.reached_frame(study.runs), costs(study).head(paper.MAX_DRAWN)
-    drawn |= {"reached": charts.reached_chart(reached)} if len(reached) else {}
-    drawn |= {"cost": charts.cost_chart(cost)} if len(cost) else {}
     drawn |= conflicts.conflict_charts(study, facet=True)
     tuned = tuning_frames(read_tunings(study.folder, study.arms)[0])
     drawn |= paper.numbered("tuning", map(charts.tuning_chart, tuned))

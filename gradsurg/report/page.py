@@ -2,11 +2,13 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
+from itertools import chain
+from math import ceil, floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +19,85 @@ from gradsurg.report import charts, tables
 from gradsurg.report.arms import Arm, value_text
 from gradsurg.report.measures import costs, link_shares, times_to_target
 from gradsurg.report.study import Study
-from gradsurg.report.sweeps import best_arms, doses, first_trends
+from gradsurg.report.sweeps import best_arms, doses
 from gradsurg.report.tuning import HEADS, read_tunings, tuning_frames
-from gradsurg.report.verdict import best_sentence, reached, trend_sentence
-from gradsurg.report.wording import count, title
+from gradsurg.report.verdict import Row, rows_of
+from gradsurg.report.wording import count, digits, is_share, title
 
 PARTS = Path(__file__).parent / "page"
-MAX_DRAWN = 60  # arms of a forest plot
-MAX_CURVES = 24  # arms with learning curves, and with a map of effects
+MAX_CURVES = 24  # arms with learning curves, with a map of effects, and with doses
 MAX_ROWS = 100  # of a table
-MAX_SAID = 12  # sentences above a table
 STEP_MS = "time/step_ms"
-MAX_RUN_METRICS = 4  # columns of the table of runs
+MAX_RUN_METRICS = 3  # columns of the table of runs
 SAME = "The same as numbers"
 DARK = dict(zip(charts.LIGHT, charts.DARK, strict=True))
-OF_METRIC = [head for head in tables.COLUMNS if head != "metric"]
-NUMBER = re.compile(r"[-+\u2212]?\d|< 0")
+DETAILS = ("arm", "metric", "median", "t interval", "effect size")
+OF_METRIC = ["arm", *(head for head in tables.COLUMNS if head not in (*DETAILS, "link", "block"))]
+OF_LINK = ["link", *OF_METRIC[1:]]
+OF_BLOCK = ("arm", "metric", "block", "difference", tables.INTERVAL, "treated", "control", "n")
+WIDE_ONLY = {"higher", "treated", "control", "with it", "without it", "n"}
+"""Heads of columns that a narrow window leaves out."""
+NUMBER = re.compile(r"[-+\u2212]?\d(?!.*, )|< 0")  # no list of numbers
+FOREST = (
+    "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the exact "
+    "sign-flip test (dashed: too few seeds for a test, the range instead), and each seed as a "
+    "small mark. Filled: a clear difference. Runs that did not finish are counted, never averaged. "
+    "The verdict is that of p, and of q where there are several arms; median, t interval and "
+    "effect size (the mean over the standard deviation) are details."
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An estimate with its interval and its seeds, in per cent of the width of the plot."""
+
+    middle: float
+    ends: tuple[float, float] | None
+    seeds: Sequence[float]
+    look: str  # classes: clear, range
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The marks of the rows of a table, None for a row without a number, and the axis of all.
+
+    It is drawn before the column `head`.
+    """
+
+    head: str
+    marks: Sequence[Mark | None]
+    ticks: Sequence[tuple[float, str]]
+    zero: float
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts with its caption; it is folded unless `is_open`."""
+    """A table of texts with its caption, a column of it drawn; it is folded unless `is_open`."""
 
     caption: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     is_open: bool = False
+    forest: Forest | None = None
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """The heads, each with the class `num` if its column has numbers, aligned to the right."""
+        """The heads with classes: `num` for a column of numbers, which are aligned to the right,
+        `more` for one that a narrow window leaves out."""
         columns = [
             [cell for cell in cells if cell not in ("", "-")]
             for cells in zip(*self.rows, strict=True)
+        ] or [[] for _ in self.heads]
+        return [
+            (head, f"{'num' if is_number else ''} {'more' if head in WIDE_ONLY else ''}".strip())
+            for head, cells in zip(self.heads, columns, strict=True)
+            for is_number in [head not in tables.WORDS and cells and all(map(NUMBER.match, cells))]
         ]
-        kinds = ["num" if cells and all(map(NUMBER.match, cells)) else "" for cells in columns]
-        return list(zip(self.heads, kinds or [""] * len(self.heads), strict=True))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: how to read it, its charts, and the same as numbers."""
+    """A section of the page: how to read it, its charts, tables, and names with texts."""
 
     key: str
     title: str
@@ -65,21 +105,24 @@ class Section:
     charts: Sequence[Any] = ()  # Any: kinds of charts
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    facts: Sequence[tuple[str, str]] = ()
 
 
 def frame_table(caption: str, frame: pl.DataFrame, is_open: bool = False) -> Table:
-    """Return a frame as a table of texts."""
+    """Return a frame as a table of texts, without columns that are empty in all rows."""
+    frame = frame.select(one for one in frame.iter_columns() if {*one} - {None, ""})
     texts = [
-        ["" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in row]
+        ["" if x is None else digits(x) if isinstance(x, float) else str(x) for x in row]
         for row in frame.iter_rows()
     ]
-    return Table(caption, frame.columns, texts, is_open)
+    heads = [name.replace("_", " ") for name in frame.columns]
+    return Table(caption, heads, texts, is_open)
 
 
 def page(
     study: Study,
     frame: pl.DataFrame,
-    verdict: str,
+    verdict: Sequence[str],
     cautions: Sequence[str] = (),
     experiment: Sequence[tuple[str, str]] = (),
     more: Sequence[Section] = (),
@@ -87,22 +130,25 @@ def page(
 ) -> str:
     """Return the page of a study as HTML.
 
-    `frame` is the comparison of its arms, `experiment` names and texts, `more` further sections,
-    `effort` sentences on time and hardware.
+    `verdict` are the sentences that come first, `frame` is the comparison of the arms,
+    `experiment` names and texts, `more` further sections, `effort` sentences on time and hardware.
     """
-    parts = (_outcomes(study, frame), _sweeps(study, frame), _training(study), _effects(study))
-    built = [one for part in (*parts, more, _costs(study, effort)) for one in part]
+    setup = [Section("experiment", "The experiment", facts=experiment)] * bool(experiment)
+    parts = (_outcomes(study, frame), _sweeps(study, frame), setup, _training(study))
+    parts = (*parts, _effects(study), more, _costs(study, effort))
+    built = [one for part in parts for one in part]
     specs = [chart.to_dict() for one in built for chart in one.charts]
     places = iter(range(len(specs)))
     loader = jinja2.FileSystemLoader(PARTS)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, loader=loader)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    alone = {arm.name for arm in tables.uncompared(study, frame)}
     metrics = [key for key in study.metrics_of if key in study.runs.columns][:MAX_RUN_METRICS]
     return environment.get_template("page.html").render(
         study=study,
-        experiment=experiment,
         failures=_failures(study.arms),
         verdict=verdict,
+        answer=_by_metric([row for row in rows_of(frame) if row["arm"] not in alone]),
         cautions=cautions,
         sections=[(one, [(next(places), chart) for chart in one.charts]) for one in built],
         most=MAX_ROWS,
@@ -157,43 +203,92 @@ def _first(
     return frame.filter(pl.col("arm").is_in(every[:most])), [note] * (len(every) > most)
 
 
-def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
-    known = pl.col("difference").is_not_null()
-    frame = frame.filter(known | ~pl.col("not_compared").str.contains("without a control"))
-    shown, notes = _first(frame.filter(known), MAX_DRAWN)
-    numbers = []
-    for (metric, block), rows in frame.group_by(
-        "metric", pl.col("block").is_not_null(), maintain_order=True
-    ):
-        caption = f"Differences in {title(str(metric))}{', block by block' if block else ''}"
-        table = tables.outcome_table(rows.to_dicts(), columns=OF_METRIC)
-        numbers.append(Table(caption, *table, is_open=not numbers))
-    if numbers:
-        how = (
-            "Treated minus control, paired by seed: the mean, the 95 % interval that inverts the "
-            "exact sign-flip test (dashed: too few seeds for a test, the range instead), and each "
-            "seed as a small mark. Filled: a clear difference. Runs that did not finish are "
-            "counted, never averaged. The verdict is that of p, and of q where there are several "
-            "arms; median, t interval and effect size (the mean over the standard deviation) are "
-            "details."
+def forest(rows: Sequence[Row], head: str, scale: float) -> Forest | None:
+    """Return differences with their intervals and seeds on one axis with 0; None if all are 0.
+
+    The numbers of the axis are the differences times `scale`.
+    """
+    spans = [
+        [x for x in (row["difference"], row["low"], row["high"]) if x is not None and isfinite(x)]
+        for row in rows
+    ]
+    seeds = [[one for one in row["differences"] or () if isfinite(one)] for row in rows]
+    ends = [*chain(*spans, *seeds)]
+    if not any(ends):
+        return None
+    low, high = min(0, *ends), max(0, *ends)
+    low, high = low - 0.04 * (high - low), high + 0.04 * (high - low)
+
+    def at(number: float) -> float:
+        return round(100 * (number - low) / (high - low), 2)
+
+    marks = [
+        Mark(
+            at(span[0]),
+            (at(span[1]), at(span[2])) if len(span) == 3 else None,
+            [*map(at, each)],
+            "clear " * (row["verdict"] in charts.CLEAR) + "range" * (row["interval"] == "range"),
         )
-        drawn = [charts.outcome_chart(shown)] if len(shown) else []
-        yield Section("outcome", "Outcome compared with the control", how, drawn, numbers, notes)
+        if span
+        else None
+        for row, span, each in zip(rows, spans, seeds, strict=True)
+    ]
+    rough = scale * (high - low) / 5
+    power = 10 ** floor(log10(rough))
+    step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
+    places = range(ceil(scale * low / step), floor(scale * high / step) + 1)
+    ticks = [(at(k * step / scale), f"{k * step:+.10g}" if k else "0") for k in places]
+    return Forest(head, marks, ticks, at(0))
+
+
+def _by_metric(
+    rows: Sequence[Row], heads: Collection[str] = OF_METRIC, about: str = "Difference in"
+) -> list[Table]:
+    """A table for each metric with the interval of each row drawn."""
+    built = []
+    called = tables.SHARED if "link" in heads else {}
+    for metric in dict.fromkeys(row["metric"] for row in rows if row["difference"] is not None):
+        some = [row for row in rows if row["metric"] == metric]
+        drawn = forest(some, called.get("difference", "difference"), 100 if is_share(metric) else 1)
+        table = tables.outcome_table(some, called, heads)
+        built.append(Table(f"{about} {title(metric)}", *table, is_open=True, forest=drawn))
+    return built
+
+
+def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
+    if len(times := times_to_target(study)):
+        how = (
+            "The steps at which a seed reached the stopping condition, compared with its control: "
+            "a seed that never did counts as latest. p is that of the exact sign test, the median "
+            "that of the differences in steps over the seeds that reached it in both arms."
+        )
+        table = frame_table("Sooner or later than the control", times.drop("both"), is_open=True)
+        yield Section("reached", "Steps to the target", how, tables=[table])
+    first = {(row["arm"], row["metric"]) for row in rows_of(frame)}
+    rows = list(frame.filter(pl.col("difference").is_not_null()).iter_rows(named=True))
+    whole = [row for row in rows if row["block"] is None]
+    built = _by_metric([row for row in whole if (row["arm"], row["metric"]) not in first])
+    if blocks := [row for row in rows if row["block"] is not None]:
+        built.append(Table("Block by block", *tables.outcome_table(blocks, columns=OF_BLOCK)))
+    if whole:
+        details = tables.outcome_table(whole, columns=DETAILS)
+        built.append(Table("Medians, t intervals and effect sizes", *details))
+        yield Section("outcome", "Further outcomes", FOREST, tables=built)
     if arms := tables.uncompared(study, frame):
         how = "Finished runs without a finished control: the mean, and the least to the greatest."
         table = Table("Arms not compared", *tables.alone_table(study, arms), is_open=True)
         yield Section("alone", "Not compared", how, tables=[table])
-    drawn, numbers = [], []
-    for (arm,), rows in link_shares(study).group_by("arm", maintain_order=True):
-        drawn += [charts.outcome_chart(rows, "link")] if rows["difference"].count() else []
-        table = tables.outcome_table(rows.to_dicts(), tables.SHARED)
-        numbers.append(Table(f"Share of each link of {arm}", *table, is_open=True))
-    if numbers:
+    shares = [
+        table
+        for (arm,), part in link_shares(study).group_by("arm", maintain_order=True)
+        for table in _by_metric(part.to_dicts(), OF_LINK, f"Share of each link of {arm} in")
+    ]
+    if shares:
         how = (
             "The whole chain minus the chain without a link, seed by seed. Shares need not add up: "
             "two links that do the same have a share of zero each."
         )
-        yield Section("shares", "Share of each link", how, drawn, numbers)
+        yield Section("shares", "Share of each link", how, tables=shares)
 
 
 def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
@@ -202,21 +297,15 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
             "Each arm at its best value of a number that was swept for both. Usable: no seed "
             "diverged, and the mean is close to the best."
         )
-        table = Table("Best arm against best arm", *tables.outcome_table(best), is_open=True)
-        notes = [best_sentence(row) for row in best[:MAX_SAID]]
-        yield Section("best", "Best against best", how, (), [table], notes)
-    rows, notes = _first(doses(study, frame), MAX_DRAWN)
+        yield Section("best", "Best against best", how, tables=_by_metric(best))
+    rows, notes = _first(doses(study, frame), MAX_CURVES)
     if len(rows):
         groups = rows.partition_by("label", "key", maintain_order=True)
-        heads = ("arm", "metric", "difference", tables.INTERVAL, "verdict", "n")
+        heads = ("arm", "metric", "difference", tables.INTERVAL, "n")
         table = Table(SAME, *tables.outcome_table(rows.to_dicts(), columns=heads))
-        found = first_trends(study, frame)
         how = "Arms that differ in one number only: the difference to the control over that number."
-        drawn, said = (
-            [*map(charts.dose_chart, groups)],
-            [*notes, *map(trend_sentence, found[:MAX_SAID])],
-        )
-        yield Section("doses", "Dose and response", how, drawn, [table], said)
+        drawn = [*map(charts.dose_chart, groups)]
+        yield Section("doses", "Dose and response", how, drawn, [table], notes)
     tunings, _ = read_tunings(study.folder, study.arms)
     if tunings:
         how = (
@@ -231,12 +320,6 @@ def _sweeps(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
 
 
 def _training(study: Study) -> Iterator[Section]:
-    shown, notes = _first(charts.reached_frame(study.runs), MAX_CURVES)
-    if len(shown):
-        how = "The share of seeds that have reached the stopping condition, over the steps."
-        table = frame_table(SAME, times_to_target(study).drop("both"))
-        drawn, said = [charts.reached_chart(shown)], [*notes, *reached(study)]
-        yield Section("reached", "Steps to the target", how, drawn, [table], said)
     controls = [arm.name for arm in study.arms if arm.is_control]
     ordered = dict.fromkeys([*controls[: MAX_CURVES // 4], *(arm.name for arm in study.arms)])
     logged, notes = _first(study.metrics, MAX_CURVES, ordered)
@@ -248,8 +331,7 @@ def _training(study: Study) -> Iterator[Section]:
     how = (
         "Means over seeds with their 95 % t interval, from three seeds on; controls are dashed. An "
         "arm that is chosen shows its seeds; thin red lines diverged, and are part of no mean. "
-        "Values far from most others are outside the axis; a log scale shows them. With Shift, "
-        "dragging moves the axes and scrolling zooms; a double click resets them."
+        "Values far from most others are outside the axis; a log scale shows them."
     )
     by_arm = charts.curve_frames(logged)[0].group_by("arm", "metric", maintain_order=True)
     at = {f"{k} of 4": pl.col("mean").get((pl.len() - 1) * k // 4) for k in (1, 2, 3, 4)}
@@ -270,9 +352,8 @@ def _effects(study: Study) -> Iterator[Section]:
             "after over norm before; changed, sign flips and zeroed are shares of the entries of a "
             "gradient."
         )
-        frame, norms = charts.effect_frame(rows), charts.norms_frame(rows)
+        frame = charts.effect_frame(rows)
         drawn = [charts.effect_map(frame)] if frame["cosine"].count() else []
-        drawn += [charts.norms_chart(norms)] if len(norms) else []
         whole = frame.filter(pl.col("step").is_null()).drop("step")
         whole = whole.rename({"name": "arm", **charts.MEASURES})
         table = frame_table(f"{SAME}: means of the whole training", whole)
@@ -281,18 +362,22 @@ def _effects(study: Study) -> Iterator[Section]:
 
 def _costs(study: Study, effort: Sequence[str]) -> Iterator[Section]:
     how = (
-        "Step time divided by that of the plain control, of steps that measure no effect if there "
-        "are such: the median over pairs of runs and their range. Runs that shared their machine "
-        "with other work are slower than necessary."
+        "Step time compared with that of the plain control, of steps that measure no effect if "
+        "there are such: the median over pairs of runs and their range, each pair as a small mark. "
+        "Runs that shared their machine with other work are slower than necessary."
     )
     rows = costs(study)
-    shown, notes = _first(rows, MAX_DRAWN)
-    heads = {f"{key}_ms": f"{key} step, ms" for key in ("treated", "control", "measured")}
-    table = frame_table("Step times", rows.drop("ratios").rename(heads), is_open=True)
-    drawn = [charts.cost_chart(shown)] if len(shown) else []
+    as_differences = rows.select(
+        *(pl.col(key) - 1 for key in ("low", "high")),
+        difference=pl.col("ratio") - 1,
+        differences=pl.col("ratios").list.eval(pl.element() - 1),
+        verdict=pl.lit("higher"),
+        interval=pl.lit(""),
+    )
+    drawn = forest(as_differences.to_dicts(), tables.STEP_TIME, 100)
+    table = Table("Step times", *tables.cost_table(rows.to_dicts()), is_open=True, forest=drawn)
     nothing = ["No pair of a treated and a plain run with step times."] * rows.is_empty()
-    said = [*nothing, *notes, *effort]
-    yield Section("cost", "Cost", how, drawn, [table] if drawn else [], said)
+    yield Section("cost", "Cost", how, (), [table] * len(table.rows[:1]), [*nothing, *effort])
 
 
 def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what JSON can hold

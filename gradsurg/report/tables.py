@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import floor, log10
 from statistics import fmean
 from types import MappingProxyType
 
@@ -47,15 +48,15 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
         if row["p_diverged"] is not None
         else ""
     ),
-    "population": lambda row: row["population"] or "",
     "not compared": lambda row: row["not_compared"] or "",
 }
 """The cells of a comparison by the heads of their columns."""
 DETAILS = {"link", "metric", "n", "median", "t interval", "effect size", "diverged"}
-SHORT = tuple(head for head in COLUMNS if head not in {*DETAILS, "population"})
+SHORT = tuple(head for head in COLUMNS if head not in DETAILS)
 """Columns in the terminal, which has a table for each metric."""
 SPARED = ({"not compared"}, {"higher"}, {"treated", "control"}, {"verdict"}, {"p", "q"})
 """Columns that are left out of a narrow terminal, in this order."""
+STEP_TIME = "step time"
 ABOUT_SHARES = "the chain minus the chain without it"
 SHARED = {"treated": "with it", "control": "without it", "difference": "share"}
 """Heads of the columns of a table of links' shares."""
@@ -134,6 +135,23 @@ def shares_text(shares: pl.DataFrame) -> list[str]:
         spared = ({"with it", "without it"}, {"higher"})
         texts.append(f"{printable(caption)}\n\n{fitted(table, spared)}")
     return texts
+
+
+def cost_table(costs: Sequence[Row]) -> Table:
+    """Heads and rows of a table of step times, from the rows of `measures.costs`."""
+    heads = ["arm", STEP_TIME, "range", "with it, ms", "control, ms", "pairs", "measured step, ms"]
+    # if each step is measured, both are the same
+    beside = any(cost["measured_ms"] not in (None, cost["treated_ms"]) for cost in costs)
+    rows = []
+    for cost in costs:
+        times = [cost[f"{side}_ms"] for side in ("treated", "control", "measured")]
+        places = max(0, 1 - floor(log10(min(filter(None, times)))))
+        texts = ["" if time is None else f"{time:.{places}f}" for time in times]
+        change, low, high = (f"{100 * (cost[key] - 1):+.0f}" for key in ("ratio", "low", "high"))
+        span = f"{low} to {high} %" * (cost["pairs"] > 1)
+        row = [cost["arm"], f"{change} %", span, *texts[:2], str(cost["pairs"]), texts[2]]
+        rows.append(row if beside else row[:-1])
+    return heads if beside else heads[:-1], rows
 
 
 def markdown(study: Study, frame: pl.DataFrame, told: Sequence[str]) -> str:

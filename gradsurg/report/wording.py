@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from math import floor, log10
 from textwrap import fill
 
 from gradsurg.effects.numbers import TASK_METRICS
@@ -63,6 +64,13 @@ def is_share(key: str) -> bool:
 def value(key: str, outcome: float | None) -> str:
     """An outcome, as 96.31% or 0.1382."""
     return f"{outcome:.2%}" if is_share(key) and outcome is not None else number(outcome)
+
+
+def digits(number: float, many: int = 4) -> str:
+    """A number with that many significant digits, also those that are 0: 0.1000, 96.31."""
+    if not number or not 1e-4 <= abs(number) < 1e6:
+        return f"{number:.{many}g}"
+    return f"{number:.{max(0, many - 1 - floor(log10(abs(number))))}f}"
 
 
 def amount(key: str, difference: float | None) -> str:

@@ -6,13 +6,15 @@ Torch is imported after parsing.
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from gradsurg.effects.tables import aligned
 from gradsurg.experiments import ROOT
 from gradsurg.plugins.extras import MissingExtra, need
-from gradsurg.plugins.messages import typed_command
+from gradsurg.plugins.messages import NAMES_WIDTH, typed_command
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.wording import table_width
 from gradsurg.reproduce.expected import (
@@ -175,15 +177,20 @@ def _figure(paper: str, expected: Expected, studies: "dict[str, Study]") -> Path
 
 
 def _list(root: Path, expected: dict[str, Expected]) -> str:
-    rows = [["paper", "claim", "verdict", "minutes", "says", "conditions"]]
+    """Two lines a claim: its paper, name, verdict and minutes, and the beginning of the claim."""
+    rows, texts = [["paper", "claim", "verdict", "minutes"]], []
     for paper, one in expected.items():
         record = read_record(root / "experiments" / paper)
         minutes = f"{record['minutes']:g}" if record else "-"
         for each in recorded(one, record):
-            claim = each.claim
-            rows.append([paper, each.name, each.result, minutes, claim.says])
-            rows[-1].append(claim.not_tested or claim.conditions or "-")
-    return aligned(rows, left=(0, 1, 2, 4, 5), width=table_width())
+            verdict = each.result + ", with conditions" * bool(each.claim.conditions)
+            rows.append([paper, each.name, verdict, minutes])
+            width = min(NAMES_WIDTH, table_width()) - 2
+            texts.append(f"  {shorten(each.claim.says, width, placeholder=' ..')}")
+    head, rule, *lines = aligned(rows, left=3).split("\n")
+    both = chain(*zip(lines, texts, strict=True))
+    end = "experiments/README.md has the whole claims, conditions and numbers."
+    return "\n".join([head, rule, *both, "", end])
 
 
 def _places(places: dict[str, list[str]]) -> str:

@@ -68,12 +68,12 @@ def opened(window: Driver, page: Path) -> Iterator[Driver]:
     drawn(window)
     yield window
     window.execute_script("sessionStorage.clear()")
-    assert errors(window) == []
+    assert messages(window) == []
 
 
-def errors(driver: Driver) -> list[str]:
-    """Errors in the console. Vega-Lite warns that a chart with rows of one height fits in width."""
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+def messages(driver: Driver) -> list[str]:
+    """The messages in the console since it was last asked."""
+    return [entry["message"] for entry in driver.get_log("browser")]
 
 
 def all_of(driver: Driver, css: str) -> list[Any]:
@@ -132,31 +132,31 @@ def test_a_script_that_fails_would_be_seen(window: Driver, page: Path, tmp_path:
     text = page.read_text(encoding="utf-8").replace("\nruns();\n", "\nruns();\nnowhere();\n")
     broken.write_text(text, encoding="utf-8")
     window.get(broken.as_uri())
-    assert "nowhere is not defined" in str(errors(window))
+    assert "nowhere is not defined" in str(messages(window))
 
 
 def test_every_section_has_its_chart_and_its_table(opened: Driver) -> None:
     assert one(opened, "h1").text == "first"
-    assert len(all_of(opened, "#outcome details[open] tr td:first-of-type")) == 5
-    assert len(marks(opened, "outcome", "symbol")) == 4
+    arms = all_of(opened, "[aria-labelledby=h-answer] tbody tr")
+    assert len(arms) == 5
+    assert [len(arm.find_elements("css selector", "circle")) for arm in arms] == [1, 1, 1, 0, 1]
     assert len(marks(opened, "curves", "line")) >= 5
     assert len(marks(opened, "doses", "symbol")) == 3
-    assert len(marks(opened, "effects", "rect")) > 2 * 4
-    assert len(marks(opened, "cost", "symbol")) == 4
-    assert len(all_of(opened, "#cost tbody tr")) == 4
+    assert len(marks(opened, "effects", "rect")) == 2 * 4
+    assert len(all_of(opened, "#cost tbody circle")) == 4
     assert len(all_of(opened, "#runs tbody tr")) == 19
 
 
 def test_a_chart_shows_its_numbers_to_the_pointer_and_to_the_keyboard(opened: Driver) -> None:
     from selenium.webdriver import ActionChains
 
-    point = marks(opened, "outcome", "symbol")[0]
+    point = marks(opened, "doses", "symbol")[0]
     opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", point)
     ActionChains(opened).move_to_element(point).perform()
     assert "-19.9" in one(opened, "#vg-tooltip-element").text.replace("\u2212", "-")
     one(opened, "#curves details:last-of-type summary").send_keys(ENTER)
     first = texts(opened, "#curves details[open] tr")[1]
-    assert first == "clip 0.001 train loss 0.1 0.05 0.03333 0.025 3"
+    assert first == "clip 0.001 train loss 0.1000 0.05000 0.03333 0.02500 3"
 
 
 @pytest.mark.full
@@ -167,10 +167,10 @@ def test_metric_scale_and_arm_are_chosen_by_the_keyboard_and_outlive_a_reload(
         drawn(opened)
         return all_of(opened, f"#{section} .chart")[0].text
 
-    before = labels("outcome")
+    before = labels("doses")
     assert "test accuracy (pp)" in before
-    input_of(opened, "outcome", "metric").send_keys(DOWN)
-    assert labels("outcome") != before
+    input_of(opened, "doses", "metric").send_keys(DOWN)
+    assert labels("doses") != before
     lines = len(marks(opened, "curves", "line"))
     input_of(opened, "curves", "arm").send_keys(DOWN)
     input_of(opened, "curves", "scale").send_keys(DOWN)
@@ -269,12 +269,76 @@ def test_the_theme_follows_the_system_and_the_button(opened: Driver) -> None:
     assert line() == treated
 
 
-IN_THE_GATE = (studies.mixed, 390, "light")
-
-
 def clashing(folder: Path) -> Path:
     """Eight tasks in conflict."""
     return studies.clashing(folder, 8)
+
+
+def swept(folder: Path) -> Path:
+    """A dose, a rate of both arms, and a long name."""
+    for rate in (0.1, 1.0, 10.0):
+        more = {"optimizer": {"name": "SGD_with_a_name_that_is_long", "lr": rate}}
+        for seed in range(6):
+            control = studies.whole(folder, "none", seed, 0.5 + seed / 90 + rate / 30, **more)
+            for dose in (0.01, 0.1, 1.0):
+                accuracy = 0.5 + dose / 3 - rate / 30 + seed**2 / 300
+                studies.whole(folder, "clip", seed, accuracy, control, value=dose, **more)
+    return folder
+
+
+def scarce(folder: Path) -> Path:
+    """An arm without a control whose runs logged one step, and one that has not begun."""
+    for seed in range(2):
+        place = studies.plan(folder, "clip", seed)
+        studies.log(place, "clip", steps=10)
+        studies.end(place, "clip", 0.5)
+        studies.plan(folder, "sign", seed)
+    return folder
+
+
+def equal(folder: Path) -> Path:
+    """An arm that is its control."""
+    return studies.paired(folder, "clip", [0.0] * 6)
+
+
+CUT = """
+document.querySelectorAll('details').forEach((one) => { one.open = true; });
+const width = document.documentElement.clientWidth, about = (one) =>
+  `${one.tagName} ${one.getAttribute('class')} ${one.textContent.trim().slice(0, 40)}`;
+const seen = [...document.querySelectorAll('body *')].filter((one) => one.getClientRects().length);
+const wide = seen.filter((one) => one.getBoundingClientRect().right > width + 1);
+const cut = seen.filter((one) => one.matches('.scroll') && one.scrollWidth > one.clientWidth + 1);
+return [...wide, ...cut].map(about);
+"""
+STUDIES = (studies.mixed, studies.chain, clashing, swept, scarce, equal)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.__name__)
+def test_no_element_is_cut_and_no_message_is_in_the_console(
+    window: Driver, tmp_path: Path, study: Callable[[Path], Path]
+) -> None:
+    page = written(study(tmp_path / "study"))
+    for width in (1400, 390):
+        resized(window, width)
+        window.get(page.as_uri())
+        drawn(window)
+        assert messages(window) == []
+        assert window.execute_script(CUT) == []
+        # the check sees what is cut
+        window.execute_script("document.querySelector('h1').style.minWidth = '2000px'")
+        assert len(window.execute_script(CUT)) > 0
+
+
+def test_the_answer_is_on_the_first_screen_of_a_phone(opened: Driver) -> None:
+    resized(opened, 390, 844)
+    top = "return arguments[0].getBoundingClientRect().bottom"
+    answer, *_ = all_of(opened, ".answer:not(.failed)")
+    first, *_ = all_of(opened, "[aria-labelledby=h-answer] tbody tr")
+    assert opened.execute_script(top, answer) < opened.execute_script(top, first) < 844
+    assert one(opened, "#h-experiment").location["y"] > one(opened, "#h-outcome").location["y"]
+
+
+IN_THE_GATE = (studies.mixed, 390, "light")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +369,7 @@ def test_there_is_no_serious_fault_of_access(
     window.execute_script(script.read_text(encoding="utf-8"))
     found = window.execute_async_script(RUN_AXE)
     assert [fault for fault in found if fault[0] in ("serious", "critical")] == []
-    assert errors(window) == []
+    assert messages(window) == []
     # the check sees a fault where there is one
     pale = "document.querySelectorAll('p').forEach((p) => { p.style.color = '#8887'; })"
     window.execute_script(pale)

@@ -64,27 +64,24 @@ def test_the_forest_plot_has_shares_in_percentage_points_and_a_dashed_range() ->
         compared(
             {"arm": "clip", "metric": "test/accuracy"},
             {"arm": "sign", "metric": "test/accuracy", "interval": "range", "verdict": "unclear"},
-            {"arm": "sign", "metric": "test/loss", "verdict": "higher"},
-            {"arm": "sign", "metric": "test/loss", "block": "split 1", "difference": 7.0},
-            {"arm": "zero", "metric": "test/loss", "difference": None, "differences": []},
+            {"arm": "sign", "metric": "test/accuracy", "block": "split 1", "difference": 7.0},
+            {"arm": "zero", "metric": "test/accuracy", "difference": None, "differences": []},
         )
     )
-    first, second, loss = rows_of(chart)
+    first, second = rows_of(chart)
     assert (first["difference"], first["low"], first["high"]) == (-3.0, -5.0, -1.0)
     assert first["differences"] == pytest.approx([1, -2, -3, -4, -5, -6])
-    assert (first["is_clear"], second["is_clear"], loss["is_clear"]) == (True, False, True)
+    assert (first["is_clear"], second["is_clear"]) == (True, False)
     assert (first["is_range"], second["is_range"]) == (False, True)
-    assert (first["metric"], loss["metric"]) == ("test accuracy (pp)", "test loss")
-    assert loss["difference"] == -0.03
     drawn = svg(chart)
     assert "difference in test accuracy (pp)" in drawn
     assert marks(drawn, "symbol") == 2
     assert 'stroke-dasharray="4,3"' in drawn
     assert marks(drawn, "rect") == 2 * 6  # the seeds
-    drawn = svg(chart, metric="test loss")
-    assert "difference in test loss" in drawn
-    assert marks(drawn, "symbol") == 1
-    assert 'stroke-dasharray="4,3"' not in drawn
+    loss = charts.outcome_chart(compared({"arm": "sign", "metric": "test/loss"}))
+    assert rows_of(loss)[0]["difference"] == -0.03
+    assert "difference in test loss" in svg(loss)
+    assert 'stroke-dasharray="4,3"' not in svg(loss)
 
 
 def test_the_forest_plot_says_n_only_where_it_differs() -> None:
@@ -93,16 +90,6 @@ def test_the_forest_plot_says_n_only_where_it_differs() -> None:
     frame = frame.with_columns(n=pl.Series([6, 5]))
     names = [row["arm"] for row in rows_of(charts.outcome_chart(frame))]
     assert names == ["clip (n = 6)", "sign (n = 5)"]
-
-
-def test_a_single_metric_has_no_list_to_choose_from() -> None:
-    frame = compared(
-        {"arm": "clip", "metric": "test/accuracy"}, {"arm": "clip", "metric": "test/loss"}
-    )
-    (both,) = spec_of(charts.outcome_chart(frame))["params"]
-    assert both["bind"]["options"] == ["test accuracy (pp)", "test loss"]
-    (one,) = spec_of(charts.outcome_chart(frame[1:]))["params"]
-    assert (one["value"], "bind" in one) == ("test loss", False)
 
 
 def test_splits_have_marks_without_seeds() -> None:
@@ -227,13 +214,10 @@ def test_doses_are_lines_over_a_log_axis_and_the_metric_is_chosen() -> None:
     assert "clip: difference in test accuracy (pp)" in drawn
     assert (marks(drawn, "line"), marks(drawn, "symbol")) == (1, 3)
     assert "clip: difference in test loss" in svg(chart, metric="test loss")
-
-
-def test_the_cost_is_a_ratio_with_the_range_of_the_pairs() -> None:
-    costs = {"arm": ["clip"], "pairs": [3], "ratio": [1.25], "low": [1.0], "high": [2.0]}
-    drawn = svg(charts.cost_chart(pl.DataFrame({**costs, "ratios": [[1.0, 1.25, 2.0]]})))
-    assert (marks(drawn, "symbol"), marks(drawn, "rect")) == (1, 3)
-    assert ">2×<" in drawn  # noqa: RUF001 - the sign of multiplication
+    (metric,) = chart.to_dict()["params"]
+    assert metric["bind"]["options"] == ["test accuracy (pp)", "test loss"]
+    (alone,) = charts.dose_chart(frame[:3]).to_dict()["params"]
+    assert (alone["value"], "bind" in alone) == ("test accuracy (pp)", False)
 
 
 def effects(*rows: tuple[object, ...]) -> pl.DataFrame:
@@ -296,38 +280,6 @@ def test_the_map_of_effects_has_no_colour_where_nothing_changed() -> None:
     assert (same, longer) == (white, blue)
     assert shorter not in (white, blue)
     assert fills("sign flips") == [blue] * 3
-
-
-def test_norms_are_shares_of_the_gradients_before_and_after() -> None:
-    measured = effects(("a", 10, 1, 1.0, 1.0, 0.0), ("a", 20, 3, 1.0, 100.0, 10.0))
-    frame = charts.norms_frame(measured)
-    rows = {(row["when"], row["share"]): row for row in frame.iter_rows(named=True)}
-    assert rows.keys() == {("before", 0.25), ("before", 0.75), ("after", 0.75)}
-    middle = rows["after", 0.75]
-    assert middle["least"] <= 10 * (1 + 1e-9) <= middle["most"] * (1 + 1e-9)
-    drawn = svg(charts.norms_chart(frame))
-    assert marks(drawn, "rect") == 3
-    lost = effects(("a", 30, 5, 1.0, 1.0, 0.1)).with_columns(norm_before=None)
-    both = pl.concat([measured, lost], how="vertical_relaxed")
-    assert charts.norms_frame(both).equals(frame)
-
-
-def test_seeds_that_reached_the_target_are_counted_over_the_steps() -> None:
-    runs = pl.DataFrame(
-        {
-            "arm": ["clip", "clip", "clip", "control"],
-            "role": ["treated", "treated", "treated", "control"],
-            charts.REACHED: [1.0, 0.0, 1.0, None],
-            charts.STEP_REACHED: [30.0, None, 10.0, None],
-            "done": [30, 50, 10, 50],
-        }
-    )
-    frame = charts.reached_frame(runs)
-    assert frame["step"].to_list() == [0, 10, 30, 50]
-    assert frame["share"].to_list() == pytest.approx([0, 1 / 3, 2 / 3, 2 / 3])
-    assert frame["arm"].unique().to_list() == ["clip (n = 3)"]
-    assert marks(svg(charts.reached_chart(frame)), "line") == 1
-    assert charts.reached_frame(runs.drop(charts.REACHED)).is_empty()
 
 
 def test_a_tuned_value_has_a_ring_and_one_that_diverged_a_cross() -> None:

@@ -108,7 +108,7 @@ def test_figures_are_files_of_three_kinds_and_loggers_get_them_with_the_comparis
     folder, out = studies.clashing(tmp_path / "first", 2, ("pcgrad",)), tmp_path / "out"
     write_report(read_study(folder), out)
     info = study_info(read_study(folder), out)
-    drawn = ["conflict-decrease", "conflict-weight", "conflicts", "cost", "curves", "outcome"]
+    drawn = ["conflict-decrease", "conflict-weight", "conflicts", "curves", "outcome"]
     assert [name for name, _ in info.figures] == drawn
     for _, path in info.figures:
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -57,9 +57,9 @@ def test_each_arm_has_its_map_of_effects_and_each_swept_number_its_doses(folder:
     effects = ["effects", *(f"effects-{place}" for place in range(2, 7))]
     assert list(drawn) == ["outcome", "curves", "doses", *effects]
     assert drawn["effects"].to_dict()["title"] == "clip 0.01, Adam: cosine of before and after"
-    for name in ("outcome", "curves"):
-        (metric,) = [one for one in drawn[name].to_dict()["params"] if one["name"] == "metric"]
-        assert metric["value"] == "train loss"
+    (metric,) = [one for one in drawn["curves"].to_dict()["params"] if one["name"] == "metric"]
+    assert metric["value"] == "train loss"
+    assert drawn["outcome"].to_dict()["description"].startswith("difference in train loss of")
 
 
 @pytest.mark.parametrize(

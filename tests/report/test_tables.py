@@ -13,6 +13,7 @@ from gradsurg.report.tables import (
     SPARED,
     Table,
     alone_table,
+    cost_table,
     fitted,
     latex,
     markdown,
@@ -24,6 +25,7 @@ from gradsurg.report.wording import (
     amount,
     amounts,
     better,
+    digits,
     duration,
     filled,
     listed,
@@ -63,7 +65,6 @@ def test_a_row_has_values_difference_interval_tests_wins_and_details() -> None:
         "median": "-0.64 pp",
         "t interval": "-0.78 to -0.22 pp",
         "effect size": "-1.2",
-        "population": "one split, 450 test examples",
     }
     assert list(found)[:2] == ["arm", "metric"]
 
@@ -210,3 +211,25 @@ def test_a_number_stays_with_its_unit_in_a_folded_sentence(monkeypatch: pytest.M
         folded = filled(text, "  ")
         assert " ".join(folded.split()) == text
         assert all(part in folded for part in ("95 %", "0.78 pp", "n = 8", "long-run-seed0-1234"))
+
+
+def test_a_step_time_is_a_change_in_per_cent_beside_times_with_the_same_decimals() -> None:
+    cost = {"arm": "clip", "ratio": 1.179, "low": 0.95, "high": 1.25, "pairs": 8}
+    cost |= {"treated_ms": 7.701, "control_ms": 7.017, "measured_ms": 7.701}
+    assert cells(cost_table([cost])) == {
+        "arm": "clip",
+        "step time": "+18 %",
+        "range": "-5 to +25 %",
+        "with it, ms": "7.7",
+        "control, ms": "7.0",
+        "pairs": "8",
+    }
+    alone = cells(cost_table([{**cost, "pairs": 1, "control_ms": 0.2334, "measured_ms": 9.0}]))
+    assert (alone["range"], alone["with it, ms"], alone["control, ms"]) == ("", "7.70", "0.23")
+    assert alone["measured step, ms"] == "9.00"
+
+
+def test_significant_digits_are_kept_where_they_are_0() -> None:
+    numbers = (0.1, 0.05, 96.25, 12345.678, 0.0, 1e-5, 1e7)
+    texts = ["0.1000", "0.05000", "96.25", "12346", "0", "1e-05", "1e+07"]
+    assert [*map(digits, numbers)] == texts

@@ -146,9 +146,9 @@ def test_claims_are_judged_apart_and_a_held_variant_does_not_hide_the_published_
     assert "mini, variant: holds (1 of 1 bands hold). Conditions: fewer steps." in out
     assert "mini, large: not tested: the model is too small.\n" in out
     listed = spaced(reproduce("--list").out)
-    assert "mini main does not hold 7 Clipping is best. -" in listed
-    assert "mini variant holds 7 It helps. fewer steps" in listed
-    assert "mini large not tested 7 At scale. the model is too small" in listed
+    assert "mini main does not hold 7 Clipping is best." in listed
+    assert "mini variant holds, with conditions 7 It helps." in listed
+    assert "mini large not tested 7 At scale." in listed
     table = reproduce("--table").out
     value = "0.35 (0.20 to 0.50)"
     assert f"mini/README.md) main | Clipping is best. | {value} | **does not hold** |" in table
@@ -162,7 +162,7 @@ def test_claims_are_judged_apart_and_a_held_variant_does_not_hide_the_published_
 def test_measurements_are_recorded_and_appear_in_the_tables(
     root: Path, reproduce: Reproduce
 ) -> None:
-    assert "mini main not measured - Clipping helps. -" in spaced(reproduce("--list").out)
+    assert "mini main not measured - Clipping helps." in spaced(reproduce("--list").out)
     assert "| Clipping helps. | - | **not measured** | - | - |" in reproduce("--table").out
     folder = root / "experiments" / "mini"
     (folder / "README.md").write_text("# Mini\n", encoding="utf-8")
@@ -333,6 +333,22 @@ def test_a_wrong_expected_yaml_is_an_error_with_exit_code_2(
     assert ended.err.startswith("experiments/mini/expected.yaml: ")
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_the_list_has_two_lines_of_80_columns_for_each_claim(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert command.main(["--list"], ROOT) == 0
+    head, rule, *lines = capsys.readouterr().out.splitlines()
+    claims = [(p, claim) for p in papers(ROOT) for claim in read_expected(ROOT, p).claims.items()]
+    assert lines[2 * len(claims)] == ""
+    for place, (paper, (name, claim)) in enumerate(claims):
+        first, second = lines[2 * place : 2 * place + 2]
+        assert first.split()[:2] == [paper, name]
+        assert claim.says.startswith(second.strip().removesuffix(" .."))
+        assert (second.strip() == claim.says) == (len(claim.says) <= 78)
+    assert max(map(len, (head, rule, *lines))) <= 80
 
 
 @pytest.mark.parametrize("paper", papers(ROOT))

@@ -28,11 +28,13 @@ async function draw(place) {
   }
   Object.assign(spec.config, { background: null, axisY: { labelLimit: place.clientWidth < 480 ? 110 : 260 } });
   if (place.clientWidth < 480) spec.config.legend.columns = 1;
-  if (spec.layer || spec.mark) Object.assign(spec, { width: "container", autosize: { type: "fit-x", contains: "padding" } });
   place.replaceChildren(inner);
   inputs.replaceChildren();
+  // Vega-Lite warns of a fitted width beside rows of one height, which Vega itself can draw.
+  const fit = { autosize: { type: "fit-x", contains: "padding" }, width: place.clientWidth };
+  const patch = (vega) => (spec.layer || spec.mark ? { ...vega, ...fit } : vega);
   // The interpreter of expressions works without eval, which the page's policy forbids.
-  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: inputs };
+  const options = { mode: "vega-lite", actions: false, renderer: "svg", ast: true, bind: inputs, patch };
   const { view } = await vegaEmbed(inner, spec, { ...options, tooltip: { theme: isDark() ? "dark" : "light" } });
   for (const one of bound) view.addSignalListener(one.name, (name, value) => store.set(`${number}:${name}`, value));
 }
@@ -49,6 +51,8 @@ function theme() {
   if (store.get("theme")) root.dataset.theme = store.get("theme");
   byId("theme").addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; store.set("theme", root.dataset.theme); update(); });
   prefersDark.addEventListener("change", update);
+  let width = innerWidth, timer = 0;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; clearTimeout(timer); timer = setTimeout(update, 200); } });
 }
 
 // The table of runs: filtered by text, state and arm; sorted by its heads. Missing numbers stay last.
@@ -57,17 +61,25 @@ const MOST = 500;
 const order = names.map((_, run) => run), heads = all("#runs thead th"), choices = ["find", "by-state", "by-arm"];
 let most = MOST;
 
+// A number with so many digits, also those that are 0.
+const digits = (value, many) => (value === 0 ? "0" : value.toFixed(Math.min(20, Math.max(0, many - 1 - Math.floor(Math.log10(Math.abs(value)))))));
+
 function cell(column, run) {
   const value = columns[column][run];
   if (column === 1) return arms[value];
   if (column === 3) return states[value];
   if (column === 4 && value !== planned[run]) return `${value} of ${planned[run]}`;
-  return value === null ? "\u2013" : shares.includes(column) ? `${(100 * value).toFixed(2)}%` : String(value);
+  if (value === null) return "\u2013";
+  if (shares.includes(column)) return `${(100 * value).toFixed(2)}%`;
+  return column < 5 ? String(value) : digits(value, column === columns.length - 1 ? 2 : 4);
 }
+
+// A narrow window has the name, the arm, the state and the first outcome.
+const kind = (column) => `${column > 3 || column === 2 ? "num" : ""} ${[0, 1, 3, 5].includes(column) ? "" : "more"}`;
 
 function row(run) {
   const name = names[run], note = el("span", { class: "reason" }, notes.texts[notes.at[run]]);
-  const [, ...cells] = columns.map((_, k) => el("td", { class: k > 3 || k === 2 ? "num" : "" }, cell(k, run)));
+  const [, ...cells] = columns.map((_, k) => el("td", { class: kind(k), "data-head": heads[k].textContent }, cell(k, run)));
   cells[2].replaceChildren(el("span", { class: states[at[run]] }, states[at[run]]), note);
   const link = el("a", { href: `../${encodeURIComponent(name)}/config.yaml`, "aria-label": `config.yaml of ${name}` }, "config.yaml");
   const button = el("button", { type: "button", "data-run": run, "aria-label": `Show the config of ${name}` }, "Show");
@@ -107,6 +119,7 @@ function runs() {
     for (const event of ["input", "change"]) input.addEventListener(event, () => { store.set(input.id, input.value); most = MOST; fill(); });
   }
   for (const [column, head] of heads.slice(0, -1).entries()) {
+    head.className = kind(column);
     head.firstChild.addEventListener("click", () => { sort(column, head.getAttribute("aria-sort") === "ascending"); fill(); });
   }
   byId("next").addEventListener("click", () => { most += MOST; fill(); });
