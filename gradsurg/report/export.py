@@ -24,7 +24,7 @@ from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
 from gradsurg.report.terminal import effort
 from gradsurg.report.tuning import read_tunings, tuning_frames
-from gradsurg.report.verdict import reached, sentence, sweeps
+from gradsurg.report.verdict import below, sentence, sweeps
 from gradsurg.stats import Margin
 
 PAGE = "index.html"
@@ -58,12 +58,15 @@ def write_report(
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
-        verdict, warned = sentence(frame, study, margin), cautions(study, frame)
-        notes = [*reached(study), verdict, *sweeps(study, frame, margin), *warned]
+        told, warned = (
+            [sentence(frame, study, margin), *below(frame, study)],
+            cautions(study, frame),
+        )
+        notes = [*told, *sweeps(study, frame, margin), *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
-        told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
-        (draft / PAGE).write_text(page(study, frame, *told), encoding="utf-8")
+        parts = " ".join(told), warned, experiment(study), conflicts.sections(study), effort(study)
+        (draft / PAGE).write_text(page(study, frame, *parts), encoding="utf-8")
         drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
             list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))
