@@ -205,8 +205,8 @@ DIRECTION = "with the norm that it has with {}: a clear difference is due to the
 CAUTIONS: dict[str, tuple[Tell, str]] = {
     "worse than a constant": (
         _worse_than_chance,
-        "At the end the train loss is above that of the best constant guess, so above that of an "
-        "untrained model, with {}: training went wrong, whatever the other metrics say.",
+        "At the end the train loss is above that of the best constant guess, which an untrained "
+        "model nearly has, with {}: training went wrong, whatever the other metrics say.",
     ),
     "divergence": (
         lambda _, rows: (row["arm"] for row in rows if row["diverged"] or row["diverged_control"]),

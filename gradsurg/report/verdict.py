@@ -116,13 +116,17 @@ def _of_one(
         limit = size(key, margin.of(row["control"]))
         if row["margin"] == "equivalent" and (word := DOES.get(row["verdict"])):
             by = size(key, row["difference"])
-            return f"{arm} {word} {metric} by {by}, less than the margin of {limit}{at} ({told})"
+            return f"{arm} {word} {metric} by {by}{at}, less than the margin of {limit} ({told})"
         begin = MARGINS[row["margin"]]
         begin = start(begin).format(arm=arm, against=against, metric=metric, margin=limit, at=at)
         return f"{begin}: {difference} ({told})"
     if word := DOES.get(row["verdict"]):
         beside = "" if against == "control" else f" against {against}"
-        return f"{arm} {word} {metric} by {size(key, row['difference'])}{beside}{at} ({told})"
+        by = size(key, row["difference"])
+        is_open = row["margin"] == "undecided" and margin is not None
+        limit = size(key, margin.of(row["control"])) if margin else ""
+        rest = f", and whether by more than {limit} is open" * is_open
+        return f"{arm} {word} {metric} by {by}{beside}{at}{rest} ({told})"
     if row["verdict"] == "identical":
         seeds = count(row["repeats"] or row["n"], row["unit"])
         return f"{start(metric)} is identical with {arm} and {against} in {seeds}{at}"
@@ -173,32 +177,38 @@ def _unclear(rows: Sequence[Row]) -> str:
 
 def setting(row: Row) -> dict[str, str]:
     """Return rate, steps, tuning and data of a comparison in words; empty texts if not known."""
-    arm, against = row["arm"], row["against"]
-    mine, its = (_values(row, end) for end in ("", "_control"))
-    rate = mine
-    if row["tuned"]:
-        beside = f"{against} too" if its == mine else f"{against}: {its or 'nothing to choose'}"
-        rate = f"the chosen {mine} ({beside})" if mine else ""
     budget = "" if row["tuned"] is None else "not tuned"
     if row["tuned"]:
+        arm, against = row["arm"], row["against"]
         tried, other = row["configurations"], row["configurations_control"]
         budget = (
             f"unequal budget: {arm} chose among {tried} configurations, {against} among {other}"
         )
         budget = f"{count(tried, 'configuration')} each" if tried == other else budget
     return {
-        "rate": rate,
+        "rate": _rate(row),
         "steps": f"{row['steps']:,} steps" if row["steps"] else "",
         "budget": budget,
         "data": population(row),
     }
 
 
-def _values(row: Row, end: str) -> str:
-    """Return rate and chosen values of one side; the control's rate is told if it was tuned."""
-    rate, chosen = row[f"lr{end}"], row[f"chosen{end}"]
-    has_rate = rate is not None and (not end or row["rate_tuned"])
-    return ", ".join(filter(None, [f"lr {rate:g}" if has_rate else "", chosen]))
+def _rate(row: Row) -> str:
+    """Return the rate and other chosen values of the arm, and in brackets those of the control."""
+    fixed = f"lr {row['lr']:g}" if row["lr"] is not None else ""
+    if not row["tuned"]:
+        return fixed
+    ends = ("", "_control") if row["rate_tuned"] else ()
+    rates = [f"lr {rate:g}" if (rate := row[f"lr{end}"]) is not None else "" for end in ends]
+    chosen, its = (
+        ", ".join(filter(None, values))
+        for values in zip(rates or ["", ""], (row["chosen"], row["chosen_control"]), strict=True)
+    )
+    beside = f" ({row['against']}: {its or 'nothing to choose'})" if its != chosen else " of both"
+    if its and its == rates[-1] and chosen == rates[0] != its:
+        beside = f" ({row['against']} {row['lr_control']:g})"
+    fixed = f"{fixed}, " if fixed and not rates else ""
+    return f"{fixed}the chosen {chosen}{beside}" if chosen else fixed
 
 
 def _at(row: Row, said: Collection[str] = ()) -> str:
@@ -210,7 +220,7 @@ def _joined(parts: Mapping[str, str]) -> str:
     texts = [text for key in ("rate", "steps", "budget") if (text := parts.get(key))]
     if not texts:
         return ""
-    return f"{' at ' if parts.get('rate') else ', '}{', '.join(texts)}"
+    return f"{' at ' if parts.get('rate') else ' after '}{', '.join(texts)}"
 
 
 def population(row: Row) -> str:
@@ -383,24 +393,25 @@ def _of_times(times: Sequence[Row], rows: Sequence[Row]) -> str:
     if common.get("steps"):
         common["steps"] = f"at most {common['steps']}"
     at = _joined(common)
-    told = [_of_time(one, at if len(times) == 1 else "") for one in times]
     data = f"; {common['data']}" if common.get("data") else ""
     never = f" (a seed that never reached it counts as latest{data})"
     if len(times) == 1:
-        return f"{told[0]}{never}."
+        return f"{_of_time(times[0], at, capital)}{never}."
+    told = [_of_time(one, "") for one in times]
     return f"{len(times)} arms against their controls{at}: {'; '.join(told)}{never}."
 
 
-def _of_time(one: Row, at: str) -> str:
+def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
     n, arm, against = one["n"], one["arm"], one["against"]
     both = len(one["both"] or ())
-    median = f"; median of the {both} that both did {one['median'] or 0:+,g} steps" if both else ""
+    median = f"; median difference {one['median'] or 0:+,g} steps" if both else ""
+    median += f" in the {both} in which both did" if 0 < both < n else ""
     counts = f"sooner in {one['sooner']} and later in {one['later']} of {count(n, 'seed')}"
     p = f", {_p_and_q(one, 'exact sign test')}" if n >= MIN_FOR_P else ", too few for a test"
     if n >= MIN_FOR_P and max(one["p"], one["q"] or 0) <= MAX_P:
         word = "sooner" if one["sooner"] > one["later"] else "later"
         return f"{arm} reaches {one['until']} {word} than {against}{at}: {counts}{p}{median}"
-    return f"steps to {one['until']} with {arm} and {against}{at}: {counts}{p}{median}"
+    return f"{start('steps')} to {one['until']} with {arm} and {against}{at}: {counts}{p}{median}"
 
 
 def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
