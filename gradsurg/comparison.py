@@ -61,7 +61,7 @@ class Comparison:
             ]
             for key in self.treated[0]
         }
-        about = {"arm": "the surgery", "against": "control", "population": "", "vacuous": ""}
+        about = {"arm": "the surgery", "against": "control", "vacuous": ""}
         return with_q(compare_values(pairs, about, margin=self._margin))
 
     def verdict(self) -> str:

@@ -301,15 +301,18 @@ def margin_verdict(
     direction: `better`, it lies beyond 0 on the good side; `worse by more than the margin`, beyond
     `margin` on the bad side; `worse`, beyond 0 there; each only with a `q_value` of at most 0.05,
     if one is given. Else `not worse`, it does not reach `margin` on the bad side, or `undecided`.
+    Without a good direction it is `beyond the margin`, on either side, with the same q, or
+    `undecided`.
     """
     if not 0 <= margin < float("inf"):
         raise ValueError(f"margin_verdict needs a finite margin >= 0. Found {margin}.")
     if -margin <= low and high <= margin:
         return "equivalent"
+    is_clear = (q_value or 0.0) <= MAX_P
     if better is None:
-        return "undecided"
+        return "beyond the margin" if is_clear and (low > margin or high < -margin) else "undecided"
     worst, best = (low, high) if better == "higher" else (-high, -low)
-    if (q_value or 0.0) <= MAX_P:
+    if is_clear:
         if worst > 0:
             return "better"
         if best < 0:
@@ -357,7 +360,9 @@ def power(n: int, sd: float, effect: float) -> float:
 class Trend:
     """Change of the outcome from the smallest to the largest dose, in its unit, over n seeds.
 
-    `interval` is that of this change; `p_value` is that of a monotone contrast of all doses.
+    `interval` is that of this change; `p_value` is that of a monotone contrast of all doses. If the
+    highest or the lowest mean is inside, `peak` is its dose, `extreme` says which of both it is,
+    and `peak_p` is the larger p-value of its differences to the two ends.
     """
 
     n: int
@@ -365,15 +370,19 @@ class Trend:
     interval: tuple[float, float] | None
     p_value: float | None
     direction: Literal["rises", "falls", ""]
+    peak: float | None = None
+    extreme: Literal["highest", "lowest", ""] = ""
+    peak_p: float | None = None
 
 
 def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
-    """Return the monotone trend of outcomes over two or more doses.
+    """Return the monotone trend of outcomes over two or more doses, or their peak inside.
 
     `by_seed[i]` holds the outcomes, or differences to the control, of seed i, one a dose. The test
     is the sign-flip test of a contrast with the maximin coefficients of Abelson and Tukey (1963),
     which depend only on the order of the doses. There is a direction if its p-value is at most
-    0.05, and between no two doses the outcome moves the other way with a p-value of at most 0.05.
+    0.05, the means are extreme at the two ends, and between no two doses the outcome moves the
+    other way with a p-value of at most 0.05.
     """
     k = len(doses)
     if len(set(doses)) < max(k, 2):
@@ -388,16 +397,46 @@ def trend(doses: Sequence[float], by_seed: Sequence[Sequence[float]]) -> Trend:
     )
     contrast = paired_difference(upper, lower)
     columns = [*zip(*ordered, strict=True)]
-    steps = combinations(columns, 2) if k <= MAX_COMPARED_DOSES else pairwise(columns)
-    found = {finding(paired_difference(later, earlier)) for earlier, later in steps}
-    direction = ""
-    match finding(contrast):
-        case "higher" if "lower" not in found:
-            direction = "rises"
-        case "lower" if "higher" not in found:
-            direction = "falls"
     change = paired_difference(columns[-1], columns[0])
-    return Trend(change.n, change.mean, change.interval, contrast.p_value, direction)
+    return Trend(
+        change.n,
+        change.mean,
+        change.interval,
+        contrast.p_value,
+        _direction(contrast, columns),
+        *_peak(sorted(doses), columns),
+    )
+
+
+def _direction(
+    contrast: Difference, columns: Sequence[Sequence[float]]
+) -> Literal["rises", "falls", ""]:
+    means = [fmean(column) for column in columns]
+    steps = combinations(columns, 2) if len(columns) <= MAX_COMPARED_DOSES else pairwise(columns)
+    found = {finding(paired_difference(later, earlier)) for earlier, later in steps}
+    ends = means[0], means[-1]
+    match finding(contrast):
+        case "higher" if ends == (min(means), max(means)) and "lower" not in found:
+            return "rises"
+        case "lower" if ends == (max(means), min(means)) and "higher" not in found:
+            return "falls"
+    return ""
+
+
+def _peak(
+    doses: Sequence[float], columns: Sequence[Sequence[float]]
+) -> tuple[float | None, Literal["highest", "lowest", ""], float | None]:
+    """Return dose, kind and p-value of the mean inside that is farthest beyond both ends."""
+    first, *inside, last = (fmean(column) for column in columns)
+    above = max(inside, default=first) - max(first, last)
+    below = min(first, last) - min(inside, default=first)
+    if max(above, below) <= 0:
+        return None, "", None
+    place = 1 + inside.index(max(inside) if above >= below else min(inside))
+    ends = columns[0], columns[-1]
+    p_values = [paired_difference(columns[place], end).p_value for end in ends]
+    known = [p for p in p_values if p is not None]
+    return doses[place], "highest" if above >= below else "lowest", max(known, default=None)
 
 
 def _differences(treated: Sequence[float], control: Sequence[float]) -> tuple[float, ...]:

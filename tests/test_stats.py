@@ -141,12 +141,15 @@ def test_the_seeds_needed_are_the_fewest_with_which_an_arm_alone_can_be_signific
         (-0.9, -0.6, "higher", "worse by more than the margin"),
         (0.5, 0.9, "lower", "worse"),
         (0.1, 0.6, None, "undecided"),
+        (0.6, 0.9, None, "beyond the margin"),
+        (-0.9, -0.6, None, "beyond the margin"),
     ],
 )
 def test_an_interval_is_placed_against_a_margin(low, high, better, words):
     assert margin_verdict(low, high, 0.5, better) == words
     assert margin_verdict(low, high, 0.5, better, 0.05) == words
-    by_q = "not worse" if words == "better" else "undecided" if "worse" in words[:5] else words
+    is_lost = words.startswith(("worse", "beyond"))
+    by_q = "not worse" if words == "better" else "undecided" if is_lost else words
     assert margin_verdict(low, high, 0.5, better, 0.051) == by_q
 
 
@@ -215,6 +218,23 @@ def test_a_trend_has_a_direction_if_no_later_dose_contradicts_it(by_seed, direct
     assert found.direction == direction
     shuffled = trend([4, 1, 3, 2], [[ys[3], ys[0], ys[2], ys[1]] for ys in by_seed])
     assert shuffled == found
+
+
+@pytest.mark.parametrize(
+    ("by_seed", "direction", "peak"),
+    [
+        ([(0.0, 3.0, 2.0)] * 8, "", (2, "highest", 2 / 2**8)),
+        ([(0.0, -3.0, -2.0)] * 8, "", (2, "lowest", 2 / 2**8)),
+        ([(0.0, 1.0, 2.0)] * 8, "rises", (None, "", None)),
+        # the highest mean is inside, by one seed: no doubt about the rise, and none of a peak
+        ([(0.0, 1.0, 1.0)] * 7 + [(0.0, 1.5, 1.0)], "", (2, "highest", 1.0)),
+        ([(0.0, 3.0, -3.0)] * 8, "", (2, "highest", 2 / 2**8)),
+    ],
+)
+def test_a_trend_whose_extreme_mean_is_inside_has_a_peak_and_no_direction(by_seed, direction, peak):
+    found = trend([1, 2, 3], by_seed)
+    assert found.direction == direction
+    assert (found.peak, found.extreme, found.peak_p) == peak
 
 
 def test_the_size_of_a_trend_is_the_last_outcome_minus_the_first_on_a_line():

@@ -167,6 +167,8 @@ class RunLog:
             outcome |= schedule.until.outcome(rows)
         if not diverged:
             outcome["learned_nothing"] = learned_nothing(run.task, data, metrics, rows)
+            if chance := run.task.chance(data.train_targets):
+                outcome["chance_loss"] = chance.loss
         every = schedule.effects_every
         return outcome | {
             **self._times(every),

@@ -1,6 +1,6 @@
 """Arms and blocks: the runs of a study grouped by their configs, and the names of the groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -58,11 +58,12 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def group(runs: Sequence[LoadedRun]) -> list[Arm]:
+def group(runs: Sequence[LoadedRun], tuned: Collection[str] = ()) -> list[Arm]:
     """The arms of a study, treated arms first, each with a distinct name.
 
     Splits are drawn, and runs that differ in their split are of one arm. Tasks and models are
-    chosen, and each has arms of its own.
+    chosen, and each has arms of its own. Values of `tuned` keys are the result of a choice, and in
+    no name.
     """
     groups: dict[str, list[LoadedRun]] = {}
     for run in runs:
@@ -72,6 +73,7 @@ def group(runs: Sequence[LoadedRun]) -> list[Arm]:
     members = [tuple(sorted(group, key=lambda run: (run.seed, run.name))) for group in in_time]
     configs = [flat(group[0].config or {}) for group in members]
     told = [flat(_without_seeds(group[0].config or {})) for group in members]
+    told = [{key: item for key, item in one.items() if key not in tuned} for one in told]
     names = _names([_called(group[0]) for group in members], told)
     arms = [Arm(*parts) for parts in zip(names, members, configs, strict=True)]
     return sorted(arms, key=_order)

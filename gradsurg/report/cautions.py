@@ -1,15 +1,23 @@
 """The cautions of a study: a table of rules, each with a condition and at most one sentence."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, stdev
 
 import polars as pl
 
+from gradsurg.report.measures import PARTS
 from gradsurg.report.study import Study
-from gradsurg.report.tuning import read_tunings
-from gradsurg.report.verdict import DOES, MARGINS, MAX_NAMED, Row, rows_of, vacuous_sentence
+from gradsurg.report.verdict import (
+    DOES,
+    MARGINS,
+    MAX_NAMED,
+    SCALE_FREE,
+    Row,
+    reached,
+    rows_of,
+    vacuous_sentence,
+)
 from gradsurg.report.wording import amount, count, is_share, listed, size, title, value
 from gradsurg.stats import (
     MAX_P,
@@ -31,7 +39,10 @@ def cautions(study: Study, frame: pl.DataFrame) -> list[str]:
 def by_rule(study: Study, frame: pl.DataFrame) -> dict[str, str]:
     """Return the sentences of the rules that hold by the rules' names."""
     rows, told = rows_of(frame), {}
+    has_target = bool(reached(study))
     for name, (tell, text) in CAUTIONS.items():
+        if has_target and name in OF_OUTCOMES:
+            continue
         if words := list(dict.fromkeys(filter(None, tell(study, rows)))):
             told[name] = text.format(listed(words, MAX_NAMED))
     return told
@@ -60,6 +71,18 @@ def _chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
         yield listed(told, MAX_NAMED) + weak
 
 
+def _worse_than_chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
+    """In how many seeds of each arm training has made the loss worse than that of a constant."""
+    for arm in study.arms:
+        ends = [(run.number("train/loss"), run.number("chance_loss")) for run in arm.whole]
+        worse = [(a, b) for a, b in ends if a is not None and b is not None and a > b]
+        if worse:
+            own, chance = (fmean(side) for side in zip(*worse, strict=True))
+            seeds = f"{len(worse)} of {count(len(arm.whole), 'seed')}"
+            losses = f"{value('train/loss', own)} against {value('train/loss', chance)}"
+            yield f"{arm.name} in {seeds} ({losses})"
+
+
 def _outweighed(row: Row) -> str:
     key, (heaviest, *others) = row["metric"], sorted(row["differences"], key=abs, reverse=True)
     if len(others) < 2 or abs(heaviest) <= sum(map(abs, others)):
@@ -70,28 +93,18 @@ def _outweighed(row: Row) -> str:
     return f"{row['arm']} ({which}: {amount(key, heaviest)}, median of all {median})"
 
 
-def _skewed(row: Row) -> str:
-    """Of a clear difference, a tail against it: skewness beyond twice its standard error."""
-    n, around = row["n"], [one - row["difference"] for one in row["differences"]]
-    sd = fmean(one**2 for one in around) ** 0.5
-    if row["verdict"] not in DOES or not sd or _outweighed(row):
-        return ""
-    skewness = fmean((one / sd) ** 3 for one in around)
-    error = (6 * (n - 2) / ((n + 1) * (n + 3))) ** 0.5
-    against = skewness * row["difference"] < 0  # a tail on the side of the claim is no harm
-    return row["arm"] if against and abs(skewness) > 2 * error else ""
-
-
 def _on_one_split(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     """A claim about one split is none about the task: told only beside a claim."""
     claims = {*DOES, *MARGINS} - {"undecided"}
-    rows = [row for row in rows if {row["verdict"], row["margin"]} & claims]
-    rows = [row for row in rows if "one split" in row["population"]]
-    shares = [(key, row["population"]) for row in rows if is_share(key := row["metric"])]
-    found = [(key, re.search(r"([\d,]+) test examples", text)) for key, text in shares]
-    sizes = [size(key, 1 / int(match[1].replace(",", ""))) for key, match in found if match]
+    claimed = [row for row in rows if {row["verdict"], row["margin"]} & claims]
+    claimed = [row for row in claimed if row["splits"] == 1]
+    sizes = [
+        size(row["metric"], 1 / row["test_examples"])
+        for row in claimed
+        if is_share(row["metric"]) and row["test_examples"]
+    ]
     one = f" (one test example is {listed([*dict.fromkeys(sizes)])})" if sizes else ""
-    yield f"new data{one}" if rows else ""
+    yield f"new data{one}" if claimed else ""
 
 
 def _vacuous(_: Study, rows: Sequence[Row]) -> list[str]:
@@ -162,11 +175,10 @@ def _against(kind: str) -> Tell:
     return _each(lambda row: row["arm"] if row["against"] == kind else "")
 
 
-def _scale_free(study: Study, rows: Sequence[Row]) -> list[str]:
+def _scale_free(_: Study, rows: Sequence[Row]) -> list[str]:
     """The optimizers in whose update a constant scale of the gradients cancels."""
-    names = {row["arm"] for row in rows if row["against"] == "norm-matched"}
-    configs = [run.config or {} for arm in study.arms if arm.name in names for run in arm.whole]
-    return sorted({str((one.get("optimizer") or {}).get("name")) for one in configs} & SCALE_FREE)
+    matched = [row["optimizer"] for row in rows if row["against"] == "norm-matched"]
+    return sorted({*matched} & SCALE_FREE)
 
 
 def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
@@ -174,7 +186,7 @@ def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
         kind
         for run in study.all_runs
         for kind, name in run.controls.items()
-        if kind != "plain" and name != run.control
+        if kind not in ("plain", *PARTS) and name != run.control
     )
     return [f"{number} with control={kind}" for kind, number in kinds.items()]
 
@@ -187,11 +199,15 @@ def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
     return [" ".join(about_lengths(study))]
 
 
-SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
-SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
-"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
+OF_OUTCOMES = {"one seed outweighs", "one split only", "margin after a look", "few seeds"}
+"""Rules on differences in outcomes, which a study with a target does not compare."""
 DIRECTION = "with the norm that it has with {}: a clear difference is due to the direction."
 CAUTIONS: dict[str, tuple[Tell, str]] = {
+    "worse than a constant": (
+        _worse_than_chance,
+        "At the end the train loss is above that of the best constant guess, which an untrained "
+        "model nearly has, with {}: training went wrong, whatever the other metrics say.",
+    ),
     "divergence": (
         lambda _, rows: (row["arm"] for row in rows if row["diverged"] or row["diverged_control"]),
         "A seed that diverged in either arm is in no mean, interval or p: they describe the "
@@ -205,7 +221,7 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     ),
     "vacuous control": (_vacuous, "{}"),
     "tuned values": (
-        lambda study, _: (one.name for one in read_tunings(study.folder)[0]),
+        lambda study, _: [one.name for one in study.tunings[0]],
         "The arms are compared at their chosen values, which is not a comparison of the methods: "
         f"two identical methods tuned like this differ at p <= {MAX_P} in more than 10 % of "
         "studies.",
@@ -227,20 +243,15 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     "nothing changed": (_unchanged, "No gradient was changed by {}: trained as the control."),
     "several splits": (
         _splits,
-        "Splits share examples and seeds: interval and p are about splitting these data anew, and "
-        "too narrow for new data.",
-    ),
-    "skew": (
-        _each(_skewed),
-        "The test assumes differences that are symmetric about their mean, and those of {} are "
-        "skewed against the verdict: p can be too small.",
+        "Splits share examples: interval and p are about splitting these data anew, and too narrow "
+        "for new data.",
     ),
     "unfinished": (
         _unfinished,
         "Of {}: the table of runs has the reasons, numbers are of the others.",
     ),
     "unreadable files": (
-        lambda study, _: [*study.faults, *read_tunings(study.folder)[1]],
+        lambda study, _: [*study.faults, *study.tunings[1]],
         "Left out, because it cannot be read: {}.",
     ),
     "skipped steps": (_skipped, "{}, because scaled gradients were not finite."),

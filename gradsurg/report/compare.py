@@ -32,7 +32,13 @@ PARALLEL = 1 - 1e-6
 SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     **dict.fromkeys(("arm", "against", "metric", "block", "unit"), pl.String),
     **dict.fromkeys(("n", "planned"), pl.Int64),
-    "population": pl.String,
+    **dict.fromkeys(("splits", "test_examples", "steps"), pl.Int64),
+    "optimizer": pl.String,
+    **dict.fromkeys(("lr", "lr_control"), pl.Float64),
+    **dict.fromkeys(("tuned", "rate_tuned"), pl.Boolean),
+    **dict.fromkeys(("chosen", "chosen_control"), pl.String),
+    **dict.fromkeys(("configurations", "configurations_control"), pl.Int64),
+    **dict.fromkeys(("cosine", "norm_low", "norm_high"), pl.Float64),
     **dict.fromkeys(("treated", "control", "difference", "low", "high"), pl.Float64),
     "interval": pl.String,
     **dict.fromkeys(("p", "q"), pl.Float64),
@@ -46,7 +52,13 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     "differences": pl.List(pl.Float64),
     "seeds": pl.List(pl.Int64),
 }
-"""The columns of a comparison."""
+"""The columns of a comparison.
+
+`steps` to `norm_high` are about the treated arm and, with `_control`, about the other: the rate,
+whether values were `tuned`, those that were `chosen` beside the rate, the number of
+`configurations` to choose from, and the change of the gradients as in `Study.changes`. All are null
+where they are not known.
+"""
 
 
 @dataclass(frozen=True)
@@ -117,13 +129,13 @@ def names_of(study: Study) -> str:
 
 def compare_values(
     metrics: Mapping[str, Sequence[Pair]],
-    about: Mapping[str, str],
+    about: Mapping[str, object],
     unit: str = "",
     margin: Margin | None = None,
 ) -> list[dict[str, Any]]:  # Any: the values of a row
     """Return the rows of one arm: for each metric the comparison, then one for each block.
 
-    `about` has the arm, `against` and other texts of the rows; `unit` is what blocks are, such as
+    `about` has the arm, `against` and other facts of the rows; `unit` is what blocks are, such as
     "split". `with_q` makes a frame of the rows of several arms.
     """
     rows = []
@@ -134,13 +146,13 @@ def compare_values(
         pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
         blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
-        texts = {**about, "metric": metric}
+        facts = {**about, "metric": metric}
         if metric != first and margin and not margin.is_share:
             margin = None  # it has the unit of the first metric
-        rows.append(texts | {"block": None} | _row(pairs, unit if several else "", margin))
+        rows.append(facts | {"block": None} | _row(pairs, unit if several else "", margin))
         for block in blocks if several else ():
             inside = [pair for pair in pairs if pair.block == block]
-            rows.append(texts | {"block": block} | _row(inside, "", margin))
+            rows.append(facts | {"block": block} | _row(inside, "", margin))
     return rows
 
 
@@ -258,6 +270,17 @@ def compared(
     kind: str = "control",
 ) -> pl.DataFrame:
     """Compare the runs of these arms with the runs in `others`, which texts call a `kind`."""
+    return with_q(rows_of_arms(study, arms, others, margin, kind))
+
+
+def rows_of_arms(
+    study: Study,
+    arms: Sequence[Arm],
+    others: Others,
+    margin: Margin | None = None,
+    kind: str = "control",
+) -> list[dict[str, Any]]:  # Any: the values of a row
+    """Return the rows of `compared` before the correction of `with_q`."""
     rows = []
     for arm in arms:
         beside = {run.name: study.by_name.get(others[arm.name][run.name] or "") for run in arm.runs}
@@ -270,11 +293,11 @@ def compared(
         about = {
             "arm": arm.name,
             "against": plain_name(known[0]) if known else PLAIN,
-            "population": _population(arm),
             "vacuous": vacuous,
+            **_setting(study, arm, known),
         }
         rows += compare_values(pairs, about, "split", margin)
-    return with_q(rows)
+    return rows
 
 
 def _pairs(
@@ -353,22 +376,42 @@ def _vacuous_control(study: Study, arm: Arm) -> str:
     """
     controls = [one for run in arm.whole if (one := study.by_name.get(run.control or ""))]
     kinds = {_control_kind(control) for control in controls}
-    has_aggregator = any((run.config or {}).get("aggregator") for run in arm.whole)
-    if not kinds & {"norm_matched", "placebo"} or has_aggregator:
-        return ""
-    rows = study.effects.filter(pl.col("run").is_in([run.name for run in arm.whole]))
-    cosines = rows.group_by("transform", "site").agg(pl.col("cosine").mean())["cosine"]
-    least = cosines.drop_nulls().min()
-    return plain_name(controls[0]) if isinstance(least, float) and least >= PARALLEL else ""
+    is_matched = bool(kinds & {"norm_matched", "placebo"})
+    return plain_name(controls[0]) if is_matched and vacuous(study, arm) else ""
 
 
-def _population(arm: Arm) -> str:
-    """Return what data the result is of: `one split, 450 test examples`."""
+def vacuous(study: Study, arm: Arm) -> bool:
+    """Whether an arm has turned no gradient, so that only lengths tell it from a plain run."""
+    least = _changes(study, arm)["cosine"].min()
+    return isinstance(least, float) and least >= PARALLEL
+
+
+def _changes(study: Study, arm: Arm) -> pl.DataFrame:
+    return study.changes.filter(pl.col("run").is_in([run.name for run in arm.whole]))
+
+
+def _setting(study: Study, arm: Arm, beside: Sequence[LoadedRun]) -> dict[str, object]:
+    """Return what is known of data, training and tuning of an arm and of the runs beside it."""
+    one, other = arm.runs[0], beside[0] if beside else None
+    tuning = study.tuning_of.get(one.name)
+    against = study.tuning_of.get(other.name) if other else None
+    sizes = {size for run in arm.whole if (size := run.test_examples)}
     splits = {split for run in arm.runs if (split := split_of(run)) is not None}
-    sizes = {size for run in arm.whole if (size := (run.summary or {}).get("test_examples"))}
-    parts = []
-    if splits:
-        parts.append("one split" if len(splits) == 1 else f"{len(splits)} splits")
-    if len(sizes) == 1:
-        parts.append(f"{sizes.pop():,} test examples")
-    return (" of " if len(splits) > 1 else ", ").join(parts)
+    changes = _changes(study, arm)
+    return {
+        "splits": len(splits) or None,
+        "test_examples": sizes.pop() if len(sizes) == 1 else None,
+        "steps": one.steps or None,
+        "optimizer": one.optimizer,
+        "lr": one.lr,
+        "lr_control": other.lr if other else None,
+        "tuned": tuning is not None,
+        "rate_tuned": tuning is not None and tuning.has_rate,
+        "chosen": tuning.others if tuning else "",
+        "chosen_control": against.others if against else "",
+        "configurations": len(tuning.points) if tuning else 1,
+        "configurations_control": len(against.points) if against else 1,
+        "cosine": changes["cosine"].min(),
+        "norm_low": changes["norm_low"].min(),
+        "norm_high": changes["norm_high"].max(),
+    }

@@ -23,7 +23,7 @@ from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
 from gradsurg.report.terminal import effort
 from gradsurg.report.tuning import read_tunings, tuning_frames
-from gradsurg.report.verdict import reached, sentence, sweeps
+from gradsurg.report.verdict import below, sentence, sweeps
 from gradsurg.stats import Margin
 
 PAGE = "index.html"
@@ -57,7 +57,11 @@ def write_report(
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
-        verdict = [*reached(study), sentence(frame, study, margin), *sweeps(study, frame, margin)]
+        verdict = [
+            sentence(frame, study, margin),
+            *below(frame, study),
+            *sweeps(study, frame, margin),
+        ]
         warned = cautions(study, frame)
         notes = [*verdict, *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")

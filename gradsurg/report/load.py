@@ -80,6 +80,25 @@ class LoadedRun:
         """The metric of the verdict, if one was given."""
         return self.measured.get("metric") or ""
 
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the optimizer; None if its config has none."""
+        optimizer = (self.config or {}).get("optimizer")
+        lr = optimizer.get("lr") if isinstance(optimizer, Mapping) else None
+        return float(lr) if isinstance(lr, int | float) else None
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimizer; empty if it is not known."""
+        optimizer = (self.config or {}).get("optimizer")
+        return str(optimizer.get("name") or "") if isinstance(optimizer, Mapping) else ""
+
+    @property
+    def test_examples(self) -> int | None:
+        """The number of test examples; None if it is not known."""
+        number = self.number("test_examples")
+        return None if number is None else int(number)
+
     def number(self, key: str) -> float | None:
         """Return a number of the summary; None if it is missing."""
         number = (self.summary or {}).get(key)
@@ -101,7 +120,8 @@ def read_runs(folder: Path, only: Collection[str] | None = None) -> list[LoadedR
         if lacking:
             raise NotAStudy(f"{folder} has no run {', '.join(lacking[:6])}")
         wanted = [_read(path, configs) for path in paths if path.name in only]
-        controls = {run.control for run in wanted} - set(only)
+        named = (name for run in wanted for name in (run.control, *run.controls.values()))
+        controls = set(named) - set(only)
         runs = wanted + [_read(path, configs) for path in paths if path.name in controls]
     else:
         runs = [_read(path, configs) for path in paths]

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from statistics import median
@@ -16,7 +16,10 @@ from gradsurg.report.compare import (
     PLAIN,
     compared,
     plain_name,
+    rows_of_arms,
+    vacuous,
     why_not,
+    with_q,
 )
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
@@ -108,6 +111,56 @@ def times_to_target(study: Study) -> pl.DataFrame:
 def _step_reached(run: LoadedRun) -> float | None:
     """Return the step at which a run reached its stopping condition; None if it did not."""
     return run.number(UNTIL_STEP) if (run.summary or {}).get(UNTIL_REACHED) else None
+
+
+PARTS = ("norm_matched", "update_norm_matched")
+"""Kinds of controls that split an effect: they have the direction of the plain gradient or update,
+and the length of the treated one."""
+
+
+def parts(study: Study) -> pl.DataFrame:
+    """Split the effect of each arm that has a plain and a norm-matched control: three rows an arm.
+
+    The columns are those of a comparison and `part`: `total`, treated minus plain; `direction`,
+    treated minus matched; `size`, matched minus plain. Of the seeds that finished in all three, so
+    that the means add up, and of the metric of the verdict alone. q is among the directions and
+    sizes of all arms. An arm that turned no gradient has no row: all of its effect is size.
+    """
+    metric = next(iter(study.metrics_of), "")
+    totals, halves = [], []
+    for arm in study.arms:
+        kind = next((kind for run in arm.runs for kind in PARTS if kind in run.controls), "")
+        triples = [
+            (run, *others)
+            for run in (arm.whole if kind and not arm.is_control else ())
+            if len(others := _finished(study, run, ("plain", kind))) == 2
+        ]
+        if not triples or vacuous(study, arm):
+            continue
+        runs, plain, matched = zip(*triples, strict=True)
+        for part, (one, other) in {
+            "total": (runs, plain),
+            "direction": (runs, matched),
+            "size": (matched, plain),
+        }.items():
+            pairs = {arm.name: {a.name: b.name for a, b in zip(one, other, strict=True)}}
+            found = rows_of_arms(study, [replace(arm, runs=one)], pairs, kind="control run")
+            kept = [
+                row | {"part": part}
+                for row in found
+                if row["metric"] == metric and row["block"] is None and row["n"]
+            ]
+            (totals if part == "total" else halves).extend(kept)
+    names = pl.Series("part", [row["part"] for row in (*totals, *halves)], pl.String)
+    frame = pl.concat([with_q(totals), with_q(halves)]).with_columns(names)
+    order = pl.col("arm").rank("dense").over(pl.lit(0))
+    return frame.sort(order, maintain_order=True)
+
+
+def _finished(study: Study, run: LoadedRun, kinds: Sequence[str]) -> list[LoadedRun]:
+    """Return the finished controls of these kinds of a run."""
+    found = [study.by_name.get(run.controls.get(kind, "")) for kind in kinds]
+    return [other for other in found if other and other.state == "finished"]
 
 
 def link_shares(study: Study) -> pl.DataFrame:

@@ -1,5 +1,6 @@
 """A study as polars data frames: its runs, their metrics, effects and conflicts."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,12 +19,19 @@ from gradsurg.experiment.run_reader import BrokenFile
 from gradsurg.report.arms import Arm, block_names, flat, group
 from gradsurg.report.load import STATES, LoadedRun, NotAStudy, read_runs
 from gradsurg.report.search import trials_text
+from gradsurg.report.tuning import Tuning, read_tunings, tuned_keys
 from gradsurg.report.wording import HEADLINE, title, titles
 from gradsurg.stats import Margin, parse_margin
 
 AREA = "area/"
 """Prefix of the area under a learning curve: its mean height over the logged steps."""
 CATEGORIES = ("run", "arm", "state")
+RUN_SCHEMA = {
+    **dict.fromkeys(("lr", "cosine"), pl.Float64()),
+    "test_examples": pl.Int64(),
+    "norm_ratio": pl.List(pl.Float64),
+}
+"""Columns of `runs` that have this type also if no run has a value."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,12 @@ class Study:
 
     @cached_property
     def runs(self) -> pl.DataFrame:
-        """A row for each run, whatever its state: outcome and config, `config.` before its keys."""
-        return _runs_frame(self.arms)
+        """A row for each run, whatever its state: outcome and config, `config.` before its keys.
+
+        `lr` is the rate of its optimizer, `tuned` says that it has values that a tuning chose,
+        `cosine` and `norm_ratio` are those of `changes`.
+        """
+        return _runs_frame(self)
 
     @cached_property
     def metrics(self) -> pl.DataFrame:
@@ -77,6 +89,54 @@ class Study:
     def conflicts(self) -> pl.DataFrame:
         """A row for each group of parameters and measured step of a run with an aggregator."""
         return self._with_arms(self._read(read_conflicts))
+
+    @cached_property
+    def changes(self) -> pl.DataFrame:
+        """The change of the gradients in treated runs: columns run, cosine, norm_low, norm_high.
+
+        `cosine` is the least over the sites of the mean between the gradient before and after,
+        `norm_low` and `norm_high` are the least and the greatest over the sites of the mean norm
+        after over the mean norm before. Links of a chain at a site are multiplied. A run with an
+        aggregator, or in which nothing was measured, has no row.
+        """
+        acting = [
+            run.name
+            for run in self.all_runs
+            if run.arm != "control" and not (run.config or {}).get("aggregator")
+        ]
+        calls, ratio = pl.col("calls"), pl.col("norm_after") / pl.col("norm_before")
+        norms = ("norm_before", "norm_after")
+        by_link = (
+            self.effects.filter(pl.col("run").cast(pl.String).is_in(acting), calls > 0)
+            .filter(pl.col("transform").cast(pl.String) != "none")
+            .drop_nulls(["cosine", *norms])
+            .group_by("run", "site", "transform")
+            .agg(
+                (pl.col("cosine") * calls).sum() / calls.sum(),
+                *((pl.col(k) * calls).sum() for k in norms),
+            )
+            .filter(pl.col("norm_before") > 0)
+        )
+        return (
+            by_link.group_by("run", "site")
+            .agg(pl.col("cosine").min(), ratio=ratio.product())
+            .group_by(pl.col("run").cast(pl.String))
+            .agg(
+                pl.col("cosine").min(),
+                norm_low=pl.col("ratio").min(),
+                norm_high=pl.col("ratio").max(),
+            )
+        )
+
+    @cached_property
+    def tunings(self) -> tuple[list[Tuning], list[str]]:
+        """The choices of tuned arms, and a line for each of their files that cannot be read."""
+        return read_tunings(self.folder, self.arms)
+
+    @cached_property
+    def tuning_of(self) -> Mapping[str, Tuning]:
+        """The tuning that chose the values of a run, by the run's name."""
+        return {run: one for one in self.tunings[0] for run in one.runs}
 
     @cached_property
     def areas(self) -> pl.DataFrame:
@@ -138,7 +198,7 @@ class Study:
     @cached_property
     def states(self) -> dict[str, int]:
         """The number of runs in each state that occurs."""
-        counts = dict(self.runs["state"].value_counts().iter_rows())
+        counts = Counter(run.state for run in self.all_runs)
         return {state: counts[state] for state in STATES if state in counts}
 
     def outcome(self, run: LoadedRun, metric: str) -> float | None:
@@ -186,7 +246,8 @@ def read_study(folder: str | Path, only: Collection[str] | None = None) -> Study
     runs, trials = ([run for run in found if bool(run.search) is of] for of in (False, True))
     if not runs:
         raise NotAStudy("\n".join([f"{folder} has only trials of a search", *trials_text(trials)]))
-    return Study(Path(folder), group(runs), trials=trials)
+    tuned = tuned_keys(read_tunings(Path(folder))[0], [run.name for run in runs])
+    return Study(Path(folder), group(runs, tuned), trials=trials)
 
 
 def _outcomes(arms: Sequence[Arm]) -> list[str]:
@@ -198,10 +259,11 @@ def _outcomes(arms: Sequence[Arm]) -> list[str]:
     return list(keys)
 
 
-def _runs_frame(arms: Sequence[Arm]) -> pl.DataFrame:
+def _runs_frame(study: Study) -> pl.DataFrame:
     rows: list[dict[str, object]] = []
     kinds: dict[str, set[type]] = {}
-    for arm in arms:
+    changed = {run: (cosine, list(ends)) for run, cosine, *ends in study.changes.iter_rows()}
+    for arm in study.arms:
         for run in arm.runs:
             row: dict[str, object] = {
                 "run": run.name,
@@ -215,7 +277,11 @@ def _runs_frame(arms: Sequence[Arm]) -> pl.DataFrame:
                 "done": run.done,
                 "control": run.control,
                 "idle": run.idle,
+                "lr": run.lr,
+                "tuned": run.name in study.tuning_of,
+                "test_examples": run.test_examples,
             }
+            row["cosine"], row["norm_ratio"] = changed.get(run.name, (None, None))
             row |= {key: run.number(key) for key in run.summary or {} if "/" in key}
             row |= {
                 f"config.{key}": item if isinstance(item, int | float | str) else _text(item)
@@ -225,7 +291,7 @@ def _runs_frame(arms: Sequence[Arm]) -> pl.DataFrame:
             for key, item in row.items():
                 kinds.setdefault(key, set()).add(type(item))
     # a key can be a number in one run and a word in another
-    schema = {key: _kind(found - {type(None)}) for key, found in kinds.items()}
+    schema = {key: _kind(found - {type(None)}) for key, found in kinds.items()} | RUN_SCHEMA
     columns = {
         key: [_text(row.get(key)) if kind == pl.String else row.get(key) for row in rows]
         for key, kind in schema.items()

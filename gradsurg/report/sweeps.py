@@ -14,7 +14,7 @@ from gradsurg.report.compare import BETTER, SCHEMA, compared
 from gradsurg.report.load import canonical
 from gradsurg.report.study import AREA, Study
 from gradsurg.report.wording import is_share
-from gradsurg.stats import Margin, benjamini_hochberg, trend
+from gradsurg.stats import MAX_P, Margin, benjamini_hochberg, trend
 
 MIN_DOSES = 3  # two points are a comparison, not a curve
 
@@ -96,49 +96,72 @@ TRENDS = {
     "n": pl.Int64,
     "direction": pl.String,
     **dict.fromkeys(("size", "low", "high", "p", "q"), pl.Float64),
+    "peak": pl.Float64,
+    "extreme": pl.String,
+    **dict.fromkeys(("peak_difference", "peak_p", "peak_q"), pl.Float64),
+    **dict.fromkeys(("acting", "inactive"), pl.List(pl.Float64)),
 }
 
 
 def trends(study: Study, frame: pl.DataFrame) -> pl.DataFrame:
     """Return the trend of each metric's difference over each swept number, with its size.
 
-    Of the seeds (or blocks) with a difference at every dose; `size` is that of `stats.trend`. q is
-    among the trends of a metric; there is a `direction` only if it is at most 0.05 too.
+    Of the seeds (or blocks) with a difference at every dose; the columns up to `peak_p` are those
+    of `stats.trend`, of the doses that are `acting`. A dose that equals the control in every metric
+    and seed is `inactive`, and no part of a trend. q is among the trends of a metric, and
+    `peak_q` among their peaks; there is a `direction` only if q is at most 0.05 too.
     """
-    by_dose = doses(study, frame)
-    rows: list[dict[str, object]] = []
-    tested: list[dict[str, object]] = []
-    for (name, key, metric), part in by_dose.group_by("name", "key", "metric", maintain_order=True):
-        part = part.sort("dose")
-        if part["dose"].n_unique() < MIN_DOSES or part["n"].n_unique() > 1:
+    rows: list[dict[str, Any]] = []  # Any: of a row
+    different = pl.col("differences").list.eval(pl.element() != 0).list.any()
+    acts = pl.col("arm").is_in(frame.filter(different)["arm"].unique().to_list())
+    for (name, key, metric), part in doses(study, frame).group_by(
+        "name", "key", "metric", maintain_order=True
+    ):
+        acting, idle = part.filter(acts).sort("dose"), part.filter(~acts).sort("dose")
+        if part["dose"].n_unique() < MIN_DOSES:
             continue
-        if part["seeds"].null_count() == 0 and part["seeds"].n_unique() > 1:
+        row = dict.fromkeys(TRENDS) | {"name": name, "key": key, "metric": metric, "direction": ""}
+        row |= {"acting": acting["dose"].to_list(), "inactive": idle["dose"].to_list()}
+        if len(acting) >= MIN_DOSES:
+            if not (found := _trend(acting)):
+                continue
+            row |= found
+        elif idle.is_empty() or acting.is_empty():
             continue
-        by_seed = [list(values) for values in zip(*part["differences"].to_list(), strict=True)]
-        found = trend(part["dose"].to_list(), by_seed)
-        low, high = found.interval or (None, None)
-        rows.append(
-            {
-                "name": name,
-                "key": key,
-                "metric": metric,
-                "n": len(by_seed),
-                "direction": found.direction,
-                "size": found.size,
-                "low": low,
-                "high": high,
-                "p": found.p_value,
-                "q": None,
-            }
-        )
-        tested += rows[-1:] * any(map(any, by_seed))  # a trend of zeros is none to test
+        rows.append(row)
     for metric in {row["metric"] for row in rows}:
-        family = [row for row in tested if row["metric"] == metric]
-        p_values = [row["p"] if isinstance(row["p"], float) else None for row in family]
-        if len(family) > 1:
-            for row, q in zip(family, benjamini_hochberg(p_values), strict=True):
-                row |= {"q": q, "direction": row["direction"] if q is None or q <= 0.05 else ""}
+        family = [row for row in rows if row["metric"] == metric and row["p"] is not None]
+        for p, q in (("p", "q"), ("peak_p", "peak_q")) if len(family) > 1 else ():
+            p_values = [1.0 if row[p] is None else row[p] for row in family]
+            for row, adjusted in zip(family, benjamini_hochberg(p_values), strict=True):
+                row[q] = adjusted if row[p] is not None else None
+        for row in family:
+            row["direction"] = row["direction"] if (row["q"] or 0) <= MAX_P else ""
     return pl.DataFrame(rows, schema=TRENDS)
+
+
+def _trend(part: pl.DataFrame) -> dict[str, object]:
+    """Return the numbers of a trend over rows by dose; {} if not all doses have the same seeds."""
+    if part["n"].n_unique() > 1:
+        return {}
+    if part["seeds"].null_count() == 0 and part["seeds"].n_unique() > 1:
+        return {}
+    by_seed = [list(values) for values in zip(*part["differences"].to_list(), strict=True)]
+    found = trend(part["dose"].to_list(), by_seed)
+    low, high = found.interval or (None, None)
+    at_peak = part.filter(dose=found.peak)["difference"].to_list() if found.extreme else [None]
+    return {
+        "n": found.n,
+        "direction": found.direction,
+        "size": found.size,
+        "low": low,
+        "high": high,
+        "p": found.p_value,
+        "peak": found.peak,
+        "extreme": found.extreme,
+        "peak_difference": at_peak[0],
+        "peak_p": found.peak_p,
+    }
 
 
 def first_trends(study: Study, frame: pl.DataFrame) -> list[dict[str, Any]]:  # Any: of a row

@@ -13,7 +13,7 @@ from gradsurg.plugins.messages import printable
 from gradsurg.report.arms import Arm
 from gradsurg.report.measures import link_shares
 from gradsurg.report.study import Study
-from gradsurg.report.verdict import Row, rows_of
+from gradsurg.report.verdict import Row, population, rows_of
 from gradsurg.report.wording import amount, amounts, p_text, table_width, title, value
 from gradsurg.stats import MIN_INTERVAL_SEEDS, TOO_FEW, UNCLEAR, paired_difference
 
@@ -214,7 +214,7 @@ def latex(
         "the 95 % interval that inverts the sign-flip test (below 6 seeds the range), and its "
         "two-sided p"
     )
-    places = dict.fromkeys(row["population"] for row in compared if row["population"])
+    places = dict.fromkeys(filter(None, map(population, compared)))
     about = "; ".join([about, *places])
     about += "; q is p corrected for the number of arms" if "q" in heads else ""
     label = re.sub("[^0-9A-Za-z]", "-", study.folder.name + f"-{key}" * (key != first))

@@ -27,10 +27,10 @@ from gradsurg.report.tables import (
     shares_text,
     uncompared,
 )
-from gradsurg.report.tuning import read_tunings, tuning_text
+from gradsurg.report.tuning import tuning_text
 from gradsurg.report.verdict import (
     Row,
-    reached,
+    below,
     rows_of,
     sentence,
     sweeps,
@@ -83,11 +83,12 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     frame = compare(study, margin)
     few = frame["arm"].n_unique() <= MAX_WHOLE
     alone = uncompared(study, frame)
+    first, *tables = _tables(frame, first_only=not few) or [""]
     parts = [
-        _head(study, frame, margin, sweeps(study, frame, margin)),
+        _head(study, frame, margin, sweeps(study, frame, margin), first),
         _lines(effort(study)),
-        *_tables(frame, first_only=not few),
-        _lines(tuning_text(*read_tunings(study.folder, study.arms))),
+        *tables,
+        _lines(tuning_text(*study.tunings)),
         "\n".join(trials_text(study.trials)),
         f"not compared\n{fitted(alone_table(study, alone, None if few else 1))}" if alone else "",
         _conflicts(study),
@@ -103,8 +104,9 @@ def pairs_text(study: Study, frame: pl.DataFrame, margin: Margin | None = None) 
     warned = cautions(study, frame)
     if pairs < possible:
         warned.append(f"{pairs} of {possible} pairs of arms: p and q do not know of the choice.")
+    first = pl.col("arm").str.strip_suffix(pl.lit(" - ") + pl.col("against"))
     told = [
-        sentence(part.with_columns(arm=pl.col("arm").str.split(" - ").list.first()), margin=margin)
+        sentence(part.with_columns(arm=first), margin=margin)
         for _, part in frame.group_by("arm", maintain_order=True)
     ]
     tables = _tables(frame, treated="first", control="second")
@@ -126,12 +128,17 @@ def _tables(frame: pl.DataFrame, first_only: bool = False, **called: str) -> lis
 
 
 def _head(
-    study: Study, frame: pl.DataFrame, margin: Margin | None = None, over: Sequence[str] = ()
+    study: Study,
+    frame: pl.DataFrame,
+    margin: Margin | None = None,
+    over: Sequence[str] = (),
+    table: str = "",
 ) -> str:
-    """Verdict, sweeps and cautions."""
-    verdict = [*reached(study), sentence(frame, study, margin), *over]
+    """The verdict, a table with a line for each arm, sweeps and cautions."""
+    verdict = [sentence(frame, study, margin), *below(frame, study)]
     told = "\n".join(filled(printable(text)) for text in verdict)
-    return "\n\n".join(filter(None, (told, _lines(cautions(study, frame)))))
+    parts = (told, table, _lines(over), _lines(cautions(study, frame)))
+    return "\n\n".join(filter(None, parts))
 
 
 def _lines(texts: Sequence[str]) -> str:
@@ -140,10 +147,15 @@ def _lines(texts: Sequence[str]) -> str:
 
 
 def job_study(runs: Sequence[Runs]) -> Study:
-    """Return the study of a job's runs alone, each compared with the control of this job."""
+    """Return the study of a job's runs alone, each compared with the control of this job.
+
+    The other controls that treated runs name are in it.
+    """
     beside = {run.treated.name: run.control and run.control.name for run in runs if run.treated}
-    wanted = {*beside, *(run.control.name for run in runs if run.control)}
-    study = read_study(next(path.parent for run in runs for path in run.paths), wanted)
+    given = {*beside, *(run.control.name for run in runs if run.control)}
+    study = read_study(next(path.parent for run in runs for path in run.paths), given)
+    treated = [run for run in study.all_runs if run.path.name in beside]
+    wanted = given.union(*(run.controls.values() for run in treated))
     arms = []
     for arm in study.arms:
         members = [run for run in arm.runs if run.path.name in wanted]

@@ -15,6 +15,7 @@ from gradsurg.report.wording import count, listed, title, value
 
 MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
 HEADS = ["arm", "chosen", "validation", "values", "seeds", "diverged", "remarks"]
+RATE = "optimizer.lr"
 Scores = Mapping[int, float | None]  # by seed; None diverged
 
 
@@ -32,6 +33,19 @@ class Tuning:
     @property
     def best(self) -> Scores:
         return next(scores for values, scores in self.points if values == self.chosen)
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the learning rate was among the values to choose."""
+        return not {"lr", RATE}.isdisjoint(self.chosen)
+
+    @property
+    def others(self) -> str:
+        """The chosen values except the rate, such as `value 0.01`."""
+        named = {key: item for key, item in self.chosen.items() if key not in ("lr", RATE)}
+        return ", ".join(
+            f"{key.rpartition('.')[2]} {value_text(item)}" for key, item in named.items()
+        )
 
     @property
     def remarks(self) -> list[str]:
@@ -96,6 +110,17 @@ def read_tunings(
         named = replace(one, name=arms[place].name) if place < len(arms) else one
         ordered.append((place, named))
     return [one for _, one in sorted(ordered, key=lambda pair: pair[0])], faults
+
+
+def tuned_keys(tunings: Iterable[Tuning], names: Iterable[str]) -> set[str]:
+    """Return the keys of the config that were tuned, if they were in each of these runs.
+
+    `lr` is short for `optimizer.lr`.
+    """
+    tunings = list(tunings)
+    if not {*names} <= {run for one in tunings for run in one.runs}:
+        return set()
+    return {RATE if key == "lr" else key for one in tunings for key in one.axes}
 
 
 def tuning_text(tunings: Sequence[Tuning], faults: Sequence[str] = ()) -> list[str]:

@@ -1,13 +1,15 @@
 """The verdict of a study in one sentence, and sentences on targets and sweeps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
+from math import inf
 from typing import Any
 
 import polars as pl
 
 from gradsurg.experiment.run_directory import UNTIL, UNTIL_REACHED
-from gradsurg.report.measures import times_to_target
+from gradsurg.report.compare import PARALLEL, PLAIN
+from gradsurg.report.measures import parts, times_to_target
 from gradsurg.report.study import Study
 from gradsurg.report.sweeps import best_arms, first_trends
 from gradsurg.report.wording import (
@@ -25,6 +27,7 @@ from gradsurg.report.wording import (
     value,
 )
 from gradsurg.stats import (
+    MAX_P,
     MIN_FOR_P,
     TOO_FEW,
     UNCLEAR,
@@ -36,16 +39,26 @@ Row = Mapping[str, Any]  # Any: one row of the frame of `compare`
 
 DOES = {"higher": "raises", "lower": "lowers"}
 MARGINS = {
-    "better": "{arm} is better than {against} in {metric}",
+    "better": "{arm} is better than {against} in {metric}{at}",
     "worse by more than the margin": "{arm} is worse than {against} in {metric} by more than "
-    "{margin}",
-    "worse": "{arm} is worse than {against} in {metric}",
-    "equivalent": "{arm} and {against} are equivalent in {metric} within {margin}",
-    "not worse": "{arm} is not worse than {against} in {metric} by {margin} or more",
-    "undecided": "whether {arm} and {against} are equivalent in {metric} within {margin} is open",
+    "{margin}{at}",
+    "worse": "{arm} is worse than {against} in {metric}{at}, and whether by more than {margin} is "
+    "open",
+    "beyond the margin": "{arm} differs from {against} in {metric} by more than {margin}{at}",
+    "equivalent": "{arm} and {against} are equivalent in {metric} within {margin}{at}",
+    "not worse": "{arm} is not worse than {against} in {metric} by {margin} or more{at}",
+    "undecided": "whether {arm} and {against} are equivalent in {metric} within {margin}{at} is "
+    "open",
 }
 """How the sentence begins that answers the question of a margin."""
 MAX_NAMED = 4  # arms in one list of a sentence
+NO_CLEAR = "no clear difference in"
+NEARLY_PARALLEL, LENGTH_CHANGED = 0.99, 1.2
+"""Least mean cosine of a transform that acts on the length of a gradient alone, and the factor from
+which on its length counts as changed."""
+SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
+SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
+"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
 
 
 def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
@@ -63,10 +76,13 @@ def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
 def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | None = None) -> str:
     """Return the verdict on the first metric of a comparison, in one sentence.
 
-    Direction, size, interval, p, wins and population; seeds that diverged come first. Of several
-    arms those with a clear difference are named, and the others counted. `study` tells what there
-    is where nothing can be compared, `margin` is the one that was given to `compare`.
+    Direction, size, rate, steps and tuning, interval, p, wins and data; seeds that diverged come
+    first. Of several arms those with a clear difference are named, and the others are listed.
+    `study` tells what there is where nothing can be compared, `margin` is the one that was given to
+    `compare`. A study whose runs stop at a target is about the steps to it.
     """
+    if study and (times := times_to_target(study).to_dicts()):
+        return _of_times(times, rows_of(frame))
     margin = margin or (study.margin if study else None)
     rows = rows_of(frame)
     compared = [row for row in rows if row["difference"] is not None]
@@ -75,43 +91,60 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
         vacuous = [row for row in rows if row["vacuous"]]
         without = vacuous_sentence(vacuous) if vacuous else _nothing(study)
         return f"{lost}; no seed is left to compare." if lost else without
-    text = _of_many(compared, margin) if len(compared) > 1 else _of_one(compared[0], margin)
+    is_one, start = len(compared) == 1, capital if not lost else str
+    text = _of_one(compared[0], margin, start=start) if is_one else _of_many(compared, margin)
     if few := [row for row in compared if row["verdict"] == TOO_FEW]:
         row = max(few, key=lambda row: row["n"])
         seeds = "one training" if row["repeats"] else count(row["n"], row["unit"])
         text += f"; {seeds} {'is' if row['n'] == 1 else 'are'} too few for a test"
-    if lost:
-        return f"{lost}; over the others, {text}."
-    return f"{text if text.startswith(compared[0]['arm']) else capital(text)}."
+    return f"{lost}; over the others, {text}." if lost else f"{text}."
 
 
-def _of_one(row: Row, margin: Margin | None, population: bool = True) -> str:
-    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, population)
-    metric, difference = title(key), amount(key, row["difference"])
+def _of_one(
+    row: Row,
+    margin: Margin | None,
+    said: Collection[str] = (),
+    start: Callable[[str], str] = str,
+) -> str:
+    """Return the verdict on an arm; `said` are the parts of `setting` that are said elsewhere.
+
+    `start` writes the first letter of words; the name of an arm stays as it is.
+    """
+    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, said)
+    metric, difference, at = title(key), amount(key, row["difference"]), _at(row, said)
     if row["margin"] and margin is not None and not _is_directed(row):
         limit = size(key, margin.of(row["control"]))
         if row["margin"] == "equivalent" and (word := DOES.get(row["verdict"])):
             by = size(key, row["difference"])
-            return f"{arm} {word} {metric} by {by}, less than the margin of {limit} ({told})"
+            return f"{arm} {word} {metric} by {by}{at}, less than the margin of {limit} ({told})"
         begin = MARGINS[row["margin"]]
-        begin = begin.format(arm=arm, against=against, metric=metric, margin=limit)
+        begin = start(begin).format(arm=arm, against=against, metric=metric, margin=limit, at=at)
         return f"{begin}: {difference} ({told})"
     if word := DOES.get(row["verdict"]):
         beside = "" if against == "control" else f" against {against}"
-        return f"{arm} {word} {metric} by {size(key, row['difference'])}{beside} ({told})"
+        by = size(key, row["difference"])
+        is_open = row["margin"] == "undecided" and margin is not None
+        limit = size(key, margin.of(row["control"])) if margin else ""
+        rest = f", and whether by more than {limit} is open" * is_open
+        return f"{arm} {word} {metric} by {by}{beside}{at}{rest} ({told})"
     if row["verdict"] == "identical":
         seeds = count(row["repeats"] or row["n"], row["unit"])
-        return f"{metric} is identical with {arm} and {against} in {seeds}"
+        return f"{start(metric)} is identical with {arm} and {against} in {seeds}{at}"
     if row["verdict"] == UNCLEAR:
         between = f"{metric} between {arm} and {against}"
-        return f"no clear difference in {between}: {difference} ({told})"
-    return f"{metric} of {arm} minus {against}: {difference} ({told})"
+        return f"{start(NO_CLEAR)} {between}{at}: {difference} ({told})"
+    return f"{start(metric)} of {arm} minus {against}{at}: {difference} ({told})"
 
 
 def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
     """The sentences on the arms with the same verdict together, the largest differences first."""
     told = []
     metrics = dict.fromkeys(row["metric"] for row in rows)
+    first, *others = (setting(row) for row in rows)
+    common = {key: text for key, text in first.items() if all(x[key] == text for x in others)}
+    said = {*common}
+    if not any(row["tuned"] for row in rows):
+        said |= {"rate", "steps"}  # where these differ, the arms are named by them
     for word, key in product((*MARGINS, *DOES, UNCLEAR, "identical", TOO_FEW), metrics):
         alike = [
             row
@@ -122,29 +155,84 @@ def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
         if word == UNCLEAR and len(alike) > 1:
             told.append(_unclear(alike))
             continue
-        told += [_of_one(row, margin, population=False) for row in alike[:MAX_NAMED]]
+        told += [_of_one(row, margin, said) for row in alike[:MAX_NAMED]]
         told += [f"{len(alike) - MAX_NAMED} more: {word}"] * (len(alike) > MAX_NAMED)
     controls = {row["against"] for row in rows}
     against = controls.pop() if len(controls) == 1 else "their controls"
-    places = dict.fromkeys(row["population"] for row in rows if row["population"])
-    where = f" ({'; '.join(places)})" if places else ""
-    return f"{len(rows)} arms against {against}: {'; '.join(told)}{where}"
+    where = f" ({common['data']})" if common.get("data") else ""
+    return f"{len(rows)} arms against {against}{_joined(common)}: {'; '.join(told)}{where}"
 
 
 def _unclear(rows: Sequence[Row]) -> str:
-    key, widest = rows[0]["metric"], max(rows, key=lambda row: row["high"] - row["low"])
-    span = amounts(key, widest["low"], widest["high"])
+    """The arms without a clear difference, each with its difference and interval."""
+    key = rows[0]["metric"]
     q = min((row["q"] for row in rows if row["q"] is not None), default=None)
     least = f"; least q {p_text(q)}" if q is not None else ""
-    names = listed([row["arm"] for row in rows], MAX_NAMED)
-    return (
-        f"no clear difference in {title(key)} with {names} (widest "
-        f"{widest['interval']} interval {span}{least}; n = {widest['n']})"
+    each = [
+        f"{row['arm']}: {amount(key, row['difference'])} ({amounts(key, row['low'], row['high'])})"
+        for row in rows
+    ]
+    return f"{NO_CLEAR} {title(key)} with {listed(each, MAX_NAMED)}{least}"
+
+
+def setting(row: Row) -> dict[str, str]:
+    """Return rate, steps, tuning and data of a comparison in words; empty texts if not known."""
+    budget = "" if row["tuned"] is None else "not tuned"
+    if row["tuned"]:
+        arm, against = row["arm"], row["against"]
+        tried, other = row["configurations"], row["configurations_control"]
+        budget = (
+            f"unequal budget: {arm} chose among {tried} configurations, {against} among {other}"
+        )
+        budget = f"{count(tried, 'configuration')} each" if tried == other else budget
+    return {
+        "rate": _rate(row),
+        "steps": f"{row['steps']:,} steps" if row["steps"] else "",
+        "budget": budget,
+        "data": population(row),
+    }
+
+
+def _rate(row: Row) -> str:
+    """Return the rate and other chosen values of the arm, and in brackets those of the control."""
+    fixed = f"lr {row['lr']:g}" if row["lr"] is not None else ""
+    if not row["tuned"]:
+        return fixed
+    ends = ("", "_control") if row["rate_tuned"] else ()
+    rates = [f"lr {rate:g}" if (rate := row[f"lr{end}"]) is not None else "" for end in ends]
+    chosen, its = (
+        ", ".join(filter(None, values))
+        for values in zip(rates or ["", ""], (row["chosen"], row["chosen_control"]), strict=True)
     )
+    beside = f" ({row['against']}: {its or 'nothing to choose'})" if its != chosen else " of both"
+    if its and its == rates[-1] and chosen == rates[0] != its:
+        beside = f" ({row['against']} {row['lr_control']:g})"
+    fixed = f"{fixed}, " if fixed and not rates else ""
+    return f"{fixed}the chosen {chosen}{beside}" if chosen else fixed
 
 
-def evidence(row: Row, population: bool = True) -> str:
-    """Return interval, p, q, wins and population of a comparison, as they stand in brackets.
+def _at(row: Row, said: Collection[str] = ()) -> str:
+    return _joined({key: text for key, text in setting(row).items() if key not in said})
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    """Return ` at lr 0.1, 500 steps, not tuned`; empty if nothing is known."""
+    texts = [text for key in ("rate", "steps", "budget") if (text := parts.get(key))]
+    if not texts:
+        return ""
+    return f"{' at ' if parts.get('rate') else ' after '}{', '.join(texts)}"
+
+
+def population(row: Row) -> str:
+    """Return the data that a result is of, such as `one split, 450 test examples`."""
+    splits, examples = row["splits"], row["test_examples"]
+    parts = ["one split" if splits == 1 else f"{splits} splits"] if splits else []
+    parts += [f"{examples:,} test examples"] if examples else []
+    return (", " if splits == 1 else " of ").join(parts)
+
+
+def evidence(row: Row, said: Collection[str] = ()) -> str:
+    """Return interval, p, q, wins and data of a comparison, as they stand in brackets.
 
     The interval of a clear difference has the sign of the verdict's word, so none of its own.
     """
@@ -161,8 +249,8 @@ def evidence(row: Row, population: bool = True) -> str:
         parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
     if n > 1:
         parts.append(wins(row))
-    if row["population"] and population:
-        parts.append(row["population"])
+    if "data" not in said and (data := population(row)):
+        parts.append(data)
     return "; ".join(parts) or "one run of each"
 
 
@@ -216,9 +304,72 @@ def _nothing(study: Study | None) -> str:
     return f"Nothing can be compared: {of}, and no seed in both arms."
 
 
+def below(frame: pl.DataFrame, study: Study) -> list[str]:
+    """Return the sentences that belong below the verdict: on the target, on direction and size."""
+    rows = [row for row in rows_of(frame) if row["difference"] is not None]
+    apart = parts(study)
+    split = [part.to_dicts() for _, part in apart.group_by("arm", maintain_order=True)]
+    alone = {group[0]["arm"] for group in split}
+    lengths = [text for row in rows if (text := _about_length(row, row["arm"] in alone))]
+    told = [_parts_sentence(group) for group in split]
+    return [*reached(study), *lengths[:MAX_NAMED], *told[:MAX_NAMED]]
+
+
+def _about_length(row: Row, is_split: bool) -> str:
+    """Return a sentence on a transform that changed the length of the gradients alone."""
+    cosine, low, high = row["cosine"], row["norm_low"], row["norm_high"]
+    is_told = row["against"] == PLAIN and row["verdict"] != "identical" and not row["rate_tuned"]
+    if not is_told or cosine is None or cosine < NEARLY_PARALLEL:
+        return ""
+    if max(high, 1 / low if low else inf) < LENGTH_CHANGED:
+        return ""
+    done, by = "changed the length of", f"multiplied by {_from_to(low, high)}"
+    if high <= 1 and low:
+        done, by = "shortened", f"divided by {_from_to(1 / high, 1 / low)}"
+    elif low >= 1:
+        done = "lengthened"
+    begin = f"{row['arm']} only {done} the {{}} (cosine {cosine:.2f}, norms {by})"
+    if row["optimizer"] in SCALE_FREE:
+        begin = begin.format("gradients")
+        return f"{begin}: a constant scale cancels in the updates of {row['optimizer']}."
+    begin = begin.format("step")
+    if cosine >= PARALLEL:  # a norm-matched control would be the same training
+        return f"{begin}: this compares learning rates; add tune=lr."
+    if is_split:
+        return f"{begin}."
+    return f"{begin}: this compares learning rates; add tune=lr, or control=[plain,norm_matched]."
+
+
+def _from_to(low: float, high: float) -> str:
+    ends = [f"{low:.2g}", f"{high:.2g}"]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _parts_sentence(rows: Sequence[Row]) -> str:
+    """Return a sentence on the rows of an arm in the frame of `parts`."""
+    total, direction, length = rows
+    key, arm, matched = total["metric"], total["arm"], direction["against"]
+    each = [
+        f"{row['part']} {amount(key, row['difference'])}{f' ({x})' if (x := _short(row)) else ''}"
+        for row in rows
+    ]
+    return (
+        f"{capital(title(key))} with {arm}: {each[0]} = {each[1]} + {each[2]}. Direction is "
+        f"{arm} minus {matched}, size is {matched} minus {length['against']}, over "
+        f"{count(total['n'], total['unit'])}."
+    )
+
+
+def _short(row: Row) -> str:
+    """Return the interval, p and q of a difference without their names."""
+    texts = [amounts(row["metric"], row["low"], row["high"])] * (row["n"] > 1)
+    has_p = row["n"] >= MIN_FOR_P and row["p"] is not None
+    return "; ".join([*texts, *[_p_and_q(row, "").strip()] * has_p])
+
+
 def reached(study: Study) -> list[str]:
-    """Return how many seeds of each arm reached the stopping condition, and whether sooner than
-    in the control; the last sentence says at which step outcomes are taken. [] without one."""
+    """Return how many seeds of each arm reached the stopping condition, and a sentence that the
+    outcomes of such arms are no comparison. [] without a condition."""
     asked = [run for run in study.all_runs if UNTIL_REACHED in (run.summary or {})]
     if not asked:
         return []
@@ -226,34 +377,86 @@ def reached(study: Study) -> list[str]:
     for arm in study.arms:
         ends = [run.summary[UNTIL_REACHED] for run in arm.runs if run in asked and run.summary]
         told += [f"{sum(map(bool, ends))} of {count(len(ends), 'seed')} of {arm.name}"] * bool(ends)
-    lines = [f"{(asked[0].summary or {})[UNTIL]} was reached by {listed(told)}."]
-    for row in times_to_target(study).iter_rows(named=True):
-        both = f"; median of {len(row['both'])} that both did {row['median'] or 0:+,g} steps"
-        lines.append(
-            f"{row['arm']} reached it sooner than {row['against']} in {row['sooner']} of "
-            f"{count(row['n'], 'seed')} and later in {row['later']} (a seed that never did counts "
-            f"as latest; {_p_and_q(row, 'exact sign test')}{both if row['both'] else ''})."
-        )
-    return [*lines, "Outcomes are of the step at which each run has ended."]
+    return [
+        f"{(asked[0].summary or {})[UNTIL]} was reached by {listed(told)}.",
+        "Outcomes are those at the step at which each run has ended, mostly at the target: they do "
+        "not compare the arms.",
+    ]
+
+
+def _of_times(times: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Return the verdict on the steps to the target."""
+    about = {row["arm"]: row for row in rows}
+    settings = [setting(about[one["arm"]]) for one in times if one["arm"] in about]
+    first, *others = settings or [{}]
+    common = {key: text for key, text in first.items() if all(x[key] == text for x in others)}
+    if common.get("steps"):
+        common["steps"] = f"at most {common['steps']}"
+    at = _joined(common)
+    data = f"; {common['data']}" if common.get("data") else ""
+    never = f" (a seed that never reached it counts as latest{data})"
+    if len(times) == 1:
+        return f"{_of_time(times[0], at, capital)}{never}."
+    told = [_of_time(one, "") for one in times]
+    return f"{len(times)} arms against their controls{at}: {'; '.join(told)}{never}."
+
+
+def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
+    n, arm, against = one["n"], one["arm"], one["against"]
+    both = len(one["both"] or ())
+    median = f"; median difference {one['median'] or 0:+,g} steps" if both else ""
+    median += f" in the {both} in which both did" if 0 < both < n else ""
+    counts = f"sooner in {one['sooner']} and later in {one['later']} of {count(n, 'seed')}"
+    p = f", {_p_and_q(one, 'exact sign test')}" if n >= MIN_FOR_P else ", too few for a test"
+    if n >= MIN_FOR_P and max(one["p"], one["q"] or 0) <= MAX_P:
+        word = "sooner" if one["sooner"] > one["later"] else "later"
+        return f"{arm} reaches {one['until']} {word} than {against}{at}: {counts}{p}{median}"
+    return f"{start('steps')} to {one['until']} with {arm} and {against}{at}: {counts}{p}{median}"
 
 
 def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
     """Return a sentence for each trend of the first metric, and for best against best."""
+    if reached(study):
+        return []  # outcomes at a target have no trend
     told = [trend_sentence(row) for row in first_trends(study, frame)]
     return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
 
 
 def trend_sentence(row: Row) -> str:
     """Return a sentence on a row of `trends`."""
-    key, change = row["metric"], f"the difference in {title(row['metric'])}"
+    key, swept = row["metric"], f"{row['key']} ({row['name']})"
+    change, still = f"the difference in {title(key)}", ""
+    if row["inactive"]:
+        acts = f"acts at {_numbers(row['acting'])}, and " if row["acting"] else ""
+        still = f" It {acts}changes nothing at {_numbers(row['inactive'])}."
+    if row["size"] is None:
+        return f"Too few values of {swept} change anything for a trend.{still}"
     span = amounts(key, row["low"], row["high"])
     told = f"95 % interval {span}; {_p_and_q(row, 'sign-flip')}; " if span else ""
-    begin = f"{capital(change)} {row['direction']}" if row["direction"] else ""
-    return (
-        f"{begin or f'No clear trend of {change}'} with {row['key']} ({row['name']}): "
-        f"{amount(key, row['size'])} from the smallest to the largest ({told}n = {row['n']}; a "
-        "further test, not among the q of the arms)."
-    )
+    further = f"n = {row['n']}; a further test, not among the q of the arms"
+    ends = f"{amount(key, row['size'])} from the smallest to the largest"
+    if row["direction"]:
+        begin = f"{capital(change)} {row['direction']} with {swept}: {ends}"
+        return f"{begin} ({told}{further}).{still}"
+    at = f"{row['extreme']} at {row['peak'] or 0:g}, {amount(key, row['peak_difference'])}"
+    if is_clear_peak(row):
+        p = _p_and_q({"p": row["peak_p"], "q": row["peak_q"]}, "the larger sign-flip")
+        return (
+            f"Over {swept}, {change} is {at}, and differs from both ends ({p}; {further}); "
+            f"{ends}.{still}"
+        )
+    inside = f"; the means are {at}" if row["extreme"] else ""
+    return f"No clear trend of {change} with {swept}: {ends} ({told}{further}){inside}.{still}"
+
+
+def is_clear_peak(row: Row) -> bool:
+    """Whether the outcome at a dose inside differs from that at both ends, by a row of `trends`."""
+    p_and_q = row["peak_p"], row["peak_q"] or 0
+    return row["n"] >= MIN_FOR_P and row["peak_p"] is not None and max(p_and_q) <= MAX_P
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return listed([f"{one:g}" for one in values])
 
 
 def best_sentence(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Runs that have learned nothing are recognized and reported."""
 
 from dataclasses import dataclass
+from math import log
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_the_summary_records_that_a_run_has_learned_nothing(
 ) -> None:
     record = execute(a_run(transform, task=Digits()), tmp_path, [])
     assert bool(record.summary["learned_nothing"]) == dead
+    assert record.summary["chance_loss"] == pytest.approx(log(10), abs=0.01)
 
 
 DEAD = {"metric": "test/accuracy", "beside": 0.1, "what": "chance for 10 classes is"}

@@ -92,9 +92,38 @@ def test_a_trend_has_a_direction_and_a_size(tmp_path: Path) -> None:
     assert found["low"] <= found["size"] <= found["high"]
 
 
-def test_a_bend_is_no_trend(tmp_path: Path) -> None:
-    study = by_dose(tmp_path, {dose: [gain] * 6 for dose, gain in ((1, 0.0), (2, 0.2), (3, 0.1))})
-    assert trend_of(study)["direction"] == ""
+def test_a_bend_is_no_trend_but_a_peak(tmp_path: Path) -> None:
+    gains = {1: 0.01, 2: 0.2, 3: 0.1}
+    noise = [0.001 * seed for seed in range(6)]
+    study = by_dose(tmp_path, {dose: [gain + x for x in noise] for dose, gain in gains.items()})
+    found = trend_of(study)
+    assert found["direction"] == ""
+    assert (found["extreme"], found["peak"]) == ("highest", 2.0)
+    assert found["peak_difference"] == pytest.approx(0.2025)
+    assert found["peak_p"] == 2 / 64
+    assert found["peak_q"] is None
+
+
+def test_a_dose_that_equals_the_control_is_inactive_and_in_no_trend(tmp_path: Path) -> None:
+    gains = {0.1: -0.3, 0.2: -0.2, 0.3: -0.1, 1.0: 0.0, 2.0: 0.0}
+    for seed in range(6):
+        control = studies.whole(tmp_path, "none", seed, 0.5 + seed / 1000)
+        for dose, gain in gains.items():
+            place = studies.plan(tmp_path, "clip", seed, control, value=dose)
+            studies.log(place, "clip")
+            # at dose 1 the loss alone tells it from the control
+            loss = {"train/loss": 0.4} if dose == 1.0 else {}
+            studies.end(place, "clip", 0.5 + seed / 1000 + gain * (1 + seed / 100), **loss)
+    found = trend_of(read_study(tmp_path))
+    assert (found["acting"], found["inactive"]) == ([0.1, 0.2, 0.3, 1.0], [2.0])
+    assert found["direction"] == "rises"
+    assert found["size"] == pytest.approx(0.3 * 1.025)
+
+
+def test_too_few_doses_that_act_have_no_trend(tmp_path: Path) -> None:
+    study = by_dose(tmp_path, {0.1: [0.1] * 6, 0.2: [0.2] * 6, 0.3: [0.0] * 6})
+    found = trend_of(study)
+    assert (found["size"], found["p"], found["inactive"]) == (None, None, [0.3])
 
 
 def test_trends_of_several_arms_are_corrected_together(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gradsurg.report.wording as wording
-from gradsurg.experiment.run_directory import SUMMARY, RunDirectory
+from gradsurg.experiment.run_directory import FACTS, SUMMARY, RunDirectory
 from gradsurg.report import load_study, summary
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.study import read_study
@@ -51,7 +51,7 @@ def test_a_job_prints_the_verdict_both_arms_and_the_effects_of_its_runs_alone(
     studies.whole(tmp_path, "zero", 0, 0.1, runs[0].control and runs[0].control.name)
     text = report(runs)
     said = plain(text)
-    assert said.startswith("clip lowers test accuracy by 7.33 pp (95 % interval ")
+    assert said.startswith("clip lowers test accuracy by 7.33 pp ")
     cells = "82.67%, 90.00%, -7.33 pp, -10.00 to -4.00 pp, 0.0312, 0/6"
     assert row_of(text, "test accuracy")[1:] == cells.split(", ")
     assert row_of(text, "step time (ms)")[1:] == ["1.5", "1", "+50%", "+50% to +50%"]
@@ -98,7 +98,7 @@ def test_a_job_is_compared_with_its_own_control(tmp_path: Path) -> None:
     text = report(runs)
     assert row_of(text, "test accuracy")[2] == "70.00%"
     said = plain(text)
-    assert "of clip minus placebo: +10.00 pp" in said
+    assert "+10.00 pp" in said
     assert "The placebo arm turns each gradient as far as clip" in said
     assert "tep time" not in said  # the placebo arm runs a surgery too
     assert {run.label for run in job_study(runs).all_runs} == {"clip", "placebo-clip"}
@@ -153,6 +153,29 @@ def test_conflicts_of_a_job_are_printed(tmp_path: Path) -> None:
     text = report(runs)
     assert "How the tasks conflict, means over 8 measured steps of 2 runs:" in text
     assert "No conflict was measured" not in text
+
+
+def test_a_job_reads_the_other_controls_of_its_runs(tmp_path: Path) -> None:
+    runs = job(tmp_path, [0.80, 0.81, 0.82, 0.83, 0.84, 0.86])
+    for seed, one in enumerate(runs):
+        assert one.treated
+        assert one.control
+        place = studies.plan(tmp_path, "norm_matched-clip", seed, arm="control")
+        studies.end(place, "norm_matched-clip", 0.81)
+        facts = json.loads((one.treated / FACTS).read_text("utf-8"))
+        controls = {"plain": one.control.name, "norm_matched": place.path.name}
+        (one.treated / FACTS).write_text(json.dumps({**facts, "controls": controls}), "utf-8")
+    study = job_study(runs)
+    assert {run.label for run in study.all_runs} == {"clip", "none", "norm_matched-clip"}
+    said = plain(report(runs))
+    for part in ("total -7.33 pp", "direction +1.67 pp", "size -9.00 pp"):
+        assert part in said
+
+
+def test_an_overview_has_the_line_of_each_arm_directly_below_the_verdict(tmp_path: Path) -> None:
+    parts = overview(read_study(studies.mixed(tmp_path))).split("\n\n")
+    assert parts[1].startswith("test accuracy\narm ")
+    assert "diverged" in parts[2]
 
 
 def test_failed_runs_and_transforms_that_made_nan_are_told_first(tmp_path: Path) -> None:
