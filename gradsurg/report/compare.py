@@ -117,7 +117,7 @@ def names_of(study: Study) -> str:
 
 def compare_values(
     metrics: Mapping[str, Sequence[Pair]],
-    about: Mapping[str, str],
+    about: Mapping[str, Any],
     unit: str = "",
     margin: Margin | None = None,
 ) -> list[dict[str, Any]]:  # Any: the values of a row
@@ -134,7 +134,11 @@ def compare_values(
         pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
         blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
-        texts = {**about, "metric": metric}
+        texts = {
+            **about,
+            "metric": metric,
+            "better": about.get("better") if metric == first else None,
+        }
         if metric != first and margin and not margin.is_share:
             margin = None  # it has the unit of the first metric
         rows.append(texts | {"block": None} | _row(pairs, unit if several else "", margin))
@@ -172,7 +176,7 @@ def _verdicts(row: Mapping[str, Any], q: float | None) -> dict[str, object]:  # 
         return {"q": q, "verdict": ""}
     verdict, margin = finding(row["found"], q), ""
     if (size := row.get("margin_size")) is not None and any(row["differences"]):
-        better = BETTER.get(row["metric"].rpartition("/")[2])
+        better = row.get("better") or BETTER.get(row["metric"].rpartition("/")[2])
         margin = margin_verdict(row["low"], row["high"], size, better, q)
     return {"q": q, "verdict": verdict, "margin": margin}
 
@@ -272,6 +276,7 @@ def compared(
             "against": plain_name(known[0]) if known else PLAIN,
             "population": _population(arm),
             "vacuous": vacuous,
+            "better": arm.runs[0].measured.get("better"),  # that of a script's metric
         }
         rows += compare_values(pairs, about, "split", margin)
     return with_q(rows)
