@@ -1,17 +1,16 @@
 """Train a script with all seeds of each arm, and report: the life of one command."""
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from signal import SIGTERM, signal
 from time import monotonic, sleep
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from gradsurg.experiment.command import print_notes, report_study
 from gradsurg.experiment.controls import ArmKind
-from gradsurg.experiment.errors import FAILED, WRONG_INPUT, ConfigError, ErrorCollector
+from gradsurg.experiment.errors import FAILED, ConfigError, ErrorCollector
 from gradsurg.experiment.from_config import from_config
 from gradsurg.experiment.making import make
 from gradsurg.experiment.run_directory import (
@@ -27,7 +26,6 @@ from gradsurg.report.terminal import Runs, failures, report
 from gradsurg.report.tuning import read_tunings, tuning_text
 from gradsurg.report.wording import count, duration, value
 from gradsurg.script.numbers import (
-    LOG,
     Metric,
     about_taken,
     chosen_metric,
@@ -36,22 +34,15 @@ from gradsurg.script.numbers import (
 )
 from gradsurg.script.runs import Ended, Process, ScriptRun
 from gradsurg.script.tuning import Tuning
-from gradsurg.script.words import USAGE, Command, parse
+from gradsurg.script.words import Command
 from gradsurg.script.written import WrittenFiles
 
 POLL = 0.05  # seconds between two looks at the processes
 SEED_HINT = "in the script's words write {seed}, as --seed {seed}, or read GRADSURG_SEED"
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command line, and return the exit code.
-
-    0 if all runs finished, 1 if one failed, 2 if the words are wrong or nothing can be attached.
-    """
-    if not words or {"-h", "--help"} & {*words[: [*words, "--"].index("--")]}:
-        print(USAGE)
-        return 0 if words else WRONG_INPUT
-    command = parse(words)
+def run(command: Command) -> int:
+    """Tune, train and report; return the exit code. Raises ConfigError."""
     if command.surgery:
         from_config(command.surgery, own_code=True)  # its faults
     return _Study(command).run()
@@ -102,7 +93,7 @@ class _Study:
         if self.settings.control != "none":
             given: Any = self.settings.control  # one kind, or a list of them
             for kind in [given] if isinstance(given, str) else given:
-                kinds.append("control" if kind == "plain" else kind)
+                kinds.append("control" if kind == "plain" else cast(ArmKind, kind))
         if not self.command.surgery:
             return {"control": self.command}
         kinds.append("treated")
@@ -148,8 +139,8 @@ class _Study:
             return False
         ended = Ended.earlier(run)
         self._choose(ended)
-        if self.metric is not None:
-            self._write(ended)
+        self._write(ended)
+        self._compare_with_others(ended)
         return True
 
     def _end(self, process: Process) -> None:
@@ -335,8 +326,3 @@ def _title(run: ScriptRun) -> str:
 
 def _last_line(text: str) -> str:
     return text.rstrip().splitlines()[-1]
-
-
-def log_of(run: ScriptRun) -> str:
-    """Return the path of a run's output."""
-    return os.path.relpath(run.path / LOG)

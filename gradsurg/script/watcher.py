@@ -82,6 +82,7 @@ class Watcher:
     def __post_init__(self) -> None:
         self._process = os.getpid()
         self._made: list[weakref.ref[Optimizer]] = []
+        self._kinds: list[str] = []  # of all optimizers, also of those that are gone
         self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -110,11 +111,8 @@ class Watcher:
         if self.wanted and self.seen:
             none = f"model={self.wanted}: no trained model has this name or class"
             return f"{none}; seen: {_listed(self.seen)}"
-        optimizers = [one for ref in self._made if (one := ref()) is not None]
-        found = ", ".join(f"{_kind(one)} of {len(_params(one))} tensors" for one in optimizers)
-        if not found:
-            found = f"{len(self._made)} optimizers" if self._made else "no optimizer"
-        held = f"found {found}, {self.steps} steps"
+        found = _listed(dict.fromkeys(self._kinds)) or "no optimizer"
+        held = f"found {found}; {self.steps} steps"
         return (
             "the surgery was not attached: no module was called with gradients after an optimizer "
             f"was made ({held}). Updates by hand, tensors without a module, and training in a "
@@ -140,6 +138,7 @@ class Watcher:
         if os.getpid() != self._process:
             return
         self._made.append(weakref.ref(optimizer))
+        self._kinds.append(f"{_kind(optimizer)} of {len(_params(optimizer))} tensors")
         self._note_names(frame)
         self._wait()
 
@@ -195,7 +194,9 @@ class Watcher:
         if all(ref() is not optimizer for ref in self._made):  # it was copied or unpickled
             self._optimizer_made(optimizer, sys._getframe(1))
         own = _params(optimizer).keys()
-        if any(own & _ids(each.model) for each in self.attached):
+        if any(each.live.session.steps.is_stepping for each in self.attached):
+            self._left_out.add(optimizer)  # a step of another one, as SAM, calls it
+        elif any(own & _ids(each.model) for each in self.attached):
             self._rebind([optimizer])
         elif len(args) > 1 or kwargs.get("closure") is not None:
             whole = self._container(own)

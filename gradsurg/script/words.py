@@ -20,28 +20,8 @@ from gradsurg.experiment.own_code import check_targets
 from gradsurg.experiment.settings import Settings, check_seeds, settings_of
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import nearest
+from gradsurg.plugins.registry import HYDRAS
 from gradsurg.script.numbers import Metric
-
-USAGE = """\
-usage: python -m gradsurg.script [WORDS] -- SCRIPT.py [ITS WORDS]
-       python -m gradsurg.script [WORDS] -- -m MODULE [ITS WORDS]
-
-  python -m gradsurg.script transform=clip seeds=8 -- train.py --epochs 3
-  python -m gradsurg.script transform=clip dry_run=true -- train.py
-
-WORDS, with their defaults:
-  transform=none site=parameters when=steps   as in gradsurg.run, with their fields
-  seeds=8 seed=null control=plain             seeds 0 to 7, each with a control run
-  metric=null    the outcome: NAME, max:NAME or min:NAME for its best value, higher:NAME or
-                 lower:NAME if its name does not say which is better
-  margin=null    equivalence: arms that differ by less are equivalent
-  tune=null      values of the transform or of the script: tune='--lr=[0.01,0.1]'
-  tune_seeds=3   seeds for each of these values
-  model=NAME     the variable or class of the model, if the script trains several
-  jobs=1         runs at once
-  study=SCRIPT out=runs logger=none effects_every=1 force=false report=auto dry_run=false
-
-{seed}, {arm} and {out} in the script's words stand for seed, arm and a folder of the run."""
 
 SURGERY = ("transform", "site", "when")
 SETTINGS = ("seeds", "seed", "control", "metric", "margin", "tune_seeds", "study", "out", "force")
@@ -178,16 +158,16 @@ def _fault(word: str) -> str:
     """Return the fault of a word of gradsurg's; empty if its key is known."""
     if word in ("-m", "--multirun") or (SWEEP.fullmatch(word) and not word.startswith("tune=")):
         key = word.partition("=")[0]
-        return (
-            f"{key}: one treatment a command; with the same study= the next one shares its control"
-        )
+        return f"{key}: one value a command; with the same study= the next shares its control runs"
+    if word.startswith("--list"):
+        return f"{word}: python -m gradsurg.run --list lists the options"
     key, equals, value = word.lstrip("+~").partition("=")
     group = key.partition(".")[0].partition("@")[0]
     if not equals:
         return f"{word}: write KEY=VALUE, and the words of the script behind --"
     if group == "aggregator":
         return f"aggregator: {value} cannot act in a script as it is: {BACKWARD}"
-    if group == "hydra":
+    if group.startswith("hydra"):
         return f"{key}: runs are processes of this machine here: jobs=4 has four at once"
     if group in KNOWN:
         return ""
@@ -224,8 +204,9 @@ def _with_field(
     config: Mapping[str, Any], path: str, keys: Sequence[str], value: object
 ) -> Mapping[str, Any]:  # Any: what YAML can hold
     key, *rest = keys
-    if not isinstance(config, Mapping) or key not in config:
-        known = [*map(str, config)] if isinstance(config, Mapping) else []
+    nested = isinstance(config, Mapping)
+    if not nested or key not in config:
+        known = [each for each in config if each not in HYDRAS] if nested else []
         raise ConfigError([f"tune: {path}: '{key}' is not a key there. {nearest(key, known)}"])
     inside = _with_field(config[key], path, rest, value) if rest else value
     return {**config, key: inside}

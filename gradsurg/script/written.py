@@ -22,8 +22,15 @@ class WrittenFiles:
     _runs: dict[str, set[str]] = field(default_factory=dict)
 
     def look(self, run: str = "") -> None:
-        """Note the files that have changed since the last look, as written by a run."""
-        for path, time in _files(Path.cwd(), self.out):
+        """Note the files that have changed since the last look, as written by a run.
+
+        The output of this command may go to one of them.
+        """
+        own = {os.fstat(stream).st_ino for stream in (1, 2)}
+        for path, status in _files(Path.cwd(), self.out):
+            time = status.st_mtime_ns
+            if status.st_ino in own:
+                continue
             if self._times.get(path, 0 if run else time) != time and run:
                 self._runs.setdefault(path, set()).add(run)
             self._times[path] = time
@@ -44,8 +51,8 @@ class WrittenFiles:
         )
 
 
-def _files(folder: Path, out: Path) -> Iterator[tuple[str, int]]:
-    """Yield the files below a folder with the times of their last changes."""
+def _files(folder: Path, out: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below a folder with their status."""
     number = 0
     for place, folders, names in os.walk(folder):
         inside = Path(place)
@@ -59,7 +66,7 @@ def _files(folder: Path, out: Path) -> Iterator[tuple[str, int]]:
         for name in names:
             path = os.path.join(place, name)
             try:
-                yield path, os.stat(path).st_mtime_ns
+                yield path, os.stat(path)
             except OSError:  # it is gone
                 continue
             number += 1

@@ -65,7 +65,7 @@ ROWS = [
         "    began = time.time()",
         started("model", "optimizer"),
         own=("site=relu_nodes",),
-        site='Nodes("*ReluBackward*", require_grad_on="all")',
+        site='Nodes("Relu", side="enter")',
     ),
     Row(
         "logged",

@@ -63,9 +63,11 @@ def main():
     )
     for epoch in range(args.num_epochs):
         model.train()
+        losses = []
         for x, y in train_loader:
             with accelerator.accumulate(model):
                 loss, _ = model(x, labels=y)
+                losses.append(loss.item())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -79,7 +81,8 @@ def main():
                 guess = model(x).argmax(-1)
             correct.append(accelerator.gather_for_metrics((guess == y).float()))
         accuracy = torch.cat(correct).mean().item()
-        accelerator.print(json.dumps({"epoch": epoch, "loss": loss.item(), "accuracy": accuracy}))
+        row = {"epoch": epoch, "loss": sum(losses) / len(losses), "accuracy": accuracy}
+        accelerator.print(json.dumps(row))
     if args.save:
         accelerator.save(accelerator.unwrap_model(model).state_dict(), args.save)
 

@@ -84,6 +84,7 @@ def main():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.updates)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for update in range(args.updates):
+        total = 0.0
         for _ in range(args.accumulate):
             rows = torch.randint(1400, (16,))
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -92,6 +93,7 @@ def main():
                 hard_loss = nn.functional.cross_entropy(logits, labels[rows])
                 soft_loss = nn.functional.cross_entropy(logits, soft.detach())
                 loss = args.alpha * hard_loss + (1 - args.alpha) * soft_loss
+            total += loss.item() / args.accumulate
             scaler.scale(loss / args.accumulate).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -101,7 +103,7 @@ def main():
         schedule.step()
         ema.update(student)
         if update % 10 == 9:
-            print(f"update {update + 1} | loss={loss.item():.4f} | norm={norm:.3f}")
+            print(f"update {update + 1} | loss={total:.4f} | norm={norm:.3f}")
     raw, averaged = (accuracy(one, images[test], labels[test]) for one in (student, ema.model))
     print(f"test accuracy: {raw:.4f}, EMA test accuracy: {averaged:.4f}")
     torch.save({"student": student.state_dict(), "ema": ema.model.state_dict()}, args.checkpoint)

@@ -72,8 +72,9 @@ def main():
         bos_token_id=0,
         eos_token_id=0,
     )
+    model = GPT2LMHeadModel(config)
     trainer = Trainer(
-        model=GPT2LMHeadModel(config),
+        model=model,
         args=training,
         train_dataset=Counting(400, seed=0),
         eval_dataset=Counting(80, seed=1),
@@ -83,7 +84,7 @@ def main():
     )
     trainer.train()
     print(trainer.evaluate()["eval_accuracy"])
-    torch.save(trainer.model.state_dict(), f"{args.output_dir}/weights.pt")
+    torch.save(model.state_dict(), f"{args.output_dir}/weights.pt")
 
 
 if __name__ == "__main__":

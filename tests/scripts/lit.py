@@ -60,7 +60,7 @@ class Classifier(L.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return [optimizer], [scheduler]
 
 
 def main():
