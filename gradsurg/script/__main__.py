@@ -1,5 +1,6 @@
 """The command `python -m gradsurg.script transform=clip seeds=8 -- train.py --epochs 3`."""
 
+import os
 import sys
 
 from gradsurg.plugins.extras import MissingExtra, need
@@ -55,7 +56,8 @@ def main() -> int:
 
         return run(command)
     except ConfigError as error:
-        tell(str(error))
+        if os.environ.get("RANK", "0") == "0":  # under torchrun each rank has read the words
+            tell(str(error))
         return WRONG_INPUT
     except KeyboardInterrupt:
         tell("interrupted; the same command goes on with the runs that are not finished")

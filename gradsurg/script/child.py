@@ -246,7 +246,11 @@ def _device(model: nn.Module | None) -> torch.device:
 def main() -> int:
     """Run the script that the folder in the first argument describes."""
     folder = Path(sys.argv[1])
-    return Script(folder, json.loads((folder / SPEC).read_text(encoding="utf-8"))).run()
+    spec = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+    if spec["ranks"] > 1 and os.environ["RANK"] != "0":  # the files of the run are those of rank 0
+        folder /= f"rank{os.environ['RANK']}"
+        folder.mkdir(exist_ok=True)
+    return Script(folder, spec).run()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Train a script with all seeds of each arm, and report: the life of one command."""
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from gradsurg.experiment.controls import ArmKind
 from gradsurg.experiment.errors import FAILED, ConfigError, ErrorCollector
 from gradsurg.experiment.from_config import from_config
 from gradsurg.experiment.making import make
+from gradsurg.experiment.processes import run_in_all
 from gradsurg.experiment.run_directory import (
     ENDED as END_STATES,
 )
@@ -32,7 +34,7 @@ from gradsurg.script.numbers import (
     listing,
     unknown_metric,
 )
-from gradsurg.script.runs import Ended, Process, ScriptRun
+from gradsurg.script.runs import Ended, Process, ScriptRun, follow
 from gradsurg.script.tuning import Tuning
 from gradsurg.script.words import Command
 from gradsurg.script.written import WrittenFiles
@@ -45,7 +47,13 @@ def run(command: Command) -> int:
     """Tune, train and report; return the exit code. Raises ConfigError."""
     if command.surgery:
         from_config(command.surgery, own_code=True)  # its faults
-    return _Study(command).run()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _Study(command).run()
+    if command.jobs > 1:
+        raise ConfigError([f"jobs: must be 1 under torchrun, found {command.jobs}"])
+    codes: list[int] = []
+    run_in_all(lambda: codes.append(_Study(command).run()), follow)
+    return codes[0]
 
 
 @dataclass

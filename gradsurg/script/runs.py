@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
+from socket import socket
 from subprocess import DEVNULL, STDOUT, Popen
 from time import monotonic
 from typing import Any
 
 from gradsurg.experiment.controls import ArmKind
+from gradsurg.experiment.processes import Team, launched, tell_others
 from gradsurg.experiment.run_directory import (
     METRICS,
     TUNING,
@@ -67,6 +69,8 @@ class ScriptRun:
         surgery = {} if self.kind == "control" else command.surgery
         if command.model and surgery:
             script["model"] = command.model
+        if launched() > 1:
+            script["ranks"] = launched()
         kind = self.kind if self.kind not in ("treated", "control") else ""
         with _script_on_path(command) as (file, module):
             return script_identity(script, file, module, surgery, kind, self.seed)
@@ -161,17 +165,14 @@ class Process:
             "model": command.model,
             "effects_every": command.settings.effects_every,
             "dry_run": run.dry_run,
+            "ranks": launched(),
         }
         directory.write_json(SPEC, spec)
-        with (folder / LOG).open("wb") as log:
-            popen = Popen(
-                [sys.executable, "-m", "gradsurg.script.child", str(folder)],
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=STDOUT,
-                env=_environment(run),
-            )
-        return cls(run, directory, popen, monotonic())
+        variables = _environment(run)
+        if launched() > 1:
+            variables |= _own_store()
+            tell_others((str(folder), variables))
+        return cls(run, directory, _started(folder, folder / LOG, variables), monotonic())
 
     def end(self) -> "Ended":
         """Read what a process that has ended came to; write the error of a failed run."""
@@ -261,6 +262,30 @@ class Ended:
             for step, value in series.values:
                 rows.setdefault(step, {})[f"{OUTCOME}{name}"] = value
         return [{"step": step, **rows[step]} for step in sorted(rows)]
+
+
+def follow(team: Team) -> None:
+    """In a rank of torchrun other than 0: run the script of each run with rank 0."""
+    while order := team.broadcast(None):
+        folder, variables = order
+        rank = {key: os.environ[key] for key in os.environ if key.endswith("RANK")}
+        log = Path(folder) / f"rank{team.rank}.txt"
+        _started(Path(folder), log, variables | rank).wait()
+
+
+def _started(folder: Path, log: Path, variables: Mapping[str, str]) -> Popen[bytes]:
+    words = [sys.executable, "-m", "gradsurg.script.child", str(folder)]
+    with log.open("wb") as output:
+        return Popen(words, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=dict(variables))
+
+
+def _own_store() -> dict[str, str]:
+    """Return the variables by which the processes of one run find each other: the store of torchrun
+    would still have the entries of an earlier run.
+    """
+    with socket() as found:
+        found.bind(("", 0))
+        return {"MASTER_PORT": str(found.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def _environment(run: ScriptRun) -> dict[str, str]:

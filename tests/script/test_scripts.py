@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def by_hand(row: Row, with_surgery: bool) -> str:
 
 
 def loaded(path: Path) -> list[torch.Tensor]:
-    def leaves(value: object) -> list[torch.Tensor]:
+    def leaves(value: Any) -> list[torch.Tensor]:  # Any: nested containers
         if isinstance(value, torch.Tensor):
             return [value]
         inside = value.values() if isinstance(value, dict) else value
