@@ -37,6 +37,7 @@ HOMES = {
     "load": "experiment.recipes",
     "load_study": "report",
     "ogd_basis": "per_example.subspaces",
+    "outcome": "script.recorder",
     "sequence": "experiment.optimization",
 }
 """The modules of what stands in no catalogue; none of them is named like what it gives."""

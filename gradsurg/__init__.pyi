@@ -57,6 +57,7 @@ from gradsurg.multitask.shared_parameters import SharedParameters as SharedParam
 from gradsurg.per_example.subspaces import gpm_basis as gpm_basis
 from gradsurg.per_example.subspaces import ogd_basis as ogd_basis
 from gradsurg.report import load_study as load_study
+from gradsurg.script.recorder import outcome as outcome
 from gradsurg.sites.activations import Activations as Activations
 from gradsurg.sites.buckets import Buckets as Buckets
 from gradsurg.sites.captured import Captured as Captured

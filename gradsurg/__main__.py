@@ -1,4 +1,4 @@
-"""The command `gradsurg run|report|reproduce|fetch`, also `python -m gradsurg`.
+"""The command `gradsurg run|script|report|reproduce|fetch`, also `python -m gradsurg`.
 
 A command's module is imported when it is called, so help needs no other library.
 """
@@ -12,6 +12,7 @@ from gradsurg.plugins.pipes import ignore_closed_pipes
 
 COMMANDS = {
     "run": ("gradsurg.run", "train with and without a surgery, and compare"),
+    "script": ("gradsurg.script.__main__", "the same with your own training script"),
     "report": ("gradsurg.report.__main__", "write the report of a study"),
     "reproduce": ("gradsurg.reproduce.command", "check a paper's claim again"),
     "fetch": ("gradsurg.tasks.fetch.__main__", "store data sets for the tasks"),

@@ -30,7 +30,9 @@ def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
     *helps, libraries = done.stdout.split("--\n")
     assert libraries == "[]\n"
     begun = [" ".join(text.split()[:3]) for text in helps]
-    usages = [f"usage: gradsurg {name}" for name in ("COMMAND", "report", "reproduce", "fetch")]
+    usages = [
+        f"usage: gradsurg {name}" for name in ("COMMAND", "script", "report", "reproduce", "fetch")
+    ]
     assert begun == [usages[0], "Train a small", *usages[1:]]
 
 
@@ -40,6 +42,7 @@ def test_help_of_no_command_imports_torch_or_a_library_of_reports() -> None:
         ((), "usage: gradsurg COMMAND ..."),
         (("rnu",), "gradsurg: there is no command 'rnu'. Did you mean 'run'? There are: run, "),
         (("run", "--list", "nothing"), "--list: there is no group 'nothing' to list, and no "),
+        (("script", "transfrom=clip", "--", "train.py"), "train.py: there is no such script. "),
         (("report", "nowhere"), "there is no folder nowhere"),
         (("reproduce", "nothing2000"), "there is no experiment 'nothing2000'. There are: "),
     ],

@@ -17,7 +17,7 @@ FLOORS = (
     ("multitask", "per_example", "integrations"),
     ("__init__", "packaging", "experiment"),
     ("report",),
-    ("reproduce", "run", "__main__", "comparison"),
+    ("reproduce", "run", "script", "__main__", "comparison"),
 )
 """Lowest first; each name is a folder or a root module. A unit may import units on lower floors and
 units that stand left of it on its own floor. Inside a folder there must be no cycle."""

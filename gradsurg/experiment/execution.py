@@ -2,13 +2,11 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Literal, cast
 
@@ -24,6 +22,7 @@ from gradsurg.experiment.build import build
 from gradsurg.experiment.checkpoint import Checkpoint, CheckpointTimer, TrainingState
 from gradsurg.experiment.compose import AGAIN, again
 from gradsurg.experiment.files import replace_file
+from gradsurg.experiment.idle import idle_notes
 from gradsurg.experiment.logged_numbers import RunLog
 from gradsurg.experiment.loop import Losses, Step, StepOptions, train
 from gradsurg.experiment.processes import Team
@@ -41,7 +40,6 @@ from gradsurg.experiment.settings import Config
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
 from gradsurg.tasks.base import Examined, MultiTask
 from gradsurg.torch_internals import random_state
-from gradsurg.transforms.identity import Identity
 
 Action = Literal["trained", "resumed", "retried", "skipped", "not retried", "busy"]
 
@@ -49,9 +47,6 @@ EXAMINATION_SEED = 1_000_000_007  # added to the run's seed, which itself seeds 
 RANK_SEED = 1_000_000_009  # times the rank, added to the run's seed
 SHARED_BY_RANKS = ("model", "optimizer", "lr_schedule", "scaler", "made_with")
 """The parts of a checkpoint that are the same in all processes."""
-
-QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that changed nothing
-MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
 
 
 @dataclass(frozen=True)
@@ -344,7 +339,7 @@ class _OpenRun:
             self._examined |= {f"test/{name}": value for name, value in numbers.items()}
         if not run.shadow:
             every = run.schedule.effects_every
-            self._notes, self._is_idle = _idle_notes(self.training.surgery, self.live, every)
+            self._notes, self._is_idle = idle_notes(self.training.surgery, self.live, every)
 
     def _examination(self, task: Examined) -> dict[str, float]:
         """Run the task's examination of the trained model."""
@@ -379,57 +374,3 @@ class _OpenRun:
         """Return the messages of all surgery warnings, each once."""
         new = [str(item.message) for item in self.caught if item.category is SurgeryWarning]
         return list(dict.fromkeys([*self._warned, *new]))
-
-
-def _idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[list[str], bool]:
-    """Return a note for each transform that changed no entry at the steps that were measured, and
-    for each that may skip steps; and whether none of all transforms changed an entry.
-
-    A note has quantiles of |g| and bounds that would have changed some gradients.
-    """
-    where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
-    skipped, notes = live.skipped_steps, []
-    for label, number in skipped.items():
-        count = f"steps of the optimizer. {number} of {live.step} in the first of these"
-        notes.append(f"{label} skipped {count if number else 'no step of the optimizer'}")
-    identities = {  # which should change nothing
-        label
-        for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
-        for label, link in zip(labels, item.links, strict=item.aggregator is None)
-        if isinstance(link, Identity)
-    }
-    effects: dict[str, list[Mapping[str, object]]] = {}
-    for row in live.effects.rows():
-        effects.setdefault(str(row["transform"]), []).append(row)
-    acting = [rows for transform, rows in effects.items() if transform not in identities]
-    changed = [row["changed"] for rows in acting for row in rows if row["changed"] is not None]
-    combines = any(item.aggregator is not None for item in surgery.interventions)
-    idle = bool(changed) and not (any(changed) or any(skipped.values()) or combines)
-    for transform, rows in effects.items():
-        if transform in (*identities, *skipped) or any(row["changed"] for row in rows):
-            continue
-        quantiles = live.effects.quantiles(transform, QUANTILES)
-        norms = [row["norm_before"] for row in rows]
-        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
-        if quantiles and norms:
-            each = zip(QUANTILES, quantiles, strict=True)
-            shown = ", ".join(f"{share:.0%} {value:.2g}" for share, value in each)
-            reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
-            text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
-            notes.append(text + suggested_bounds(quantiles, norms))
-    return notes, idle
-
-
-def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
-    """Return a sentence with bounds below some entry and some norm, also after rounding.
-
-    `quantiles` of |g| are those at `QUANTILES`.
-    """
-    largest, norm = quantiles[-1], max(norms)
-    if not largest or not norm:
-        return "The gradients were zero."
-    usual = next(value for value in quantiles[1:] if value)
-    entry_bound = min(usual, MAX_BOUND * largest)
-    norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
-    bounds = f"{entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms"
-    return f"A bound of {bounds}, would change some."

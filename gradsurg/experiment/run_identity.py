@@ -90,6 +90,31 @@ def run_identity(
     }
 
 
+def script_identity(
+    script: Config, file: Path, module: str, surgery: Config, kind: str, seed: int
+) -> dict[str, object]:
+    """Return the config by which a run of a user's script is identified.
+
+    `file` is the script, the module `module`; `script` has its name and words, `surgery` the groups
+    of a treated arm, {} for a plain control; `kind` is that of the control that acts, or empty.
+    Import statements are followed to other files of the user's; the path must lead to them.
+    """
+    names = _imports(module, file, file.stat().st_mtime_ns)
+    local = {name for name in names if (found := _file_of(name)) and _is_local(name, found)}
+    sources = {module: hashlib.sha256(file.read_bytes()).hexdigest()[:8]}
+    sources |= {name: _hash({name}) for name in local | _local_imports(local)}
+    groups = named(surgery) | ({"order": [*surgery["transform"]]} if surgery else {})
+    return {
+        "gradsurg": __version__,
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "seed": seed,
+        "script": script,
+        **groups,
+        **({"control": kind} if kind else {}),
+        "sources": dict(sorted({**sources, **dict(_sources(surgery))}.items())),
+    }
+
+
 def run_hash(identity: Config) -> str:
     """Return the first eight hex digits of the sha256 of an identity's canonical JSON.
 

@@ -146,7 +146,8 @@ def compare_values(
         pairs = sorted(pairs, key=lambda pair: (len(pair.block), pair.block, pair.seed))
         blocks = list(dict.fromkeys(pair.block for pair in pairs))
         several = len(blocks) > 1
-        facts = {**about, "metric": metric}
+        good = about.get("better") if metric == first else None
+        facts = {**about, "metric": metric, "better": good}
         if metric != first and margin and not margin.is_share:
             margin = None  # it has the unit of the first metric
         rows.append(facts | {"block": None} | _row(pairs, unit if several else "", margin))
@@ -184,7 +185,7 @@ def _verdicts(row: Mapping[str, Any], q: float | None) -> dict[str, object]:  # 
         return {"q": q, "verdict": ""}
     verdict, margin = finding(row["found"], q), ""
     if (size := row.get("margin_size")) is not None and any(row["differences"]):
-        better = BETTER.get(row["metric"].rpartition("/")[2])
+        better = row.get("better") or BETTER.get(row["metric"].rpartition("/")[2])
         margin = margin_verdict(row["low"], row["high"], size, better, q)
     return {"q": q, "verdict": verdict, "margin": margin}
 
@@ -294,6 +295,7 @@ def rows_of_arms(
             "arm": arm.name,
             "against": plain_name(known[0]) if known else PLAIN,
             "vacuous": vacuous,
+            "better": arm.runs[0].measured.get("better"),  # that of a script's metric
             **_setting(study, arm, known),
         }
         rows += compare_values(pairs, about, "split", margin)

@@ -9,7 +9,17 @@ from gradsurg.report.arms import NAMES, value_text
 from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import Study
 
-GROUPS = ("task", "model", "optimizer", "schedule", "transform", "aggregator", "site", "when")
+GROUPS = (
+    "script",
+    "task",
+    "model",
+    "optimizer",
+    "schedule",
+    "transform",
+    "aggregator",
+    "site",
+    "when",
+)
 PLAIN_VALUES = (None, "*", "", {}, [])
 TRAINING = {
     "steps": "{} steps",
@@ -101,12 +111,16 @@ def commands(runs: Sequence[LoadedRun]) -> list[str]:
     alike = all(one == keys[0] for one in keys) and prod(map(len, values)) == len(jobs)
     # other seeds were asked for by another command, after a look
     alike = alike and all(len(words) == 1 for words in values if words[0].startswith(LATER))
+    alike = alike and not any("--" in job for job in jobs)  # a script has no sweeps
     if len(jobs) > 1 and alike:
         joined = [
             f"{key}={','.join(sorted((word.partition('=')[2] for word in words), key=_numeric))}"
             for key, words in zip(keys[0], values, strict=True)
         ]
         jobs = [("-m", *joined)]
-    lines = [shlex.join(["python", "-m", "gradsurg.run", *job]) for job in jobs[:MAX_COMMANDS]]
+    lines = [
+        shlex.join(["python", "-m", f"gradsurg.{'script' if '--' in job else 'run'}", *job])
+        for job in jobs[:MAX_COMMANDS]
+    ]
     more = f"and {len(jobs) - MAX_COMMANDS} more, of the other arms"
     return [*lines, *[more] * (len(jobs) > MAX_COMMANDS)]

@@ -11,7 +11,7 @@ import polars as pl
 from gradsurg.experiment.run_directory import TUNING
 from gradsurg.experiment.run_reader import BrokenFile, read
 from gradsurg.report.arms import Arm, value_text
-from gradsurg.report.wording import count, listed, title, value
+from gradsurg.report.wording import OUTCOME, count, listed, title, value
 
 MIN_FOR_EDGE = 3  # values of a grid, one of which lies inside
 HEADS = ["arm", "chosen", "validation", "values", "seeds", "diverged", "remarks"]
@@ -125,7 +125,9 @@ def tuned_keys(tunings: Iterable[Tuning], names: Iterable[str]) -> set[str]:
 
 def tuning_text(tunings: Sequence[Tuning], faults: Sequence[str] = ()) -> list[str]:
     """Return a line for each arm under a heading, and one for each fault; [] without a tuning."""
-    heading = ["Chosen on validation data, with seeds that are not compared:"]
+    by_script = any(one.metric.startswith(OUTCOME) for one in tunings)
+    on = "by the script's metric" if by_script else "on validation data"
+    heading = [f"Chosen {on}, with seeds that are not compared:"]
     return [*heading * bool(tunings), *(f"  {one.sentence}" for one in tunings), *faults]
 
 

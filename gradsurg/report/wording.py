@@ -11,7 +11,9 @@ from gradsurg.effects.tables import number
 from gradsurg.plugins.messages import MAX_PROSE_WIDTH, TEXT_WIDTH, terminal_width
 
 FIRST = ("train/loss", "test/loss", "test/accuracy")
-OUTCOMES = ("test/", "examined/")
+OUTCOME = "outcome/"
+"""Prefix of the numbers that a user's script reports."""
+OUTCOMES = ("test/", "examined/", OUTCOME)
 HEADLINE = ("test/accuracy", "test/loss", "train/loss")
 AREA = "area/"
 """Prefix of the mean height of a logged curve."""
@@ -46,7 +48,7 @@ def title(key: str) -> str:
     """A logged name in words: `test/loss_first` is "test loss first"."""
     if key.startswith(AREA):
         return f"{title(key.removeprefix(AREA))} AUC"
-    return re.sub("[/_]", " ", key)
+    return re.sub("[/_]", " ", key.removeprefix(OUTCOME))
 
 
 def better(key: str) -> str:

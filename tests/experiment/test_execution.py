@@ -15,7 +15,8 @@ from torch import nn
 import gradsurg as gs
 from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.experiment import logged_numbers
-from gradsurg.experiment.execution import execute, suggested_bounds
+from gradsurg.experiment.execution import execute
+from gradsurg.experiment.idle import suggested_bounds
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_identity import run_hash
 from gradsurg.loggers.base import GuardedLogger, Logger

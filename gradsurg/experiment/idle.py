@@ -1,0 +1,66 @@
+"""Notes on transforms that changed no gradient, with bounds that would have changed some."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import median
+
+from gradsurg.core.live import Live
+from gradsurg.core.surgery import Surgery
+from gradsurg.transforms.identity import Identity
+
+QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that changed nothing
+MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
+
+
+def idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[list[str], bool]:
+    """Return a note for each transform that changed no entry at the steps that were measured, and
+    for each that may skip steps; and whether none of all transforms changed an entry.
+
+    A note has quantiles of |g| and bounds that would have changed some gradients.
+    """
+    where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
+    skipped, notes = live.skipped_steps, []
+    for label, number in skipped.items():
+        count = f"steps of the optimizer. {number} of {live.step} in the first of these"
+        notes.append(f"{label} skipped {count if number else 'no step of the optimizer'}")
+    identities = {  # which should change nothing
+        label
+        for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
+        for label, link in zip(labels, item.links, strict=item.aggregator is None)
+        if isinstance(link, Identity)
+    }
+    effects: dict[str, list[Mapping[str, object]]] = {}
+    for row in live.effects.rows():
+        effects.setdefault(str(row["transform"]), []).append(row)
+    acting = [rows for transform, rows in effects.items() if transform not in identities]
+    changed = [row["changed"] for rows in acting for row in rows if row["changed"] is not None]
+    combines = any(item.aggregator is not None for item in surgery.interventions)
+    idle = bool(changed) and not (any(changed) or any(skipped.values()) or combines)
+    for transform, rows in effects.items():
+        if transform in (*identities, *skipped) or any(row["changed"] for row in rows):
+            continue
+        quantiles = live.effects.quantiles(transform, QUANTILES)
+        norms = [row["norm_before"] for row in rows]
+        norms = [norm for norm in norms if isinstance(norm, float) and isfinite(norm)]
+        if quantiles and norms:
+            each = zip(QUANTILES, quantiles, strict=True)
+            shown = ", ".join(f"{share:.0%} {value:.2g}" for share, value in each)
+            reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
+            text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
+            notes.append(text + suggested_bounds(quantiles, norms))
+    return notes, idle
+
+
+def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:
+    """Return a sentence with bounds below some entry and some norm, also after rounding.
+
+    `quantiles` of |g| are those at `QUANTILES`.
+    """
+    largest, norm = quantiles[-1], max(norms)
+    if not largest or not norm:
+        return "The gradients were zero."
+    usual = next(value for value in quantiles[1:] if value)
+    entry_bound = min(usual, MAX_BOUND * largest)
+    norm_bound = min(median(norms) or norm, MAX_BOUND * norm)
+    bounds = f"{entry_bound:.2g} on entries, or of {norm_bound:.2g} on norms"
+    return f"A bound of {bounds}, would change some."

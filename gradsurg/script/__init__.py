@@ -1,0 +1,1 @@
+"""Train a user's own script, unchanged, with and without a surgery, and compare."""
