@@ -505,9 +505,23 @@ def test_a_margin_names_a_direction_without_effects_in_one_study_of_twenty(kind,
     assert verdict_rates.margin_rate(kind, arms) <= 0.055
 
 
+@pytest.mark.slow
+def test_a_sentence_on_splits_parts_or_doses_is_false_in_one_study_of_twenty() -> None:
+    _, *parts = verdict_rates.parts_rate()
+    nothing = [doses for doses, effects in verdict_rates.DOSES.items() if not any(effects)]
+    doses = [sum(verdict_rates.dose_rates(each)) for each in nothing]
+    assert max([*parts, *doses, verdict_rates.splits_rate(0.5)]) <= 0.055
+
+
+@pytest.mark.slow
+def test_a_peak_in_the_middle_is_called_a_peak_and_no_rise() -> None:
+    direction, peak = verdict_rates.dose_rates("peak in the middle", 2_000)
+    assert direction < 0.01 < 0.5 < peak
+
+
 @pytest.mark.full
 def test_the_rates_in_the_docs_are_the_simulated_ones() -> None:
-    assert set(verdict_rates.rows()) <= set(docs())
+    assert {*verdict_rates.rows(), *verdict_rates.other_rows()} <= set(docs())
 
 
 def test_importing_stats_imports_no_scipy():

@@ -24,8 +24,8 @@ CURVES = {"flat": (0.0,) * RATES, "shallow": (-0.6, -0.2, 0.0, -0.2, -0.6)}
 CURVES |= {"steep": (-4.0, -1.5, 0.0, -1.5, -4.0)}
 """Mean outcomes over the rates of a tuning, in standard deviations over seeds."""
 DOSES = {"no effect": (0.0, 0.0, 0.0), "peak in the middle": (0.0, 3.0, 2.0)}
-DOSES |= {"step after the first": (0.0, 1.0, 1.0), "equal": (1.0, 1.0, 1.0)}
-"""Mean effects of three doses, in standard deviations over seeds."""
+DOSES |= {"seven without effect": (0.0,) * 7, "monotone": (0.0, 1.0, 2.0)}
+"""Mean effects of doses, in standard deviations over seeds."""
 DESIGNS = ((1, 1), (6, 1), (6, 3))
 SIGNS = numpy.array([(1.0, *signs) for signs in product((1.0, -1.0), repeat=SEEDS - 1)])
 
@@ -152,14 +152,15 @@ def splits_rate(of_split: float, studies: int = STUDIES) -> float:
     return float((p_values(differences.mean(axis=-1)) <= MAX_P).mean())
 
 
-def dose_rate(doses: str, studies: int = 4_000) -> float:
-    """The share of studies of three doses in which the difference "rises" or "falls"."""
+def dose_rates(doses: str, studies: int = 8_000) -> tuple[float, float]:
+    """The shares of studies of as many doses with a direction, and with a clear peak inside."""
     generator = numpy.random.default_rng(0)
     effects = numpy.array(DOSES[doses])
-    outcomes = normal(generator, (studies, SEEDS, 4)) / 2**0.5  # the last is the control
-    differences = outcomes[..., :3] + effects - outcomes[..., 3:]
-    found = (trend((1.0, 2.0, 3.0), study) for study in differences.tolist())
-    return sum(bool(each.direction) for each in found) / studies
+    outcomes = normal(generator, (studies, SEEDS, 1 + len(effects))) / 2**0.5
+    differences = outcomes[..., 1:] + effects - outcomes[..., :1]
+    found = [trend(range(len(effects)), study) for study in differences.tolist()]
+    peaks = [each.peak_p is not None and each.peak_p <= MAX_P for each in found]
+    return sum(bool(each.direction) for each in found) / studies, sum(peaks) / studies
 
 
 def parts_rate(studies: int = STUDIES) -> tuple[float, float, float]:
@@ -182,5 +183,24 @@ def rows() -> list[str]:
     return lines
 
 
+def other_rows() -> list[str]:
+    """The lines of the table of further sentences in docs/studies.md."""
+    _, direction, size = parts_rate()
+    three, seven = (dose_rates(doses) for doses in ("no effect", "seven without effect"))
+    shares = {
+        "better or worse, with a margin, 1 arm": margin_rate(normal, 1),
+        "the same with 6 arms": margin_rate(normal, 6),
+        "higher or lower, eight splits of four seeds": splits_rate(0.5),
+        "direction, of both controls": direction,
+        "size, of both controls": size,
+        "rises or falls, or a clear peak, three doses": sum(three),
+        "the same with seven doses": sum(seven),
+        "higher or lower, both arms at their best of five equal rates": tuned_rate("flat"),
+        "the same, the rates beside the best 0.2 and 0.6 lower": tuned_rate("shallow"),
+        "the same, the rates beside the best 1.5 and 4 lower": tuned_rate("steep"),
+    }
+    return [f"| {name} | {100 * share:.1f} % |" for name, share in shares.items()]
+
+
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join([*rows(), "", *other_rows()]))
