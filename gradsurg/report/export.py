@@ -57,17 +57,15 @@ def write_report(
         frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
-        verdict = [
-            sentence(frame, study, margin),
-            *below(frame, study),
-            *sweeps(study, frame, margin),
-        ]
-        warned = cautions(study, frame)
-        notes = [*verdict, *warned]
+        verdict = [sentence(frame, study, margin), *below(frame, study)]
+        warned, swept = cautions(study, frame), sweeps(study, frame, margin)
+        notes = [*verdict, *swept, *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
-        told = verdict, warned, experiment(study), conflicts.sections(study), effort(study)
-        (draft / PAGE).write_text(page(study, frame, *told), encoding="utf-8")
+        about = experiment(study), conflicts.sections(study), effort(study)
+        (draft / PAGE).write_text(
+            page(study, frame, verdict, warned, *about, swept), encoding="utf-8"
+        )
         drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
             list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))

@@ -127,11 +127,13 @@ def page(
     experiment: Sequence[tuple[str, str]] = (),
     more: Sequence[Section] = (),
     effort: Sequence[str] = (),
+    swept: Sequence[str] = (),
 ) -> str:
     """Return the page of a study as HTML.
 
     `verdict` are the sentences that come first, `frame` is the comparison of the arms,
-    `experiment` names and texts, `more` further sections, `effort` sentences on time and hardware.
+    `experiment` names and texts, `more` further sections, `effort` sentences on time and hardware,
+    `swept` those on swept numbers, below the arms.
     """
     setup = [Section("experiment", "The experiment", facts=experiment)] * bool(experiment)
     parts = (_outcomes(study, frame), _sweeps(study, frame), setup, _training(study))
@@ -148,6 +150,7 @@ def page(
         study=study,
         failures=_failures(study.arms),
         verdict=verdict,
+        swept=swept,
         answer=_by_metric([row for row in rows_of(frame) if row["arm"] not in alone]),
         cautions=cautions,
         sections=[(one, [(next(places), chart) for chart in one.charts]) for one in built],

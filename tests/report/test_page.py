@@ -53,7 +53,8 @@ def sections_of(text: str) -> list[str]:
 def test_the_verdict_comes_first_then_each_arm_cautions_and_sections(tmp_path: Path) -> None:
     text = page_of(
         studies.mixed(tmp_path / "first"),
-        verdict=["clip lowers it.", "It falls with the dose."],
+        verdict=["clip lowers it.", "It only shortened the step."],
+        swept=["It falls with the dose."],
         cautions=["One split alone."],
         experiment=[("task", "digits"), ("command", "python -m gradsurg.run")],
         more=[Section("extra", "Something else", notes=["said"])],
@@ -64,10 +65,11 @@ def test_the_verdict_comes_first_then_each_arm_cautions_and_sections(tmp_path: P
     order = [
         "noise failed:",
         "clip lowers it.",
-        "It falls with the dose.",
+        "It only shortened the step.",
         "<h3>Difference in test accuracy</h3>",
         '<th scope="row">clip</th>',
         '<th scope="row">noise</th>',
+        "It falls with the dose.",
         "<li>One split",
         'id="outcome"',
         "<h3>Difference in train loss AUC</h3>",
