@@ -107,7 +107,7 @@ class Study:
         calls, ratio = pl.col("calls"), pl.col("norm_after") / pl.col("norm_before")
         norms = ("norm_before", "norm_after")
         by_link = (
-            self.effects.filter(pl.col("run").cast(pl.String).is_in(acting), calls > 0)
+            self.effects.filter(pl.col("run").cast(pl.String).is_in(acting))
             .filter(pl.col("transform").cast(pl.String) != "none")
             .drop_nulls(["cosine", *norms])
             .group_by("run", "site", "transform")

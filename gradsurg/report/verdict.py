@@ -196,8 +196,8 @@ def setting(row: Row) -> dict[str, str]:
 def _rate(row: Row) -> str:
     """Return the rate and other chosen values of the arm, and in brackets those of the control."""
     fixed = f"lr {row['lr']:g}" if row["lr"] is not None else ""
-    if not row["tuned"]:
-        return fixed
+    if not row["tuned"]:  # where the rates of two arms differ, their names have them
+        return fixed if row["lr_control"] in (row["lr"], None) else ""
     ends = ("", "_control") if row["rate_tuned"] else ()
     rates = [f"lr {rate:g}" if (rate := row[f"lr{end}"]) is not None else "" for end in ends]
     chosen, its = (

@@ -34,12 +34,13 @@ def one(**more: object) -> dict[str, object]:
 
 
 def test_a_setting_has_the_rate_the_steps_and_whether_they_were_tuned() -> None:
-    parts = setting(one(lr=0.25, steps=1500))
+    parts = setting(one(lr=0.25, lr_control=0.25, steps=1500))
     assert (parts["rate"], parts["steps"], parts["budget"]) == (
         "lr 0.25",
         "1,500 steps",
         "not tuned",
     )
+    assert setting(one(lr=0.1, lr_control=0.4))["rate"] == ""  # two arms that are named by them
     unknown = setting(one(lr=None, steps=None, tuned=None, splits=None, test_examples=None))
     assert set(unknown.values()) == {""}
 
@@ -251,7 +252,9 @@ def test_a_transform_that_changed_nothing_and_several_splits_are_told(tmp_path: 
     for split in range(6):
         task = {"name": "digits", "split_seed": split}
         studies.paired(tmp_path / "b", "clip", [0.1 + split / 100], task=task)
-    assert "seeds" not in warned(read_study(tmp_path / "b"))["several splits"]
+    told = warned(read_study(tmp_path / "b"))
+    assert "seeds" not in told["several splits"]
+    assert "one split only" not in told
     assert "several splits" not in warned(study)
 
 
