@@ -27,10 +27,8 @@ LOWER |= {"bpb", "wer", "cer", "fid", "kl", "entropy", "regret", "ece", "brier"}
 HELD_OUT = {"test", "val", "valid", "validation", "eval", "evaluation", "dev", "holdout"}
 TRAINING = {"train", "training"}
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf)\b"
-PRINTED = re.compile(
-    rf"([A-Za-z_][\w/.@-]*(?: [A-Za-z]\w*){{0,2}})['\"]?\s*[:=]\s*['\"]?({NUMBER})(\s?%)?",
-    re.IGNORECASE,
-)
+NAME = r"(?<![\w/.@-])([A-Za-z_][\w/.@-]*(?: [A-Za-z]\w*){0,2})"
+PRINTED = re.compile(rf"{NAME}['\"]?\s*[:=]\s*['\"]?({NUMBER})(\s?%)?", re.IGNORECASE)
 """`name: number` and `name=number`; a name has at most three words."""
 MAX_LISTED = 20
 
