@@ -179,12 +179,12 @@ def test_the_detectable_effect_of_six_seeds_computed_by_hand():
         detectable_effect(8, 1.0, 80)
 
 
-@pytest.mark.slow
 def test_the_interval_of_a_standard_deviation_by_a_table_of_chi_square() -> None:
     low, high = sd_interval(2.0, 5)
     assert (low, high) == pytest.approx((2 * sqrt(5 / 12.833), 2 * sqrt(5 / 0.8312)), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [7, 8, 9, 10, 12, 16])
 @pytest.mark.parametrize("power", [pytest.param(0.5, marks=pytest.mark.full), 0.8])
 def test_the_detectable_effect_is_detected_with_that_power(n, power):
