@@ -18,7 +18,7 @@ from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.experiment import experiment
-from gradsurg.report.measures import costs
+from gradsurg.report.measures import costs, parts
 from gradsurg.report.page import page
 from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
@@ -55,7 +55,8 @@ def write_report(
     ):
         draft = Path(folder)
         frames = {"runs": study.runs, "comparison": frame, "effects": study.effects}
-        frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
+        further = {"conflicts": study.conflicts, "parts": parts(study)}
+        frames |= {name: rows for name, rows in further.items() if len(rows)}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
         told, warned = (
@@ -65,8 +66,8 @@ def write_report(
         notes = [*told, *sweeps(study, frame, margin), *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")
-        parts = " ".join(told), warned, experiment(study), conflicts.sections(study), effort(study)
-        (draft / PAGE).write_text(page(study, frame, *parts), encoding="utf-8")
+        texts = " ".join(told), warned, experiment(study), conflicts.sections(study), effort(study)
+        (draft / PAGE).write_text(page(study, frame, *texts), encoding="utf-8")
         drawn = _figures(study, frame) if figures else {}
         with ThreadPoolExecutor() as threads:  # the converter needs no Python
             list(threads.map(lambda name: paper.save(drawn[name], draft / name), drawn))
