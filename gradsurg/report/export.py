@@ -18,6 +18,7 @@ from gradsurg.report import charts, conflicts, paper
 from gradsurg.report.cautions import cautions
 from gradsurg.report.compare import compare
 from gradsurg.report.experiment import experiment
+from gradsurg.report.measures import parts
 from gradsurg.report.page import page
 from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
@@ -54,7 +55,8 @@ def write_report(
     ):
         draft = Path(folder)
         frames = {"runs": study.runs, "comparison": frame, "effects": study.effects}
-        frames |= {"conflicts": study.conflicts} if len(study.conflicts) else {}
+        further = {"conflicts": study.conflicts, "parts": parts(study)}
+        frames |= {name: rows for name, rows in further.items() if len(rows)}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
         verdict = [sentence(frame, study, margin), *below(frame, study)]

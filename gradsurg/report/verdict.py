@@ -51,6 +51,12 @@ MARGINS = {
     "open",
 }
 """How the sentence begins that answers the question of a margin."""
+BESIDE = {
+    "": "",
+    "equivalent": ", less than the margin of {}",
+    "undecided": ", and whether by more than {} is open",
+}
+"""Words on a margin beside a direction; `undecided` is the answer without a good direction."""
 MAX_NAMED = 4  # arms in one list of a sentence
 NO_CLEAR = "no clear difference in"
 NEARLY_PARALLEL, LENGTH_CHANGED = 0.99, 1.2
@@ -112,21 +118,16 @@ def _of_one(
     """
     key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, said)
     metric, difference, at = title(key), amount(key, row["difference"]), _at(row, said)
-    if row["margin"] and margin is not None and not _is_directed(row):
-        limit = size(key, margin.of(row["control"]))
-        if row["margin"] == "equivalent" and (word := DOES.get(row["verdict"])):
-            by = size(key, row["difference"])
-            return f"{arm} {word} {metric} by {by}{at}, less than the margin of {limit} ({told})"
-        begin = MARGINS[row["margin"]]
-        begin = start(begin).format(arm=arm, against=against, metric=metric, margin=limit, at=at)
+    limit = size(key, margin.of(row["control"])) if margin else ""
+    if _is_directed(row):
+        beside = "" if against == PLAIN else f" against {against}"
+        by = f"{size(key, row['difference'])}{beside}{at}"
+        rest = BESIDE[row["margin"]].format(limit) if limit else ""
+        return f"{arm} {DOES[row['verdict']]} {metric} by {by}{rest} ({told})"
+    if row["margin"] and limit:
+        begin = start(MARGINS[row["margin"]])
+        begin = begin.format(arm=arm, against=against, metric=metric, margin=limit, at=at)
         return f"{begin}: {difference} ({told})"
-    if word := DOES.get(row["verdict"]):
-        beside = "" if against == "control" else f" against {against}"
-        by = size(key, row["difference"])
-        is_open = row["margin"] == "undecided" and margin is not None
-        limit = size(key, margin.of(row["control"])) if margin else ""
-        rest = f", and whether by more than {limit} is open" * is_open
-        return f"{arm} {word} {metric} by {by}{beside}{at}{rest} ({told})"
     if row["verdict"] == "identical":
         seeds = count(row["repeats"] or row["n"], row["unit"])
         return f"{start(metric)} is identical with {arm} and {against} in {seeds}{at}"
@@ -140,8 +141,7 @@ def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
     """The sentences on the arms with the same verdict together, the largest differences first."""
     told = []
     metrics = dict.fromkeys(row["metric"] for row in rows)
-    first, *others = (setting(row) for row in rows)
-    common = {key: text for key, text in first.items() if all(x[key] == text for x in others)}
+    common = _common([setting(row) for row in rows])
     said = {*common}
     if not any(row["tuned"] for row in rows):
         said |= {"rate", "steps"}  # where these differ, the arms are named by them
@@ -211,7 +211,13 @@ def _rate(row: Row) -> str:
     return f"{fixed}the chosen {chosen}{beside}" if chosen else fixed
 
 
-def _at(row: Row, said: Collection[str] = ()) -> str:
+def _common(settings: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the parts that all settings have."""
+    first, *others = settings or [{}]
+    return {key: text for key, text in first.items() if all(one[key] == text for one in others)}
+
+
+def _at(row: Row, said: Collection[str]) -> str:
     return _joined({key: text for key, text in setting(row).items() if key not in said})
 
 
@@ -243,7 +249,7 @@ def evidence(row: Row, said: Collection[str] = ()) -> str:
     elif n > 1 and row["interval"]:
         ends = (sizes if _is_directed(row) else amounts)(key, row["low"], row["high"])
         parts.append(f"{row['interval']} interval {ends}")
-    if row["margin"] == "equivalent" and row["verdict"] not in DOES:
+    if row["margin"] == "equivalent" and not _is_directed(row):
         parts.append("two one-sided tests at 0.025 each")
     elif n >= MIN_FOR_P and row["p"] is not None:
         parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
@@ -255,8 +261,8 @@ def evidence(row: Row, said: Collection[str] = ()) -> str:
 
 
 def _is_directed(row: Row) -> bool:
-    """Whether the verdict is the direction, also with a margin if the metric has no good side."""
-    return row["verdict"] in DOES and row["margin"] in ("", "undecided")
+    """Whether the verdict is the direction, also where it does not answer a margin by itself."""
+    return row["verdict"] in DOES and row["margin"] in BESIDE
 
 
 def wins(row: Row) -> str:
@@ -387,9 +393,7 @@ def reached(study: Study) -> list[str]:
 def _of_times(times: Sequence[Row], rows: Sequence[Row]) -> str:
     """Return the verdict on the steps to the target."""
     about = {row["arm"]: row for row in rows}
-    settings = [setting(about[one["arm"]]) for one in times if one["arm"] in about]
-    first, *others = settings or [{}]
-    common = {key: text for key, text in first.items() if all(x[key] == text for x in others)}
+    common = _common([setting(about[one["arm"]]) for one in times if one["arm"] in about])
     if common.get("steps"):
         common["steps"] = f"at most {common['steps']}"
     at = _joined(common)

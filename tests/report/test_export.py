@@ -16,6 +16,7 @@ from gradsurg.report.load import LoadedRun
 from gradsurg.report.study import read_study
 from gradsurg.report.verdict import sentence
 from tests.report import studies
+from tests.report.sentences import with_both_controls
 
 
 def test_a_report_replaces_what_the_last_one_wrote_and_leaves_other_files(tmp_path: Path) -> None:
@@ -36,6 +37,15 @@ def test_a_report_replaces_what_the_last_one_wrote_and_leaves_other_files(tmp_pa
     assert pl.read_parquet(out / "comparison.parquet").filter(metric="test/accuracy")["n"][0] == 6
     assert "clip raises test accuracy" in (out / "outcome.md").read_text(encoding="utf-8")
     assert r"\toprule" in (out / "outcome.tex").read_text(encoding="utf-8")
+
+
+def test_direction_and_size_are_a_table_of_their_own(tmp_path: Path) -> None:
+    study = with_both_controls(tmp_path / "first")
+    write_report(study, tmp_path / "out", figures=False)
+    parts = pl.read_parquet(tmp_path / "out" / "parts.parquet")
+    assert parts["part"].to_list() == ["total", "direction", "size"]
+    page = (tmp_path / "out" / "index.html").read_text("utf-8")
+    assert "direction +0.01 pp" in page
 
 
 def test_a_report_folder_of_the_study_that_is_a_link_is_refused(tmp_path: Path) -> None:
