@@ -65,6 +65,7 @@ class Script:
             self.spec["effects_every"],
             self._on_attach,
             self._on_step,
+            self._write_effects,
         )
         self._process, self._began, self._last = os.getpid(), perf_counter(), 0.0
 

@@ -72,6 +72,7 @@ class _Study:
         self.written = WrittenFiles(self.settings.out_folder)
         self.began, self.trained, self.expected = monotonic(), 0, 0
         self.has_told_model = False
+        self.loggers = self._loggers()
 
     def run(self) -> int:
         """Tune, train and report; return the exit code."""
@@ -160,9 +161,10 @@ class _Study:
             raise ConfigError([ended.refused])
         if ended.error:
             self.failed[run.name] = ended
-            self._tell(run, f"FAILED, {_last_line(ended.error)}")
-            for line in ended.error.rstrip().splitlines():
-                tell(f"    {printable(line)}")
+            self._tell(run, f"FAILED, {RunDirectory(run.path).reason}")
+            if len(self.failed) == 1:  # of others the report names the file
+                for line in ended.error.rstrip().splitlines():
+                    tell(f"    {printable(line)}")
             if not self.ended and self.expected > 1:
                 self.stopped = "the first run failed: the others are not started"
                 tell(self.stopped)
@@ -173,6 +175,8 @@ class _Study:
                 tell(note)
         self._choose(ended)
         self._write(ended)
+        if not run.values:
+            self.ended[run.name].log(self.loggers)
         assert self.metric is not None
         number = value(self.metric.key, self.metric.value(ended.seen))
         steps = count(ended.content["steps"], "step")
@@ -207,7 +211,8 @@ class _Study:
         """Notice that a script seeds itself, and that two arms differ before the first step."""
         weights, begin = ended.content["weights"], ended.content["begin"]
         for other in self.ended.values():
-            if other is ended or other.run.name == ended.run.name or not weights:
+            is_same_call = other.run.command.call == ended.run.command.call
+            if not is_same_call or other.run.name == ended.run.name or not weights:
                 continue
             same_arm = other.run.kind == ended.run.kind and other.run.seed != ended.run.seed
             if same_arm and other.content["weights"] == weights and not self.stopped:
@@ -251,10 +256,10 @@ class _Study:
         ] or [Runs(None, done.get(run.name)) for run in told]
         if any(pair.paths for pair in pairs):
             print(report([pair for pair in pairs if pair.paths]))
-            loggers = self._loggers()
             if self.settings.report is not False:
-                report_study(self.settings.study_folder, loggers, self.settings.report is True)
-            print_notes(loggers)
+                is_whole = self.settings.report is True
+                report_study(self.settings.study_folder, self.loggers, is_whole)
+            print_notes(self.loggers)
 
     def _loggers(self) -> list[GuardedLogger]:
         errors, loggers = ErrorCollector(), []
@@ -329,8 +334,4 @@ def _terminating(running: list[tuple[Process, ExitStack]]) -> Iterator[None]:
 
 def _title(run: ScriptRun) -> str:
     label = "control" if run.label == "none" else run.label
-    return f"{label}, seed {run.seed}"
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().splitlines()[-1]
+    return f"{label}{f' at {run.values}' if run.values else ''}, seed {run.seed}"

@@ -18,7 +18,7 @@ from typing import Any
 NUMBERS = "numbers.jsonl"
 """The file in the folder of a run: a line for each call that reported numbers."""
 OUTPUT = "output"
-"""Key of a line that has the length of the output when a step began."""
+"""Key of a line that has the length of the output at the end of a step."""
 
 _recorder: "Recorder | None" = None
 
@@ -56,15 +56,17 @@ class Recorder:
             self._write({"source": source, "step": self.step, "numbers": known})
 
     def end_step(self, step: int) -> None:
-        """Count a step of the optimizer; note the length of the output, if it has grown."""
-        self.step = step
+        """Count a step of the optimizer; note the length of the output, if it has grown, with the
+        number of steps when that was printed.
+        """
+        before, self.step = self.step, step
         try:
             length = os.fstat(1).st_size
         except OSError:  # the script has closed it
             return
         if length != self._length:
             self._length = length
-            self._write({OUTPUT: length, "step": step})
+            self._write({OUTPUT: length, "step": before})
 
     def _write(self, row: Mapping[str, object]) -> None:
         if os.getpid() == self._process:

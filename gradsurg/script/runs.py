@@ -3,20 +3,24 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import groupby
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from socket import socket
 from subprocess import DEVNULL, STDOUT, Popen
 from time import monotonic
 from typing import Any
 
+from gradsurg.effects.summary import AUTO, effects_by_path
 from gradsurg.experiment.controls import ArmKind
 from gradsurg.experiment.processes import Team, launched, tell_others
 from gradsurg.experiment.run_directory import (
+    EFFECTS,
     METRICS,
     TUNING,
     RunDirectory,
@@ -24,6 +28,7 @@ from gradsurg.experiment.run_directory import (
 )
 from gradsurg.experiment.run_identity import directory_name, environment, script_identity
 from gradsurg.experiment.run_reader import known
+from gradsurg.loggers.base import Logger, RunInfo
 from gradsurg.report.wording import OUTCOME
 from gradsurg.script.child import ENDED, SPEC
 from gradsurg.script.numbers import LOG, Metric, Seen, read_numbers
@@ -42,7 +47,7 @@ class ScriptRun:
     command: Command
     kind: ArmKind
     seed: int
-    tuning: bool = False
+    values: str = ""  # of a tuning run
     dry_run: bool = False
     controls: Mapping[str, str] = field(default_factory=dict)
 
@@ -85,7 +90,7 @@ class ScriptRun:
         study = self.command.settings.study
         if self.dry_run:
             return f"{study}/dry_run"
-        return f"{study}/{TUNING}" if self.tuning else study
+        return f"{study}/{TUNING}" if self.values else study
 
     @property
     def path(self) -> Path:
@@ -254,6 +259,33 @@ class Ended:
                 **({"nonfinite": content["nonfinite"]} if content["nonfinite"] else {}),
             }
         )
+
+    def log(self, loggers: Sequence[Logger]) -> None:
+        """Send the logged numbers, the effects and the outcome to loggers."""
+        run, directory = self.run, RunDirectory(self.run.path.absolute())
+        summary = directory.read_summary()
+        info = RunInfo(
+            run.study,
+            run.arm,
+            f"{run.label}-seed{run.seed}",
+            run.seed,
+            directory.path,
+            run.identity,
+            tuple(run.label.split("+")),
+            summary["steps"],
+        )
+        metrics = {row["step"]: row for row in directory.read_rows(METRICS)}
+        rows = directory.read_rows(EFFECTS)
+        effects = {step: [*own] for step, own in groupby(rows, itemgetter("step"))}
+        seen = [*{(row["transform"], row["site"]): row for row in rows}.values()]
+        numbers = {key: one for key, one in summary.items() if isinstance(one, int | float)}
+        for logger in loggers:
+            logger.start(info)
+            for step in sorted({*metrics, *effects}):
+                row = metrics.get(step, {})
+                values = {key: one for key, one in row.items() if "/" in key and one is not None}
+                logger.log(step, values | effects_by_path(effects.get(step, []), seen, AUTO))
+            logger.finish(summary["state"], numbers)
 
     def _rows(self) -> list[dict[str, float]]:
         """The rows of `metrics.jsonl`: all numbers of a step together."""

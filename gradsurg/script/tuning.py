@@ -14,6 +14,7 @@ from gradsurg.experiment.controls import ArmKind
 from gradsurg.experiment.files import finite, locked, replace_file
 from gradsurg.experiment.run_directory import LOCK, TUNING
 from gradsurg.experiment.tuning import FIRST_SEED
+from gradsurg.report.arms import value_text
 from gradsurg.script.numbers import Metric
 from gradsurg.script.runs import Ended, ScriptRun
 from gradsurg.script.words import SURGERY, Command
@@ -43,8 +44,10 @@ class Tuning:
             distinct: dict[str, tuple[Values, list[ScriptRun]]] = {}
             for values in self.grid.combinations():
                 command = self.command.with_values(values)
-                runs = [ScriptRun(command, kind, seed, tuning=True) for seed in self._seeds]
-                distinct.setdefault(runs[0].name, (self._of(kind, values), runs))
+                own = self._of(kind, values)
+                text = ", ".join(f"{key}={value_text(one)}" for key, one in own.items()) or "all"
+                runs = [ScriptRun(command, kind, seed, text) for seed in self._seeds]
+                distinct.setdefault(runs[0].name, (own, runs))
             points[kind] = [*distinct.values()]
         return points
 

@@ -66,7 +66,8 @@ class Watcher:
 
     `wanted` is the variable or the class of the model, required if there are several. `on_attach`
     gets the attachment, and the arguments of the call that is about to run, if they are those of
-    the model. `on_step` is called after each step that is counted.
+    the model. `on_step` is called after each step that is counted, `on_detach` before a surgery is
+    hooked anew to a model with more sites.
     """
 
     make_surgery: Callable[[], Surgery]
@@ -74,6 +75,7 @@ class Watcher:
     effects_every: int
     on_attach: Callable[[nn.Module, object], None]
     on_step: Callable[[Attachment], None]
+    on_detach: Callable[[Attachment], None]
     attached: list[Attachment] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seen: dict[str, None] = field(default_factory=dict)
@@ -396,6 +398,7 @@ class Watcher:
             if _trained(each.model) <= each.trained:
                 each.live.bind(bound, clock=bound[0])
             else:
+                self.on_detach(each)
                 each.live.abort()
                 each.live = self._start(each.surgery, each.model, bound)
                 each.trained = _trained(each.model)
