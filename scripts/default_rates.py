@@ -1,6 +1,6 @@
 """Measure plain training at several learning rates, and choose the default rate of each task.
 
-python scripts/default_rates.py [TASK ..] [--optimizer sgd adam ..] [--out runs/rates]
+python scripts/default_rates.py [--task digits ..] [--optimizer sgd adam ..] [--out runs/rates]
 python scripts/default_rates.py --write    the files of conf/rate/ and the table of docs/rates.md
 
 Rates are the optimizer's own times powers of two, and more of them where the best is the least or
@@ -31,6 +31,8 @@ TASKS = {  # the model, and the number of runs at each rate
     "modular": ("gpt", "seeds=2"),
     "char_lm": ("gpt", "seeds=1"),
 }
+CLASSES = {"digits": 10, "overlay": 10, "temporal_order": 4, "modular": 97}
+CHANCE = 1.5  # times that of the classes: a run that is not better has learned nothing
 POWERS = range(-2, 5)  # of two, at first
 MOST = 16  # rates of a pair
 ACCURACY, LOSS = 0.002, 0.02  # how far from its best the default may be: absolute, relative
@@ -42,7 +44,9 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Pair:
-    """The scores of a task and an optimizer by learning rate; None where a run diverged."""
+    """The scores of a task and an optimizer by learning rate; None where a run diverged or learned
+    nothing.
+    """
 
     task: str
     optimizer: str
@@ -56,20 +60,22 @@ class Pair:
 
     @property
     def known(self) -> dict[float, float]:
-        """The scores, more is better, of the rates at which no run diverged."""
+        """The scores, more is better, of the rates that have one."""
         sign = -1 if "loss" in self.metric else 1
         return {rate: sign * score for rate, score in self.scores.items() if score is not None}
 
     @property
     def best(self) -> float:
-        """The rate with the best score, the least of several."""
-        return max(sorted(self.known), key=self.known.__getitem__)
+        """The rate with the best score, the least of several; the optimizer's own without one."""
+        return max(sorted(self.known), key=self.known.__getitem__, default=self.own)
 
     @property
     def default(self) -> float:
         """The optimizer's own rate if it is near the best, else the middle of those that are, the
         better of two: the best may be the last before training diverges.
         """
+        if self.best == self.own:
+            return self.own
         best = self.known[self.best]
         room = LOSS * abs(best) if "loss" in self.metric else ACCURACY
         near = sorted(rate for rate, score in self.known.items() if best - score <= room)
@@ -88,7 +94,7 @@ class Pair:
     def shown(self, rate: float) -> str:
         score = self.scores.get(rate)
         if score is None:
-            return "diverges"
+            return "-"
         return f"{score:.4g}" if "loss" in self.metric else f"{score:.2%}".replace("%", " %")
 
 
@@ -104,6 +110,7 @@ def measured(task: str, optimizer: str, out: Path) -> Pair:
     while True:
         _train(task, optimizer, rates, out)
         pair = _read(task, optimizer, out)
+        rates = sorted({*rates, *pair.scores})  # an earlier command may have tried more
         is_low = not pair.known or pair.best == rates[0]
         if len(rates) >= MOST or not (is_low or pair.best == rates[-1]):
             return pair
@@ -137,7 +144,9 @@ def _read(task: str, optimizer: str, out: Path) -> Pair:
     found = {}
     for rate, runs in sorted(scores.items()):
         values = [run[metric] if run else float("nan") for run in runs]
-        found[rate] = mean(values) if all(map(isfinite, values)) else None
+        least = CHANCE / CLASSES[task] if task in CLASSES else 0
+        is_known = all(isfinite(value) and value > least for value in values)
+        found[rate] = mean(values) if is_known else None
     return Pair(task, optimizer, metric, found)
 
 
@@ -157,19 +166,19 @@ def write(pairs: list[Pair]) -> None:
 
 def main() -> None:
     optimizers = sorted(file.stem for file in (ROOT / "conf" / "optimizer").glob("*.yaml"))
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], default=[*TASKS])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", nargs="+", choices=[*TASKS], default=[*TASKS])
     parser.add_argument("--optimizer", nargs="+", choices=optimizers, default=optimizers)
     parser.add_argument("--out", type=Path, default=Path("runs/rates"))
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     if arguments.write:
-        places = [(task, one) for task in arguments.tasks for one in arguments.optimizer]
+        places = [(task, one) for task in arguments.task for one in arguments.optimizer]
         pairs = [_read(*place, out) for place in places if (out / "-".join(place)).is_dir()]
         write(pairs)
         return
-    for task in arguments.tasks:
+    for task in arguments.task:
         for optimizer in arguments.optimizer:
             pair = measured(task, optimizer, out)
             shown = [f"{rate:g}: {pair.shown(rate)}" for rate in pair.scores]

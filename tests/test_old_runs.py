@@ -29,6 +29,7 @@ EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 TORCH = "2.13"  # part of a run's identity
 
 WORDS = ["steps=24", "log_every=4", "logger=none", "report=false", "model.hidden=[8]", "threads=1"]
+WORDS += ["optimizer.lr=0.1"]  # which was the default
 KILLED = ["transform=[grokfast_ema,noise]", "seeds=1", "model.dropout=0.3"]
 KILLED += ["checkpoint_every=8", "checkpoint_seconds=0"]
 

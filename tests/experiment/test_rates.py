@@ -79,6 +79,11 @@ def test_each_file_is_of_a_task_and_an_optimizer_and_differs_from_the_optimizers
     own = {stem: content(path)["lr"] for stem, path in files_of("optimizer").items()}
     pairs = {f"{task}_{optimizer}": optimizer for task in files_of("task") for optimizer in own}
     assert {stem for stem, rate in RATES.items() if rate != own[pairs[stem]]} == {*RATES}
+    for stem, path in files_of("rate").items():
+        words = path.read_text(encoding="utf-8").splitlines()[0].split()
+        assert words[:4] == ["#", "python", "-m", "gradsurg.run"]
+        chosen = dict(word.split("=") for word in words[4:])
+        assert f"{chosen['task']}_{chosen['optimizer']}" == stem
 
 
 def test_the_table_of_the_docs_has_the_rates_of_the_files() -> None:
