@@ -84,7 +84,6 @@ WRONG = (
         "'+site.of.0.types=...' adds it.",
     ),
     Wrong("~transform", "transform: cannot be taken out; 'transform=[]' empties it"),
-    Wrong("~task", "task, optimizer: both are required"),
     Wrong("steps=5 steps=6", "steps: is given twice, steps=5 and steps=6"),
     Wrong("site=[parameters,outputs]", "site: takes one option, found [parameters, outputs]"),
     # values of fields
@@ -243,6 +242,7 @@ WRONG = (
     Wrong(
         "'+transform.b={value: 1}'", "transform.b: needs a name (one of gradsurg's) or a _target_"
     ),
+    Wrong("~task", "task, optimizer: both are required"),
 )
 
 
