@@ -129,7 +129,8 @@ def test_the_examples_of_choosing_run() -> None:
 def test_the_two_commands_stand_on_lines_of_their_own() -> None:
     lines = [line for line in README.splitlines() if line.startswith("pip install ")]
     assert lines == [
-        "pip install -c constraints.txt -e '.[run]' && python -m gradsurg.run transform=clip",
+        "pip install -c constraints.txt -e '.[run]' && python -m gradsurg.run transform=clip "
+        "transform.clip.value=0.002",
         "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2",
     ]
 
