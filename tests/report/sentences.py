@@ -49,6 +49,7 @@ def row(points: Sequence[float], arm: str = "clip", **more: object) -> dict[str,
         "test_examples": 450,
         "steps": 500,
         "optimizer": "SGD",
+        "scale_free": False,
         "lr": 0.1,
         "lr_control": 0.1,
         "tuned": False,
@@ -358,7 +359,7 @@ CASES: Mapping[str, Callable[[Path], str]] = {
         rows=frame(row(CLIP, q=0.03), row([1], "noise", repeats=8), row([1], "scale", **VACUOUS)),
     ),
 }
-ADAM_ROW = {"optimizer": "Adam"}
+ADAM_ROW = {"optimizer": "Adam", "scale_free": True}
 
 
 def page() -> str:
