@@ -148,5 +148,5 @@ def test_a_wheel_has_every_module_and_config_and_runs_the_command(tmp_path: Path
     assert version != "0+unknown"
     check_app(tmp_path, package, str(installed))
     printed = python(tmp_path, "-m", "gradsurg.run", *WORDS, path=str(installed))
-    assert printed.startswith("Test accuracy of clip minus control: ")
+    assert printed.startswith("Test accuracy of clip minus control at lr ")
     assert (tmp_path / "runs" / "digits-mlp" / "report" / "index.html").is_file()

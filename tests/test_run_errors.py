@@ -182,7 +182,7 @@ def test_a_full_disk_is_a_line_a_run_and_nothing_finished_is_lost(folder: Path) 
     code, out, err = full
     assert code == 1
     assert re.match(r"FAILED: \d of 3 runs of the control arm. The first: OSError: ", out[0])
-    assert any(line.startswith("Test accuracy of clip minus control: ") for line in out)
+    assert any(line.startswith("Test accuracy of clip minus control at lr ") for line in out)
     _, *lines, count = err  # the first says that three seeds are few
     assert count == "4 of 6 runs failed"
     assert all("[Errno 28] No space left on device: '" in line for line in lines)

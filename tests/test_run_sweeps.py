@@ -176,7 +176,7 @@ def test_a_report_that_cannot_be_written_is_a_line_and_the_answer_stands(
     (folder / "runs" / "digits-mlp" / "report").write_text("in the way", encoding="utf-8")
     ended = here("transform=clip", *SHORT[:-1])
     assert ended.code == 0
-    assert ended.out.startswith("Test accuracy of clip minus control: ")
+    assert ended.out.startswith("Test accuracy of clip minus control at lr ")
     assert ended.err.splitlines()[-1].startswith("the report cannot be written: ")
 
 
@@ -254,7 +254,8 @@ def test_a_later_control_is_added_to_a_finished_run(here: Here, folder: Path) ->
         assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     told = summary(folder / "runs" / "digits-mlp")
     assert "Nothing can be compared" not in told
-    assert "have another control too (1 with control=norm_matched)" in " ".join(told.split())
+    assert "total " in told  # direction and size, by both controls
+    assert "Direction is clip minus norm-matched" in " ".join(told.split())
     assert here(*words, "control=none", "force=true").code == 0
     assert controls(folder) == BOTH
 

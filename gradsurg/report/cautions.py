@@ -12,7 +12,6 @@ from gradsurg.report.verdict import (
     DOES,
     MARGINS,
     MAX_NAMED,
-    SCALE_FREE,
     Row,
     reached,
     rows_of,
@@ -177,8 +176,8 @@ def _against(kind: str) -> Tell:
 
 def _scale_free(_: Study, rows: Sequence[Row]) -> list[str]:
     """The optimizers in whose update a constant scale of the gradients cancels."""
-    matched = [row["optimizer"] for row in rows if row["against"] == "norm-matched"]
-    return sorted({*matched} & SCALE_FREE)
+    matched = [row for row in rows if row["against"] == "norm-matched"]
+    return sorted({row["optimizer"] for row in matched if row["scale_free"]})
 
 
 def _other_controls(study: Study, _: Sequence[Row]) -> list[str]:
@@ -276,8 +275,8 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     ),
     "other controls": (
         _other_controls,
-        "Some runs have another control too ({}), and are compared with the plain one here; the "
-        "command with it, given again, tells the other.",
+        "Some runs have another control too ({}), which this verdict does not use: the command "
+        "with that control alone tells its comparison.",
     ),
     "update lengths": (_lengths, "{}"),
     "deterministic repeats": (

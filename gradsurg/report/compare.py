@@ -27,6 +27,9 @@ Others = Mapping[str, Mapping[str, str | None]]
 """By the names of an arm and of its run, the name of the run that this is compared with."""
 FINISHED, DIVERGED = "finished", "diverged"
 ENDED = (FINISHED, DIVERGED)
+SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
+SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
+"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
 PARALLEL = 1 - 1e-6
 """Smallest mean cosine of a transform that turns no gradient, up to rounding."""
 SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -34,6 +37,7 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     **dict.fromkeys(("n", "planned"), pl.Int64),
     **dict.fromkeys(("splits", "test_examples", "steps"), pl.Int64),
     "optimizer": pl.String,
+    "scale_free": pl.Boolean,
     **dict.fromkeys(("lr", "lr_control"), pl.Float64),
     **dict.fromkeys(("tuned", "rate_tuned"), pl.Boolean),
     **dict.fromkeys(("chosen", "chosen_control"), pl.String),
@@ -54,10 +58,10 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 """The columns of a comparison.
 
-`steps` to `norm_high` are about the treated arm and, with `_control`, about the other: the rate,
-whether values were `tuned`, those that were `chosen` beside the rate, the number of
-`configurations` to choose from, and the change of the gradients as in `Study.changes`. All are null
-where they are not known.
+`steps` to `norm_high` are about the treated arm and, with `_control`, about the other: whether a
+constant scale of its gradients has no effect (`scale_free`), the rate, whether values were `tuned`,
+those that were `chosen` beside the rate, the number of `configurations` to choose from, and the
+change of the gradients as in `Study.changes`. All are null where they are not known.
 """
 
 
@@ -405,6 +409,7 @@ def _setting(study: Study, arm: Arm, beside: Sequence[LoadedRun]) -> dict[str, o
         "test_examples": sizes.pop() if len(sizes) == 1 else None,
         "steps": one.steps or None,
         "optimizer": one.optimizer,
+        "scale_free": one.optimizer in SCALE_FREE and not one.is_at_updates,
         "lr": one.lr,
         "lr_control": other.lr if other else None,
         "tuned": tuning is not None,

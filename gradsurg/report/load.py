@@ -94,6 +94,12 @@ class LoadedRun:
         return str(optimizer.get("name") or "") if isinstance(optimizer, Mapping) else ""
 
     @property
+    def is_at_updates(self) -> bool:
+        """Whether its surgery acts behind the optimizer."""
+        site = (self.config or {}).get("site")
+        return isinstance(site, Mapping) and site.get("name") == "updates"
+
+    @property
     def test_examples(self) -> int | None:
         """The number of test examples; None if it is not known."""
         number = self.number("test_examples")

@@ -62,9 +62,6 @@ NO_CLEAR = "no clear difference in"
 NEARLY_PARALLEL, LENGTH_CHANGED = 0.99, 1.2
 """Least mean cosine of a transform that acts on the length of a gradient alone, and the factor from
 which on its length counts as changed."""
-SCALE_FREE = {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"}
-SCALE_FREE |= {"RAdam", "RMSprop", "Rprop"}
-"""Optimizers of torch.optim in whose update a constant scale of the gradients cancels."""
 
 
 def rows_of(frame: pl.DataFrame, metric: str = "") -> list[Row]:
@@ -335,7 +332,7 @@ def _about_length(row: Row, is_split: bool) -> str:
     elif low >= 1:
         done = "lengthened"
     begin = f"{row['arm']} only {done} the {{}} (cosine {cosine:.2f}, norms {by})"
-    if row["optimizer"] in SCALE_FREE:
+    if row["scale_free"]:
         begin = begin.format("gradients")
         return f"{begin}: a constant scale cancels in the updates of {row['optimizer']}."
     begin = begin.format("step")

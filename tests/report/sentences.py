@@ -49,6 +49,7 @@ def row(points: Sequence[float], arm: str = "clip", **more: object) -> dict[str,
         "test_examples": 450,
         "steps": 500,
         "optimizer": "SGD",
+        "scale_free": False,
         "lr": 0.1,
         "lr_control": 0.1,
         "tuned": False,
@@ -155,11 +156,16 @@ def with_both_controls(folder: Path) -> Study:
     return read_study(folder)
 
 
-def to_target(folder: Path, treated: Sequence[int | None], control: Sequence[int | None]) -> Study:
+def to_target(
+    folder: Path,
+    treated: Sequence[int | None],
+    control: Sequence[int | None],
+    arm: str = "clip",
+) -> Study:
     """Steps at which seeds reached a target; None did not."""
     for seed, steps in enumerate(zip(control, treated, strict=True)):
         name = None
-        for label, step in zip(("none", "clip"), steps, strict=True):
+        for label, step in zip(("none", arm), steps, strict=True):
             place = studies.plan(folder, label, seed, name, **SGD)
             name = place.path.name
             told: dict[str, object] = {
@@ -167,7 +173,7 @@ def to_target(folder: Path, treated: Sequence[int | None], control: Sequence[int
                 "until/reached": int(bool(step)),
             }
             told |= {"until/step": step} if step else {}
-            studies.end(place, label, 0.5 + 0.001 * seed * (label == "clip"), **told)
+            studies.end(place, label, 0.5 + 0.001 * seed * (label == arm), **told)
     return read_study(folder)
 
 
@@ -185,6 +191,7 @@ def warned(study: Study, *names: str, rows: pl.DataFrame | None = None) -> str:
     return "\n".join(f"{name}: {found[name]}" for name in names)
 
 
+TARGET = [20, 24, 32, None, 36, None]
 TREND = {"metric": "test/accuracy", "key": "clip.value", "name": "clip", "n": 8, "size": 0.021}
 TREND |= {"low": 0.01, "high": 0.03, "p": 0.0078, "q": None, "inactive": [], "acting": [1, 2, 3]}
 TREND |= {"direction": "", "extreme": "", "peak": None, "peak_difference": None}
@@ -275,6 +282,10 @@ CASES: Mapping[str, Callable[[Path], str]] = {
         to_target(folder, [10, 16, 22, 30, None, None], [20, 24, 32, None, 36, None])
     ),
     "few seeds at a target": lambda folder: told(to_target(folder, [10, 12], [20, 24])),
+    "two arms at a target": lambda folder: told(
+        to_target(folder, [10, 12, 14, 11, 13, 12], TARGET)
+        and to_target(folder, [10, 16, 22, 30, None, None], TARGET, "sign")
+    ),
     "rises": lambda folder: told(by_dose(folder, {0.01: 0.5, 0.1: 1, 1: 3})),
     "a peak": lambda folder: told(by_dose(folder, {0.01: 0.5, 0.1: 3, 1: 2})),
     "a trend": lambda _: trend_sentence({**TREND, "direction": "falls", "q": 0.02}),
@@ -358,7 +369,7 @@ CASES: Mapping[str, Callable[[Path], str]] = {
         rows=frame(row(CLIP, q=0.03), row([1], "noise", repeats=8), row([1], "scale", **VACUOUS)),
     ),
 }
-ADAM_ROW = {"optimizer": "Adam"}
+ADAM_ROW = {"optimizer": "Adam", "scale_free": True}
 
 
 def page() -> str:

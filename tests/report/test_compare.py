@@ -236,6 +236,18 @@ def test_a_row_has_the_rate_the_steps_and_the_change_of_the_gradients(tmp_path: 
     assert study.runs["tuned"].to_list() == [False] * 4
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "site", "expected"),
+    [("SGD", "parameters", False), ("Adam", "parameters", True), ("Adam", "updates", False)],
+)
+def test_a_scale_cancels_in_some_optimizers_if_it_comes_before_them(
+    tmp_path: Path, optimizer: str, site: str, expected: bool
+) -> None:
+    more = {"optimizer": {"name": optimizer}, "site": {"name": site}}
+    found = row(of_folder(studies.paired(tmp_path, "clip", [0.1], **more)), "clip")
+    assert (found["scale_free"], found["optimizer"]) == (expected, optimizer)
+
+
 def test_links_of_a_chain_multiply_their_lengths_at_a_site(tmp_path: Path) -> None:
     control = studies.whole(tmp_path, "none", 0, 0.5)
     place = studies.plan(tmp_path, "clip+noise", 0, control)
