@@ -8,7 +8,7 @@ from tests.test_readme import ROOT
 
 FOLDER = ROOT / "docs/how"
 OTHERS = ("attnlrp", "trl", "fsdp2", "huggingface")  # see tests/test_how_to_models.py
-OTHERS += ("hydra_app",)  # see tests/test_how_to_hydra.py
+OTHERS += ("hydra_app", "script")  # see tests/test_how_to_hydra.py, tests/script/test_page.py
 PAGES = sorted({path.stem for path in FOLDER.glob("*.md")} - {*OTHERS, "index"})
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$\n*", re.DOTALL | re.MULTILINE)
 

@@ -174,7 +174,15 @@ class _Study:
             for note in ended.content["found"]:
                 tell(note)
         self._choose(ended)
-        self._write(ended)
+        try:
+            self._write(ended)
+        except ConfigError as error:
+            if not self.ended:
+                raise
+            process.directory.write_error(str(error))
+            self.failed[run.name] = ended
+            self._tell(run, f"FAILED, {error}")
+            return
         if not run.values:
             self.ended[run.name].log(self.loggers)
         assert self.metric is not None
@@ -199,13 +207,13 @@ class _Study:
             self.command = replace(self.command, metric=self.metric)
 
     def _write(self, ended: Ended) -> None:
+        """Write the outcome of a run. Raises ConfigError if it has not reported the metric."""
         assert self.metric is not None
         if self.metric.name not in ended.seen:
             raise ConfigError([unknown_metric(self.metric.name, ended.seen)])
         run = replace(ended.run, command=replace(ended.run.command, metric=self.metric))
         self.ended[run.name] = replace(ended, run=run)
-        ended = self.ended[run.name]
-        ended.write(self.metric)
+        self.ended[run.name].write(self.metric)
 
     def _compare_with_others(self, ended: Ended) -> None:
         """Notice that a script seeds itself, and that two arms differ before the first step."""
@@ -333,5 +341,4 @@ def _terminating(running: list[tuple[Process, ExitStack]]) -> Iterator[None]:
 
 
 def _title(run: ScriptRun) -> str:
-    label = "control" if run.label == "none" else run.label
-    return f"{label}{f' at {run.values}' if run.values else ''}, seed {run.seed}"
+    return f"{run.name_of_arm}{f' at {run.values}' if run.values else ''}, seed {run.seed}"

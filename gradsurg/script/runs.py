@@ -68,6 +68,11 @@ class ScriptRun:
                 return f"{kind}-{names}"
 
     @property
+    def name_of_arm(self) -> str:
+        """The label as readers know it."""
+        return "control" if self.label == "none" else self.label
+
+    @property
     def identity(self) -> dict[str, object]:
         command, call = self.command, self.command.call
         script: dict[str, object] = {"name": call.name, "words": [*call.words]}
@@ -163,7 +168,7 @@ class Process:
         spec: dict[str, Any] = {  # Any: JSON
             "script": command.call.name,
             "module": command.call.is_module,
-            "words": command.call.filled(seed=run.seed, arm=run.label, out=folder / FILES),
+            "words": command.call.filled(seed=run.seed, arm=run.name_of_arm, out=folder / FILES),
             "seed": run.seed,
             "surgery": None if kind == "control" else command.surgery,
             "control": None if kind in ("treated", "control") else kind,

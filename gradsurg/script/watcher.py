@@ -97,11 +97,6 @@ class Watcher:
         register_optimizer_step_post_hook(self._after_step)
 
     @property
-    def live(self) -> Live | None:
-        """The surgery of the last model."""
-        return self.attached[-1].live if self.attached else None
-
-    @property
     def step(self) -> int:
         """The steps that are counted."""
         return self.attached[-1].step if self.attached else 0
@@ -256,7 +251,11 @@ class Watcher:
                 return
             example = example if chosen is root else None
             own = _ids(chosen)
-            touched = [one for one in touched if not own.isdisjoint(_params(one))]
+            others = [one for one in touched if own.isdisjoint(_params(one))]
+            self._left_out.update(others)
+            touched = [one for one in touched if one not in others]
+            if not touched:
+                return
             root = chosen
         else:
             root, touched = self._alone(root, touched, new)
