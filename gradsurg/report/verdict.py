@@ -113,7 +113,8 @@ def _of_one(
 
     `start` writes the first letter of words; the name of an arm stays as it is.
     """
-    key, arm, against, told = row["metric"], row["arm"], row["against"], evidence(row, said)
+    key, arm, against = row["metric"], row["arm"], row["against"]
+    told = evidence(row, said, is_signed=not _is_directed(row))
     metric, difference, at = title(key), amount(key, row["difference"]), _at(row, said)
     limit = size(key, margin.of(row["control"])) if margin else ""
     if _is_directed(row):
@@ -139,7 +140,7 @@ def _of_many(rows: Sequence[Row], margin: Margin | None) -> str:
     told = []
     metrics = dict.fromkeys(row["metric"] for row in rows)
     common = _common([setting(row) for row in rows])
-    said = {*common}
+    said = {*common, "details"}
     if not any(row["tuned"] for row in rows):
         said |= {"rate", "steps"}  # where these differ, the arms are named by them
     for word, key in product((*MARGINS, *DOES, UNCLEAR, "identical", TOO_FEW), metrics):
@@ -234,23 +235,26 @@ def population(row: Row) -> str:
     return (", " if splits == 1 else " of ").join(parts)
 
 
-def evidence(row: Row, said: Collection[str] = ()) -> str:
+def evidence(row: Row, said: Collection[str] = (), is_signed: bool = True) -> str:
     """Return interval, p, q, wins and data of a comparison, as they stand in brackets.
 
-    The interval of a clear difference has the sign of the verdict's word, so none of its own.
+    Without signs beside a word for the direction. Of several arms a table has p and the wins:
+    with `details` in `said` they are left out.
     """
     key, n, parts = row["metric"], row["n"], []
     if n > 1 and row["interval"] == "range":
         span = amounts(key, row["low"], row["high"])
         parts.append(f"range over {count(n, row['unit'])} {span}")
     elif n > 1 and row["interval"]:
-        ends = (sizes if _is_directed(row) else amounts)(key, row["low"], row["high"])
+        ends = (amounts if is_signed else sizes)(key, row["low"], row["high"])
         parts.append(f"{row['interval']} interval {ends}")
     if row["margin"] == "equivalent" and not _is_directed(row):
         parts.append("two one-sided tests at 0.025 each")
+    elif "details" in said and row["q"] is not None:
+        parts.append(f"q {p_text(row['q'])}")
     elif n >= MIN_FOR_P and row["p"] is not None:
         parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
-    if n > 1:
+    if n > 1 and "details" not in said:
         parts.append(wins(row))
     if "data" not in said and (data := population(row)):
         parts.append(data)
