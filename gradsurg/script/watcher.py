@@ -236,6 +236,7 @@ class Watcher:
         touched = [one for one in new if not held.isdisjoint(_params(one))]
         if not touched:
             return  # a teacher, a loss, a metric
+        self._note_names(sys._getframe(1))  # a compiled model is younger than the optimizer
         if any(held & _ids(each.model) for each in self.attached):
             self._rebind(touched)
             return

@@ -225,7 +225,7 @@ FOUND = {
     "two optimizers": (["attached to Pair (model) and SGD, SGD"], 10, 4),
     "sam": (["attached to Sequential (model) and SAM"], 10, 4),
     "lbfgs": (["attached to Sequential (model) and LBFGS"], 3, 4),
-    "compiled": (["attached to OptimizedModule (compiled) and SGD"], 10, 4),
+    "compiled": (["attached to OptimizedModule (call) and SGD"], 10, 4),
     "os._exit": (["attached to Sequential (model) and SGD"], 10, 4),
 }
 """What was found, the steps that were counted, and the sites with gradients in the last one."""
