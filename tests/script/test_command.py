@@ -178,9 +178,16 @@ KINDS = {
     "head first": """
 model = net()
 model[0].requires_grad_(False)
-fit(model, sgd(model[2].parameters()))
+head = sgd(model[2].parameters())
+fit(model, head)
 model[0].requires_grad_(True)
 fit(model, sgd(model.parameters()))
+""",
+    "alternating": """
+model = net()
+first, second = sgd(model.parameters()), torch.optim.Adam(model.parameters())
+for optimizer in (first, second, first, second):
+    fit(model, optimizer)
 """,
     "chain": """
 enc, dec = nn.Linear(8, 16), nn.Linear(16, 2)
@@ -221,6 +228,7 @@ os._exit(0)
 }
 FOUND = {
     "head first": (["attached to Sequential (model) and SGD", "from step 10: SGD"], 20, 4),
+    "alternating": (["attached to Sequential (model) and SGD", "from step 10: Adam"], 40, 4),
     "chain": (["attached to ModuleDict (enc and dec) and SGD"], 10, 4),
     "two optimizers": (["attached to Pair (model) and SGD, SGD"], 10, 4),
     "sam": (["attached to Sequential (model) and SAM"], 10, 4),
