@@ -29,9 +29,10 @@ from gradsurg.experiment.idle import idle_notes
 from gradsurg.experiment.logged_numbers import hardware
 from gradsurg.experiment.run_directory import EFFECTS, RunDirectory
 from gradsurg.script.recorder import Recorder, watch_libraries
-from gradsurg.script.watcher import Attachment, Refusal, Watcher, digest
+from gradsurg.script.watcher import LIBRARIES, PACKAGE, Attachment, Refusal, Watcher, digest
 from gradsurg.torch_internals import random_state
 
+OWN = str(Path(__file__).parent)
 SPEC, ENDED = "script.json", "ended.json"
 WRITE_EVERY = 50
 """Steps between two writes of the effects on gradients."""
@@ -89,8 +90,8 @@ class Script:
                 print(end.code, file=sys.stderr)
             exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException as fault:  # the script may raise anything
-            exit_code, error = 1, _traceback(fault)
-            print(error, end="", file=sys.stderr)
+            exit_code, error = 1, _traceback(fault, (*LIBRARIES, PACKAGE, "<frozen"))
+            print(_traceback(fault, (OWN,)), end="", file=sys.stderr)
         end_libraries()
         self.end(exit_code, error, refused)
         return exit_code
@@ -227,13 +228,13 @@ def _main_module(spec: Mapping[str, Any]) -> tuple[ModuleType, CodeType]:
     return main, code
 
 
-def _traceback(fault: BaseException) -> str:
-    """Return the traceback of an error of the script without the frames of this command."""
+def _traceback(fault: BaseException, others: tuple[str, ...]) -> str:
+    """Return the traceback of an error of the script without the frames of files in `others`."""
     trace = traceback.TracebackException.from_exception(fault)
-    own, waiting = str(Path(__file__).parent), [trace]
+    waiting = [trace]
     while waiting:
         one = waiting.pop()
-        frames = [frame for frame in one.stack if not frame.filename.startswith(own)]
+        frames = [frame for frame in one.stack if not frame.filename.startswith(others)]
         one.stack = traceback.StackSummary.from_list(frames)
         waiting += [each for each in (one.__cause__, one.__context__) if each is not None]
     return "".join(trace.format())

@@ -86,6 +86,8 @@ class Watcher:
         self._made: list[weakref.ref[Optimizer]] = []
         self._kinds: list[str] = []  # of all optimizers, also of those that are gone
         self._left_out: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._met: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those of attached models
+        self._bound: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # at any time
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -214,7 +216,7 @@ class Watcher:
         return any(optimizer in each.optimizers for each in self.attached)
 
     def _new(self) -> list[Optimizer]:
-        """The optimizers that are alive and neither bound nor left out; of wrappers the outer."""
+        """The optimizers that are alive and of no known model; of wrappers the outer one."""
         alive = [one for ref in self._made if (one := ref()) is not None]
         inner = {id(value) for one in alive for value in vars(one).values() if value is not one}
         return [
@@ -222,7 +224,7 @@ class Watcher:
             for one in alive
             if id(one) not in inner
             and one not in self._left_out
-            and not self._is_bound(one)
+            and one not in self._met
             and _params(one)
         ]
 
@@ -236,6 +238,7 @@ class Watcher:
         touched = [one for one in new if not held.isdisjoint(_params(one))]
         if not touched:
             return  # a teacher, a loss, a metric
+        self._note_names(sys._getframe(1))  # a compiled model is younger than the optimizer
         if any(held & _ids(each.model) for each in self.attached):
             self._rebind(touched)
             return
@@ -259,6 +262,7 @@ class Watcher:
             root = chosen
         else:
             root, touched = self._alone(root, touched, new)
+        self._met.update(touched)
         self._attach(root, self._disjoint(touched), example)
 
     def _alone(
@@ -359,6 +363,7 @@ class Watcher:
         self.seen[name] = None
         surgery = self.make_surgery()
         live = self._start(surgery, model, optimizers)
+        self._bound.update(optimizers)
         made = Attachment(model, name, surgery, live, optimizers, _trained(model), self.step)
         made.begin = digest([*model.parameters(), *_tensors(example)])
         self.attached.append(made)
@@ -402,10 +407,11 @@ class Watcher:
                 each.live = self._start(each.surgery, each.model, bound)
                 each.trained = _trained(each.model)
             each.optimizers = bound
-            told = ", ".join(map(_kind, mine))
-            self.notes.append(
-                f"bound to another optimizer of {each.name} from step {each.step}: {told}"
-            )
+            self._met.update(mine)
+            if fresh := [one for one in mine if one not in self._bound]:
+                told = f"bound to another optimizer of {each.name} from step {each.step}"
+                self.notes.append(f"{told}: {', '.join(map(_kind, fresh))}")
+                self._bound.update(fresh)
         if not self._new():
             self._end_waiting()
 

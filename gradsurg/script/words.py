@@ -1,7 +1,7 @@
 """The command line: gradsurg's words, `--`, and the script with its own words."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,8 +210,3 @@ def _with_field(
         raise ConfigError([f"tune: {path}: '{key}' is not a key there. {nearest(key, known)}"])
     inside = _with_field(config[key], path, rest, value) if rest else value
     return {**config, key: inside}
-
-
-def tuned_keys(grid: Grid) -> Iterator[tuple[str, bool]]:
-    """Yield each key with whether it is one of the surgery."""
-    yield from ((axis.key, axis.key.partition(".")[0] in SURGERY) for axis in grid.axes)

@@ -178,9 +178,16 @@ KINDS = {
     "head first": """
 model = net()
 model[0].requires_grad_(False)
-fit(model, sgd(model[2].parameters()))
+head = sgd(model[2].parameters())
+fit(model, head)
 model[0].requires_grad_(True)
 fit(model, sgd(model.parameters()))
+""",
+    "alternating": """
+model = net()
+first, second = sgd(model.parameters()), torch.optim.Adam(model.parameters())
+for optimizer in (first, second, first, second):
+    fit(model, optimizer)
 """,
     "chain": """
 enc, dec = nn.Linear(8, 16), nn.Linear(16, 2)
@@ -221,11 +228,12 @@ os._exit(0)
 }
 FOUND = {
     "head first": (["attached to Sequential (model) and SGD", "from step 10: SGD"], 20, 4),
+    "alternating": (["attached to Sequential (model) and SGD", "from step 10: Adam"], 40, 4),
     "chain": (["attached to ModuleDict (enc and dec) and SGD"], 10, 4),
     "two optimizers": (["attached to Pair (model) and SGD, SGD"], 10, 4),
     "sam": (["attached to Sequential (model) and SAM"], 10, 4),
     "lbfgs": (["attached to Sequential (model) and LBFGS"], 3, 4),
-    "compiled": (["attached to OptimizedModule (compiled) and SGD"], 10, 4),
+    "compiled": (["attached to OptimizedModule (call) and SGD"], 10, 4),
     "os._exit": (["attached to Sequential (model) and SGD"], 10, 4),
 }
 """What was found, the steps that were counted, and the sites with gradients in the last one."""
