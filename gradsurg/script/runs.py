@@ -226,7 +226,11 @@ class Ended:
         if self.content.get("error"):
             return str(self.content["error"])
         log = self.run.path / LOG
-        lines = log.read_text(errors="replace").splitlines()[-TAIL:] if log.is_file() else []
+        lines = (
+            log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+            if log.is_file()
+            else []
+        )
         how = f"exit code {self.code}" if self.code > 0 else f"ended by signal {-self.code}"
         how = "it ended without a result" if self.code == 0 else how
         return "\n".join([*(f"  {line}" for line in lines), how])

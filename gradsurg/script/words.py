@@ -192,6 +192,9 @@ def _grid(text: str) -> Grid:
         raise ConfigError([f"tune: {error}"]) from None
     if len(grid.axes) != len(parts):
         raise ConfigError([f"tune: cannot be read, found {text}"])
+    if rates := [axis.key for axis in grid.axes if not axis.values]:
+        rule = "needs values, such as '--lr=[0.01,0.03,0.1]': the rate of a script is not known"
+        raise ConfigError([f"tune: {rates[0]} {rule}"])
     axes = zip(grid.axes, dashes, strict=True)
     return Grid(tuple(_axis(axis, found[0] if found else "") for axis, found in axes))
 

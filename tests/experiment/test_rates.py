@@ -32,9 +32,13 @@ def folder_of_studies(tmp_path: Path) -> str:
     for group in ("experiment", "task", "rate"):
         (tmp_path / group).mkdir()
     for name, text in STUDIES.items():
-        (tmp_path / f"experiment/{name}.yaml").write_text(f"# @package _global_\n{text}")
-    (tmp_path / "task/mine.yaml").write_text("_target_: gradsurg.tasks.digits.Digits\n")
-    (tmp_path / "rate/mine_sgd.yaml").write_text("lr: 0.6\n")
+        (tmp_path / f"experiment/{name}.yaml").write_text(
+            f"# @package _global_\n{text}", encoding="utf-8"
+        )
+    (tmp_path / "task/mine.yaml").write_text(
+        "_target_: gradsurg.tasks.digits.Digits\n", encoding="utf-8"
+    )
+    (tmp_path / "rate/mine_sgd.yaml").write_text("lr: 0.6\n", encoding="utf-8")
     return search_path(tmp_path)
 
 

@@ -102,7 +102,7 @@ def test_a_script_that_seeds_itself_is_noticed_and_gets_no_p(folder: Path) -> No
 def test_a_failed_run_has_the_frames_of_the_script_alone(folder: Path) -> None:
     ended = run(folder, "seeds=2", "jobs=2", "--", "train.py", "--fail", "1")
     assert ended.code == 1
-    error = (ended.runs("train")["clip-seed1"] / "error.log").read_text()
+    error = (ended.runs("train")["clip-seed1"] / "error.log").read_text(encoding="utf-8")
     assert error.startswith("Traceback (most recent call last):\n  File")
     assert error.endswith("RuntimeError: the disk is full\n")
     assert re.findall(r"File \"([^\"]+)\"", error) == ["train.py"]
@@ -118,7 +118,7 @@ def test_each_arm_chooses_an_option_of_the_script(folder: Path) -> None:
     assert ended.code == 0, ended.err
     files = sorted((folder / "runs/train/tuning").glob("*.json"))
     control, treated = sorted(
-        (json.loads(file.read_text()) for file in files), key=lambda x: x["role"]
+        (json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda x: x["role"]
     )
     assert control["chosen"] == {"--lr": 0.3}
     assert treated["chosen"] == {"--lr": 0.3, "transform.clip.value": 0.02}
@@ -245,7 +245,7 @@ def test_the_model_of_a_script_is_found(kind: str, tmp_path: Path) -> None:
     ended = run(tmp_path, "seed=0", "control=none", "--", "odd.py", kind)
     assert ended.code == 0, ended.err
     path = ended.runs("odd")["clip-seed0"]
-    found = json.loads((path / "ended.json").read_text())
+    found = json.loads((path / "ended.json").read_text(encoding="utf-8"))
     notes, steps, sites = FOUND[kind]
     assert len(found["found"]) == len(notes)
     assert all(part in note for part, note in zip(notes, found["found"], strict=True))

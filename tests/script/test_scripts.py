@@ -189,7 +189,7 @@ def test_a_script_trains_as_with_the_surgery_attached_by_hand(row: Row, tmp_path
         assert len(mine) == len(weights[arm])
         assert all(map(torch.equal, mine, weights[arm])), f"{label} has other weights"
         if arm and not row.folds:
-            assert_equal_effects(runs[label], json.loads(effects.read_text()))
+            assert_equal_effects(runs[label], json.loads(effects.read_text(encoding="utf-8")))
     assert not all(map(torch.equal, weights[True], weights[False])), "clip changed nothing"
 
 

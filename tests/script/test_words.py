@@ -39,7 +39,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("margin=x -- train.py", "margin: needs a positive number"),
         ("metric=widgets -- train.py", "metric: whether more widgets is better is not known"),
         ("jobs=0 -- train.py", "jobs: must be a whole number >= 1, found 0"),
-        ("tune=lr -- train.py", "tune: must be as optimizer.lr=log(1e-3,1,7)"),
+        ("tune=lr -- train.py", "tune: lr needs values, such as"),
         (
             "transform=clip tune=transform.clip.valu=[1,2] -- train.py",
             "tune: transform.clip.valu: 'valu' is not a key there. Did you mean 'value'?",
