@@ -88,6 +88,7 @@ class Attachment:
         Raises LookupError, listing the names, if a query picks nothing; after the first forward if
         places are known only then.
         """
+        self._check_idle()
         operations = [*self.operations]
         for intervention, query in items:
             labels = labels_of(intervention, [each.labels for each in operations])
@@ -99,6 +100,8 @@ class Attachment:
     def remove(self, label: str) -> None:
         """Detach an intervention, and drop its states."""
         gone = self._find(label)
+        if label != gone.label:
+            raise LookupError(f"'{label}' is a link of '{gone.label}': remove the whole")
         self._change([each for each in self.operations if each is not gone])
         for key in [*self.states]:
             if key.partition("/")[0] in (gone.label, *gone.labels):
@@ -227,8 +230,21 @@ class Attachment:
                 self.ledger.enter(hook.operation.label, first.entry.site, [hook.entry.site])
         return self._join([hook for hook in joint.hooks if hook.operation not in acting])
 
+    def _check_idle(self) -> None:
+        """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
+        if self._model is None:
+            raise RuntimeError(DETACHED)
+        if autograd.in_backward():
+            raise RuntimeError(
+                "inside a backward pass: add, remove and change interventions before or after it"
+            )
+
     def _find(self, label: str) -> Operation:
-        """The intervention with this label. Raises LookupError, with the nearest one, for none."""
+        """The intervention with this label, or with a link of this label.
+
+        Raises LookupError, with the nearest label, if there is none.
+        """
+        self._check_idle()
         for operation in self.operations:
             if label in (operation.label, *operation.labels):
                 return operation
@@ -304,9 +320,10 @@ class Attachment:
         for operation in operations:
             query, memory = operation.query, operation.memory
             in_backward = any(kind.known_at == "backward" for kind in kinds_of(query))
+            may_meet_nodes = self._shared.has_graphless and meets_more(output, by_gradient=False)
             if query.count is None:
                 unmet = memory.rejected and not memory.has_picked
-                if unmet and (error := query.nothing_met(memory, output)):
+                if unmet and (error := query.nothing_met(memory, may_meet_nodes)):
                     raise error
             elif meets_more(output, in_backward):
                 after_backward(output, lambda late=operation: self._check_count(late))

@@ -112,7 +112,7 @@ class Operation:
             "layer": "layer" in needs,
             "entering": "entering" in needs,
         }
-        self.asks = frozenset(ask for ask, is_asked in asks.items() if is_asked)
+        self.asks: frozenset[Ask] = frozenset(ask for ask, is_asked in asks.items() if is_asked)
         self.configuration = object()
         self._decided_for: bool | None = None  # `sampling` for which the decisions hold
         for hook in self.hooks.values():
@@ -383,8 +383,9 @@ class SiteHook:
         Without `full_check`, less is checked for trusted transforms: an earlier result of the same
         configuration has passed all checks.
         """
-        link, context = self.operation.links[index], self.contexts[index]
-        transform, state = link.transform, NO_STATE
+        operation, context = self.operation, self.contexts[index]
+        link, state = operation.links[index], NO_STATE
+        transform = link.transform
         has_state = not isinstance(transform, Stateless)
         if has_state and (autograd.is_batched(grad) or autograd.in_vmap()):
             self._check_no_state(transform, grad)
@@ -392,14 +393,15 @@ class SiteHook:
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
         try:
-            if full_check and self.operation.intervention.reads_value:
+            if full_check and operation.intervention.reads_value:
                 context.value = value
-            with self._watched(link, grad.device):
-                if has_state:
-                    before = self._state_before(index, grad)
-                    result, state = transform.update(grad, before, context)
+            before = self._state_before(index, grad) if has_state else NO_STATE
+            watched = nullcontext() if link.is_trusted else self._watched(link, grad.device)
+            with watched:
+                if isinstance(transform, Stateless):
+                    result = transform.apply(grad, context)
                 else:
-                    before, result = NO_STATE, transform.apply(grad, context)
+                    result, state = transform.update(grad, before, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(index))
             raise
@@ -409,8 +411,9 @@ class SiteHook:
         elif not link.keeps_shape and not _is_like(result, grad):
             raise self._result_error(index, grad, result)
         if state:
-            states = self.operation.attachment.states
-            states[self.keys[index]] = _chosen(link, state, before, fires)
+            if fires is not None:
+                state = _chosen(link, state, before, fires)
+            operation.attachment.states[self.keys[index]] = without_graph(state)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def _state_before(self, index: int, grad: Tensor) -> TransformState:
@@ -455,7 +458,7 @@ class SiteHook:
 
     def _watched(self, link: Facts, device: torch.device) -> AbstractContextManager[None]:
         """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
-        if link.is_trusted or self.is_tried:
+        if self.is_tried:
             return nullcontext()
         return random_state.untouched(
             f"{link.label}: {link.transform!r}",
@@ -565,7 +568,8 @@ class Joint:
 
     def __init__(self, hooks: Sequence[SiteHook]) -> None:
         self.hooks = tuple(hooks)
-        self.asks = frozenset[Ask]().union(*(hook.operation.asks for hook in hooks))
+        asks = [hook.operation.asks for hook in hooks]
+        self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
         self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
 
 
@@ -620,20 +624,16 @@ def is_trusted(transform: Transform) -> bool:
 
 
 def _chosen(
-    link: Facts, state: TransformState, before: TransformState, fires: Tensor | None
+    link: Facts, state: TransformState, before: TransformState, fires: Tensor
 ) -> TransformState:
-    """The next state, outside of any graph; a trigger evaluated on the device chooses between it
-    and the one before.
-    """
-    if fires is not None:
-        if state.keys() != before.keys():
-            raise TypeError(
-                f"{link.label}: {link.transform!r} has a state of {', '.join(state)}, and init() "
-                f"made {', '.join(before) or 'none'}: init() must make all of it, because the "
-                "trigger may keep the state of before"
-            )
-        state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-    return without_graph(state)
+    """The next state or the one before, as a trigger evaluated on the device decides."""
+    if state.keys() != before.keys():
+        raise TypeError(
+            f"{link.label}: {link.transform!r} has a state of {', '.join(state)}, and init() made "
+            f"{', '.join(before) or 'none'}: init() must make all of it, because the trigger may "
+            "keep the state of before"
+        )
+    return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
 
 
 def without_graph(state: TransformState) -> TransformState:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Stage
-from gradsurg.sites.call_graph import CallGraph, follow, meets_more
+from gradsurg.sites.call_graph import CallGraph, follow
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import plain
 from gradsurg.sites.nodes import FAMILIES, fits_node, residual_edge
@@ -257,8 +257,8 @@ class Nodes(Leaf):
             raise nothing_matched(self, "types", str(self.types), types)
         raise nothing_matched(self, "module", self.module, choices)
 
-    def nothing_met(self, memory: Memory, output: object) -> SelectionError | None:
-        if meets_more(output, by_gradient=False):
+    def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
+        if may_meet_nodes:
             return None
         near = {name for _, name in memory.near[self]}
         made = [place.node for place in memory.rejected if place.name in near]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from operator import is_
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -53,8 +54,8 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
             hook = single[call]
             if hook is None:
                 return output
-            is_given = any(output is tensor for tensor in given)
-            if not is_given and is_new(output) and "value" not in hook.asks:
+            is_own = not any(map(partial(is_, output), given))
+            if is_own and is_new(output) and "value" not in hook.asks:
                 autograd.hook_first(output, hook.call)
                 return output
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 from weakref import ref
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.plugins.fields import SelectionError, only_changed_field
-from gradsurg.sites.base import SiteFn
+from gradsurg.sites.base import SiteFn, Stage
 from gradsurg.sites.graph_tracer import plain
 from gradsurg.sites.module_calls import with_value
 from gradsurg.sites.selection import OUTSIDE, names_of
@@ -154,10 +154,11 @@ class Query(ABC):
     def fits(self, place: Place, memory: Memory) -> bool:
         """Return whether a place is picked."""
 
-    def nothing_met(self, memory: Memory, output: object) -> SelectionError | None:
-        """Return the error for a forward with this `output` in which no place was picked.
+    def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
+        """Return the error for a forward in which no place was picked.
 
-        None if its backward pass may show more.
+        `may_meet_nodes` says that its backward pass may make nodes, of a reentrant checkpoint: None
+        if they may be picked.
         """
         items = any(leaf.picks_items for leaf in self.leaves)
         met = (place.site if items else place.whole for place in memory.rejected)
@@ -168,6 +169,8 @@ class Query(ABC):
 
 class Leaf(Query):
     """A query on the fields of one kind of site."""
+
+    stages: ClassVar[tuple[Stage, ...]]
 
     @property
     @abstractmethod
@@ -309,6 +312,11 @@ class Calls:
             self._note_graphless(key, call)
         return call
 
+    @property
+    def has_graphless(self) -> bool:
+        """Whether a call has made no graph, so that a recomputation may make it."""
+        return bool(self._graphless)
+
     def enter(self, module: nn.Module, note: Any) -> None:  # Any: see `running`
         """Note that a call of a module has begun."""
         self.running.append((id(module), note))
@@ -418,6 +426,11 @@ class Shared:
         self._stack.callback(pre_hook(compiling.untraced(begin), prepend=True).remove)
         self._stack.callback(hook(compiling.untraced(end), always_call=True).remove)
         self._stack.callback(hook(compiling.untraced(check)).remove)
+
+    @property
+    def has_graphless(self) -> bool:
+        """Whether a module was called without making a graph in the latest forward."""
+        return any(thread.calls.has_graphless for thread in self._threads)
 
     def close(self) -> None:
         """Remove the hooks of the model."""
