@@ -21,7 +21,7 @@ from gradsurg.sites.call_graph import meets_more
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import after_backward
 from gradsurg.sites.new_combined import kinds_of
-from gradsurg.sites.places import Kind, Named, Place, Query, Shared
+from gradsurg.sites.places import Kind, Leaves, Named, Place, Query, Shared
 from gradsurg.sites.selection import one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
@@ -61,7 +61,7 @@ class Attachment:
         self.states = {} if states is None else states
         self.seed, self.rank, self.shadow = seed, rank, shadow
         self.ledger, self.steps = Ledger(), OptimizerSteps()
-        self.stack = ExitStack()
+        self.stack, self.leaves = ExitStack(), Leaves()
         self.operations: list[Operation] = []
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
@@ -149,6 +149,7 @@ class Attachment:
         with ExitStack() as stack:  # all of them, also if removing one fails
             for each in (*self._stacks.values(), self._ended):
                 stack.callback(each.close)
+            stack.callback(self.leaves.close)
             stack.callback(self._shared.close)
             stack.callback(self.steps.close)
         self._model = None
@@ -176,9 +177,10 @@ class Attachment:
         joint = self._met.get(place, UNMET)
         if joint is UNMET:
             self.wants(place)
-            joint = self._met[place] = self._join(
-                [operation.hook_at(place.site) for operation in self._wanted[place]]
-            )
+            hooks = [operation.hook_at(place.site) for operation in self._wanted[place]]
+            for hook in hooks:  # a tied parameter is one site with several names
+                self.ledger.enter(hook.operation.label, place.site, place.names[1:])
+            joint = self._met[place] = self._join(hooks)
         if not isinstance(joint, Joint):
             return None
         if value is not None and not value.requires_grad:

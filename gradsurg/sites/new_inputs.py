@@ -19,7 +19,6 @@ from gradsurg.sites.places import (
     Door,
     Hook,
     Kind,
-    Leaves,
     Named,
     Place,
     Shared,
@@ -62,7 +61,7 @@ class _Watched:
     def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
         refuse_scripted(door, kind, found)
         self.kind, self.door, self.is_branch = kind, door, kind.mode == "branch"
-        self.thread, self.leaves = shared.follow(door.stack), Leaves(door.stack)
+        self.thread = shared.follow(door.stack)
         # By calls that have taken one bare tensor; None if no intervention acts there.
         self.single: dict[Call, tuple[Hook, str] | None] = {}
         register(door, found, self.before, self.after, makes_alias=self.is_branch, always=True)
@@ -127,7 +126,7 @@ class _Watched:
                 given[id(tensor)] = self._hooked(module, running, tensor, place)
             # A tensor that is passed twice is one site with two names.
             elif (hook := self.door.meet(place, given[id(tensor)], own=True)) is not None:
-                hook_tensor(given[id(tensor)], hook, self.leaves)
+                hook_tensor(self.door, given[id(tensor)], hook)
             return given[id(tensor)]
 
         def hooked(value: object, path: str) -> object:
@@ -154,7 +153,7 @@ class _Watched:
             source = original(tensor)
             is_first = not module_hooks.hooks_of(source)
             if (hook := self.door.meet(place, source, own=True)) is not None:
-                hook_tensor(source, hook, self.leaves)
+                hook_tensor(self.door, source, hook)
                 if is_first and not place.item:
                     self.single[call] = hook, place.site
             running.keep(tensor, place.site, is_alias=False)
@@ -166,7 +165,7 @@ class _Watched:
             running.layers.append(layer)
             given.register_hook(partial(hook.call, value=layer.input, layer=layer))
         else:
-            hook_tensor(given, hook, self.leaves)
+            hook_tensor(self.door, given, hook)
         if not place.item:
             self.single[call] = hook, place.site
         running.keep(given, place.site, is_alias=True)

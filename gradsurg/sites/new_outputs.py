@@ -18,7 +18,6 @@ from gradsurg.sites.places import (
     Door,
     Hook,
     Kind,
-    Leaves,
     Named,
     Place,
     Shared,
@@ -34,7 +33,7 @@ from gradsurg.torch_internals import autograd, module_hooks
 def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook each tensor that the modules return, at the end of each of their calls."""
     refuse_scripted(door, OUTPUTS, found)
-    thread, leaves = shared.follow(door.stack), Leaves(door.stack)
+    thread = shared.follow(door.stack)
     single: dict[Call, Hook | None] = {}  # of the calls that have returned one bare tensor
 
     # Any: a user's values
@@ -75,7 +74,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
             is_first = not module_hooks.hooks_of(source)
             hook = door.meet(place, source, own=True)
             if hook is not None:
-                hook_tensor(source, hook, leaves)
+                hook_tensor(door, source, hook)
                 if is_bare and is_first:
                     single[call] = hook
             return tensor

@@ -225,11 +225,12 @@ class Hook(Protocol):
 class Door(Protocol):
     """One attachment, as a kind sees it.
 
-    `stack` takes the removals of the hooks that are being registered: a kind keeps it at the
-    beginning of `watch`.
+    `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
+    alone. `leaves` takes those of hooks on leaf tensors.
     """
 
     stack: ExitStack
+    leaves: "Leaves"
 
     @property
     def model(self) -> nn.Module:
@@ -466,19 +467,22 @@ def _makes_alias(hook: object) -> bool:
     return getattr(hook, "makes_alias", False)
 
 
-def hook_tensor(tensor: Tensor, hook: Hook, leaves: "Leaves") -> None:
+def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
     """Register a hook on a tensor, with its value if the hook asks for it."""
     reads = "value" in hook.asks
     handle = tensor.register_hook(with_value(hook.call, tensor) if reads else hook.call)
-    leaves.add(tensor, handle)
+    door.leaves.add(tensor, handle)
 
 
 class Leaves:
-    """The hooks on leaf tensors, which outlive a graph, until `stack` is closed."""
+    """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
 
-    def __init__(self, stack: ExitStack) -> None:
+    They stay until the surgery is closed: after a change of its interventions they still act in
+    graphs that were made before.
+    """
+
+    def __init__(self) -> None:
         self._hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = {}
-        stack.callback(self._remove)
 
     def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """Keep the handle of a hook on a tensor, if it is a leaf."""
@@ -489,9 +493,11 @@ class Leaves:
             del self._hooked[key]
         self._hooked[id(tensor)] = ref(tensor), handle
 
-    def _remove(self) -> None:
+    def close(self) -> None:
+        """Remove them."""
         for _, handle in self._hooked.values():
             handle.remove()
+        self._hooked.clear()
 
 
 def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:

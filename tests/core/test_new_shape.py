@@ -1,0 +1,305 @@
+"""The new shape of the core against the present one, and against hooks written in plain PyTorch."""
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from gradsurg.core.attachment import Attachment
+from gradsurg.core.intervention import Intervention
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import Ledger
+from gradsurg.sites import new_inputs, new_nodes, new_outputs, new_parameters
+from gradsurg.sites.base import Selector
+from gradsurg.sites.combined import Combined
+from gradsurg.sites.new_combined import Combined as NewCombined
+from gradsurg.sites.places import Query
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::gradsurg.effects.ledger.SurgeryWarning",
+    "ignore:None of the inputs have requires_grad",
+)
+
+QUERIES: dict[type[Selector], Callable[..., Query]] = {
+    gs.Parameters: new_parameters.Parameters,
+    gs.Outputs: new_outputs.Outputs,
+    gs.Inputs: new_inputs.Inputs,
+    gs.Nodes: new_nodes.Nodes,
+}
+
+KINDS: dict[str, Selector] = {
+    "Parameters": gs.Parameters(stage="backward"),
+    "Outputs": gs.Outputs(),
+    "Inputs branch": gs.Inputs(),
+    "Inputs total": gs.Inputs(path="total"),
+    "Nodes enter": gs.Nodes("re:Addmm|Relu|Tanh|Add"),
+    "Nodes leave": gs.Nodes("re:Relu|Mul", side="leave"),
+}
+
+TRANSFORMS: dict[str, tuple[Any, gs.Trigger]] = {
+    "without state": (gs.Clip(0.01), gs.Always()),
+    "state": (gs.Momentum(0.9), gs.Always()),
+    "random": (gs.AddNoise(sigma=0.01), gs.Always()),
+    "chain": (gs.Chain(gs.Momentum(0.5), gs.ClipNorm(0.2)), gs.Always()),
+    "function": (lambda grad: grad * 0.5, gs.Always()),
+    "value": (gs.ScaleBySign(2.0, 0.5, of="value"), gs.Always()),
+    "step trigger": (gs.Chain(gs.Scale(0.5), gs.Momentum(0.9)), gs.Every(2)),
+    "tensor trigger": (
+        gs.Chain(gs.Scale(0.5), gs.Momentum(0.9)),
+        gs.Threshold(above=0.1, measure="norm", release=0.05),
+    ),
+    "random trigger": (gs.Clip(0.01), gs.Probability(0.5, per="site")),
+}
+
+
+class Handle(Protocol):
+    """An attached surgery, of either core."""
+
+    @property
+    def effects(self) -> Effects: ...
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def add(self, item: Intervention) -> object: ...
+
+    def remove(self, label: str) -> None: ...
+
+    def set(self, label: str, *, when: gs.Trigger | None = None, **changes: Any) -> None: ...
+
+
+Core = Callable[..., AbstractContextManager[Handle]]
+
+
+class New:
+    """The handle of a surgery that is attached by the new core."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, *items: Intervention) -> None:
+        self.attachment = Attachment(model, Effects(1))
+        self.effects, self.ledger = self.attachment.effects, self.attachment.ledger
+        try:
+            if optimizer is not None:
+                self.attachment.bind(optimizer)
+            self.attachment.add(*((item, query_of(item.at)) for item in items))
+        except BaseException:
+            self.attachment.close()
+            raise
+
+    def add(self, item: Intervention) -> None:
+        self.attachment.add((item, query_of(item.at)))
+
+    def remove(self, label: str) -> None:
+        self.attachment.remove(label)
+
+    def set(self, label: str, *, when: gs.Trigger | None = None, **changes: Any) -> None:
+        operation = next(each for each in self.attachment.operations if label in each.labels)
+        new = operation.intervention.changed(operation.labels, label, when, changes)
+        self.attachment.set(operation.label, new)
+
+
+def query_of(at: Selector) -> Query:
+    """Return the query of the new shape with the fields of a selector."""
+    given = {each.name: getattr(at, each.name) for each in fields(at)}  # pyright: ignore[reportArgumentType] - a dataclass
+    if isinstance(at, Combined):
+        del given["stage"]
+        return NewCombined(**given | {"of": tuple(query_of(part) for part in at.of)})
+    return QUERIES[type(at)](**given)
+
+
+@contextmanager
+def by_new(model: nn.Module, optimizer: Optimizer | None, *items: Intervention) -> Iterator[Handle]:
+    live = New(model, optimizer, *items)
+    try:
+        yield live
+    finally:
+        live.attachment.close()
+
+
+def by_present(
+    model: nn.Module, optimizer: Optimizer | None, *items: Intervention
+) -> AbstractContextManager[Handle]:
+    return gs.Surgery(*items).attach(model, optimizer)
+
+
+# The models and the situations.
+
+
+class Net(nn.Module):
+    """A module with two names, one that is called twice, a tied weight, an identity, a sum."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.act = nn.ReLU()
+        self.one = nn.Linear(6, 6)
+        self.two = self.one
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.one.weight
+        self.same = nn.Identity()
+        self.tail = nn.Sequential(OrderedDict(lin=nn.Linear(6, 6), tanh=nn.Tanh()))
+        self.last = nn.Linear(6, 3)
+        self.reentrant = reentrant
+        self.fails = False
+
+    def inner(self, x: Tensor) -> Tensor:
+        h = self.act(self.one(self.act(self.first(x))))
+        h = self.two(h) + self.same(h)
+        if self.fails:
+            raise ArithmeticError("in the forward")
+        return self.tail(self.tied(h)) * h
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.last(self.inner(x))
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(5, 4, generator=generator).requires_grad_()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> list[Tensor]:
+    """Train a step; return the gradients of the parameters and of the input."""
+    optimizer.zero_grad()
+    x = batch(number)
+    model(x).square().sum().backward()
+    optimizer.step()
+    return [p.grad.clone() for p in (*model.parameters(), x) if p.grad is not None]
+
+
+def steps(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    return [grad for number in range(4) for grad in step(model, optimizer, number)]
+
+
+def evaluated(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    with torch.no_grad():
+        model(batch(7))
+    found = step(model, optimizer, 0)
+    with torch.no_grad():
+        model(batch(8))
+    model.get_submodule("tail")(batch(9) @ torch.ones(4, 6)).sum().backward()  # outside the forward
+    return [*found, *step(model, optimizer, 1)]
+
+
+def failed(model: Any, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    found = step(model, optimizer, 0)
+    model.fails = True
+    with suppress(ArithmeticError):
+        model(batch(1))
+    model.fails = False
+    return [*found, *step(model, optimizer, 1)]
+
+
+def threads(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    """Two threads call the model at once, and their backward passes follow one another."""
+    barrier, turns = threading.Barrier(2), [threading.Event(), threading.Event()]
+    found: dict[int, list[Tensor]] = {}
+
+    def work(index: int) -> None:
+        found[index] = []
+        for number in range(3):
+            barrier.wait()
+            loss = model(batch(index + 2 * number)).square().sum()
+            barrier.wait()
+            if index:
+                turns[0].wait()
+                turns[0].clear()
+            found[index] += torch.autograd.grad(loss, [*model.parameters()])
+            turns[index].set()
+
+    running = [threading.Thread(target=work, args=(index,)) for index in (0, 1)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(60)
+    return found[0] + found[1]
+
+
+def copied(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    found = step(model, optimizer, 0)
+    twin = copy.deepcopy(model)
+    found += step(twin, sgd(twin), 1)
+    return [*found, *step(model, optimizer, 1)]
+
+
+def changed(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
+    found = step(model, optimizer, 0)
+    loss = model(batch(1)).square().sum()  # a graph that is there when interventions change
+    live.add(gs.Intervention(gs.Scale(3.0), at=gs.Outputs("act"), names=("late",)))
+    live.add(gs.Intervention(gs.Sign(), at=gs.Parameters("last.*", stage="backward")))
+    loss.backward()
+    found += step(model, optimizer, 2)
+    live.set("late", factor=0.5)
+    found += step(model, optimizer, 3)
+    loss = model(batch(4)).square().sum()
+    live.remove("sign")
+    loss.backward()
+    return [*found, *step(model, optimizer, 5)]
+
+
+SITUATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Tensor]]]] = {
+    "plain": (Net, steps),
+    "checkpoint": (lambda: Net(False), steps),
+    "reentrant checkpoint": (lambda: Net(True), steps),
+    "evaluation": (Net, evaluated),
+    "evaluation, reentrant checkpoint": (lambda: Net(True), evaluated),
+    "exception in a forward": (Net, failed),
+    "exception in a checkpoint": (lambda: Net(True), failed),
+    "threads": (Net, threads),
+    "a deepcopy": (Net, copied),
+    "changes": (Net, changed),
+}
+
+
+def outcome(core: Core, situation: str, *items: Intervention) -> dict[str, Any]:
+    """Run a situation; return gradients, counts of sites, other names, and rows of effects."""
+    make, run = SITUATIONS[situation]
+    model = make()
+    optimizer = sgd(model)
+    with core(model, optimizer, *items) as live:
+        grads = run(model, optimizer, live)
+        seen = [entry for entry in live.ledger if entry.all_calls]
+        return {
+            "gradients": grads,
+            "counts": {(e.intervention, e.site): (e.all_calls, e.all_fired) for e in seen},
+            "aliases": {(e.intervention, e.site): sorted(e.aliases) for e in seen},
+            "effects": sorted(map(str, live.effects.rows())),
+        }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        if name == "gradients":
+            assert len(found[name]) == len(value)
+            assert all(map(torch.equal, found[name], value))
+        else:
+            assert found[name] == value
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_sites_and_effects_are_those_of_the_present_core(kind, situation) -> None:
+    plain = outcome(by_present, situation)["gradients"]
+    for name, (transform, when) in TRANSFORMS.items():
+        if name == "value" and kind.startswith("Nodes"):
+            continue
+        item = gs.Intervention(transform, at=KINDS[kind], when=when)
+        expected = outcome(by_present, situation, item)
+        assert not all(map(torch.equal, expected["gradients"], plain)), f"{name} does not act"
+        assert_equal(outcome(by_new, situation, item), expected)
