@@ -152,7 +152,7 @@ class Attachment:
             stack.callback(self.leaves.close)
             stack.callback(self._shared.close)
             stack.callback(self.steps.close)
-        self._model = None
+        self._model, self.operations = None, []
         for table in (self._stacks, self._met, self._wanted, self._parts, self._owners):
             table.clear()
         self.ledger.settle()

@@ -91,12 +91,9 @@ def follow(
     no backward pass follows.
     """
     stack, thread, root = door.stack, shared.follow(door.stack), ref(door.model)
-    task_now, traced = autograd.backward_task, compiling.traced
+    task_now = autograd.backward_task
 
     def enter(module: nn.Module, args: object, kwargs: object) -> None:
-        if traced():
-            untraced_enter(module, args, kwargs)
-            return
         calls, task = thread.calls, task_now()
         note = calls.running[-1][1] if calls.running else None
         graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None
@@ -119,9 +116,6 @@ def follow(
         calls.enter(module, (graph, call))
 
     def leave(module: nn.Module, args: object, output: object) -> None:
-        if traced():
-            untraced_leave(module, args, output)
-            return
         calls = thread.calls
         note = calls.leave(module)
         if note is None:
@@ -137,8 +131,7 @@ def follow(
                 graph.end(output)
                 take(graph)
 
-    untraced_enter, untraced_leave = compiling.untraced(enter), compiling.untraced(leave)
-    before, after = compiling.ModuleHook(enter), compiling.ModuleHook(leave)
+    before, after = compiling.untraced(enter), compiling.untraced(leave)
     for _, module, _ in found:
         assert isinstance(module, nn.Module)
         # First, so that nodes made by the pre-hooks of others belong to the call.

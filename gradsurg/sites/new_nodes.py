@@ -91,8 +91,14 @@ def _entering(door: Door, place: Place) -> Register:
 
 def _prehook(door: Door, place: Place, is_single: bool) -> Callable[..., object]:
     if not is_single:
+        held = ref(door)  # weakly: graphs have this function, also after the surgery was closed
+
+        @cache
+        def hook_at(index: int) -> Hook | None:
+            open_door = held()
+            return None if open_door is None else open_door.meet(replace(place, item=str(index)))
+
         # Of several outputs, those that get a gradient are places: known in the backward alone.
-        hook_at = cache(lambda index: door.meet(replace(place, item=str(index))))
         return lambda grads: _changed(
             grads,
             [(index, hook_at(index)) for index, grad in enumerate(grads) if grad is not None],

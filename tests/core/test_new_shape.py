@@ -1,12 +1,14 @@
 """The new shape of the core against the present one, and against hooks written in plain PyTorch."""
 
 import copy
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from typing import Any, Protocol
+from weakref import ref
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from gradsurg.sites.base import Selector
 from gradsurg.sites.combined import Combined
 from gradsurg.sites.new_combined import Combined as NewCombined
 from gradsurg.sites.places import Query
+from tests.nets import num_hooks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::gradsurg.effects.ledger.SurgeryWarning",
@@ -303,3 +306,254 @@ def test_gradients_sites_and_effects_are_those_of_the_present_core(kind, situati
         expected = outcome(by_present, situation, item)
         assert not all(map(torch.equal, expected["gradients"], plain)), f"{name} does not act"
         assert_equal(outcome(by_new, situation, item), expected)
+
+
+# Hooks written by hand.
+
+
+def clamp(grad: Tensor) -> Tensor:
+    return grad.clamp(-0.01, 0.01)
+
+
+def by_hand(kind: str, model: nn.Module, f: Callable[[Tensor], Tensor]) -> None:
+    """Hook a model in plain PyTorch: what a kind does, without checks, names and counts."""
+    parts = [part for part in model.modules() if part is not model]
+
+    def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output = output[...] if output is args[0] else output  # an identity returns its input
+        if output.requires_grad and not output._backward_hooks:  # a container and its last child
+            output.register_hook(f)
+        return output
+
+    def before(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = args[0][...] if kind == "Inputs branch" else args[0]
+        if given.requires_grad and not given._backward_hooks:
+            given.register_hook(f)
+        return (given,)
+
+    def hook_graph(module: nn.Module, args: object, output: Tensor) -> None:
+        seen, found = set[object](), [output.grad_fn]
+        while found:
+            node = found.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            found += [source for source, _ in node.next_functions]
+            if kind == "Nodes enter" and node.name() in ("AddmmBackward0", "ReluBackward0"):
+                node.register_prehook(lambda grads: tuple(g if g is None else f(g) for g in grads))
+            if kind == "Nodes leave" and node.name() in ("ReluBackward0", "MulBackward0"):
+                node.register_hook(lambda grads, _: tuple(g if g is None else f(g) for g in grads))
+
+    if kind == "Parameters":
+        for param in model.parameters():
+            param.register_hook(f)
+    elif kind.startswith("Nodes"):
+        model.register_forward_hook(hook_graph)
+    for part in parts if kind == "Outputs" else []:
+        part.register_forward_hook(after)
+    for part in parts if kind.startswith("Inputs") else []:
+        part.register_forward_pre_hook(before)
+
+
+BY_HAND: dict[str, Selector] = {**KINDS, "Nodes enter": gs.Nodes("re:Addmm|Relu")}
+
+
+@pytest.mark.parametrize("make", [Net, lambda: Net(False)], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_gradients_are_those_of_hooks_by_hand(kind: str, make: Callable[[], nn.Module]) -> None:
+    hooked, model = make(), make()
+    by_hand(kind, hooked, clamp)
+    optimizer, other = sgd(model), sgd(hooked)
+    with by_new(model, optimizer, gs.Intervention(clamp, at=BY_HAND[kind])):
+        for number in range(3):
+            pairs = zip(step(model, optimizer, number), step(hooked, other, number), strict=True)
+            assert all(torch.equal(found, expected) for found, expected in pairs)
+
+
+class Nested(nn.Module):
+    """A linear layer, called twice in a checkpoint, perhaps inside another one."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin, self.act, self.depth = nn.Linear(4, 4), nn.Tanh(), depth
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.act(self.lin(self.act(self.lin(x))))
+
+    def forward(self, x: Tensor) -> Any:
+        def nest(depth: int, x: Tensor) -> Any:
+            return checkpoint(nest, depth - 1, x, use_reentrant=True) if depth else self.twice(x)
+
+        return nest(self.depth, x)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "at", [gs.Outputs("lin", call=1), gs.Outputs("lin", call=0), gs.Inputs("act", call=1)]
+)
+def test_a_call_in_nested_reentrant_checkpoints_is_the_one_of_the_forward(at, depth: int) -> None:
+    found: list[Tensor] = []
+    for model in (Nested(0), Nested(depth)):
+        with by_new(model, None, gs.Intervention(gs.Clip(0.01), at=at)):
+            x = batch(0)
+            model(x).square().sum().backward()
+        found.append(torch.cat([model.lin.weight.grad, x.grad]))
+    plain, x = Nested(0), batch(0)
+    plain(x).square().sum().backward()
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.cat([plain.lin.weight.grad, x.grad]))
+
+
+# Queries.
+
+SELECTIONS: list[Selector] = [
+    gs.Parameters("tied.*"),
+    ~gs.Parameters("two.*"),
+    gs.Parameters("*.bias") & gs.Parameters().first(3),
+    gs.Parameters(ndim=2, size=(1, 30)),
+    gs.Parameters(types="Linear", depth=2),
+    gs.Outputs("two"),
+    gs.Outputs("re:one|two", call=0),
+    gs.Outputs().first(4),
+    ~gs.Outputs().first(3),
+    gs.Outputs() & ~gs.Outputs("act"),
+    gs.Outputs("tail.tanh") | gs.Outputs("tail"),
+    gs.Outputs(types="Linear", depth=2) | gs.Outputs("act"),
+    gs.Outputs().where(lambda place: isinstance(place.thing, nn.ReLU)),
+    (gs.Parameters("last.*") | gs.Outputs("act")).expect(4),
+    gs.Inputs("act", call=1) | gs.Nodes("Addmm", module="tail.*"),
+    gs.Nodes("rectifier", occurrence=0),
+    gs.Nodes("Add", side="leave", edge="residual"),
+    gs.Nodes("Mul", side="leave", edge=1),
+]
+
+
+@pytest.mark.parametrize("at", SELECTIONS, ids=map(str, range(len(SELECTIONS))))
+def test_a_query_picks_the_sites_of_the_present_selector(at: Selector) -> None:
+    item = gs.Intervention(gs.Scale(0.5), at=at)
+    expected = outcome(by_present, "plain", item)
+    assert expected["counts"]
+    assert_equal(outcome(by_new, "plain", item), expected)
+
+
+@pytest.mark.parametrize(
+    ("at", "name"),
+    [
+        (gs.Outputs("fist"), "first"),
+        (gs.Parameters("first.wieght"), "first.weight"),
+        (gs.Outputs("act") | gs.Outputs("fist"), "first"),
+        (gs.Outputs("act") & gs.Outputs("first"), "nothing is selected"),
+        (gs.Nodes("Relu", module="fist"), "first"),
+        (gs.Outputs(types="Linar"), "Linear"),
+        (gs.Parameters(), "frozen"),
+        (gs.Outputs("act", call=7), "act#0"),
+        (gs.Nodes("Tahn"), "Tanh"),
+        (gs.Parameters("*.bias").expect(2), "first.bias"),
+        (gs.Outputs().expect(2), "act#0"),
+    ],
+)
+def test_a_query_that_picks_nothing_names_the_choices(at: Selector, name: str) -> None:
+    told: list[str] = []
+    for core in (by_present, by_new):
+        model = Net()
+        model.requires_grad_(name != "frozen")
+        before = num_hooks(model)
+        with (
+            pytest.raises(LookupError, match=name) as caught,
+            core(model, None, gs.Intervention(gs.Zero(), at=at)),
+        ):
+            model(batch(0))
+        told.append(type(caught.value).__name__)
+        assert num_hooks(model) == before
+    assert told[0] == told[1]
+
+
+def test_interventions_at_one_place_act_in_order_and_share_a_hook() -> None:
+    items = [
+        gs.Intervention(transform, at=at)
+        for at in KINDS.values()
+        for transform in (gs.Clip(0.01), gs.Scale(20.0), gs.Sign())
+    ]
+    assert_equal(outcome(by_new, "plain", *items), outcome(by_present, "plain", *items))
+    model = Net()
+    with by_new(model, None, *(each for each in items if each.at == KINDS["Parameters"])):
+        assert all(len(param._backward_hooks or ()) == 1 for param in model.parameters())
+
+
+def test_an_add_that_fails_leaves_the_others_as_they_were() -> None:
+    found: list[list[Tensor]] = []
+    for fails in (False, True):
+        model = Net()
+        optimizer = sgd(model)
+        with by_new(model, optimizer, gs.Intervention(gs.Zero(), at=gs.Outputs("act"))) as live:
+            if fails:
+                with pytest.raises(LookupError):
+                    live.add(
+                        gs.Intervention(gs.Zero(), at=gs.Outputs("first") | gs.Outputs("typo"))
+                    )
+            found.append(step(model, optimizer, 0))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_loaded_state_is_used_from_the_next_gradient_on() -> None:
+    item = gs.Intervention(gs.Momentum(0.9), at=gs.Outputs("act"))
+
+    def gradients(early: bool) -> list[Tensor]:
+        model = Net()
+        optimizer = sgd(model)
+        live = New(model, optimizer, item)
+        if not early:
+            step(model, optimizer, 5)
+            model.load_state_dict(Net().state_dict())
+        live.attachment.states.clear()
+        live.attachment.states["momentum/act#0"] = {"momentum": torch.ones(5, 6)}
+        live.attachment.clock.step = 3
+        live.attachment.load_states()
+        try:
+            return step(model, optimizer, 6)
+        finally:
+            live.attachment.close()
+
+    assert all(map(torch.equal, gradients(early=True), gradients(early=False)))
+
+
+# Lifetimes: nothing waits for the garbage collector.
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_hold_neither_the_model_nor_themselves(kind: str, reentrant: bool | None) -> None:
+    with without_collector():
+        model = Net(reentrant)
+        live = New(model, None, gs.Intervention(gs.Momentum(0.9), at=KINDS[kind]))
+        model(batch(0)).sum().backward()
+        held = ref(model)
+        del model
+        assert held() is None, "a model is freed while a surgery is attached"
+        live.attachment.close()
+        model, before = Net(reentrant), num_hooks(Net(reentrant))
+        live = New(model, None, gs.Intervention(gs.Momentum(0.9), at=KINDS[kind]))
+        loss = model(batch(0)).sum()
+        attachment = ref(live.attachment)
+        live.attachment.close()
+        del live
+        assert attachment() is None, "a graph holds a surgery that was closed"
+        assert num_hooks(model) == before
+        plain = Net(reentrant)
+        plain(batch(0)).sum().backward()
+        loss.backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert other.grad is not None
+        assert torch.equal(param.grad, other.grad), "hooks on a graph pass gradients unchanged"
