@@ -1,7 +1,9 @@
 """An attached surgery: what its hooks share, and the door through which kinds of site reach it."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import RLock
 from typing import NoReturn
 from weakref import WeakMethod, ref
 
@@ -20,16 +22,12 @@ from gradsurg.sites.base import NO_GRADIENT
 from gradsurg.sites.call_graph import meets_more
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import after_backward
-from gradsurg.sites.new_combined import kinds_of
 from gradsurg.sites.places import Kind, Leaves, Named, Place, Query, Shared
 from gradsurg.sites.selection import one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock
-
-UNMET = object()
-"""Instead of the hook of a place that was not met yet; None if no intervention acts there."""
 
 Item = tuple[Intervention, Query]
 """An intervention, and the query that picks its places."""
@@ -66,6 +64,7 @@ class Attachment:
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
         self._ended = ExitStack()  # the hook that checks the places after the first forward
+        self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
         self._wanted: dict[Place, list[Operation]] = {}
         self._parts: dict[tuple[SiteHook, ...], Joint] = {}
@@ -161,27 +160,18 @@ class Attachment:
 
     def wants(self, place: Place) -> bool:
         """See `Door.wants`."""
-        wanted = self._wanted.get(place)
-        if wanted is None:
-            wanted = self._wanted[place] = []
-            for operation in self.operations:
-                if operation.query.fits(place, operation.memory):
-                    wanted.append(operation)
-                    operation.memory.has_picked = True
-                else:
-                    operation.memory.rejected[place] = None
-        return bool(wanted)
+        if place not in self._wanted:
+            with self._lock:
+                self._wanted[place] = [*self._picking(place)]
+        return bool(self._wanted[place])
 
     def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Joint | None:
         """See `Door.meet`."""
-        joint = self._met.get(place, UNMET)
-        if joint is UNMET:
-            self.wants(place)
-            hooks = [operation.hook_at(place.site) for operation in self._wanted[place]]
-            for hook in hooks:  # a tied parameter is one site with several names
-                self.ledger.enter(hook.operation.label, place.site, place.names[1:])
-            joint = self._met[place] = self._join(hooks)
-        if not isinstance(joint, Joint):
+        if place not in self._met:
+            with self._lock:
+                self._met[place] = self._hooks_at(place)
+        joint = self._met[place]
+        if joint is None:
             return None
         if value is not None and not value.requires_grad:
             self.none(place, NO_GRADIENT)
@@ -205,6 +195,25 @@ class Attachment:
         raise refusal(leaf, context, site, **found)
 
     # Helpers.
+
+    def _picking(self, place: Place) -> Iterator[Operation]:
+        """Yield the interventions that pick a place."""
+        for operation in self.operations:
+            if operation.query.fits(place, operation.memory):
+                operation.memory.has_picked = True
+                yield operation
+            else:
+                operation.memory.rejected[place] = None
+
+    def _hooks_at(self, place: Place) -> Joint | None:
+        """The hooks of the interventions that pick a place."""
+        if not self.wants(place):
+            return None
+        hooks = [operation.hook_at(place.site) for operation in self._wanted[place]]
+        for hook in hooks if place.names[1:] else ():
+            # A tied parameter is one site with several names.
+            self.ledger.enter(hook.operation.label, place.site, place.names[1:])
+        return self._join(hooks)
 
     def _join(self, hooks: Sequence[SiteHook]) -> Joint | None:
         """The hooks as one, always the same, whose function is known as theirs."""
@@ -267,11 +276,11 @@ class Attachment:
         for gone in {*self.operations} - {*operations}:
             gone.close()
         kinds = dict.fromkeys(
-            kind for each in (*self.operations, *operations) for kind in kinds_of(each.query)
+            kind for each in (*self.operations, *operations) for kind in each.kinds
         )
         self._met.clear()
         self._wanted.clear()
-        with one_scan(model):
+        with _collector_paused(), one_scan(model):
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
                 if operation not in self.operations:
@@ -299,7 +308,7 @@ class Attachment:
         self._ended.close()
         waiting: list[Operation] = []
         for operation in self.operations:
-            if all(kind.known_at == "watch" for kind in kinds_of(operation.query)):
+            if all(kind.known_at == "watch" for kind in operation.kinds):
                 self._check_count(operation)
             elif operation.query.count is not None or not operation.placed:
                 waiting.append(operation)
@@ -321,7 +330,7 @@ class Attachment:
     def _check_after_forward(self, operations: Iterable[Operation], output: object) -> None:
         for operation in operations:
             query, memory = operation.query, operation.memory
-            in_backward = any(kind.known_at == "backward" for kind in kinds_of(query))
+            in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
             may_meet_nodes = self._shared.has_graphless and meets_more(output, by_gradient=False)
             if query.count is None:
                 unmet = memory.rejected and not memory.has_picked
@@ -339,3 +348,19 @@ class Attachment:
             listed = ", ".join(sites) or "none"
             text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
             raise SelectionError(operation.query, "count", text, operation.label)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is enabled.
+
+    While thousands of hooks are made, which all live on, it would look through all objects of the
+    process again and again: four fifths of the time of attaching.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

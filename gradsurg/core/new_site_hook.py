@@ -86,6 +86,7 @@ class Operation:
         self.label = " -> ".join(labels)
         self.stage = intervention.stage
         self.memory = Memory()
+        self.kinds = tuple(dict.fromkeys(leaf.kind for leaf in query.leaves))
         self.hooks: dict[str, SiteHook] = {}
         self.near: Near = frozenset()
         self.placed: dict[str, None] = {}

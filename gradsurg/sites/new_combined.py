@@ -31,7 +31,8 @@ class Combined(Query):
     def __post_init__(self) -> None:
         if any(query.count is not None for query in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
-        if self.by == "all" and not set.intersection(*({*kinds_of(part)} for part in self.of)):
+        kinds = [{leaf.kind for leaf in part.leaves} for part in self.of]
+        if self.by == "all" and not set.intersection(*kinds):
             names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
             raise Contradiction("of", f"nothing is at once a site of each of {names}")
 
@@ -109,8 +110,3 @@ class Combined(Query):
                 yield from part._must_match()
             elif self.by == "any":
                 yield part
-
-
-def kinds_of(query: Query) -> dict[Kind, None]:
-    """Return the kinds of site whose places a query may pick, in order."""
-    return dict.fromkeys(leaf.kind for leaf in query.leaves)

@@ -31,6 +31,7 @@ from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import LayerCall
 
 SUFFIX = ".input"
+NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 
 Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 
@@ -64,6 +65,7 @@ class _Watched:
         self.thread = shared.follow(door.stack)
         # By calls that have taken one bare tensor; None if no intervention acts there.
         self.single: dict[Call, tuple[Hook, str] | None] = {}
+        self.noted = set[Call]()  # of calls whose only input needs no gradient
         register(door, found, self.before, self.after, makes_alias=self.is_branch, always=True)
 
     # Any: a user's values
@@ -76,21 +78,25 @@ class _Watched:
         calls.enter(module, running)
         if call is None:
             return None
-        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        if is_bare and call in self.single:
-            known, given = self.single[call], args[0]
-            if known is None:
-                return None
-            assert isinstance(given, Tensor)
-            if type(given) is Tensor and given.requires_grad and torch.is_grad_enabled():
-                hook, site = known
-                given = alias_of(given) if self.is_branch else given
-                is_alias = given is not args[0]
-                if hook.asks.isdisjoint({"value", "layer"}) and (is_alias or is_new(given)):
-                    autograd.hook_first(given, hook.call)
-                    running.keep(given, site, is_alias)
-                    return ((given,), kwargs) if is_alias else None
-        return self._hooked_arguments(module, call, running, args, kwargs, is_bare)
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(given, Tensor):
+            return self._hooked_arguments(module, call, running, args, kwargs)
+        if not (given.requires_grad and torch.is_grad_enabled()):
+            self._note_none(module, call, given)
+            return None
+        if call not in self.single:
+            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
+        known = self.single[call]
+        if known is None:
+            return None
+        hook, site = known
+        is_plain = type(given) is Tensor if self.is_branch else is_new(given)
+        if not is_plain or not hook.asks.isdisjoint({"value", "layer"}):
+            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
+        own = alias_of(given) if self.is_branch else given
+        autograd.hook_first(own, hook.call)
+        running.keep(own, site, is_alias=own is not given)
+        return ((own,), kwargs) if own is not given else None
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Check that a call has not written to its inputs."""
@@ -109,7 +115,7 @@ class _Watched:
         running: _Running,
         args: tuple[object, ...],
         kwargs: dict[str, Any],
-        is_bare: bool,
+        is_bare: bool = False,
     ) -> Arguments | None:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
         base = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
@@ -141,9 +147,17 @@ class _Watched:
         new = [hooked(arg, "" if is_bare else f".{index}") for index, arg in enumerate(args)]
         by_key = {key: hooked(arg, f".{key}") for key, arg in kwargs.items()}
         if not given:
-            self.door.none(base, "takes no floating tensor")
+            self.door.none(base, NO_TENSOR)
         same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
         return None if same else (tuple(new), by_key)
+
+    def _note_none(self, module: nn.Module, call: Call, given: Tensor) -> None:
+        """Note once that no gradient passes at the only input of a call."""
+        if call not in self.noted:
+            self.noted.add(call)
+            place = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+            is_float = given.is_floating_point()
+            self.door.none(place, NO_GRADIENT if is_float else NO_TENSOR)
 
     def _hooked(self, module: nn.Module, running: _Running, tensor: Tensor, place: Place) -> Tensor:
         """Hook a tensor or an alias of it; return the one to pass to the module."""

@@ -116,6 +116,7 @@ Things = Mapping[Kind, Sequence[Named]]
 """The modules or parameters of a model, by the kind that may have places at them."""
 
 
+@dataclass(eq=False)
 class Memory:
     """What one attached intervention remembers of its query, which is a constant by itself.
 
@@ -124,11 +125,10 @@ class Memory:
     not picked; `has_picked` says that it has picked one.
     """
 
-    def __init__(self) -> None:
-        self.near: dict[Query, Near] = {}
-        self.admitted: dict[Query, dict[str, None]] = {}
-        self.rejected: dict[Place, None] = {}
-        self.has_picked = False
+    near: "dict[Query, Near]" = field(default_factory=dict)
+    admitted: "dict[Query, dict[str, None]]" = field(default_factory=dict)
+    rejected: dict[Place, None] = field(default_factory=dict)
+    has_picked: bool = False
 
 
 class Query(ABC):
@@ -206,7 +206,7 @@ class Leaf(Query):
         return found
 
     def fits(self, place: Place, memory: Memory) -> bool:
-        return (place.kind, place.name) in memory.near[self] and self.picks(place)
+        return (place.kind, place.names[0]) in memory.near[self] and self.picks(place)
 
 
 # The door: all that a kind may say to the attachment.
@@ -395,7 +395,7 @@ class Shared:
 
     def renew(self) -> None:
         """Hook the model anew: its calls begin before all other hooks, and end after them."""
-        self.close()
+        self._stack.close()
         model, threads, held = self._model(), self._threads, self._model
         if model is None or not threads:
             return
@@ -474,6 +474,7 @@ def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
     door.leaves.add(tensor, handle)
 
 
+@dataclass(eq=False)
 class Leaves:
     """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
 
@@ -481,8 +482,7 @@ class Leaves:
     graphs that were made before.
     """
 
-    def __init__(self) -> None:
-        self._hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = {}
+    _hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
         """Keep the handle of a hook on a tensor, if it is a leaf."""

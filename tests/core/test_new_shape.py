@@ -31,6 +31,7 @@ from tests.nets import num_hooks
 pytestmark = pytest.mark.filterwarnings(
     "ignore::gradsurg.effects.ledger.SurgeryWarning",
     "ignore:None of the inputs have requires_grad",
+    "ignore:`torch.jit.script` is deprecated",
 )
 
 QUERIES: dict[type[Selector], Callable[..., Query]] = {
@@ -81,7 +82,7 @@ class Handle(Protocol):
     def set(self, label: str, *, when: gs.Trigger | None = None, **changes: Any) -> None: ...
 
 
-Core = Callable[..., AbstractContextManager[Handle]]
+Core = Callable[..., AbstractContextManager[Any]]
 
 
 class New:
@@ -130,7 +131,7 @@ def by_new(model: nn.Module, optimizer: Optimizer | None, *items: Intervention) 
 
 def by_present(
     model: nn.Module, optimizer: Optimizer | None, *items: Intervention
-) -> AbstractContextManager[Handle]:
+) -> AbstractContextManager[Any]:
     return gs.Surgery(*items).attach(model, optimizer)
 
 
@@ -481,41 +482,58 @@ def test_interventions_at_one_place_act_in_order_and_share_a_hook() -> None:
         assert all(len(param._backward_hooks or ()) == 1 for param in model.parameters())
 
 
-def test_an_add_that_fails_leaves_the_others_as_they_were() -> None:
+@pytest.mark.parametrize("pattern", ["typo", "scripted"])
+def test_an_add_that_fails_leaves_the_others_as_they_were(pattern: str) -> None:
     found: list[list[Tensor]] = []
     for fails in (False, True):
         model = Net()
+        model.scripted = torch.jit.script(nn.Linear(1, 1))  # refused when it is to be hooked
         optimizer = sgd(model)
         with by_new(model, optimizer, gs.Intervention(gs.Zero(), at=gs.Outputs("act"))) as live:
             if fails:
-                with pytest.raises(LookupError):
-                    live.add(
-                        gs.Intervention(gs.Zero(), at=gs.Outputs("first") | gs.Outputs("typo"))
-                    )
+                with pytest.raises(ValueError, match=pattern):
+                    live.add(gs.Intervention(gs.Zero(), at=gs.Outputs(pattern)))
             found.append(step(model, optimizer, 0))
     assert all(map(torch.equal, *found))
+    assert any(not grad.any() for grad in found[0])
 
 
-def test_a_loaded_state_is_used_from_the_next_gradient_on() -> None:
-    item = gs.Intervention(gs.Momentum(0.9), at=gs.Outputs("act"))
+def test_a_loaded_state_and_step_are_used_from_the_next_gradient_on() -> None:
+    # Random numbers depend on the step, and on the number of gradients before it in the step.
+    transform = gs.Chain(gs.Momentum(0.9), gs.AddNoise(sigma=0.1))
 
-    def gradients(early: bool) -> list[Tensor]:
+    def gradients(begins_late: bool) -> list[Tensor]:
         model = Net()
-        optimizer = sgd(model)
-        live = New(model, optimizer, item)
-        if not early:
-            step(model, optimizer, 5)
-            model.load_state_dict(Net().state_dict())
+        live = New(model, None, gs.Intervention(transform, at=gs.Outputs("act")))
+        if begins_late:
+            model(batch(5)).sum().backward()
+            model.zero_grad()
         live.attachment.states.clear()
         live.attachment.states["momentum/act#0"] = {"momentum": torch.ones(5, 6)}
-        live.attachment.clock.step = 3
         live.attachment.load_states()
         try:
-            return step(model, optimizer, 6)
+            return step(model, sgd(model), 6)
         finally:
             live.attachment.close()
 
-    assert all(map(torch.equal, gradients(early=True), gradients(early=False)))
+    found = gradients(begins_late=False)
+    assert all(map(torch.equal, found, gradients(begins_late=True)))
+    plain = Net()
+    assert not all(map(torch.equal, found, step(plain, sgd(plain), 6)))
+
+
+def test_the_states_of_an_intervention_go_with_it() -> None:
+    model, at = Net(), gs.Outputs("act")
+    items = [gs.Intervention(gs.Momentum(0.9), at=at, names=(name,)) for name in ("a", "b")]
+    live = New(model, None, *items)
+    model(batch(0)).sum().backward()
+    assert {key.partition("/")[0] for key in live.attachment.states} == {"a", "b"}
+    live.remove("a")
+    assert {key.partition("/")[0] for key in live.attachment.states} == {"b"}
+    live.attachment.close()
+    for change in (live.add, live.attachment.set):
+        with pytest.raises(RuntimeError, match="the block has ended"):
+            change(*([items[0]] if change == live.add else ["b", items[1]]))
 
 
 # Lifetimes: nothing waits for the garbage collector.
@@ -544,15 +562,19 @@ def test_hooks_hold_neither_the_model_nor_themselves(kind: str, reentrant: bool 
         live.attachment.close()
         model, before = Net(reentrant), num_hooks(Net(reentrant))
         live = New(model, None, gs.Intervention(gs.Momentum(0.9), at=KINDS[kind]))
-        loss = model(batch(0)).sum()
-        attachment = ref(live.attachment)
+        x = batch(0)
+        loss = model(x).sum()
+        attachment, operation = ref(live.attachment), ref(live.attachment.operations[0])
         live.attachment.close()
         del live
         assert attachment() is None, "a graph holds a surgery that was closed"
         assert num_hooks(model) == before
+        assert not x._backward_hooks
         plain = Net(reentrant)
         plain(batch(0)).sum().backward()
         loss.backward()
+        del loss
+        assert operation() is None, "an intervention refers to itself"
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.grad is not None
         assert other.grad is not None
