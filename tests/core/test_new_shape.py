@@ -211,7 +211,12 @@ def failed(model: Any, optimizer: Optimizer, live: Handle) -> list[Tensor]:
 
 
 def threads(model: nn.Module, optimizer: Optimizer, live: Handle) -> list[Tensor]:
-    """Two threads call the model at once, and their backward passes follow one another."""
+    """Two threads call the model at once, and their backward passes follow one another.
+
+    Not at first: the present core may make two hooks of a site that two threads are the first to
+    meet, and act twice there.
+    """
+    model(batch(0))
     barrier, turns = threading.Barrier(2), [threading.Event(), threading.Event()]
     found: dict[int, list[Tensor]] = {}
 
