@@ -19,7 +19,7 @@ from gradsurg.effects.ledger import Ledger
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import NO_GRADIENT
-from gradsurg.sites.call_graph import meets_more
+from gradsurg.sites.call_graphs import meets_more
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import after_backward
 from gradsurg.sites.places import Kind, Leaves, Named, Place, Query, Shared

@@ -6,12 +6,14 @@ places of an intervention.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from gradsurg.core.intervention import Intervention
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import Ledger
 from gradsurg.sites.base import AVERAGED, SiteFn
 from gradsurg.sites.places import Ask, Memory, Near, Query
 from gradsurg.torch_internals import autograd, random_state
@@ -26,11 +28,8 @@ from gradsurg.transforms.base import (
     acts_on_values,
 )
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.steps import Steps
-
-if TYPE_CHECKING:
-    from gradsurg.core.attachment import Attachment
 
 STEADY = (Always(), Steps())
 """Triggers that fire in every step."""
@@ -46,6 +45,18 @@ NO_STEP = -1
 
 WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
+
+
+class Common(Protocol):
+    """The part of an attachment that its hooks read."""
+
+    effects: Effects
+    clock: Clock
+    states: dict[str, TransformState]
+    ledger: Ledger
+    seed: int
+    rank: int
+    shadow: bool
 
 
 class Facts(NamedTuple):
@@ -77,7 +88,7 @@ class Operation:
 
     def __init__(
         self,
-        attachment: "Attachment",
+        attachment: Common,
         intervention: Intervention,
         query: Query,
         labels: Sequence[str],

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.base import Stage
-from gradsurg.sites.call_graph import CallGraph, follow
+from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import plain
 from gradsurg.sites.nodes import FAMILIES, fits_node, residual_edge
