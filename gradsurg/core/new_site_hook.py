@@ -4,7 +4,7 @@ Read first `SiteHook`, whose `call` is what autograd calls, then `Operation`, wh
 places of an intervention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol, TypeGuard
 
@@ -64,11 +64,12 @@ class Facts(NamedTuple):
 
     `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
     needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
-    differentiable.
+    differentiable. `apply` is that of a transform without state, else None.
     """
 
     label: str
     transform: Transform
+    apply: Callable[[Tensor, TransformContext], Tensor] | None
     is_trusted: bool
     keeps_shape: bool
     refuses_graph: bool
@@ -128,7 +129,7 @@ class Operation:
         self.configuration = object()
         self._decided_for: bool | None = None  # `sampling` for which the decisions hold
         for hook in self.hooks.values():
-            hook.find_simple()
+            hook.renew()
         self.begin_step()
 
     def hook_at(self, site: str) -> "SiteHook":
@@ -259,24 +260,26 @@ class SiteHook:
         ]
         self.keys = [f"{label}/{site}" for label in operation.labels]
         self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
-        self.shapes: list[torch.Size | None] = [None] * len(operation.labels)
-        self.find_simple()
+        self.shapes: list[torch.Size | None]
+        self.renew()
         self.call: SiteFn = self._make_call()
 
-    def find_simple(self) -> None:
-        """Find whether the fast path needs nothing but `apply`: of a single trusted transform
-        without state, which create_graph does not forbid.
+    def renew(self) -> None:
+        """Take over the links of the operation, which were changed.
+
+        The fast path needs nothing but `apply` of a single trusted transform without state, unless
+        create_graph forbids it.
         """
         first, *others = self.operation.links
-        transform, is_simple = first.transform, first.is_trusted and not first.refuses_graph
+        is_simple = first.is_trusted and not first.refuses_graph and not others
         self._simple = None
-        if is_simple and not others and isinstance(transform, Stateless):
-            self._simple = transform.apply, self.contexts[0], self.slots[0], first.keeps_shape
+        if is_simple and first.apply is not None:
+            self._simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
         self.is_tried = False
+        self.shapes = [None] * len(self.contexts)
 
     def forget_steps(self) -> None:
-        """Forget the calls of this step and the checked shapes: another state was loaded."""
-        self.shapes = [None] * len(self.shapes)
+        """Forget the calls of this step: another step was loaded."""
         for context in self.contexts:
             context.step = NO_STEP
 
@@ -397,9 +400,8 @@ class SiteHook:
         """
         operation, context = self.operation, self.contexts[index]
         link, state = operation.links[index], NO_STATE
-        transform = link.transform
-        has_state = not isinstance(transform, Stateless)
-        if has_state and (autograd.is_batched(grad) or autograd.in_vmap()):
+        transform, apply = link.transform, link.apply
+        if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             self._check_no_state(transform, grad)
         self._begin_call(index, grad)
         checks = full_check or not link.is_trusted
@@ -407,13 +409,13 @@ class SiteHook:
         try:
             if full_check and operation.intervention.reads_value:
                 context.value = value
-            before = self._state_before(index, grad) if has_state else NO_STATE
+            before = self._state_before(index, grad) if apply is None else NO_STATE
             watched = nullcontext() if link.is_trusted else self._watched(link, grad.device)
             with watched:
-                if isinstance(transform, Stateless):
-                    result = transform.apply(grad, context)
-                else:
+                if apply is None:
                     result, state = transform.update(grad, before, context)
+                else:
+                    result = apply(grad, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
             error.add_note(self._where(index))
             raise
@@ -616,7 +618,8 @@ def _facts_of(label: str, transform: Transform) -> Facts:
     trusted, properties = is_trusted(transform), transform.properties
     # Whether a user's transform is differentiable need not be declared.
     refuses_graph = trusted and "differentiable" not in properties
-    return Facts(label, transform, trusted, "elementwise" in properties, refuses_graph)
+    apply = transform.apply if isinstance(transform, Stateless) else None
+    return Facts(label, transform, apply, trusted, "elementwise" in properties, refuses_graph)
 
 
 def _is_own(part: Transform | Trigger) -> bool:
