@@ -97,7 +97,7 @@ class Attachment:
         self._change(operations)
 
     def remove(self, label: str) -> None:
-        """Detach an intervention, and drop its states."""
+        """Detach an intervention, and drop its states and the sites that saw no gradient."""
         gone = self._find(label)
         if label != gone.label:
             raise LookupError(f"'{label}' is a link of '{gone.label}': remove the whole")
@@ -105,6 +105,8 @@ class Attachment:
         for key in [*self.states]:
             if key.partition("/")[0] in (gone.label, *gone.labels):
                 del self.states[key]
+        for entry in self.ledger.of(gone.label):
+            self.ledger.forget(gone.label, entry.site)
 
     def set(self, label: str, intervention: Intervention) -> None:
         """Set another transform with as many links, or another trigger, at the same places.

@@ -535,6 +535,11 @@ def test_the_states_of_an_intervention_go_with_it() -> None:
     assert {key.partition("/")[0] for key in live.attachment.states} == {"a", "b"}
     live.remove("a")
     assert {key.partition("/")[0] for key in live.attachment.states} == {"b"}
+    live.add(gs.Intervention(gs.Momentum(0.9), at=at, names=("silent",)))
+    model(batch(0))
+    live.remove("silent")
+    assert live.ledger.of("a")
+    assert not live.ledger.of("silent")
     live.attachment.close()
     for change in (live.add, live.attachment.set):
         with pytest.raises(RuntimeError, match="the block has ended"):
