@@ -5,13 +5,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar, Protocol
 
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.base import Selector
+from gradsurg.sites.base import Selector, Stage
 from gradsurg.torch_internals import autograd, compiling
+
+
+class Staged(Protocol):
+    """A selector or a query of one kind of site."""
+
+    stages: ClassVar[tuple[Stage, ...]]
 
 
 @dataclass(frozen=True)
@@ -235,20 +242,20 @@ def _rows(table: str) -> Iterator[Row]:
 ROWS: tuple[Row, ...] = tuple(_rows(TABLE))
 
 
-def rows_of(kind: Selector, stage: str = "") -> list[Row]:
+def rows_of(kind: Staged, stage: str = "") -> list[Row]:
     """Return the rows of a kind, as its fields say it, at a stage (its own, if empty)."""
     names = {"*", *(base.__name__ for base in type(kind).__mro__)}
     modes = _modes(kind, stage)
     return [one for one in ROWS if one.kind in names and one.stage in ("", *modes)]
 
 
-def _modes(kind: Selector, stage: str = "") -> list[str]:
+def _modes(kind: Staged, stage: str = "") -> list[str]:
     """Return the values of the fields of a selector on which an outcome may depend."""
     given, *others = (getattr(kind, mode, None) for mode in ("stage", "path", "side", "kind"))
     return [*filter(None, [stage or given or next(iter(kind.stages), ""), *others])]
 
 
-def row(kind: Selector, context: str, stage: str = "") -> Row:
+def row(kind: Staged, context: str, stage: str = "") -> Row:
     """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none.
 
     A user's kind that has none gets that of another kind.
@@ -261,7 +268,7 @@ def row(kind: Selector, context: str, stage: str = "") -> Row:
 
 
 def refusal(
-    kind: Selector, context: str, site: str = "", stage: str = "", **found: object
+    kind: Staged, context: str, site: str = "", stage: str = "", **found: object
 ) -> Exception:
     """Return the error of a kind that is refused in a context, with the site and the way out.
 

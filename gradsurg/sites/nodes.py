@@ -181,7 +181,7 @@ class Nodes(Selector):
                     prehook = prehooks[site] = _prehook(site, attached, is_single)
                 node.register_prehook(prehook)
             elif self.edge == "residual":
-                edge = _residual_edge(node)
+                edge = residual_edge(node)
                 if edge is not None:
                     node.register_hook(residual_hook_at(f"{site}.{edge}", edge))
             else:
@@ -277,7 +277,7 @@ def posthook(hooks: Sequence[tuple[int, SiteFn]]) -> Callable[..., object]:
     return lambda grads, entering: _changed(grads, hooks, entering)
 
 
-def _residual_edge(node: Node) -> int | None:
+def residual_edge(node: Node) -> int | None:
     """Return the edge of an addition that leads through its residual branch, None without one.
 
     Both operands come from one tensor, and the branch is the one that is further from it; the other

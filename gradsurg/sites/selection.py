@@ -10,7 +10,7 @@ from fnmatch import translate
 from functools import lru_cache, wraps
 from itertools import combinations
 from operator import itemgetter
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -76,6 +76,14 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 Types = Annotated[str | type[Any], BeforeValidator(_type_name)]
 """A pattern on the name of a class or of one of its bases; a class stands for its name."""
 
+
+class Patterned(Protocol):
+    """A selector with a pattern on names."""
+
+    @property
+    def pattern(self) -> str: ...
+
+
 Range = Annotated[int | tuple[int, int], BeforeValidator(_range)]
 """A number or a pair (lowest, highest); stored as a pair."""
 
@@ -101,9 +109,9 @@ class NamedSelector(Selector):
         thing = place.thing
         if isinstance(thing, Tensor):
             ndim, size = getattr(self, "ndim", None), getattr(self, "size", None)
-            if ndim is not None and not _in_range(thing.ndim, ndim):
+            if ndim is not None and not in_range(thing.ndim, ndim):
                 return False
-            if size is not None and not _in_range(thing.numel(), size):
+            if size is not None and not in_range(thing.numel(), size):
                 return False
         for named in (place, *place.aliases):
             name, module, around = named.name, named.owner, named.name.rpartition(".")[0] or ROOT
@@ -112,15 +120,15 @@ class NamedSelector(Selector):
             if (
                 (self.pattern == "*" or matches(name, self.pattern))
                 and (self.types == "*" or matches_type(module, self.types))
-                and (self.depth is None or _in_range(_depth(around), self.depth))
-                and (self.index is None or _in_range(_index(name), self.index))
+                and (self.depth is None or in_range(depth_of(around), self.depth))
+                and (self.index is None or in_range(index_of(name), self.index))
             ):
                 return True
         return False
 
     def nothing_found(self, choices: Iterable[str], reason: str = "") -> SelectionError:
         """Return the error for fields that select none of the choices, for a known reason."""
-        asked = _asked(self)
+        asked = asked_of(self)
         field = asked[0] if len(asked) == 1 and self.pattern == "*" else "pattern"
         return nothing_matched(self, field, described(self), choices, reason)
 
@@ -165,7 +173,7 @@ class ModuleSelector(NamedSelector):
             for module, names in named.items()
             if any(matches(name, self.pattern) for name in names)
         }
-        reason = _why_not_called(model, fitting)
+        reason = why_not_called(model, fitting)
         if fitting and not any(matches_type(module, self.types) for module in fitting):
             types = sorted({type(module).__name__ for module in fitting})
             raise nothing_matched(self, "types", str(self.types), types, reason)
@@ -499,7 +507,7 @@ def nothing_matched(
     return SelectionError(selector, field, f"{found} '{pattern}'. {listed}")
 
 
-def _why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]) -> str:
+def why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]) -> str:
     """Return why modules that fit by name are never called, as a sentence; else empty."""
     holders = [names[0] for module, names in fitting.items() if type(module) is nn.Module]
     if holders and any(matches_type(part, "GraphModule") for part in names_of(model)):
@@ -514,35 +522,35 @@ def _why_not_called(model: nn.Module, fitting: Mapping[nn.Module, Sequence[str]]
     return f"'{name}' is in the model and never called: {kind} has no forward of its own."
 
 
-def all_frozen(fields: NamedSelector, names: Iterable[str]) -> SelectionError:
+def all_frozen(fields: Patterned, names: Iterable[str]) -> SelectionError:
     """Return the error for a selector that selects frozen parameters alone, with their names."""
     text = f"all that '{fields.pattern}' matches is frozen: {', '.join(names)}"
     return SelectionError(fields, "pattern", text)
 
 
-def described(selector: NamedSelector) -> str:
+def described(selector: Patterned) -> str:
     """Return the pattern and the other selecting fields, for an error that quotes the pattern."""
-    extra = ", ".join(f"{name}={getattr(selector, name)}" for name in _asked(selector))
+    extra = ", ".join(f"{name}={getattr(selector, name)}" for name in asked_of(selector))
     return f"{selector.pattern}' with '{extra}" if extra else selector.pattern
 
 
-def _asked(selector: NamedSelector) -> list[str]:
+def asked_of(selector: object) -> list[str]:
     """Return the names of the fields besides the pattern that are not at their default."""
     names = ("types", "depth", "index", "ndim", "size")
     return [name for name in names if getattr(selector, name, None) not in (None, "*")]
 
 
-def _depth(name: str) -> int:
+def depth_of(name: str) -> int:
     return 0 if name == ROOT else name.count(".") + 1
 
 
-def _index(name: str) -> int | None:
+def index_of(name: str) -> int | None:
     """Return the number in the last numeric part of a name."""
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     return int(numbers[-1]) if numbers else None
 
 
-def _in_range(number: int | None, bounds: Range | None) -> bool:
+def in_range(number: int | None, bounds: Range | None) -> bool:
     if bounds is None or number is None:
         return bounds is None
     low, high = _range(bounds)

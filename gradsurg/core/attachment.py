@@ -1,0 +1,368 @@
+"""An attached surgery: what its hooks share, and the door through which kinds of site reach it."""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import NoReturn
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradsurg.core.intervention import Intervention, labels_of
+from gradsurg.core.new_site_hook import Joint, Operation, SiteHook
+from gradsurg.core.session import DETACHED
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import Ledger
+from gradsurg.plugins.fields import SelectionError
+from gradsurg.plugins.messages import nearest
+from gradsurg.sites.base import NO_GRADIENT
+from gradsurg.sites.call_graphs import meets_more
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.graph_tracer import after_backward
+from gradsurg.sites.places import Kind, Leaves, Named, Place, Query, Shared
+from gradsurg.sites.selection import one_scan
+from gradsurg.sites.step_hooks import OptimizerSteps
+from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.transforms.base import TransformState
+from gradsurg.triggers.base import Clock
+
+Item = tuple[Intervention, Query]
+"""An intervention, and the query that picks its places."""
+
+
+class Attachment:
+    """An attached surgery, as its hooks and the kinds of site see it.
+
+    PyTorch's hooks hold this object, and it holds the model weakly. It and its hooks refer to one
+    another until `close`. It is the `Door` of all kinds; `stack` takes the removals of the hooks of
+    the kind that is being watched. Of several interventions at one place the hooks act in order, as
+    one hook of PyTorch. `shadow` measures effects and applies nothing; `rank` is the number of this
+    process among several.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        effects: Effects,
+        clock: Clock | None = None,
+        states: dict[str, TransformState] | None = None,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        shadow: bool = False,
+    ) -> None:
+        self._model: ref[nn.Module] | None = ref(model)
+        self.effects, self.clock = effects, clock or Clock()
+        self.states = {} if states is None else states
+        self.seed, self.rank, self.shadow = seed, rank, shadow
+        self.ledger, self.steps = Ledger(), OptimizerSteps()
+        self.stack, self.leaves = ExitStack(), Leaves()
+        self.operations: list[Operation] = []
+        self._stacks: dict[Kind, ExitStack] = {}
+        self._shared = Shared(model)
+        self._ended = ExitStack()  # the hook that checks the places after the first forward
+        self._lock = RLock()  # two threads may meet a place for the first time
+        self._met: dict[Place, Joint | None] = {}
+        self._wanted: dict[Place, list[Operation]] = {}
+        self._parts: dict[tuple[SiteHook, ...], Joint] = {}
+        self._owners: dict[object, tuple[SiteHook, ...]] = {}  # by the function that PyTorch has
+        effects.begin(self.clock.step)
+
+    # Changes, for the handle.
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Raises RuntimeError if the surgery is detached."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError(DETACHED)
+        return model
+
+    def add(self, *items: Item) -> None:
+        """Attach interventions, all or none of them.
+
+        Raises LookupError, listing the names, if a query picks nothing; after the first forward if
+        places are known only then.
+        """
+        self._check_idle()
+        operations = [*self.operations]
+        for intervention, query in items:
+            labels = labels_of(intervention, [each.labels for each in operations])
+            operations.append(Operation(self, intervention, query, labels))
+            for flag in intervention.flags:
+                self.clock.flags.setdefault(flag.flag, flag.on)
+        self._change(operations)
+
+    def remove(self, label: str) -> None:
+        """Detach an intervention, and drop its states and the sites that saw no gradient."""
+        gone = self._find(label)
+        if label != gone.label:
+            raise LookupError(f"'{label}' is a link of '{gone.label}': remove the whole")
+        self._change([each for each in self.operations if each is not gone])
+        for key in [*self.states]:
+            if key.partition("/")[0] in (gone.label, *gone.labels):
+                del self.states[key]
+        for entry in self.ledger.of(gone.label):
+            self.ledger.forget(gone.label, entry.site)
+
+    def set(self, label: str, intervention: Intervention) -> None:
+        """Set another transform with as many links, or another trigger, at the same places.
+
+        The states of the transforms stay, those of another trigger are dropped.
+        """
+        changed = self._find(label)
+        if intervention.when is not changed.trigger:
+            prefix = f"{changed.label}/"
+            for key in [key for key in self.states if key.startswith(prefix)]:
+                if key.endswith("/when"):
+                    del self.states[key]
+        changed.set(intervention)
+        self._change(self.operations)
+
+    def bind(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Count the steps of an optimizer, of several the first."""
+        self.steps.bind(optimizer, None, WeakMethod(self.tick))
+
+    def tick(self) -> None:
+        """Count a step of the optimizer."""
+        self.clock.step += 1
+        self.effects.begin(self.clock.step)
+        for operation in self.operations:
+            operation.begin_step()
+
+    def load_states(self) -> None:
+        """Use the states and the step that were loaded into `states` and `clock`."""
+        self.effects.begin(self.clock.step)
+        for operation in self.operations:
+            operation.set(operation.intervention)
+            for hook in operation.hooks.values():
+                hook.forget_steps()
+
+    def close(self) -> None:
+        """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
+        if self._model is None:
+            return
+        for operation in self.operations:
+            operation.close()
+        with ExitStack() as stack:  # all of them, also if removing one fails
+            for each in (*self._stacks.values(), self._ended):
+                stack.callback(each.close)
+            stack.callback(self.leaves.close)
+            stack.callback(self._shared.close)
+            stack.callback(self.steps.close)
+        self._model, self.operations = None, []
+        for table in (self._stacks, self._met, self._wanted, self._parts, self._owners):
+            table.clear()
+        self.ledger.settle()
+
+    # The door, for kinds of site.
+
+    def wants(self, place: Place) -> bool:
+        """See `Door.wants`."""
+        if place not in self._wanted:
+            with self._lock:
+                self._wanted[place] = [*self._picking(place)]
+        return bool(self._wanted[place])
+
+    def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Joint | None:
+        """See `Door.meet`."""
+        if place not in self._met:
+            with self._lock:
+                self._met[place] = self._hooks_at(place)
+        joint = self._met[place]
+        if joint is None:
+            return None
+        if value is not None and not value.requires_grad:
+            self.none(place, NO_GRADIENT)
+            return None
+        joint = self._new_at(value, joint) if own and value is not None else joint
+        for hook in () if joint is None else joint.hooks:
+            hook.operation.placed[hook.entry.site] = None
+            hook.entry.skipped = ""
+        return joint
+
+    def none(self, place: Place, why: str) -> None:
+        """See `Door.none`."""
+        if self.wants(place):
+            for operation in self._wanted[place]:
+                self.ledger.enter(operation.label, place.site, skipped=why)
+
+    def refuse(self, context: str, kind: Kind, site: str, **found: str) -> NoReturn:
+        """See `Door.refuse`."""
+        leaves = (leaf for operation in self.operations for leaf in operation.query.leaves)
+        leaf = next(leaf for leaf in leaves if leaf.kind == kind)
+        raise refusal(leaf, context, site, **found)
+
+    # Helpers.
+
+    def _picking(self, place: Place) -> Iterator[Operation]:
+        """Yield the interventions that pick a place."""
+        for operation in self.operations:
+            if operation.query.fits(place, operation.memory):
+                operation.memory.has_picked = True
+                yield operation
+            else:
+                operation.memory.rejected[place] = None
+
+    def _hooks_at(self, place: Place) -> Joint | None:
+        """The hooks of the interventions that pick a place."""
+        if not self.wants(place):
+            return None
+        hooks = [operation.hook_at(place.site) for operation in self._wanted[place]]
+        for hook in hooks if place.names[1:] else ():
+            # A tied parameter is one site with several names.
+            self.ledger.enter(hook.operation.label, place.site, place.names[1:])
+        return self._join(hooks)
+
+    def _join(self, hooks: Sequence[SiteHook]) -> Joint | None:
+        """The hooks as one, always the same, whose function is known as theirs."""
+        if not hooks:
+            return None
+        key = tuple(hooks)
+        if key not in self._parts:
+            self._parts[key] = joint = Joint(hooks)
+            self._owners[joint.call] = key
+        return self._parts[key]
+
+    def _new_at(self, tensor: Tensor, joint: Joint) -> Joint | None:
+        """The hooks that do not act on a tensor yet; the sites of others are names of one place.
+
+        PyTorch drops the hooks of a tensor that is changed in place: its gradient is another one.
+        """
+        table = module_hooks.hooks_of(tensor)
+        if not table:
+            return joint
+        plain = (getattr(function, "func", function) for function in table.values())
+        acting = {hook.operation: hook for own in plain for hook in self._owners.get(own, ())}
+        for hook in joint.hooks:
+            first = acting.get(hook.operation, hook)
+            if first is not hook:
+                self.ledger.enter(hook.operation.label, first.entry.site, [hook.entry.site])
+        return self._join([hook for hook in joint.hooks if hook.operation not in acting])
+
+    def _check_idle(self) -> None:
+        """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
+        if self._model is None:
+            raise RuntimeError(DETACHED)
+        if autograd.in_backward():
+            raise RuntimeError(
+                "inside a backward pass: add, remove and change interventions before or after it"
+            )
+
+    def _find(self, label: str) -> Operation:
+        """The intervention with this label, or with a link of this label.
+
+        Raises LookupError, with the nearest label, if there is none.
+        """
+        self._check_idle()
+        for operation in self.operations:
+            if label in (operation.label, *operation.labels):
+                return operation
+        listed = nearest(label, [operation.label for operation in self.operations])
+        raise LookupError(f"there is no intervention '{label}'. {listed}")
+
+    def _change(self, operations: list[Operation]) -> None:
+        """Watch for these interventions; if that fails, for those of before."""
+        before = self.operations
+        try:
+            self._watch(operations)
+        except BaseException:
+            self._watch(before)
+            raise
+
+    def _watch(self, operations: list[Operation]) -> None:
+        model = self.model
+        for gone in {*self.operations} - {*operations}:
+            gone.close()
+        kinds = dict.fromkeys(
+            kind for each in (*self.operations, *operations) for kind in each.kinds
+        )
+        self._met.clear()
+        self._wanted.clear()
+        with _collector_paused(), one_scan(model):
+            things = {kind: kind.things(model) for kind in kinds}
+            for operation in operations:
+                if operation not in self.operations:
+                    operation.near = operation.query.find(things, operation.memory)
+                    operation.query.check(things, operation.memory)
+            self.operations = operations
+            for kind in kinds:
+                self._watch_kind(kind, things[kind])
+        self._shared.renew()
+        self._check_places()
+
+    def _watch_kind(self, kind: Kind, things: Sequence[Named]) -> None:
+        """Remove the hooks of a kind, and register them for the present interventions."""
+        self._stacks.pop(kind, ExitStack()).close()
+        names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
+        found = [named for named in things if any((kind, name) in names for name in named.names)]
+        if found:
+            self.stack = self._stacks[kind] = ExitStack()
+            kind.watch(self, found, self._shared)
+
+    # The number of places.
+
+    def _check_places(self) -> None:
+        """Check the places that are known now, and have the first forward check the others."""
+        self._ended.close()
+        waiting: list[Operation] = []
+        for operation in self.operations:
+            if all(kind.known_at == "watch" for kind in operation.kinds):
+                self._check_count(operation)
+            elif operation.query.count is not None or not operation.placed:
+                waiting.append(operation)
+        if not waiting:
+            return
+
+        @compiling.untraced
+        def ended(module: nn.Module, args: object, output: object) -> None:
+            is_whole = torch.is_grad_enabled() and not autograd.in_backward()
+            if is_whole and not compiling.in_jit_trace() and waiting:
+                checked = [*waiting]
+                waiting.clear()
+                handle.remove()
+                self._check_after_forward(checked, output)
+
+        handle = self.model.register_forward_hook(ended)
+        self._ended.callback(handle.remove)
+
+    def _check_after_forward(self, operations: Iterable[Operation], output: object) -> None:
+        for operation in operations:
+            query, memory = operation.query, operation.memory
+            in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
+            may_meet_nodes = self._shared.has_graphless and meets_more(output, by_gradient=False)
+            if query.count is None:
+                unmet = memory.rejected and not memory.has_picked
+                if unmet and (error := query.nothing_met(memory, may_meet_nodes)):
+                    raise error
+            elif meets_more(output, in_backward):
+                after_backward(output, lambda late=operation: self._check_count(late))
+            else:
+                self._check_count(operation)
+
+    def _check_count(self, operation: Operation) -> None:
+        """Raise SelectionError if another number of places was met than `expect` asks for."""
+        wanted, sites = operation.query.count, [*operation.placed]
+        if wanted is not None and len(sites) != wanted:
+            listed = ", ".join(sites) or "none"
+            text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
+            raise SelectionError(operation.query, "count", text, operation.label)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector in the block, if it is enabled.
+
+    While thousands of hooks are made, which all live on, it would look through all objects of the
+    process again and again: four fifths of the time of attaching.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,691 @@
+"""One intervention at one place: trigger, transform, check, count, measure.
+
+Read first `SiteHook`, whose `call` is what autograd calls, then `Operation`, which decides for all
+places of an intervention.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from gradsurg.core.intervention import Intervention
+from gradsurg.effects.effects import Effects
+from gradsurg.effects.ledger import Ledger
+from gradsurg.sites.base import AVERAGED, SiteFn
+from gradsurg.sites.places import Ask, Memory, Near, Query
+from gradsurg.torch_internals import autograd, random_state
+from gradsurg.transforms.base import (
+    SPARSE_RULE,
+    Function,
+    LayerCall,
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformState,
+    acts_on_values,
+)
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
+from gradsurg.triggers.steps import Steps
+
+STEADY = (Always(), Steps())
+"""Triggers that fire in every step."""
+
+NO_STATE: TransformState = {}
+"""The state of a transform that has none."""
+
+UNCHECKED = object()
+"""Instead of the configuration for which a hook was checked; not None, as a closed fast path is."""
+
+NO_STEP = -1
+"""The step of a site before its first gradient."""
+
+WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
+"""Stages whose results others may write to: they end up in `.grad` or with the user."""
+
+
+class Common(Protocol):
+    """The part of an attachment that its hooks read."""
+
+    effects: Effects
+    clock: Clock
+    states: dict[str, TransformState]
+    ledger: Ledger
+    seed: int
+    rank: int
+    shadow: bool
+
+
+class Facts(NamedTuple):
+    """A link of an intervention, which has several if its transform is a `Chain`.
+
+    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
+    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
+    differentiable. `apply` is that of a transform without state, else None.
+    """
+
+    label: str
+    transform: Transform
+    apply: Callable[[Tensor, TransformContext], Tensor] | None
+    is_trusted: bool
+    keeps_shape: bool
+    refuses_graph: bool
+
+
+class Operation:
+    """One intervention while it is attached: its hooks, and what its trigger says in this step.
+
+    `answer` is True or False if that is known for the whole step; None if the trigger has to see
+    each gradient: then `decide` is asked. `sampling` says that effects are measured. `fast_path` is
+    the `configuration`, another object after each change, while a `SiteHook` may take its fast
+    path; else None. `is_idle` says that nothing acts or counts in this step, `skips_transform` that
+    the trigger is evaluated and the transform is not called, as in steps of `shadow` that are not
+    measured. `near` are the names whose places must be met, `placed`
+    the sites at which PyTorch has a hook.
+    """
+
+    def __init__(
+        self,
+        attachment: Common,
+        intervention: Intervention,
+        query: Query,
+        labels: Sequence[str],
+    ) -> None:
+        self.attachment, self.query, self.labels = attachment, query, tuple(labels)
+        self.label = " -> ".join(labels)
+        self.stage = intervention.stage
+        self.memory = Memory()
+        self.kinds = tuple(dict.fromkeys(leaf.kind for leaf in query.leaves))
+        self.hooks: dict[str, SiteHook] = {}
+        self.near: Near = frozenset()
+        self.placed: dict[str, None] = {}
+        self.is_on = True
+        self.set(intervention)
+
+    def set(self, intervention: Intervention) -> None:
+        """Set the transform and the trigger; the next gradient at each site is checked in full."""
+        self.intervention, self.trigger = intervention, intervention.when
+        links = zip(self.labels, intervention.links, strict=True)
+        self.links = [_facts_of(label, transform) for label, transform in links]
+        sources = [part.source for part in self.trigger.parts if isinstance(part, TensorTrigger)]
+        # A user's trigger is watched until it has answered without a draw from a global generator.
+        self._watches = any(not _is_own(part) for part in self.trigger.parts)
+        self.reads_gradient = "grad" in sources
+        needs = intervention.needs
+        self._needs_context = (
+            not needs.isdisjoint({"value", "entering", "layer", "gradient"}) or "value" in sources
+        )
+        self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
+        asks: dict[Ask, bool] = {
+            "value": intervention.reads_value,
+            "storage": not all(link.is_trusted for link in self.links),
+            "layer": "layer" in needs,
+            "entering": "entering" in needs,
+        }
+        self.asks: frozenset[Ask] = frozenset(ask for ask, is_asked in asks.items() if is_asked)
+        self.configuration = object()
+        self._decided_for: bool | None = None  # `sampling` for which the decisions hold
+        for hook in self.hooks.values():
+            hook.renew()
+        self.begin_step()
+
+    def hook_at(self, site: str) -> "SiteHook":
+        """Return the hook of a site, always the same."""
+        if site not in self.hooks:
+            self.hooks[site] = SiteHook(self, site)
+        return self.hooks[site]
+
+    def begin_step(self) -> None:
+        """Decide for all sites whether the trigger fires and whether effects are measured."""
+        attachment = self.attachment
+        sampling = attachment.effects.sampling
+        if self._decided_for is sampling:
+            return
+        is_steady = self.trigger in STEADY
+        answer: Decision = is_steady or self._evaluate(
+            TriggerContext(attachment.clock, attachment.seed, self.label)
+        )
+        self.answer = answer if isinstance(answer, bool) else None
+        self.sampling = sampling
+        # In shadow, a step that is not measured needs no transform without state; if the trigger is
+        # `Always` there is nothing to ask either, and the whole intervention idles.
+        self.skips_transform = attachment.shadow and not sampling and self._is_stateless
+        self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
+        is_open = self.answer is True and not (
+            self.is_idle or self.skips_transform or self._needs_context
+        )
+        self.fast_path = self.configuration if is_open else None
+        self._decided_for = sampling if is_steady else None
+
+    def decide(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
+        """Evaluate the trigger at one gradient."""
+        attachment, key = self.attachment, f"{self.label}/{site}/when"
+        context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
+        context.state = dict(attachment.states.get(key, {}))
+        fires = self._evaluate(context)
+        if fires is None:
+            raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
+        if context.state:
+            if any(autograd.is_batched(tensor) for tensor in context.state.values()):
+                raise _many_at_once(self.trigger, site)
+            attachment.states[key] = {
+                name: autograd.unwrapped(tensor) for name, tensor in context.state.items()
+            }
+        if isinstance(fires, Tensor) and fires.device != grad.device:
+            return fires.to(grad.device, non_blocking=True)
+        return fires
+
+    def close(self) -> None:
+        """Pass all gradients unchanged from now on: functions on built graphs stay there.
+
+        They keep this object, which must refer neither to the hooks nor to the attachment then.
+        """
+        self.is_on, self.is_idle, self.fast_path = False, True, None
+        for hook in self.hooks.values():
+            hook.call = _unchanged
+        self.hooks.clear()
+        vars(self).pop("attachment", None)
+
+    def _evaluate(self, context: TriggerContext) -> Decision:
+        """The answer of the trigger. Raises TypeError if it has another type than `Decision`."""
+        try:
+            with self._watched(context):
+                fires = self.trigger.fires(context)
+            self._watches = self._watches and fires is None
+        except Exception as error:  # a user's trigger may raise anything; it is raised again
+            where = f"at site '{context.site}'" if context.site else "before a gradient was there"
+            step = context.clock.step
+            error.add_note(f"while {self.trigger!r} was evaluated {where}, step {step}")
+            raise
+        if isinstance(fires, Tensor):
+            text = f"{fires.dtype} of shape {list(fires.shape)}"
+            fits = fires.dtype is torch.bool and not fires.ndim
+        else:
+            text, fits = repr(fires), fires is None or isinstance(fires, bool)
+        if not fits:
+            raise TypeError(
+                f"{self.trigger!r}: fires() must return True, False, None or a bool tensor of no "
+                f"dimension, found {text}"
+            )
+        return fires
+
+    def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
+        """Raise RuntimeError if a user's trigger draws from a global generator."""
+        if not self._watches:
+            return nullcontext()
+        return random_state.untouched(
+            f"{self.label}: {self.trigger!r}",
+            context.grad.device if context.grad is not None else torch.device("cpu"),
+            "Draw from a torch.Generator seeded by context.seed, context.site and the step.",
+        )
+
+
+class SiteHook:
+    """One intervention at one site.
+
+    `call` maps a gradient to the new one, or to None if it is unchanged: it is the only function
+    that autograd sees. Of its arguments besides the gradient a kind of site hands over those that
+    the `Operation` asks for. The first gradient of each configuration takes the slow path, which
+    checks the result in full; later ones take the fast path while `checked_for` is the `fast_path`
+    of the operation: then its trigger is known to fire, and the transform needs only the gradient.
+    `contexts`, `keys` of the states, `slots` of the effects and `shapes` of the gradients for which
+    states were checked have an entry for each link.
+    """
+
+    __slots__ = (
+        *("_simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
+        *("shapes", "slots"),
+    )
+
+    def __init__(self, operation: Operation, site: str) -> None:
+        attachment = operation.attachment
+        self.operation = operation
+        self.entry = attachment.ledger.enter(operation.label, site)
+        self.checked_for: object = UNCHECKED
+        self.is_tried = False  # whether the links were called, and drew from no global generator
+        rank = 0 if operation.stage in AVERAGED else attachment.rank
+        self.contexts = [
+            TransformContext(
+                site,
+                NO_STEP,
+                seed=attachment.seed,
+                backward=attachment.clock,
+                rank=rank,
+                label=label,
+            )
+            for label in operation.labels
+        ]
+        self.keys = [f"{label}/{site}" for label in operation.labels]
+        self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
+        self.shapes: list[torch.Size | None]
+        self.renew()
+        self.call: SiteFn = self._make_call()
+
+    def renew(self) -> None:
+        """Take over the links of the operation, which were changed.
+
+        The fast path needs nothing but `apply` of a single trusted transform without state, unless
+        create_graph forbids it.
+        """
+        first, *others = self.operation.links
+        is_simple = first.is_trusted and not first.refuses_graph and not others
+        self._simple = None
+        if is_simple and first.apply is not None:
+            self._simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
+        self.is_tried = False
+        self.shapes = [None] * len(self.contexts)
+
+    def forget_steps(self) -> None:
+        """Forget the calls of this step: another step was loaded."""
+        for context in self.contexts:
+            context.step = NO_STEP
+
+    def _make_call(self) -> SiteFn:
+        # A closure over what does not change: autograd calls it in half the time of a method.
+        operation, entry = self.operation, self.entry
+        attachment = operation.attachment
+        clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
+        strided, any_autocast = torch.strided, autograd.any_autocast
+
+        def call(
+            grad: Tensor | None,
+            value: Tensor | None = None,
+            entering: tuple[Tensor | None, ...] = (),
+            layer: LayerCall | None = None,
+        ) -> Tensor | None:
+            if grad is None:
+                return None
+            is_open = self.checked_for is operation.fast_path
+            if not is_open or grad.layout is not strided or any_autocast():
+                return self._run_checked(grad, value, entering, layer)
+            entry.fired += 1
+            if self._simple is None:
+                result = self._run_links(grad, value, None, full_check=False)
+                return None if result is grad or shadow else result
+            # `_apply` without what a trusted transform without state does not need.
+            apply, context, slot, keeps_shape = self._simple
+            if context.step != clock.step:
+                context.step, context.call = clock.step, 0
+            else:
+                context.call += 1
+            try:
+                result = apply(grad, context)
+            except Exception as error:  # whatever a user's transform raises
+                error.add_note(self._where(0))
+                raise
+            if not keeps_shape and not _is_like(result, grad):
+                raise self._result_error(0, grad, result)
+            if operation.sampling:
+                add(slot, grad, result)
+            return None if result is grad or shadow else result
+
+        return call
+
+    def _run_checked(
+        self,
+        grad: Tensor,
+        value: Tensor | None,
+        entering: tuple[Tensor | None, ...],
+        layer: LayerCall | None,
+    ) -> Tensor | None:
+        """Evaluate the trigger, apply all links and check each result in full."""
+        operation = self.operation
+        if operation.is_idle:
+            return None
+        if operation.answer is False:
+            self.entry.not_fired += 1
+            return None
+        if operation.reads_gradient:
+            self._check_dense(grad)
+        fires = operation.answer or operation.decide(self.entry.site, grad, value)
+        if not self._count(fires) or operation.skips_transform:
+            return None
+        on_device = fires if isinstance(fires, Tensor) else None
+        sparse = None
+        if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
+            sparse = grad.coalesce()
+            grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
+        self._check_dense(grad)
+        with without_autocast(grad.device.type):
+            given = entering if "entering" in operation.asks else ()
+            result = self._run_links(grad, value, on_device, True, given, layer)
+        if sparse is None:
+            self.checked_for = operation.configuration
+        if result is grad or operation.attachment.shadow:
+            return None
+        if sparse is None:
+            return result
+        indices, shape = sparse.indices(), sparse.shape
+        return torch.sparse_coo_tensor(
+            indices, result, shape, is_coalesced=True, check_invariants=False
+        )
+
+    def _run_links(
+        self,
+        grad: Tensor,
+        value: Tensor | None,
+        fires: Tensor | None,
+        full_check: bool,
+        entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
+    ) -> Tensor:
+        """Apply the links one after the other, and measure each."""
+        result, operation = grad, self.operation
+        for index, context in enumerate(self.contexts):
+            before = result
+            context.entering, context.layer = entering, layer
+            result = self._apply(index, before, value, fires, full_check)
+            context.entering, context.layer = (), None
+            if operation.sampling:
+                operation.attachment.effects.add(self.slots[index], before, result)
+        self.is_tried = True
+        return result
+
+    def _apply(
+        self,
+        index: int,
+        grad: Tensor,
+        value: Tensor | None,
+        fires: Tensor | None,
+        full_check: bool,
+    ) -> Tensor:
+        """Apply one link, update its state and check its result.
+
+        `fires`, a trigger evaluated on the device, chooses between the result and the gradient.
+        Without `full_check`, less is checked for trusted transforms: an earlier result of the same
+        configuration has passed all checks.
+        """
+        operation, context = self.operation, self.contexts[index]
+        link, state = operation.links[index], NO_STATE
+        transform, apply = link.transform, link.apply
+        if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
+            self._check_no_state(transform, grad)
+        self._begin_call(index, grad)
+        checks = full_check or not link.is_trusted
+        version = autograd.version_of(grad) if checks else 0
+        try:
+            if full_check and operation.intervention.reads_value:
+                context.value = value
+            before = self._state_before(index, grad) if apply is None else NO_STATE
+            watched = nullcontext() if link.is_trusted else self._watched(link, grad.device)
+            with watched:
+                if apply is None:
+                    result, state = transform.update(grad, before, context)
+                else:
+                    result = apply(grad, context)
+        except Exception as error:  # a user's transform may raise anything; it is raised again
+            error.add_note(self._where(index))
+            raise
+        context.value = None
+        if checks:
+            result = self._check_result(index, grad, version, result, value, state)
+        elif not link.keeps_shape and not _is_like(result, grad):
+            raise self._result_error(index, grad, result)
+        if state:
+            if fires is not None:
+                state = _chosen(link, state, before, fires)
+            operation.attachment.states[self.keys[index]] = without_graph(state)
+        return result if fires is None or result is grad else torch.where(fires, result, grad)
+
+    def _state_before(self, index: int, grad: Tensor) -> TransformState:
+        """The state of a link; made for this gradient if there is none, checked to fit it else."""
+        transform, key = self.operation.links[index].transform, self.keys[index]
+        state = self.operation.attachment.states.get(key)
+        if state is None:
+            state, self.shapes[index] = transform.init(grad), grad.shape
+        elif grad.shape != self.shapes[index]:
+            self._check_state_fits(index, grad, state)
+            self.shapes[index] = grad.shape
+        return state
+
+    def _begin_call(self, index: int, grad: Tensor) -> None:
+        """Set `step` and `call` in the context of a link for this gradient.
+
+        Raises RuntimeError under `create_graph` for a transform that is not differentiable.
+        """
+        if self.operation.links[index].refuses_graph:
+            self._refuse_graph(index, grad)
+        context, step = self.contexts[index], self.operation.attachment.clock.step
+        if context.step != step:
+            context.step, context.call = step, 0
+        else:
+            context.call += 1
+
+    def _count(self, fires: bool | Tensor) -> bool:
+        """Count a gradient by the trigger's decision; return whether to call the transform.
+
+        A decision that cannot be read (meta device, vmap) counts as fired.
+        """
+        entry = self.entry
+        if fires is False:
+            entry.not_fired += 1
+            return False
+        if fires is True or fires.is_meta or autograd.is_batched(fires):
+            entry.fired += 1
+        else:
+            entry.fired_on_device = entry.fired_on_device + fires
+            entry.on_device += 1
+        return True
+
+    def _watched(self, link: Facts, device: torch.device) -> AbstractContextManager[None]:
+        """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
+        if self.is_tried:
+            return nullcontext()
+        return random_state.untouched(
+            f"{link.label}: {link.transform!r}",
+            device,
+            "Draw from context.generator(grad.device), which `apply(grad, context)` of a Transform "
+            "has: it is seeded by (seed, site, step).",
+        )
+
+    def _check_dense(self, grad: Tensor) -> None:
+        """Raise TypeError for a sparse or a complex gradient."""
+        if grad.layout is not torch.strided or grad.is_complex():
+            rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
+            raise TypeError(
+                f"site '{self.entry.site}': {self.operation.intervention.operator!r} takes dense "
+                f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
+            )
+
+    def _check_result(
+        self,
+        index: int,
+        grad: Tensor,
+        version: int,
+        result: object,
+        value: Tensor | None,
+        state: TransformState,
+    ) -> Tensor:
+        """Return the result, cloned if writing to it could change a state.
+
+        Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
+        modified the gradient, which was at `version`, or has returned the storage of the value.
+        """
+        link, site = self.operation.links[index], self.entry.site
+        if (
+            not _is_like(result, grad)
+            or result.device != grad.device
+            or result.layout is not grad.layout
+        ):
+            raise self._result_error(index, grad, result)
+        if autograd.version_of(grad) != version:
+            raise RuntimeError(
+                f"{link.label}: changed the gradient in place at site '{site}', where other "
+                "branches may read it. Return a new tensor."
+            )
+        if value is not None and _shares_storage(result, value):
+            raise RuntimeError(
+                f"{link.label}: returned the storage of the value at site '{site}', which would "
+                "then be the gradient too. Return a clone."
+            )
+        if link.is_trusted or result is grad:
+            return result
+        is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
+        return result.clone() if is_kept or self.operation.stage in WRITABLE else result
+
+    def _refuse_graph(self, index: int, grad: Tensor) -> None:
+        # A gradient without a graph, as that of a linear loss, may still get a result that depends
+        # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
+        has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
+        if has_graph and self.operation.stage != "forward" and not autograd.in_functorch():
+            link = self.operation.links[index]
+            raise RuntimeError(
+                f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
+                f"differentiable, so a penalty on the gradient at site '{self.entry.site}' would "
+                "have a wrong derivative"
+            )
+
+    def _check_no_state(self, transform: Transform, grad: Tensor) -> None:
+        """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
+        if transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
+            raise _many_at_once(transform, self.entry.site)
+
+    def _check_state_fits(self, index: int, grad: Tensor, state: TransformState) -> None:
+        """Raise ValueError if the state was made for a gradient of another shape."""
+        link = self.operation.links[index]
+        needed, found = (
+            {name: list(tensor.shape) for name, tensor in each.items()}
+            for each in (link.transform.init(grad), state)
+        )
+        if needed != found:
+            name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
+            raise ValueError(
+                f"{link.label}: keeps a state for each entry, and the gradient at site "
+                f"'{self.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
+                f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
+                "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
+                "whose shape stays."
+            )
+
+    def _result_error(self, index: int, grad: Tensor, result: object) -> TypeError:
+        """The error for a result of another type, shape, dtype, device or layout."""
+        link, step = self.operation.links[index], self.operation.attachment.clock.step
+        return TypeError(
+            f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
+            f"'{self.entry.site}', step {step}, the gradient is {_described(grad)}, found "
+            f"{_described(result)}."
+        )
+
+    def _where(self, index: int) -> str:
+        step = self.operation.attachment.clock.step
+        label = self.operation.links[index].label
+        return f"while {label} acted at site '{self.entry.site}', step {step}"
+
+
+class Joint:
+    """The hooks of several interventions at one place, in order: PyTorch has one for all."""
+
+    __slots__ = ("asks", "call", "hooks")
+
+    def __init__(self, hooks: Sequence[SiteHook]) -> None:
+        self.hooks = tuple(hooks)
+        asks = [hook.operation.asks for hook in hooks]
+        self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
+        self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
+
+
+def _unchanged(
+    grad: Tensor | None,
+    value: Tensor | None = None,
+    entering: tuple[Tensor | None, ...] = (),
+    layer: LayerCall | None = None,
+) -> None:
+    return None
+
+
+def _in_order(hooks: Sequence[SiteHook]) -> SiteFn:
+    calls = [hook.call for hook in hooks]
+
+    def call(
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
+    ) -> Tensor | None:
+        result = grad
+        for each in calls:
+            changed = each(result, value, entering, layer)
+            result = result if changed is None else changed
+        return None if result is grad else result
+
+    return call
+
+
+def _facts_of(label: str, transform: Transform) -> Facts:
+    trusted, properties = is_trusted(transform), transform.properties
+    # Whether a user's transform is differentiable need not be declared.
+    refuses_graph = trusted and "differentiable" not in properties
+    apply = transform.apply if isinstance(transform, Stateless) else None
+    return Facts(label, transform, apply, trusted, "elementwise" in properties, refuses_graph)
+
+
+def _is_own(part: Transform | Trigger) -> bool:
+    return type(part).__module__.partition(".")[0] == "gradsurg"
+
+
+def is_trusted(transform: Transform) -> bool:
+    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
+
+    Results of other transforms are checked at every gradient.
+    """
+    if isinstance(transform, Function) or not _is_own(transform):
+        return False
+    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
+    parts = [part for value in values for part in value if isinstance(part, Transform)]
+    return all(is_trusted(part) for part in parts)
+
+
+def _chosen(
+    link: Facts, state: TransformState, before: TransformState, fires: Tensor
+) -> TransformState:
+    """The next state or the one before, as a trigger evaluated on the device decides."""
+    if state.keys() != before.keys():
+        raise TypeError(
+            f"{link.label}: {link.transform!r} has a state of {', '.join(state)}, and init() made "
+            f"{', '.join(before) or 'none'}: init() must make all of it, because the trigger may "
+            "keep the state of before"
+        )
+    return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
+
+
+def without_graph(state: TransformState) -> TransformState:
+    """Return a state outside the graph of `create_graph` and of `torch.func.grad`."""
+    if any(tensor.requires_grad for tensor in state.values()) or autograd.in_functorch():
+        return {name: autograd.unwrapped(tensor) for name, tensor in state.items()}
+    return state
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Disable the autocast of this device, if it is enabled in this thread."""
+    if not autograd.any_autocast() or not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    is_enabled = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
+
+
+def _many_at_once(stateful: object, site: str) -> RuntimeError:
+    """The error for a state inside vmap, which `is_grads_batched` uses too."""
+    return RuntimeError(
+        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
+        f"the site '{site}' has many gradients at once; differentiate for each of them"
+    )
+
+
+def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
+    """Whether a result is a tensor with the shape and dtype of the gradient."""
+    return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
+
+
+def _shares_storage(result: Tensor, value: Tensor) -> bool:
+    if autograd.is_wrapped(result) or autograd.is_wrapped(value):
+        return False
+    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__

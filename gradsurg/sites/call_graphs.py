@@ -1,0 +1,165 @@
+"""The autograd nodes that are made in a call of a module, and which call inside it made each."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from weakref import ref
+
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from gradsurg.sites.graph_tracer import FORWARD, LEAF, WRAPPER, Edge, plain
+from gradsurg.sites.module_calls import tensors_in
+from gradsurg.sites.places import Call, Door, Named, Shared
+from gradsurg.torch_internals import autograd, compiling
+
+Made = tuple[int, str, Call, int]
+"""A node: its index among those reached, its name, the call that made it, and its occurrence among
+the nodes of that name, without overload, in the call."""
+
+
+class CallGraph:
+    """The autograd nodes made in one outermost call of a module, on which its outputs depend.
+
+    Each differentiable operation increments the sequence number of its thread. At number
+    `numbers[i]` a module call began or ended, and `owners[i]` is the innermost call from there on;
+    the nodes made until the next change belong to it. `task` is the backward pass in which the call
+    runs, FORWARD if it runs in none. `reached` are the nodes with their numbers, after the call.
+    """
+
+    def __init__(self, outer: nn.Module, task: int, inputs: object) -> None:
+        self.outer, self.task = ref(outer), task
+        self.numbers: list[int] = []
+        self.owners: list[Call | None] = []
+        self.reached: list[tuple[int, Node]] = []
+        self._inputs = _nodes_of(inputs)  # they do not belong to the call
+
+    def change(self, owner: Call | None) -> None:
+        """Note that nodes from here on belong to another call."""
+        self.numbers.append(autograd.next_sequence_number())
+        self.owners.append(owner)
+
+    def end(self, output: object) -> None:
+        """Find the nodes that the output of the call depends on."""
+        begin, end = self.numbers[0], self.numbers[-1]
+        seen = set(self._inputs)
+        pending: list[Iterable[Edge]] = [[(root, 0) for root in _nodes_of(output)]]
+        while pending:
+            for node, _ in pending.pop():
+                if node is None or node in seen:
+                    continue
+                number = autograd.number_of(node)
+                if begin <= number < LEAF:
+                    seen.add(node)
+                    # A view may get its node when it is looked at after the end of the call.
+                    if number < end:
+                        self.reached.append((number, node))
+                    pending.append(node.next_functions)
+
+    @property
+    def pattern(self) -> tuple[object, ...]:
+        """The calls and the names of the nodes: equal in forwards that make the same nodes."""
+        begin = self.numbers[0]
+        numbers = [number - begin for number in self.numbers]
+        return (
+            self.owners,
+            numbers,
+            [(number - begin, node.name()) for number, node in self.reached],
+        )
+
+    def made(self) -> Iterator[Made]:
+        """Yield the nodes in the order in which they were made."""
+        counts: Counter[tuple[Call, str]] = Counter()
+        nodes = ((number, index) for index, (number, _) in enumerate(self.reached))
+        for number, index in sorted(nodes, key=itemgetter(0)):
+            call = self.owners[bisect_right(self.numbers, number) - 1]
+            if call is not None:
+                name = self.reached[index][1].name()
+                yield index, name, call, counts[call, plain(name)]
+                counts[call, plain(name)] += 1
+
+
+def follow(
+    door: Door, found: Sequence[Named], shared: Shared, take: Callable[[CallGraph], None]
+) -> None:
+    """Call `take` with the graph of each outermost call of the modules, when it ends.
+
+    A call inside a backward pass is the recomputation of a checkpoint; it has a graph of its own if
+    the forward has made none. A call that `torch.jit.trace` or `torch.export` records is ignored:
+    no backward pass follows.
+    """
+    stack, thread, root = door.stack, shared.follow(door.stack), ref(door.model)
+    task_now = autograd.backward_task
+
+    def enter(module: nn.Module, args: object, kwargs: object) -> None:
+        calls, task = thread.calls, task_now()
+        note = calls.running[-1][1] if calls.running else None
+        graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None
+        if task == FORWARD:
+            if (
+                graph is not None
+                and graph.outer() is module
+                and autograd.calls_on_stack(module) < 2
+            ):
+                graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
+                calls.depth = 0
+            if graph is None and not calls.depth:
+                calls.begin()
+        call = calls.next(module)
+        if call is None or (graph is None and task == FORWARD and compiling.recording()):
+            calls.enter(module, None)
+            return
+        graph = graph or CallGraph(module, task, (args, kwargs))
+        graph.change(call)
+        calls.enter(module, (graph, call))
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        calls = thread.calls
+        note = calls.leave(module)
+        if note is None:
+            return
+        graph: CallGraph = note[0]
+        around = (other for _, other in reversed(calls.running) if other and other[0] is graph)
+        owner = next(around, (graph, None))[1]
+        graph.change(owner)
+        if owner is None:
+            if graph.task == FORWARD and module is not root():
+                calls.depth = 0  # a part of the model was called by itself
+            if graph.numbers[-1] > graph.numbers[0]:  # nodes were made
+                graph.end(output)
+                take(graph)
+
+    before, after = compiling.untraced(enter), compiling.untraced(leave)
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        # First, so that nodes made by the pre-hooks of others belong to the call.
+        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        stack.callback(handle.remove)
+        stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
+
+def meets_more(output: object, by_gradient: bool) -> bool:
+    """Return whether a backward pass from `output` may reach places that the forward did not show.
+
+    A reentrant checkpoint makes its nodes in the backward pass; and `by_gradient` only there, as it
+    is known there which outputs of a node get a gradient.
+    """
+    seen = _nodes_of(output)
+    pending = [*seen]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, BackwardCFunction) and node.name() != WRAPPER:
+            return True
+        if by_gradient and len(autograd.outputs_of(node)) > 1:
+            return True
+        sources = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= sources
+        pending += sources
+    return False
+
+
+def _nodes_of(value: object) -> set[Node]:
+    """Return the nodes that made the tensors in a nested value."""
+    return {tensor.grad_fn for _, tensor in tensors_in(value) if tensor.grad_fn is not None}

@@ -1,0 +1,112 @@
+"""Combined: unions, intersections and complements of queries."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.sites.places import Kind, Leaf, Memory, Near, Place, Query, Things
+
+
+@validated
+class Combined(Query):
+    """The places that any, all or none (field `by`) of the queries `of` pick.
+
+    `limit` keeps the places of that many calls or nodes, in the order in which they are reached.
+    `count` is the required number, checked when attaching for parameters, else after the first
+    forward. `test` is called with each picked `Place` and may reject it. Each part of `any` must
+    match something by itself. In Python: `a | b`, `a & b`, `~a`, `a.first(limit)`,
+    `a.expect(count)`, `a.where(test)`.
+
+    Raises ValueError if the parts of `all` have no kind of site in common.
+    """
+
+    of: Annotated[tuple[Query, ...], Field(min_length=1)]
+    by: Literal["any", "all", "none"] = "any"
+    limit: Annotated[int, Field(ge=1)] | None = None
+    count: Annotated[int, Field(ge=1)] | None = None
+    test: Callable[[Place], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if any(query.count is not None for query in self.of):
+            raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
+        kinds = [{leaf.kind for leaf in part.leaves} for part in self.of]
+        if self.by == "all" and not set.intersection(*kinds):
+            names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
+            raise Contradiction("of", f"nothing is at once a site of each of {names}")
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return tuple(leaf for part in self.of for leaf in part.leaves)
+
+    def find(self, things: Things, memory: Memory) -> Near:
+        found = [part.find(things, memory) for part in self.of]
+        parts = [memory.near[part] for part in self.of]
+        match self.by:
+            case "any":
+                near = frozenset[tuple[Kind, str]]().union(*parts)
+            case "all":
+                near = frozenset.intersection(*parts)
+            case "none":
+                near = frozenset(
+                    (leaf.kind, name)
+                    for leaf in self.leaves
+                    for named in things[leaf.kind]
+                    for name in leaf.offers(named)
+                )
+        memory.near[self] = near
+        # A limit inside counts the places that other parts reject, too.
+        has_limit = any(isinstance(part, Combined) and part.counts_places for part in self.of)
+        return near.union(*found) if has_limit else near
+
+    @property
+    def counts_places(self) -> bool:
+        """Whether it has a limit, or a part of it."""
+        parts = (part for part in self.of if isinstance(part, Combined))
+        return self.limit is not None or any(part.counts_places for part in parts)
+
+    def check(self, things: Things, memory: Memory) -> None:
+        for part in self._must_match():
+            part.check(things, memory)
+        if memory.near[self]:
+            return
+        for part in self.of:
+            part.check(things, memory)  # a part that matches nothing says so itself
+        alone = "; ".join(
+            ", ".join(sorted(name for _, name in memory.near[part])) for part in self.of
+        )
+        text = f"nothing is selected by {self!r}. Its parts by themselves: {alone}"
+        raise SelectionError(self, "by", text)
+
+    def fits(self, place: Place, memory: Memory) -> bool:
+        # All parts are asked: those with a limit count the places that they let in.
+        picked = [part.fits(place, memory) for part in self.of]
+        match self.by:
+            case "any":
+                fits = any(picked)
+            case "all":
+                fits = all(picked)
+            case "none":
+                fits = (place.kind, place.name) in memory.near[self] and not any(picked)
+        fits = fits and (self.test is None or bool(self.test(place)))
+        return self._is_within(place, memory) if fits and self.limit is not None else fits
+
+    def _is_within(self, place: Place, memory: Memory) -> bool:
+        """Whether a place is one of the first ones; several tensors of one call count once,
+        unless a leaf tells them apart.
+        """
+        site = place.site if any(leaf.picks_items for leaf in self.leaves) else place.whole
+        admitted = memory.admitted.setdefault(self, {})
+        if self.limit is not None and len(admitted) < self.limit:
+            admitted[site] = None
+        return site in admitted
+
+    def _must_match(self) -> Iterator[Query]:
+        """Yield the parts that must match something by themselves, as the whole may hide it."""
+        for part in self.of if self.by != "none" else ():
+            is_union = isinstance(part, Combined) and part.by == "any" and part.test is None
+            if isinstance(part, Combined) and (self.by == "all" or is_union):
+                yield from part._must_match()
+            elif self.by == "any":
+                yield part

@@ -1,0 +1,280 @@
+"""Nodes: the gradients that enter or leave a node of the autograd graph."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Annotated, ClassVar, Literal
+from weakref import ref
+
+from pydantic import Field
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.plugins.messages import nearest
+from gradsurg.sites.base import Stage
+from gradsurg.sites.call_graphs import CallGraph, follow
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.graph_tracer import plain
+from gradsurg.sites.nodes import FAMILIES, fits_node, residual_edge
+from gradsurg.sites.places import (
+    Door,
+    Hook,
+    Kind,
+    Leaf,
+    Memory,
+    Named,
+    Place,
+    Shared,
+    Things,
+    modules_of,
+)
+from gradsurg.sites.selection import (
+    OUTSIDE,
+    ROOT,
+    Pattern,
+    Types,
+    matches,
+    matches_type,
+    nothing_matched,
+    unnumbered,
+)
+from gradsurg.torch_internals import autograd, compiling
+
+Register = Callable[[Node], object]
+"""Registers the hooks of a place on a node."""
+
+
+def _watch(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook the nodes that are made in calls of the modules, after each outermost call."""
+    model, chosen = door.model, {named.thing for named in found}
+    # All modules around are needed to find the outermost call, and those inside, as they own the
+    # nodes that they make.
+    needed = {module for module in model.modules() if not chosen.isdisjoint(module.modules())}
+    needed.update(part for module in needed & chosen for part in module.modules())
+    followed = [named for named in modules_of(model) if named.thing in needed]
+    held = {name: ref(named.owners[0]) for named in followed for name in named.names}
+    latest: dict[object, tuple[object, list[tuple[int, Register]]]] = {}
+    register_at = cache(partial(_REGISTERS[kind.mode], door))
+
+    def registers(graph: CallGraph) -> Iterator[tuple[int, Register]]:
+        for index, name, call, occurrence in graph.made():
+            place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
+            if door.wants(place):
+                yield index, register_at(place)
+
+    def take(graph: CallGraph) -> None:
+        # Most forwards make the same nodes in the same calls as the one before.
+        pattern = graph.pattern
+        known, places = latest.get(graph.owners[0], (None, []))
+        if known != pattern:
+            places = [*registers(graph)]
+            latest[graph.owners[0]] = pattern, places
+        for index, register in places:
+            register(graph.reached[index][1])
+
+    follow(door, followed, shared, take)
+
+
+def _entering(door: Door, place: Place) -> Register:
+    """Return the function that hooks the gradients entering a node at a place."""
+    prehooks: dict[bool, Callable[..., object]] = {}
+
+    def register(node: Node) -> None:
+        is_single = len(autograd.outputs_of(node)) == 1
+        if is_single not in prehooks:
+            prehooks[is_single] = _prehook(door, place, is_single)
+        node.register_prehook(prehooks[is_single])
+
+    return register
+
+
+def _prehook(door: Door, place: Place, is_single: bool) -> Callable[..., object]:
+    if not is_single:
+        held = ref(door)  # weakly: graphs have this function, also after the surgery was closed
+
+        @cache
+        def hook_at(index: int) -> Hook | None:
+            open_door = held()
+            return None if open_door is None else open_door.meet(replace(place, item=str(index)))
+
+        # Of several outputs, those that get a gradient are places: known in the backward alone.
+        return lambda grads: _changed(
+            grads,
+            [(index, hook_at(index)) for index, grad in enumerate(grads) if grad is not None],
+        )
+    hook = door.meet(place)
+    assert hook is not None
+    call = hook.call
+
+    def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
+        result = call(grads[0])
+        return None if result is None else (result,)
+
+    return prehook
+
+
+def _leaving(door: Door, place: Place) -> Register:
+    """Return the function that hooks the gradients leaving a node at a place."""
+
+    @cache
+    def posthook(edges: tuple[int, ...]) -> Callable[..., object] | None:
+        met = [(edge, door.meet(replace(place, item=str(edge)))) for edge in edges]
+        hooks = [(edge, hook) for edge, hook in met if hook is not None]
+        return (lambda grads, entering: _changed(grads, hooks, entering)) if hooks else None
+
+    def register(node: Node) -> None:
+        sources = enumerate(node.next_functions)
+        hook = posthook(tuple([edge for edge, (source, _) in sources if source is not None]))
+        if hook is not None:
+            node.register_hook(hook)
+
+    return register
+
+
+def _leaving_into_branch(door: Door, place: Place) -> Register:
+    """Return the function that hooks the gradient leaving an addition into its residual branch."""
+
+    @cache
+    def posthook(edge: int) -> Callable[..., object]:
+        hook = door.meet(replace(place, item=str(edge)))
+        return lambda grads, entering: _changed(grads, [(edge, hook)], entering)
+
+    def register(node: Node) -> None:
+        if (edge := residual_edge(node)) is not None:
+            node.register_hook(posthook(edge))
+
+    return register
+
+
+def _changed(
+    grads: Sequence[Tensor | None],
+    hooks: Sequence[tuple[int, Hook | None]],
+    entering: tuple[Tensor | None, ...] = (),
+) -> tuple[Tensor | None, ...] | None:
+    """Apply hooks to the gradients with these indices; return None if all are unchanged."""
+    changed: list[Tensor | None] | None = None
+    for index, hook in hooks:
+        result = None if hook is None else hook.call(grads[index], None, entering)
+        if result is not None:
+            changed = changed or list(grads)
+            changed[index] = result
+    return None if changed is None else tuple(changed)
+
+
+_REGISTERS = {"enter": _entering, "leave": _leaving, "residual": _leaving_into_branch}
+
+
+def _kind(mode: str) -> Kind:
+    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
+        _watch(kind, door, found, shared)
+
+    # Which outputs of a node get a gradient is known in the backward alone.
+    known_at = "backward" if mode == "enter" else "forward"
+    kind = Kind("Nodes", mode, modules_of, watch, known_at=known_at)
+    return kind
+
+
+KINDS = {mode: _kind(mode) for mode in _REGISTERS}
+
+
+@validated
+class Nodes(Leaf):
+    """The autograd nodes of one kind, made inside the modules whose name fits `module`.
+
+    `pattern` is the name of a node: `Mul` fits every overload, `MulBackward1` only that one; or a
+    glob or `re:` on either; or a family: activation, attention, conv, loss, matmul, norm,
+    rectifier, rnn, softmax. A rectifier is a ReLU or ReLU6; to PyTorch the latter is a Hardtanh, so
+    that `nn.Hardtanh` is one too. `types` is a pattern on the class of the module. `call` picks one
+    call of the module, `occurrence` one of several such nodes in the call, in the order in which
+    they were made.
+
+    `side="enter"` is a node prehook on the gradients with respect to the outputs of the operation;
+    `side="leave"` a node posthook on those with respect to its inputs, of which `edge` picks one.
+    Site ids are `module#call/Name[occurrence]`, such as
+    `encoder.layers.0.linear1#0/AddmmBackward[0]`, followed by `.edge` at `side="leave"`.
+    `edge="residual"` selects, of the additions that end a residual connection, the edge into the
+    branch, and none of other nodes. Both operands of such an addition come from one tensor; the
+    branch is the one that is further from it in the graph, with a matrix product or a convolution.
+
+    A node belongs to the innermost module that was running when it was made; nodes made in the
+    model's own forward belong to `root`. So a weight's autocast cast, made once, belongs to the
+    first call that needs it; a view of a tensor changed in place, to the first call that reads it.
+    Nodes of a reentrant checkpoint are hooked in the backward pass, except those made outside of
+    modules. Not found are nodes on which no output of the model depends, and nodes made after the
+    model (use `gs.hook(loss.grad_fn, ...)`) or in a backward pass. Raises LookupError after the
+    first forward if no node is selected.
+    """
+
+    pattern: Pattern
+    module: Pattern = "*"
+    side: Literal["enter", "leave"] = "enter"
+    call: Annotated[int, Field(ge=0)] | None = None
+    occurrence: Annotated[int, Field(ge=0)] | None = None
+    edge: Annotated[int, Field(ge=0)] | Literal["residual"] | None = None
+    types: Types = "*"
+    stage: Stage | None = None
+
+    stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+
+    def __post_init__(self) -> None:
+        if self.edge is not None and self.side == "enter":
+            raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS["residual" if self.edge == "residual" else self.side]
+
+    def near(self, named: Named) -> Sequence[str]:
+        if not matches_type(named.owners[0], self.types):
+            return ()
+        return [name for name in named.names if matches(name, self.module)]
+
+    def offers(self, named: Named) -> Sequence[str]:
+        return named.names
+
+    def picks(self, place: Place) -> bool:
+        if not fits_node(place.node, self.pattern):
+            return False
+        if self.call is not None and place.call == OUTSIDE:
+            raise unnumbered(place.name)
+        is_edge = self.edge in (None, "residual") or place.item in ("", str(self.edge))
+        return (
+            is_edge
+            and self.call in (None, place.call)
+            and self.occurrence
+            in (
+                None,
+                place.occurrence,
+            )
+        )
+
+    def check(self, things: Things, memory: Memory) -> None:
+        found = things[self.kind]
+        near = {name for _, name in memory.near[self]}
+        model = next(named.owners[0] for named in found if ROOT in named.names)
+        if ROOT not in near and compiling.is_exported(model):
+            raise refusal(self, "torch.export")
+        if near:
+            return
+        choices = [name for named in found for name in named.names]
+        if any(matches(name, self.module) for name in choices):
+            types = sorted({type(named.thing).__name__ for named in found})
+            raise nothing_matched(self, "types", str(self.types), types)
+        raise nothing_matched(self, "module", self.module, choices)
+
+    def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
+        if may_meet_nodes:
+            return None
+        near = {name for _, name in memory.near[self]}
+        made = [place.node for place in memory.rejected if place.name in near]
+        families = [name for name in FAMILIES if any(fits_node(node, name) for node in made)]
+        choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in made})]
+        numbers = {"call": self.call, "occurrence": self.occurrence}
+        given = [f" ({name}={number})" for name, number in numbers.items() if number is not None]
+        where = "" if self.module == "*" else f" in '{self.module}'"
+        is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
+        hint = " What is compiled runs as one node: use Outputs there." * is_compiled
+        listed = nearest("" if self.pattern in choices else self.pattern, choices)
+        text = f"no node{where} is selected by '{self.pattern}'{''.join(given)}. {listed}{hint}"
+        return SelectionError(self, "pattern", text)

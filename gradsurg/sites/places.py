@@ -1,0 +1,513 @@
+"""Places at which gradients pass, queries that pick them, and the calls of modules, numbered once.
+
+A `Kind` enumerates the places of a model and registers PyTorch's hooks. It asks a `Door` which hook
+acts at a place; it selects and counts nothing. A `Query` says which places an intervention wants.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from gradsurg.plugins.fields import SelectionError, only_changed_field
+from gradsurg.sites.base import SiteFn, Stage
+from gradsurg.sites.graph_tracer import plain
+from gradsurg.sites.module_calls import with_value
+from gradsurg.sites.selection import OUTSIDE, names_of
+from gradsurg.torch_internals import autograd, compiling, module_hooks
+
+Ask = Literal[
+    "value",  # the tensor whose gradient passes
+    "storage",  # the same at a leaf: a result must not share its memory
+    "layer",  # the call of the module whose input has the gradient
+    "entering",  # the gradients that entered the node which a gradient leaves
+]
+"""What a hook needs to be called with besides the gradient."""
+
+
+class Named(NamedTuple):
+    """A module or a parameter with all its names, and the module that owns it under each.
+
+    A module is its own owner.
+    """
+
+    names: tuple[str, ...]
+    thing: nn.Module | Tensor
+    owners: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of site in one of its modes.
+
+    `things` lists the modules or parameters of a model at which it may have places. `watch`
+    registers the hooks on the modules or parameters that a query may pick: it is called when a
+    surgery is attached, and again after each change of its interventions. `known_at` says
+    when all its places are known: at once, after a forward, or only after a backward pass.
+    """
+
+    name: str
+    mode: str
+    things: Callable[[nn.Module], list[Named]] = field(compare=False, repr=False)
+    watch: Callable[["Door", Sequence[Named], "Shared"], None] = field(compare=False, repr=False)
+    known_at: Literal["watch", "forward", "backward"] = field(
+        default="forward", compare=False, repr=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place at which a gradient passes.
+
+    `names` are all names of a parameter, or the one of a module that its call goes by. `call` is
+    the index of that call, or OUTSIDE for one outside of the model's forward. `item` is the path of
+    a tensor in nested values, or the edge of a node, `node` the name of an autograd node, and
+    `occurrence` its index among those of the same name in the call. `suffix` follows the call in
+    the site id. The module or parameter is held weakly, as graphs hold places.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    held: "ref[nn.Module] | ref[Tensor]" = field(compare=False, repr=False)
+    call: int | None = None
+    item: str = ""
+    node: str = ""
+    occurrence: int = 0
+    suffix: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the module or parameter; the first one of a parameter with several."""
+        return self.names[0]
+
+    @property
+    def thing(self) -> nn.Module | Tensor | None:
+        """The module or parameter; None if it is gone."""
+        return self.held()
+
+    @property
+    def whole(self) -> str:
+        """The site id without `item`: several tensors of one call have it in common."""
+        call = "" if self.call is None else f"#{max(self.call, 0)}"
+        node = f"/{plain(self.node)}[{self.occurrence}]" if self.node else ""
+        return f"{self.name}{call}{self.suffix}{node}"
+
+    @property
+    def site(self) -> str:
+        """The site id, the same in every step and every run."""
+        return f"{self.whole}.{self.item}" if self.item else self.whole
+
+
+# Queries.
+
+Near = frozenset[tuple[Kind, str]]
+"""Names of modules and parameters at which a query may pick places of a kind."""
+
+Things = Mapping[Kind, Sequence[Named]]
+"""The modules or parameters of a model, by the kind that may have places at them."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """What one attached intervention remembers of its query, which is a constant by itself.
+
+    `near` has the names at which the query and each of its parts may pick places, `admitted` the
+    places that each query with a limit has let in, `rejected` the places that the whole query has
+    not picked; `has_picked` says that it has picked one.
+    """
+
+    near: "dict[Query, Near]" = field(default_factory=dict)
+    admitted: "dict[Query, dict[str, None]]" = field(default_factory=dict)
+    rejected: dict[Place, None] = field(default_factory=dict)
+    has_picked: bool = False
+
+
+class Query(ABC):
+    """Picks places. A query is a tree, whose leaves test the fields of one kind of site."""
+
+    count: int | None = None
+    """The number of places that must be picked; None if any number is right."""
+
+    @property
+    @abstractmethod
+    def leaves(self) -> tuple["Leaf", ...]:
+        """The leaves of the tree, in order."""
+
+    @abstractmethod
+    def find(self, things: Things, memory: Memory) -> Near:
+        """Return the names whose places must be met, and remember those near to each part."""
+
+    @abstractmethod
+    def check(self, things: Things, memory: Memory) -> None:
+        """Raise SelectionError, listing the choices, if there is no such name."""
+
+    @abstractmethod
+    def fits(self, place: Place, memory: Memory) -> bool:
+        """Return whether a place is picked."""
+
+    def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
+        """Return the error for a forward in which no place was picked.
+
+        `may_meet_nodes` says that its backward pass may make nodes, of a reentrant checkpoint: None
+        if they may be picked.
+        """
+        items = any(leaf.picks_items for leaf in self.leaves)
+        met = (place.site if items else place.whole for place in memory.rejected)
+        sites = ", ".join(dict.fromkeys(met))
+        text = f"nothing in the first forward is selected by {self!r}. There were: {sites}"
+        return SelectionError(self, only_changed_field(self), text)
+
+
+class Leaf(Query):
+    """A query on the fields of one kind of site."""
+
+    stages: ClassVar[tuple[Stage, ...]]
+
+    @property
+    @abstractmethod
+    def kind(self) -> Kind:
+        """The kind of site whose places it picks."""
+
+    @abstractmethod
+    def near(self, named: Named) -> Sequence[str]:
+        """Return the names that its places may have at a module or parameter: the matching ones of
+        a module, whose calls take them in turn, and the first one of a parameter.
+        """
+
+    @abstractmethod
+    def offers(self, named: Named) -> Sequence[str]:
+        """Return the names that places may have which the complement of the query picks."""
+
+    @abstractmethod
+    def picks(self, place: Place) -> bool:
+        """Return whether a place with a near name fits the fields that tell places apart."""
+
+    @property
+    def leaves(self) -> tuple["Leaf", ...]:
+        return (self,)
+
+    @property
+    def picks_items(self) -> bool:
+        """Whether it tells the tensors of one call apart."""
+        return False
+
+    def find(self, things: Things, memory: Memory) -> Near:
+        names = (name for named in things[self.kind] for name in self.near(named))
+        found = memory.near[self] = frozenset((self.kind, name) for name in names)
+        return found
+
+    def fits(self, place: Place, memory: Memory) -> bool:
+        return (place.kind, place.names[0]) in memory.near[self] and self.picks(place)
+
+
+# The door: all that a kind may say to the attachment.
+
+
+class Hook(Protocol):
+    """The function that acts at a place, and the arguments that it asks for."""
+
+    @property
+    def call(self) -> SiteFn: ...
+
+    @property
+    def asks(self) -> frozenset[Ask]: ...
+
+
+class Door(Protocol):
+    """One attachment, as a kind sees it.
+
+    `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
+    alone. `leaves` takes those of hooks on leaf tensors.
+    """
+
+    stack: ExitStack
+    leaves: "Leaves"
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose places are hooked."""
+        ...
+
+    def wants(self, place: Place) -> bool:
+        """Return whether an intervention picks a place, or part of it: its `item` may be open."""
+        ...
+
+    def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Hook | None:
+        """Return the hook of a place, None if no intervention acts there; it is cached.
+
+        `value` is the tensor whose gradient will pass: if it needs none, that is noted. With `own`
+        the value itself is hooked, and hooks that act on it already, under another site id, are
+        left out: their sites are the same place.
+        """
+        ...
+
+    def none(self, place: Place, why: str) -> None:
+        """Note why no gradient will pass at a place, if an intervention has picked it."""
+
+    def refuse(self, context: str, kind: Kind, site: str, **found: str) -> NoReturn:
+        """Raise the error that the table of contexts has for a kind in a context."""
+        ...
+
+
+# The calls of modules.
+
+Call = tuple[str, int]
+"""A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
+
+
+class Calls:
+    """The calls of the modules of a model in one thread, as one kind of site numbers them.
+
+    `depth` is the number of calls of the model that run, one inside the other. `running` are the
+    calls that have begun and not ended, each with the identity of its module and a note of the
+    kind. `at_end` are checks that run when the model's forward has ended without an error.
+    """
+
+    __slots__ = ("_counts", "_graphless", "_names", "at_end", "depth", "running")
+
+    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
+        self._names = names
+        self._counts: dict[int, int] = {}
+        self._graphless: list[tuple[int, int, Call]] = []
+        self.depth = 0
+        self.running: list[tuple[int, Any]] = []  # Any: each kind has notes of its own type
+        self.at_end: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Number the calls from 0 on."""
+        self.depth = 1
+        self._counts.clear()
+        self._graphless.clear()
+        self.running.clear()
+        self.at_end.clear()
+
+    def next(self, module: nn.Module) -> Call | None:
+        """Number a call of the module.
+
+        None for a copy of a module of the model, and for the recomputation of a call that has made
+        a graph. The recomputation of a call without a graph, as in a reentrant checkpoint, has the
+        number of that call, since it makes the graph.
+        """
+        if autograd.backward_task() != -1:
+            return self._recomputed(module)
+        key = id(module)
+        names = self._names.get(key)
+        if names is None:
+            return None
+        index = self._counts.get(key, 0) if self.depth else OUTSIDE
+        self._counts[key] = index + 1
+        if len(names) == 1 or index == OUTSIDE:
+            call = names[0], index
+        else:  # the calls of a module with several names take them in turn
+            call = names[index % len(names)], index // len(names)
+        if not torch.is_grad_enabled():
+            self._note_graphless(key, call)
+        return call
+
+    @property
+    def has_graphless(self) -> bool:
+        """Whether a call has made no graph, so that a recomputation may make it."""
+        return bool(self._graphless)
+
+    def enter(self, module: nn.Module, note: Any) -> None:  # Any: see `running`
+        """Note that a call of a module has begun."""
+        self.running.append((id(module), note))
+
+    def leave(self, module: nn.Module) -> Any:  # Any: see `running`
+        """Return the note of the call that ends; None if its beginning was not seen.
+
+        The pre-hook of a kind does not run if that of others raises, nor its hook after a
+        KeyboardInterrupt: calls that were begun later and did not end are dropped.
+        """
+        key, running = id(module), self.running
+        if running and running[-1][0] == key:
+            return running.pop()[1]
+        if all(called != key for called, _ in running):
+            return None
+        while running[-1][0] != key:
+            running.pop()
+        return running.pop()[1]
+
+    def _note_graphless(self, key: int, call: Call) -> None:
+        # Outside of the model's forward the calls are never cleared: only those in a checkpoint
+        # are kept, whose forward is on the stack.
+        if self.depth or autograd.running_functions():
+            self._graphless.append((autograd.next_sequence_number(), key, call))
+
+    def _recomputed(self, module: nn.Module) -> Call | None:
+        node, key = autograd.running_node(), id(module)
+        if not isinstance(node, BackwardCFunction):
+            return None
+        # The node of a checkpoint is made before its modules are called. The calls without a graph
+        # that follow it are those inside the checkpoint, and are repeated in the same order.
+        checkpoint = autograd.number_of(node)
+        for place, (number, called, call) in enumerate(self._graphless):
+            if number > checkpoint and called == key:
+                del self._graphless[place]
+                if not torch.is_grad_enabled():  # in a checkpoint inside this one
+                    self._graphless.append((autograd.next_sequence_number(), key, call))
+                return call
+        return None
+
+
+class ThreadCalls(threading.local):
+    """The `calls` of each thread: sequence numbers and running calls are those of a thread."""
+
+    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
+        self.calls = Calls(names)
+
+
+class Shared:
+    """The numbering of the calls of modules, one object for all kinds that watch a model.
+
+    It alone knows of recomputation under checkpoints, of threads, of copies of modules, and of
+    exceptions in a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+        self._threads: list[ThreadCalls] = []
+        self._stack = ExitStack()
+
+    def follow(self, stack: ExitStack) -> ThreadCalls:
+        """Return the calls for one more kind, which are numbered until `stack` is closed."""
+        thread = ThreadCalls(self._names)
+        self._threads.append(thread)
+        stack.callback(self._threads.remove, thread)
+        return thread
+
+    @cached_property
+    def _names(self) -> dict[int, tuple[str, ...]]:
+        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
+        # Copies that share their hooks, as the replicas of DataParallel, have another one.
+        model = self._model()
+        named = {} if model is None else names_of(model)
+        return {id(module): tuple(names) for module, names in named.items()}
+
+    def renew(self) -> None:
+        """Hook the model anew: its calls begin before all other hooks, and end after them."""
+        self._stack.close()
+        model, threads, held = self._model(), self._threads, self._model
+        if model is None or not threads:
+            return
+
+        def begin(module: nn.Module, args: object) -> None:
+            if module is not held() or autograd.in_backward():
+                return
+            for thread in threads:
+                calls = thread.calls
+                # A KeyboardInterrupt in an earlier forward leaves its depth behind.
+                if calls.depth and autograd.calls_on_stack(module) > 1:
+                    calls.depth += 1
+                else:
+                    calls.begin()
+
+        def end(module: nn.Module, args: object, output: object) -> None:
+            if module is held() and not autograd.in_backward():
+                for thread in threads:
+                    thread.calls.depth = max(thread.calls.depth - 1, 0)
+
+        def check(module: nn.Module, args: object, output: object) -> None:
+            for thread in threads:
+                checks = [*thread.calls.at_end]
+                thread.calls.at_end.clear()
+                for unchanged in checks:
+                    unchanged()
+
+        pre_hook, hook = model.register_forward_pre_hook, model.register_forward_hook
+        self._stack.callback(pre_hook(compiling.untraced(begin), prepend=True).remove)
+        self._stack.callback(hook(compiling.untraced(end), always_call=True).remove)
+        self._stack.callback(hook(compiling.untraced(check)).remove)
+
+    @property
+    def has_graphless(self) -> bool:
+        """Whether a module was called without making a graph in the latest forward."""
+        return any(thread.calls.has_graphless for thread in self._threads)
+
+    def close(self) -> None:
+        """Remove the hooks of the model."""
+        self._stack.close()
+
+
+def register(
+    door: Door,
+    found: Sequence[Named],
+    before: Callable[..., object],
+    after: Callable[..., object],
+    *,
+    makes_alias: bool = False,
+    always: bool = False,
+) -> None:
+    """Register a pre-hook and a hook with keyword arguments on modules.
+
+    `always` calls the hook after a call that raises, too. `makes_alias` says that the pre-hook puts
+    aliases in the place of inputs: it runs after those that do not, as these hook the inputs
+    themselves.
+    """
+    before, after = compiling.untraced(before), compiling.untraced(after)
+    vars(before)["makes_alias"] = makes_alias
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        handle = module_hooks.register_pre_hook_before(_makes_alias, module, before)
+        door.stack.callback(handle.remove)
+        handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
+        door.stack.callback(handle.remove)
+
+
+def _makes_alias(hook: object) -> bool:
+    return getattr(hook, "makes_alias", False)
+
+
+def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
+    """Register a hook on a tensor, with its value if the hook asks for it."""
+    reads = "value" in hook.asks
+    handle = tensor.register_hook(with_value(hook.call, tensor) if reads else hook.call)
+    door.leaves.add(tensor, handle)
+
+
+@dataclass(eq=False)
+class Leaves:
+    """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
+
+    They stay until the surgery is closed: after a change of its interventions they still act in
+    graphs that were made before.
+    """
+
+    _hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
+        """Keep the handle of a hook on a tensor, if it is a leaf."""
+        if not tensor.is_leaf:
+            return
+        # An input that requires a gradient is another leaf in each step.
+        for key in [key for key, (held, _) in self._hooked.items() if held() is None]:
+            del self._hooked[key]
+        self._hooked[id(tensor)] = ref(tensor), handle
+
+    def close(self) -> None:
+        """Remove them."""
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+
+def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
+    """Raise the error for modules of which one is a ScriptModule, which runs no Python hooks."""
+    for (name, *_), module, _ in found:
+        if isinstance(module, nn.Module) and module_hooks.is_scripted(module):
+            door.refuse("TorchScript", kind, name)
+
+
+def modules_of(model: nn.Module) -> list[Named]:
+    """Return every module of a model, itself as `root`."""
+    named = names_of(model).items()
+    return [Named(tuple(names), module, (module,) * len(names)) for module, names in named]
