@@ -47,7 +47,8 @@ def experiment(study: Study) -> list[tuple[str, str]]:
     configs = [run.config for run in treated if run.config]
     if not configs:
         return []
-    facts = [(key, text) for key in GROUPS if (text := _plugin(configs, key)) != USUAL.get(key, "")]
+    texts = {key: _plugin(configs, key) for key in GROUPS}
+    facts = [(key, text) for key, text in texts.items() if text not in ("", USUAL.get(key))]
     seeds = sorted({run.seed for run in runs if run.seed >= 0})
     span = len(seeds) > 2 and seeds == [*range(seeds[0], seeds[-1] + 1)]
     named = f"{seeds[0]} to {seeds[-1]}" if span else ", ".join(map(str, seeds))
