@@ -133,15 +133,16 @@ def _train(experiment: "Experiment", sweeping: bool) -> None:
     """Train the runs of a job. Without a sweep, exit with code 1 if `train` returns False."""
     from gradsurg.experiment.job import train
 
+    words = words_of(HydraConfig.get())
     if not sweeping:
-        if not train(experiment, in_sweep=False):
+        if not train(experiment, words, in_sweep=False):
             sys.exit(FAILED)
     elif not _is_launched():
-        train(experiment, in_sweep=True, wait=False)  # `Sweep` trains the busy ones
+        train(experiment, words, in_sweep=True, wait=False)  # `Sweep` trains the busy ones
     else:
         interrupt_at_time_limit()
         try:
-            train(experiment, in_sweep=True)
+            train(experiment, words, in_sweep=True)
         except KeyboardInterrupt:  # the end of the sweep, in another process, reports on the runs
             tell(INTERRUPTION)
 

@@ -9,6 +9,8 @@ import pytest
 
 from gradsurg.experiment import job
 from gradsurg.experiment.run_reader import read
+from gradsurg.report.experiment import commands
+from gradsurg.report.study import read_study
 from gradsurg.report.tuning import read_tunings
 from tests.conftest import Here
 
@@ -45,6 +47,10 @@ def test_each_arm_is_compared_at_the_value_that_it_chose(here: Here, folder: Pat
         (final,) = (folder / "runs" / "digits-mlp").glob(f"{label}-seed0-*")
         assert rate(final) == best
         assert f"  {arm}: lr={best:g} (validation accuracy {fmean(scores[best]):.2%}; " in ended.out
+    lines = commands(read_study(folder / "runs" / "digits-mlp").all_runs)
+    assert [line.partition(" 'tune=")[0] for line in lines] == [
+        f"python -m gradsurg.run transform=clip {' '.join(SHORT)}"
+    ]
     again = here("transform=clip", *SHORT, TUNE)
     assert again.code == 0
     assert "2 of them had been finished before" in again.out

@@ -4,7 +4,7 @@ import random
 import subprocess
 import sys
 from itertools import product
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import NormalDist
 
@@ -23,6 +23,7 @@ from gradsurg.stats import (
     adjusted_p_values,
     benjamini_hochberg,
     detectable_effect,
+    equivalence_power,
     finding,
     margin_verdict,
     paired_difference,
@@ -182,6 +183,51 @@ def test_the_detectable_effect_of_six_seeds_computed_by_hand():
 def test_the_interval_of_a_standard_deviation_by_a_table_of_chi_square() -> None:
     low, high = sd_interval(2.0, 5)
     assert (low, high) == pytest.approx((2 * sqrt(5 / 12.833), 2 * sqrt(5 / 0.8312)), rel=1e-4)
+
+
+def test_one_of_six_arms_is_found_after_the_correction_with_that_power() -> None:
+    # eight seeds must have one sign, as 2 / 2^8 is below 0.05 / 6, but 4 / 2^8 is not
+    effect = detectable_effect(8, 1.0, level=0.05 / 6)
+    assert effect == pytest.approx(NormalDist().inv_cdf(0.8 ** (1 / 8)))
+    assert effect == pytest.approx(1.92, abs=0.005)
+    draws = numpy.random.default_rng(0).normal(size=(4_000, 6, 8))
+    draws[:, 0] += effect
+    p_values = verdict_rates.p_values(draws.reshape(-1, 8)).reshape(-1, 6)
+    found = [(benjamini_hochberg(row)[0] or 0.0) <= 0.05 for row in p_values.tolist()]
+    assert sum(found) / len(found) == pytest.approx(0.8, abs=0.03)
+
+
+def test_too_few_seeds_for_so_many_arms_detect_nothing() -> None:
+    assert detectable_effect(7, 1.0, level=0.05 / 3) is not None
+    assert detectable_effect(7, 1.0, level=0.05 / 4) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "arms"), [(8, 3), (9, 6), (10, 6), (10, 12)])
+def test_the_detectable_effect_at_a_level_is_detected_with_that_power(n: int, arms: int) -> None:
+    effect = detectable_effect(n, 2.0, level=0.05 / arms)
+    assert effect is not None
+    draws = numpy.random.default_rng(n).normal(effect, 2.0, (4_000, n)).tolist()
+    found = sum(sum(row) > 0 and sign_flip_p_value(row) <= 0.05 / arms for row in draws)
+    assert found / len(draws) == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_power_of_equivalence_of_six_seeds_computed_by_hand() -> None:
+    # their interval is from the smallest to the largest difference
+    share = (1 - 2 * NormalDist().cdf(-1.5)) ** 6
+    assert equivalence_power(6, 2.0, 3.0) == pytest.approx(share)
+    assert equivalence_power(5, 2.0, 3.0) is None
+    assert (equivalence_power(30, 1.0, 5.0) or 0) == pytest.approx(1.0)
+    assert equivalence_power(8, 1.0, 0.1) == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("n", "margin"), [(7, 1.0), (8, 0.8), (8, 1.1), (10, 1.0)])
+def test_equal_arms_are_found_equivalent_with_that_power(n: int, margin: float) -> None:
+    expected = equivalence_power(n, 2.0, 2 * margin)
+    rows = numpy.random.default_rng(n).normal(0.0, 2.0, (2_000, n)).tolist()
+    intervals = [sign_flip_interval(row) or (-inf, inf) for row in rows]
+    within = [margin_verdict(*ends, 2 * margin, None) == "equivalent" for ends in intervals]
+    assert sum(within) / len(within) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradsurg.experiment.command import only_trials_told, print_notes, report_study
 from gradsurg.experiment.execution import Record, execute
+from gradsurg.experiment.planning import Job, plan_runs
 from gradsurg.experiment.run import Pair, Run
 from gradsurg.experiment.run_directory import ERROR
 from gradsurg.experiment.run_reader import BrokenFile, ForeignLink
@@ -23,15 +24,15 @@ _left: list[tuple[Experiment, list[Run]]] = []
 """The busy runs of each job: other processes were training them when the job came to them."""
 
 
-def train(experiment: Experiment, in_sweep: bool, wait: bool = True) -> bool:
-    """Train the runs of a job, and report on it unless it is one of a sweep.
+def train(experiment: Experiment, words: Sequence[str], in_sweep: bool, wait: bool = True) -> bool:
+    """Train the runs of a job with these overrides, and report on it unless it is one of a sweep.
 
     Without `wait` the runs that other processes train are left to `train_left`. Return False if a
     run failed, or if a transform made NaN or infinity in it.
     """
     if not gc.get_freeze_count():
         gc.freeze()  # to look through all modules for cycles takes a second in all, and finds none
-    pairs = _tuned(experiment)
+    pairs = _tuned(experiment, words)
     if pairs is None:
         return False
     runs = [*{run.name: run for pair in pairs for run in pair.runs}.values()]
@@ -55,10 +56,11 @@ def train_left() -> None:
         _train_all(*_left.pop(0))
 
 
-def _tuned(experiment: Experiment) -> Sequence[Pair] | None:
+def _tuned(experiment: Experiment, words: Sequence[str]) -> Sequence[Pair] | None:
     """Train the tuning runs that are not finished; return the pairs of runs to compare.
 
-    Return None if a tuning run failed: it might have been the best one.
+    These were not known when the command was planned, and are recorded as planned here. Return None
+    if a tuning run failed: it might have been the best one.
     """
     if experiment.tuning is None:
         return experiment.pairs
@@ -69,6 +71,8 @@ def _tuned(experiment: Experiment) -> Sequence[Pair] | None:
         tell(f"{failed} of {len(tuning)} tuning runs failed: nothing is chosen")
         return None
     experiment.tuning.write(experiment.settings)
+    compared = [run for pair in pairs for run in pair.runs]
+    plan_runs([Job(words, compared, experiment.settings.out_folder)], force=False)
     return pairs
 
 

@@ -29,7 +29,7 @@ from gradsurg.experiment.runs import Experiment
 from gradsurg.experiment.trial_step import step_seconds
 from gradsurg.plugins.messages import printable, tell, terminal_width
 
-ANNOUNCED_RUNS = 100  # for more runs the number and the expected time are printed at the start
+ANNOUNCED_RUNS = 100  # for more runs the number and the least time are printed at the start
 ANNOUNCED_SECONDS = 3600  # and so they are for fewer runs that take longer than this
 TIMED_STEPS = 10_000  # with fewer steps in all none is timed: timing takes a few steps itself
 
@@ -59,7 +59,7 @@ class Job:
 
 
 def announce(experiments: Sequence[Experiment]) -> None:
-    """Print the number of runs left to train and the expected time, if they are many or take long.
+    """Print the number of runs left to train and the time of their steps, if many or long.
 
     A run that jobs share counts once. Raises ConfigError for more than `MAX_RUNS` without `yes`.
     """
@@ -83,7 +83,8 @@ def announce(experiments: Sequence[Experiment]) -> None:
     elif settings.splits > 1:
         seeds, arms = len(settings.all_seeds), len(experiments[0].pairs[0].runs)
         text += f" ({settings.splits} splits x {seeds} seeds of its own x {arms} arms)"
-    tell(f"{text}: about {_duration(seconds)} on {left[0].device}, timed without surgery")
+    lasting, device = _duration(seconds), left[0].device
+    tell(f"{text}: at least {lasting} on {device}, timed without surgery and evaluation")
 
 
 def edited_lines(jobs: Iterable[Job]) -> list[str]:

@@ -48,7 +48,7 @@ def trial(words: list[str], config: Config) -> float | None:
     experiment = command.add(words, config)
     command.search = search = search_metric(experiment)
     command.plan()
-    train(experiment, in_sweep=True)
+    train(experiment, words, in_sweep=True)
     metric, worst = str(search["metric"]), inf if search["lower"] else -inf
     runs = [pair.treated or pair.control for pair in experiment.compared or ()]
     places = [RunDirectory(run.directory(experiment.settings.out_folder)) for run in runs if run]

@@ -66,6 +66,7 @@ def report(runs: Sequence[Runs]) -> str:
         shares = shares_text(link_shares(read_study(paths[0].parent, [p.name for p in paths])))
     frame = compare(study)
     rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
+    ended = {run.path for run in study.all_runs if run.summary}  # also those of later controls
     parts = [
         _head(study, frame),
         _job_table(study, rows) if rows else fitted(alone_table(study, study.arms)),
@@ -73,7 +74,7 @@ def report(runs: Sequence[Runs]) -> str:
         _lines(_notes(study)),
         conflicts := _conflicts(study),
         _effects(study, [run.treated for run in runs if run.treated] or paths, bool(conflicts)),
-        f"{count(len(paths), 'run')} in {printable(relpath(paths[0].parent))}",
+        f"{count(len(ended.union(paths)), 'run')} in {printable(relpath(paths[0].parent))}",
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -47,10 +47,10 @@ def test_runs_that_jobs_share_are_announced_once_and_finished_ones_not_at_all(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(planning, "ANNOUNCED_RUNS", 1)
     announce(experiments)
-    assert "2 jobs, 6 runs of 20 steps: about 2 hours on cpu" in capsys.readouterr().err
+    assert "2 jobs, 6 runs of 20 steps: at least 2 hours on cpu" in capsys.readouterr().err
     finish(jobs_of(experiments)[0])
     announce(experiments)
-    assert "2 jobs, 2 runs of 20 steps: about 40 minutes on cpu" in capsys.readouterr().err
+    assert "2 jobs, 2 runs of 20 steps: at least 40 minutes on cpu" in capsys.readouterr().err
     monkeypatch.setattr(planning, "MAX_RUNS", 6)
     announce(experiments)
     monkeypatch.setattr(planning, "MAX_RUNS", 5)
@@ -62,7 +62,7 @@ def test_few_runs_are_announced_if_they_take_long(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     announce([built("transform=clip", "steps=1000000000000")])
-    assert "4 runs of 1,000,000,000,000 steps: about " in capsys.readouterr().err
+    assert "4 runs of 1,000,000,000,000 steps: at least " in capsys.readouterr().err
 
 
 def test_each_run_is_written_down_once_with_the_controls_of_all_jobs(folder: Path) -> None:

@@ -138,7 +138,9 @@ def test_the_command_trains_all_splits_and_says_so_before(here: Here, folder: Pa
     ended = here(*words)
     assert ended.code == 0
     told = ended.err.splitlines()
-    assert told[0].startswith("8 runs of 4 steps (2 splits x 2 seeds of its own x 2 arms): about ")
+    assert told[0].startswith(
+        "8 runs of 4 steps (2 splits x 2 seeds of its own x 2 arms): at least "
+    )
     assert told[1].endswith("(p <= 0.05); that needs at least splits=6")
     splits = {}
     for file in folder.rglob("summary.json"):

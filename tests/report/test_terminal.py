@@ -172,6 +172,7 @@ def test_a_job_reads_the_other_controls_of_its_runs(tmp_path: Path) -> None:
     said = plain(report(runs))
     for part in ("total -7.33 pp", "direction +1.67 pp", "size -9.00 pp"):
         assert part in said
+    assert " 18 runs in " in said
 
 
 def test_an_overview_has_the_line_of_each_arm_directly_below_the_verdict(tmp_path: Path) -> None:
