@@ -29,7 +29,7 @@ from gradsurg.experiment.idle import idle_notes
 from gradsurg.experiment.logged_numbers import hardware
 from gradsurg.experiment.run_directory import EFFECTS, RunDirectory
 from gradsurg.script.recorder import Recorder, watch_libraries
-from gradsurg.script.watcher import LIBRARIES, PACKAGE, Attachment, Refusal, Watcher, digest
+from gradsurg.script.watcher import LIBRARIES, PACKAGE, AttachedModel, Refusal, Watcher, digest
 from gradsurg.torch_internals import random_state
 
 OWN = str(Path(__file__).parent)
@@ -150,7 +150,7 @@ class Script:
         if self.spec["dry_run"]:
             self.plan = self.surgery.plan(model, example)
 
-    def _on_step(self, attachment: Attachment) -> None:
+    def _on_step(self, attachment: AttachedModel) -> None:
         step, now = attachment.step, perf_counter()
         if self._last:
             self.times.append(now - self._last)
@@ -161,7 +161,7 @@ class Script:
         if self.spec["dry_run"]:
             raise DryRunEnd
 
-    def _write_effects(self, attachment: Attachment) -> None:
+    def _write_effects(self, attachment: AttachedModel) -> None:
         rows = attachment.live.effects.fetch()
         if rows:
             step = attachment.step

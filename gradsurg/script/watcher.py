@@ -42,7 +42,7 @@ class Refusal(SystemExit):
 
 
 @dataclass(eq=False)
-class Attachment:
+class AttachedModel:
     """A surgery that is attached to one model, with the optimizers that it is bound to."""
 
     model: nn.Module
@@ -74,9 +74,9 @@ class Watcher:
     wanted: str
     effects_every: int
     on_attach: Callable[[nn.Module, object], None]
-    on_step: Callable[[Attachment], None]
-    on_detach: Callable[[Attachment], None]
-    attached: list[Attachment] = field(default_factory=list)
+    on_step: Callable[[AttachedModel], None]
+    on_detach: Callable[[AttachedModel], None]
+    attached: list[AttachedModel] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seen: dict[str, None] = field(default_factory=dict)
     steps: int = 0  # of any optimizer
@@ -364,7 +364,7 @@ class Watcher:
         surgery = self.make_surgery()
         live = self._start(surgery, model, optimizers)
         self._bound.update(optimizers)
-        made = Attachment(model, name, surgery, live, optimizers, _trained(model), self.step)
+        made = AttachedModel(model, name, surgery, live, optimizers, _trained(model), self.step)
         made.begin = digest([*model.parameters(), *_tensors(example)])
         self.attached.append(made)
         told = f"attached to {name} and {', '.join(map(_kind, optimizers))}"
