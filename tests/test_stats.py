@@ -189,6 +189,7 @@ def test_one_of_six_arms_is_found_after_the_correction_with_that_power() -> None
     # eight seeds must have one sign, as 2 / 2^8 is below 0.05 / 6, but 4 / 2^8 is not
     effect = detectable_effect(8, 1.0, level=0.05 / 6)
     assert effect == pytest.approx(NormalDist().inv_cdf(0.8 ** (1 / 8)))
+    assert effect is not None
     assert effect == pytest.approx(1.92, abs=0.005)
     draws = numpy.random.default_rng(0).normal(size=(4_000, 6, 8))
     draws[:, 0] += effect
@@ -221,13 +222,13 @@ def test_the_power_of_equivalence_of_six_seeds_computed_by_hand() -> None:
     assert equivalence_power(8, 1.0, 0.1) == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.parametrize(("n", "margin"), [(7, 1.0), (8, 0.8), (8, 1.1), (10, 1.0)])
+@pytest.mark.parametrize(("n", "margin"), [(7, 1.1), (8, 1.1), (10, 1.0)])
 def test_equal_arms_are_found_equivalent_with_that_power(n: int, margin: float) -> None:
     expected = equivalence_power(n, 2.0, 2 * margin)
-    rows = numpy.random.default_rng(n).normal(0.0, 2.0, (2_000, n)).tolist()
+    rows = numpy.random.default_rng(n).normal(0.0, 2.0, (6_000, n)).tolist()
     intervals = [sign_flip_interval(row) or (-inf, inf) for row in rows]
     within = [margin_verdict(*ends, 2 * margin, None) == "equivalent" for ends in intervals]
-    assert sum(within) / len(within) == pytest.approx(expected, abs=0.03)
+    assert sum(within) / len(within) == pytest.approx(expected, abs=0.02)
 
 
 @pytest.mark.slow
