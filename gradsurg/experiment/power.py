@@ -64,7 +64,7 @@ class Spread:
 
     @classmethod
     def of(cls, groups: Sequence[Controls], wanted: Values) -> "Spread | None":
-        """Pool groups of two or more runs, with what differs from `wanted`; None without any."""
+        """Pool groups of two or more runs, and name differences to `wanted`; None without any."""
         if not groups:
             return None
         several = [[*each.outcomes.values()] for each in groups]
@@ -212,7 +212,7 @@ def _spread(run: Run, experiment: Experiment) -> tuple[str, Spread | None]:
 
 
 def _is_whole(summary: Mapping[str, Any]) -> bool:  # Any: any JSON value
-    """Whether a run made all its steps, whatever it reached meanwhile, and learned something."""
+    """Whether a run had no `until` that could end it early, and learned something."""
     is_finished = summary.get("state") == "finished"
     return is_finished and UNTIL not in summary and not summary.get("learned_nothing")
 
