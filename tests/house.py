@@ -16,6 +16,13 @@ Calls = set[tuple[str, str]]
 NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
+NEW_SHAPE = (
+    *("core/attachment.py", "core/new_site_hook.py", "sites/places.py", "sites/call_graphs.py"),
+    *(f"sites/new_{kind}.py" for kind in ("combined", "inputs", "nodes", "outputs", "parameters")),
+    "sites/new_selection.py",
+)
+"""The core in its next shape, which nothing public uses yet; not counted in `core` and `sites`."""
+
 ROOMS = {
     "core": (("core", "effects", "torch_internals"), 5727),
     "sites": (("sites",), 6365 + NEW),
@@ -27,6 +34,8 @@ ROOMS = {
     "report": (("report",), 4926),
     "stats": (("stats.py",), 517),
     "reproduce": (("reproduce",), 1935),
+    "script": (("script",), 2349),
+    "core, next shape": (NEW_SHAPE, 2746),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 
@@ -61,7 +70,9 @@ def budget() -> Iterator[tuple[str, int, int]]:
     """Each row of the budget: its name, its lines, and the lines that it may have."""
     rooms = 0
     for room, (places, most) in ROOMS.items():
+        beside = [each for each in NEW_SHAPE if each.partition("/")[0] in places]
         lines = lines_below(*(PACKAGE / place for place in places if (PACKAGE / place).exists()))
+        lines -= lines_below(*(PACKAGE / place for place in beside))
         rooms += lines
         yield room, lines, most
     everything = lines_below(PACKAGE)
