@@ -142,9 +142,10 @@ def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     rows = [row for row in rows if row["verdict"] != "identical"]
     row = min(rows, key=lambda row: row["n"])
     n, unit, key = row["n"], row["unit"], row["metric"]
-    needed = seeds_needed(len(rows)) if len(rows) > 1 else MIN_FOR_P
+    arms = row["family"] or len(rows)  # of a job the rows are not those of the whole study
+    needed = seeds_needed(arms) if arms > 1 else MIN_FOR_P
     if n < needed:
-        alone = ", for an arm that differs alone," if len(rows) > 1 else ""
+        alone = ", for an arm that differs alone," if arms > 1 else ""
         yield f"A test at the level {MAX_P}{alone} needs {needed} {unit}s."
     elif len(rows) == 1 and (effect := detectable_effect(n, sd := stdev(row["differences"]))):
         sizes = f"{size(key, effect)} in 80 % of studies (sd of the differences {size(key, sd)})"

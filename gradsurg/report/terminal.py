@@ -14,7 +14,7 @@ from gradsurg.experiment.frames import effect_table
 from gradsurg.experiment.run_directory import ERROR, RunDirectory
 from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
-from gradsurg.report.compare import compare
+from gradsurg.report.compare import compare, compare_job
 from gradsurg.report.measures import costs, link_shares
 from gradsurg.report.search import trials_text
 from gradsurg.report.study import Study, read_study
@@ -64,7 +64,7 @@ def report(runs: Sequence[Runs]) -> str:
     study, shares = job_study(runs), []
     if any(run.without for run in runs):
         shares = shares_text(link_shares(read_study(paths[0].parent, [p.name for p in paths])))
-    frame = compare(study)
+    frame = compare_job(study, read_study(paths[0].parent))
     rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
     parts = [
         _head(study, frame),
@@ -195,7 +195,7 @@ def failures(paths: Sequence[Path]) -> str:
 def _job_table(study: Study, rows: Sequence[Row]) -> str:
     """A metric a row, both arms beside each other, and the step times."""
     arms = {"treated": rows[0]["arm"], "control": rows[0]["against"]}
-    columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
+    columns = ("metric", *arms, "difference", INTERVAL, "p", "q", "higher")
     heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
     for cost in costs(study).to_dicts():  # none beside a control that runs a surgery too
@@ -209,7 +209,7 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
         which = which if every > 1 else "each of which measures the effects on gradients"
         difference = "its difference: median and range over the seeds"
         notes = [f"Step time: median over the steps, {which}; {difference}."]
-    spared = ({"higher"}, {"p"}, {*arms.values()})
+    spared = ({"higher"}, {"p", "q"}, {*arms.values()})
     return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
 
 

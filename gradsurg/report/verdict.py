@@ -253,7 +253,9 @@ def evidence(row: Row, said: Collection[str] = (), is_signed: bool = True) -> st
     elif "details" in said and row["q"] is not None:
         parts.append(f"q {p_text(row['q'])}")
     elif n >= MIN_FOR_P and row["p"] is not None:
-        parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
+        among = f" among the {row['family']} arms of this study" if row["family"] else ""
+        test = f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"
+        parts.append(_p_and_q(row, test) + among)
     if n > 1 and "details" not in said:
         parts.append(wins(row))
     if "data" not in said and (data := population(row)):
