@@ -13,6 +13,7 @@ from gradsurg.report.verdict import (
     MARGINS,
     MAX_NAMED,
     Row,
+    nothing_learned,
     reached,
     rows_of,
     vacuous_sentence,
@@ -38,9 +39,11 @@ def cautions(study: Study, frame: pl.DataFrame) -> list[str]:
 def by_rule(study: Study, frame: pl.DataFrame) -> dict[str, str]:
     """Return the sentences of the rules that hold by the rules' names."""
     rows, told = rows_of(frame), {}
-    has_target = bool(reached(study))
+    left_out = OF_OUTCOMES if reached(study) else set[str]()
+    if nothing_learned(study, rows):
+        left_out = OF_OUTCOMES | OF_LEARNING
     for name, (tell, text) in CAUTIONS.items():
-        if has_target and name in OF_OUTCOMES:
+        if name in left_out:
             continue
         if words := list(dict.fromkeys(filter(None, tell(study, rows)))):
             told[name] = text.format(listed(words, MAX_NAMED))
@@ -56,7 +59,7 @@ def _chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
     """In how many seeds of each arm training came to no more than chance."""
     told, weak = [], ""
     for arm in sorted(study.arms, key=lambda arm: not arm.is_control):
-        dead = [run.summary for run in arm.whole if (run.summary or {}).get("learned_nothing")]
+        dead = [run.summary for run in arm.at_chance]
         evidence = [summary["learned_nothing"] for summary in dead if summary]
         if evidence:
             key, what = evidence[0]["metric"], evidence[0]["what"]
@@ -64,16 +67,20 @@ def _chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
             chance = value(key, fmean(one["beside"] for one in evidence))
             seeds = f"{len(dead)} of {count(len(arm.whole), 'seed')}"
             told.append(f"{arm.name} in {seeds} ({title(key)} {own}, and {what} {chance})")
-            if arm.is_control:
+            if arm.is_control and arm.is_at_chance:
                 weak = ": a comparison with a control at chance tells little"
     if told:
         yield listed(told, MAX_NAMED) + weak
 
 
 def _worse_than_chance(study: Study, _: Sequence[Row]) -> Iterator[str]:
-    """In how many seeds of each arm training has made the loss worse than that of a constant."""
+    """In how many seeds of each arm training has made the loss worse than that of a constant.
+
+    Without those that the rule on chance tells.
+    """
     for arm in study.arms:
-        ends = [(run.number("train/loss"), run.number("chance_loss")) for run in arm.whole]
+        runs = [run for run in arm.whole if not (run.summary or {}).get("learned_nothing")]
+        ends = [(run.number("train/loss"), run.number("chance_loss")) for run in runs]
         worse = [(a, b) for a, b in ends if a is not None and b is not None and a > b]
         if worse:
             own, chance = (fmean(side) for side in zip(*worse, strict=True))
@@ -201,6 +208,8 @@ def _lengths(study: Study, _: Sequence[Row]) -> list[str]:
 
 OF_OUTCOMES = {"one seed outweighs", "one split only", "margin after a look", "few seeds"}
 """Rules on differences in outcomes, which a study with a target does not compare."""
+OF_LEARNING = {"worse than a constant", "control at chance", "tuned values", "several arms"}
+"""Further rules that tell nothing where no arm has learned."""
 DIRECTION = "with the norm that it has with {}: a clear difference is due to the direction."
 CAUTIONS: dict[str, tuple[Tell, str]] = {
     "worse than a constant": (

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from math import inf
+from statistics import fmean
 from typing import Any
 
 import polars as pl
@@ -88,6 +89,8 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
         return _of_times(times, rows_of(frame))
     margin = margin or (study.margin if study else None)
     rows = rows_of(frame)
+    if study and (nothing := nothing_learned(study, rows)):
+        return nothing
     compared = [row for row in rows if row["difference"] is not None]
     lost = _diverged(rows)
     if not compared:
@@ -293,6 +296,26 @@ def _diverged(rows: Sequence[Row]) -> str:
     return listed(told, MAX_NAMED)
 
 
+def nothing_learned(study: Study, rows: Sequence[Row]) -> str:
+    """Return the verdict on a study in which no arm is better than chance; empty for others."""
+    arms = [arm for arm in study.arms if arm.whole]
+    if len(arms) < 2 or reached(study) or not all(arm.is_at_chance for arm in arms):
+        return ""
+    are_two, names = len(arms) == 2, [arm.name for arm in arms]
+    who = f"Neither {' nor '.join(names)}" if are_two else f"None of {listed(names)}"
+    common = _common([setting(row) for row in rows])
+    at = _joined({part: common.get(part, "") for part in ("rate", "steps")})
+    found = [run.summary["learned_nothing"] for arm in arms for run in arm.at_chance if run.summary]
+    numbers = ""
+    if len({(one["metric"], one["what"]) for one in found}) == 1:  # one task
+        key, chance = found[0]["metric"], fmean(one["beside"] for one in found)
+        means = [fmean(run.number(key) or 0.0 for run in arm.at_chance) for arm in arms]
+        ends = means if are_two else [min(means), max(means)]
+        outcomes = (" and " if are_two else " to ").join(value(key, end) for end in ends)
+        numbers = f" ({title(key)} {outcomes}, {found[0]['what']} {value(key, chance)})"
+    return f"{who} learned anything{at}{numbers}: nothing to compare."
+
+
 def vacuous_sentence(rows: Sequence[Row]) -> str:
     """Return a sentence on controls that are the treatment itself."""
     names = listed([row["arm"] for row in rows])
@@ -316,6 +339,8 @@ def _nothing(study: Study | None) -> str:
 def below(frame: pl.DataFrame, study: Study) -> list[str]:
     """Return the sentences that belong below the verdict: on the target, on direction and size."""
     rows = [row for row in rows_of(frame) if row["difference"] is not None]
+    if nothing_learned(study, rows):
+        return []
     apart = parts(study)
     split = [part.to_dicts() for _, part in apart.group_by("arm", maintain_order=True)]
     alone = {group[0]["arm"] for group in split}
@@ -423,8 +448,8 @@ def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
 
 def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
     """Return a sentence for each trend of the first metric, and for best against best."""
-    if reached(study):
-        return []  # outcomes at a target have no trend
+    if reached(study) or nothing_learned(study, rows_of(frame)):
+        return []  # outcomes at a target or at chance have no trend
     told = [trend_sentence(row) for row in first_trends(study, frame)]
     return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
 

@@ -219,6 +219,9 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     "no clear difference": lambda _: said(row(UNCLEAR)),
     "three seeds": lambda _: said(row([-1, -2, 0.5])),
     "one of the arms of a study": lambda _: said(row(CLIP, q=0.047, family=3)),
+    "no arm has learned": lambda folder: told(
+        rewrite(study_of(folder, CLIP), SUMMARY, learned_nothing=CHANCE)
+    ),
     "one seed": lambda _: said(row([-1])),
     "several splits": lambda _: said(row(CLIP, unit="split", splits=8)),
     "identical outcomes": lambda _: said(row([0] * 8)),
@@ -317,7 +320,7 @@ CASES: Mapping[str, Callable[[Path], str]] = {
                 study_of(folder, CLIP), SUMMARY, 2, "treated", state="diverged", skipped_steps=3
             ),
             SUMMARY,
-            4,
+            5,
             "control",
             learned_nothing=CHANCE,
         ),

@@ -169,9 +169,11 @@ def test_divergence_control_at_chance_and_skipped_steps_are_told(tmp_path: Path)
     study = study_of(tmp_path, CLIP)
     study = rewrite(study, SUMMARY, 2, "treated", state="diverged", skipped_steps=3)
     chance = {"metric": "test/accuracy", "what": "chance is", "beside": 0.25}
-    told = warned(rewrite(study, SUMMARY, 4, "control", learned_nothing=chance))
+    few = warned(rewrite(study, SUMMARY, 4, "control", learned_nothing=chance))
+    assert "tells little" not in few["control at chance"]
+    told = warned(rewrite(study, SUMMARY, 5, "control", learned_nothing=chance))
     assert list(told)[:2] == ["divergence", "control at chance"]
-    for part in ("control in 4 of 8 seeds", "50.00%", "25.00%"):
+    for part in ("control in 5 of 8 seeds", "50.00%", "25.00%", "tells little"):
         assert part in told["control at chance"]
     assert "2 runs skipped 6 steps" in told["skipped steps"]
 
@@ -182,6 +184,25 @@ def test_losses_above_that_of_a_constant_guess_come_first(tmp_path: Path) -> Non
     assert list(told) == ["worse than a constant", "skipped steps"]
     assert "clip in 3 of 8 seeds (0.5 against 0.4)" in told["worse than a constant"]
     assert "control" not in told["worse than a constant"]  # 0.5 is not above 0.5
+
+
+def test_where_no_arm_has_learned_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    chance = {"metric": "test/accuracy", "what": "chance is", "beside": 0.25}
+    study = rewrite(
+        study_of(tmp_path, CLIP, **SGD), SUMMARY, learned_nothing=chance, chance_loss=0.4
+    )
+    made = compare(study)
+    text = sentence(made, study)
+    for part in ("Neither clip nor control", "lr 0.1, 40 steps", "49.50% and 50.00%", "25.00%"):
+        assert part in text
+    assert [part in text for part in (" p ", "lowers")] == [False] * 2
+    assert (below(made, study), by_rule(study, made)) == ([], {})
+    study = rewrite(study, SUMMARY, 4, "control", learned_nothing={})
+    assert "lowers" in sentence(made, study)
+    told = warned(study)
+    assert "clip in 8 of 8 seeds (test accuracy" in told["control at chance"]
+    assert "control in 4 of 8 seeds (0.5 against 0.4)" in told["worse than a constant"]
+    assert "clip" not in told["worse than a constant"]  # it is told above
 
 
 def test_one_seed_that_outweighs_is_told(tmp_path: Path) -> None:
