@@ -33,8 +33,8 @@ class Comparison:
     """The outcomes of the treated and the control arm, one mapping of numbers per seed.
 
     The first number carries the verdict. Numbers whose name has "accuracy" are shares of 1. A seed
-    in which any number is not finite in either arm counts as diverged, and is in no mean. `margin` is
-    the largest difference without practical importance, as "0.5pp", 0.02 or "2%" of the control,
+    in which any number is not finite in either arm counts as diverged, and is in no mean. `margin`
+    is the largest difference without practical importance, as "0.5pp", 0.02 or "2%" of the control,
     `against` the name of the control arm.
     """
 

@@ -1,6 +1,7 @@
 """The facts that verdicts and cautions are made of; their words are in `sentences.txt`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -205,10 +206,23 @@ def test_where_no_arm_has_learned_there_is_nothing_to_compare(tmp_path: Path) ->
     assert "clip" not in told["worse than a constant"]  # it is told above
 
 
-def test_one_seed_that_outweighs_is_told(tmp_path: Path) -> None:
-    heavy = warned(study_of(tmp_path, [0, 0.1, -0.1, 0.2, -0.2, 0.1, -0.1, -20]))
-    for part in ("clip", "seed 7", "-20.00 pp", "-0.05 pp"):
-        assert part in heavy["one seed outweighs"]
+def test_one_seed_that_decides_is_told(tmp_path: Path) -> None:
+    study, rest = study_of(tmp_path, CLIP), [-1.1, -1.2, -1.0, -1.5, -1.1, -1.6, -0.9]
+
+    def told(points: Sequence[float], **more: object) -> str:
+        return by_rule(study, frame(row(points, **more))).get("one seed decides", "")
+
+    seeds = {"seeds": [*range(8)]}
+    for part in ("clip", "seed 2 ", "+4.00 pp", "all -1.10 pp", "-1.20 pp, p 0.0156"):
+        assert part in told([*rest[:2], 4, *rest[2:]], **seeds)
+    assert "one split" in told([*rest, 4], unit="split", splits=8)
+    assert told([*rest, 4], q=0.9, family=3)
+    assert not told([*rest, 4], q=0.9, family=4)  # its p of 1/64 could have a q of 4/64
+    assert not told([*rest, -20])  # clear without it too
+    assert not told([*rest[2:], 4])  # five seeds would be left
+    assert not told([*rest[:-1], -2, 1.0])  # not far
+    assert not told([-1.0] * 7 + [4.0])  # most are equal: no distance is measured
+    assert "-0.25 pp, p 0.0625" in told([-0.1, -0.2, 0.03, -0.5, -0.6, -0.45, 0.06, -20.0])
 
 
 def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
@@ -352,7 +366,7 @@ def test_with_a_target_the_verdict_is_about_the_steps_and_outcomes_are_not_compa
     assert [line in below(made, study) for line in reached(study)] == [True, True]
     assert "6 of 6 seeds of clip and 4 of 6 seeds of control" in reached(study)[0]
     assert "few seeds" not in by_rule(study, made)
-    assert "one seed outweighs" not in by_rule(study, made)
+    assert "one seed decides" not in by_rule(study, made)
 
 
 @pytest.mark.parametrize("treated", [[10] * 4 + [None] * 2, [10] * 5])
