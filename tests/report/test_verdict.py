@@ -219,8 +219,8 @@ def test_one_seed_that_decides_is_told(tmp_path: Path) -> None:
     assert told([*rest, 4], q=0.9, family=3)
     assert not told([*rest, 4], q=0.9, family=4)  # its p of 1/64 could have a q of 4/64
     assert not told([*rest, -20])  # clear without it too
-    assert not told([*rest[2:], 4])  # five seeds would be left
-    assert not told([*rest[:-1], -2, 1.0])  # not far
+    assert not told([1.0, 1.5, 1.1, 1.6, 0.9, 9])  # five seeds would be left
+    assert not told([-3, -0.2, -2, -1.5, -0.4, -2.6, -0.9, 2.5])  # not far
     assert not told([-1.0] * 7 + [4.0])  # most are equal: no distance is measured
     assert "-0.25 pp, p 0.0625" in told([-0.1, -0.2, 0.03, -0.5, -0.6, -0.45, 0.06, -20.0])
 
