@@ -425,19 +425,32 @@ def _of_times(times: Sequence[Row], rows: Sequence[Row]) -> str:
     if common.get("steps"):
         common["steps"] = f"at most {common['steps']}"
     at = _joined(common)
-    data = f"; {common['data']}" if common.get("data") else ""
-    never = f" (a seed that never reached it counts as latest{data})"
+    rest = [f"checked every {every} steps"] if (every := _shared(times, "every")) else []
+    part = "validation" if times[0]["until"].startswith("validation/") else "test"
+    if examples := _shared(times, "examples"):
+        rest.append(f"on {examples:,} {part} examples")
+    about_target = f"; {', '.join(rest)}" if rest else ""
+    never = f" (a seed that never reached it counts as latest{about_target})"
     if len(times) == 1:
         return f"{_of_time(times[0], at, capital)}{never}."
     told = [_of_time(one, "") for one in times]
     return f"{len(times)} arms against their controls{at}: {'; '.join(told)}{never}."
 
 
+def _shared(rows: Sequence[Row], column: str) -> int | None:
+    """Return the value that all rows have; None if there is no such value."""
+    values = {row[column] for row in rows}
+    return values.pop() if len(values) == 1 else None
+
+
 def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
     n, arm, against = one["n"], one["arm"], one["against"]
     both = len(one["both"] or ())
-    median = f"; median difference {one['median'] or 0:+,g} steps" if both else ""
-    median += f" in the {both} in which both did" if 0 < both < n else ""
+    median = ""
+    if both:
+        seeds = f" of the {both} in which both did" if both < n else ""
+        steps = f"{one['treated']:,g} and {one['control']:,g} steps"
+        median = f"; medians{seeds} {steps}, median difference {one['median']:+,g}"
     counts = f"sooner in {one['sooner']} and later in {one['later']} of {count(n, 'seed')}"
     p = f", {_p_and_q(one, 'exact sign test')}" if n >= MIN_FOR_P else ", too few for a test"
     if n >= MIN_FOR_P and max(one["p"], one["q"] or 0) <= MAX_P:

@@ -283,6 +283,18 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     "sooner at a target": lambda folder: told(
         to_target(folder, [10, 12, 14, 11, 13, 12], [20, 24, 32, None, 36, None])
     ),
+    "a target on validation data": lambda folder: told(
+        rewrite(
+            rewrite(
+                to_target(folder, [10, 12, 14, 11, 13, 12], TARGET),
+                SUMMARY,
+                **{"until": "validation/loss <= 0.5", "validation_examples": 1200},
+                test_examples=450,
+            ),
+            FACTS,
+            measured={"eval_every": 2},
+        )
+    ),
     "not clearly sooner at a target": lambda folder: told(
         to_target(folder, [10, 16, 22, 30, None, None], [20, 24, 32, None, 36, None])
     ),

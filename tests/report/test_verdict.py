@@ -359,7 +359,12 @@ def test_with_a_target_the_verdict_is_about_the_steps_and_outcomes_are_not_compa
     study = to_target(tmp_path, [10, 12, 14, 11, 13, 12], [20, 24, 32, None, 36, None])
     made = compare(study)
     text = sentence(made, study)
-    for part in ("sooner than control", "sooner in 6 and later in 0 of 6", "p 0.0312", "-15 steps"):
+    for part in (
+        "sooner than control",
+        "sooner in 6 and later in 0 of 6",
+        "p 0.0312",
+        "difference -15",
+    ):
         assert part in text
     assert "accuracy" not in text
     assert "lr 0.1" in text
@@ -367,6 +372,20 @@ def test_with_a_target_the_verdict_is_about_the_steps_and_outcomes_are_not_compa
     assert "6 of 6 seeds of clip and 4 of 6 seeds of control" in reached(study)[0]
     assert "few seeds" not in by_rule(study, made)
     assert "one seed decides" not in by_rule(study, made)
+
+
+def test_a_target_names_the_data_on_which_it_is_decided(tmp_path: Path) -> None:
+    study = to_target(tmp_path, [10, 12, 14, 11, 13, 12], [20, 24, 32, None, 36, None])
+    study = rewrite(study, SUMMARY, until="validation/loss <= 0.5", test_examples=450)
+    text = sentence(compare(study), study)
+    assert ("examples" in text, "checked" in text) == (False, False)
+    assert "medians of the 4 in which both did 12.5 and 28 steps" in text
+    study = rewrite(study, FACTS, measured={"eval_every": 2})
+    study = rewrite(study, SUMMARY, validation_examples=1200)
+    text = sentence(compare(study), study)
+    assert "checked every 2 steps, on 1,200 validation examples" in text
+    study = rewrite(study, SUMMARY, until="test/loss <= 0.5")
+    assert "on 450 test examples" in sentence(compare(study), study)
 
 
 @pytest.mark.parametrize("treated", [[10] * 4 + [None] * 2, [10] * 5])
