@@ -115,9 +115,7 @@ def _decided(row: Row) -> str:
 
 def _on_one_split(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     """A claim about one split is none about the task: told only beside a claim."""
-    claims = {*DOES, *MARGINS} - {"undecided"}
-    claimed = [row for row in rows if {row["verdict"], row["margin"]} & claims]
-    claimed = [row for row in claimed if row["splits"] == 1]
+    claimed = [row for row in rows if _is_claim(row) and row["splits"] == 1]
     sizes = [
         size(row["metric"], 1 / row["test_examples"])
         for row in claimed
@@ -125,6 +123,15 @@ def _on_one_split(_: Study, rows: Sequence[Row]) -> Iterator[str]:
     ]
     one = f" (one test example is {listed([*dict.fromkeys(sizes)])})" if sizes else ""
     yield f"new data{one}" if claimed else ""
+
+
+def _is_claim(row: Row) -> bool:
+    return bool({row["verdict"], row["margin"]} & ({*DOES, *MARGINS} - {"undecided"}))
+
+
+def _edges(study: Study, _: Sequence[Row]) -> list[str]:
+    tunings = [one for one in study.tunings[0] if not study.by_name.keys().isdisjoint(one.runs)]
+    return [f"{one.name}: {text}" for one in tunings for text in one.edges]
 
 
 def _vacuous(_: Study, rows: Sequence[Row]) -> list[str]:
@@ -244,10 +251,11 @@ CAUTIONS: dict[str, tuple[Tell, str]] = {
     ),
     "vacuous control": (_vacuous, "{}"),
     "tuned values": (
-        _each(lambda row: row["arm"] if row["tuned"] else ""),
-        "Tuned arms are compared at their chosen values, which is no comparison of the methods: two "
-        f"identical methods tuned like this differ at p <= {MAX_P} in 5 to 12 % of studies.",
+        _each(lambda row: row["arm"] if row["tuned"] and _is_claim(row) else ""),
+        "Tuned arms are compared at their chosen values, which is no comparison of the methods: "
+        f"two identical methods tuned like this differ at p <= {MAX_P} in 5 to 12 % of studies.",
     ),
+    "edge of a grid": (_edges, "A better value can lie outside: {}."),
     "trials of a search": (
         lambda study, _: [count(len(study.trials), "trial run")] if study.trials else [],
         "{} of a search are left out: the outcomes that chose a value cannot judge it.",

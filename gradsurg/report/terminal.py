@@ -30,7 +30,7 @@ from gradsurg.report.tables import (
 from gradsurg.report.tuning import tuning_text
 from gradsurg.report.verdict import (
     Row,
-    below,
+    answer,
     rows_of,
     sentence,
     sweeps,
@@ -85,7 +85,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     alone = uncompared(study, frame)
     first, *tables = _tables(frame, first_only=not few) or [""]
     parts = [
-        _head(study, frame, margin, sweeps(study, frame, margin), first),
+        _head(study, frame, margin, sweeps(study, frame), first),
         _lines(effort(study)),
         *tables,
         _lines(tuning_text(*study.tunings)),
@@ -135,8 +135,7 @@ def _head(
     table: str = "",
 ) -> str:
     """The verdict, a table with a line for each arm, sweeps and cautions."""
-    verdict = [sentence(frame, study, margin), *below(frame, study)]
-    told = "\n".join(filled(printable(text)) for text in verdict)
+    told = "\n".join(filled(printable(text)) for text in answer(study, frame, margin))
     parts = (told, table, _lines(over), _lines(cautions(study, frame)))
     return "\n\n".join(filter(None, parts))
 

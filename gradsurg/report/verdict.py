@@ -19,7 +19,6 @@ from gradsurg.report.wording import (
     better,
     capital,
     count,
-    is_share,
     listed,
     p_text,
     size,
@@ -459,12 +458,19 @@ def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
     return f"{start('steps')} to {one['until']} with {arm} and {against}{at}: {counts}{p}{median}"
 
 
-def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
-    """Return a sentence for each trend of the first metric, and for best against best."""
+def answer(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
+    """Return the sentences on the arms: best against best, the verdict, and those below it."""
+    told = [sentence(frame, study, margin), *below(frame, study)]
+    if reached(study) or nothing_learned(study, rows_of(frame)):
+        return told
+    return [*map(best_sentence, best_arms(study, margin).iter_rows(named=True)), *told]
+
+
+def sweeps(study: Study, frame: pl.DataFrame) -> list[str]:
+    """Return a sentence for each trend of the first metric."""
     if reached(study) or nothing_learned(study, rows_of(frame)):
         return []  # outcomes at a target or at chance have no trend
-    told = [trend_sentence(row) for row in first_trends(study, frame)]
-    return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
+    return [trend_sentence(row) for row in first_trends(study, frame)]
 
 
 def trend_sentence(row: Row) -> str:
@@ -514,12 +520,8 @@ def best_sentence(row: Row) -> str:
     gain = {UNCLEAR: "no clear difference", better(key): "a gain"}.get(word, word)
     gain = "a loss" if gain in DOES else gain
     chosen = title(row["chosen_on"]) + ", which flatters both" * (row["chosen_on"] == key)
-    wider = row["usable_treated"] - row["usable_control"]
-    usable = "as many" if not wider else "more" if wider > 0 else "fewer"
     edge = f"; the best of {row['edge']} is at the edge: sweep further" if row["edge"] else ""
     return (
         f"Each at its best {row['key']}, chosen on {chosen}: {' against '.join(arms)}, "
-        f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
-        f"{usable} values are usable, within {'5 pp' if is_share(key) else 'half'} of the best "
-        f"({row['usable_treated']} against {row['usable_control']} of {row['values']}){edge}."
+        f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best{edge}."
     )

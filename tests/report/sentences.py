@@ -18,7 +18,7 @@ from gradsurg.report.cautions import by_rule
 from gradsurg.report.compare import SCHEMA, compare
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.verdict import (
-    below,
+    answer,
     best_sentence,
     sentence,
     sweeps,
@@ -182,8 +182,7 @@ def told(study: Study, margin: str = "") -> str:
     """Verdict, sentences below it and on sweeps, of a study."""
     limit = parse_margin(margin) if margin else None
     made = compare(study, limit)
-    lines = [sentence(made, study, limit), *below(made, study), *sweeps(study, made, limit)]
-    return "\n".join(lines)
+    return "\n".join([*answer(study, made, limit), *sweeps(study, made)])
 
 
 def warned(study: Study, *names: str, rows: pl.DataFrame | None = None) -> str:
@@ -200,7 +199,7 @@ TREND |= {"peak_p": None, "peak_q": None}
 PEAK = {"p": 0.5, "extreme": "highest", "peak": 2.0, "peak_difference": 0.03}
 BEST = {"label": "clip", "key": "optimizer.lr", "chosen_on": "test/accuracy", "values": 3}
 BEST |= {"treated_value": 1.0, "control_value": 0.1, "edge": "clip"}
-BEST |= {"usable_treated": 2, "usable_control": 1, "q": None}
+BEST |= {"q": None}
 ALONE = {"splits": None, "test_examples": None, "steps": None, "lr": None, "lr_control": None}
 ALONE |= {"tuned": None, "rate_tuned": None, "arm": "the surgery", "cosine": None}
 DIVERGED = {"ended": 10, "diverged": 2, "diverged_control": 0, "p_diverged": 0.5}
@@ -288,7 +287,8 @@ CASES: Mapping[str, Callable[[Path], str]] = {
             rewrite(
                 to_target(folder, [10, 12, 14, 11, 13, 12], TARGET),
                 SUMMARY,
-                **{"until": "validation/loss <= 0.5", "validation_examples": 1200},
+                until="validation/loss <= 0.5",
+                validation_examples=1200,
                 test_examples=450,
             ),
             FACTS,
@@ -317,11 +317,9 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     ),
     "best against best, a gain": lambda _: best_sentence({**row([-x for x in CLIP]), **BEST}),
     "best against best, a loss": lambda _: best_sentence(
-        {**row(CLIP), **BEST, "edge": "", "chosen_on": "validation/accuracy", "usable_treated": 1}
+        {**row(CLIP), **BEST, "edge": "", "chosen_on": "validation/accuracy"}
     ),
-    "best against best, unclear": lambda _: best_sentence(
-        {**row(UNCLEAR), **BEST, "edge": "", "usable_treated": 0}
-    ),
+    "best against best, unclear": lambda _: best_sentence({**row(UNCLEAR), **BEST, "edge": ""}),
     "caution: losses above a constant guess": lambda folder: warned(
         rewrite(study_of(folder, CLIP), SUMMARY, 3, "treated", chance_loss=0.4),
         "worse than a constant",

@@ -342,7 +342,17 @@ def test_a_tuned_study_says_that_it_compares_chosen_values(tmp_path: Path) -> No
     tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name], label="typed"))
     text = overview(read_study(folder))
     study = read_study(folder)
-    assert "tuned values" in by_rule(study, compare(study))
+    frame = compare(study)
+    assert not {"tuned values", "edge of a grid"} & by_rule(study, frame).keys()
+    clear = frame.with_columns(verdict=pl.lit("higher"))
+    assert "tuned values" in by_rule(study, clear)
+    at_end = choice([0.5, 0.6, 0.8], 2, runs=[name])
+    tunings(folder, at_end, choice([0.5, 0.6, 0.8], 2, label="sign", runs=["sign-1"]))
+    told = by_rule(read_study(folder), frame)["edge of a grid"]
+    assert "clip: lr=1 is the largest of the grid: widen it" in told
+    assert "sign" not in told  # it has no run in this study
+    tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name], label="typed"))
+    (folder / "tuning" / "1.json").unlink()
     assert f"  {study.tunings[0][0].sentence}" in text
     (folder / "tuning" / "0.json").write_text('{"label": "clip"}', "utf-8")
     assert "is not the choice of an arm" in overview(read_study(folder))
