@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 import polars as pl
 
@@ -23,7 +23,6 @@ from gradsurg.stats import (
     MAX_P,
     MIN_FOR_P,
     TOO_FEW,
-    detectable_effect,
     seeds_needed,
     sign_flip_p_value,
 )
@@ -163,21 +162,18 @@ def _unchanged(study: Study, rows: Sequence[Row]) -> list[str]:
 
 
 def _few(_: Study, rows: Sequence[Row]) -> Iterator[str]:
-    """The number of seeds for a test at all, or the size of the effect that so many find."""
+    """The number of seeds for a test at all."""
     rows = [row for row in rows if row["n"] and not row["repeats"]]
     if all(row["verdict"] in (*DOES, "identical") for row in rows):
         return
     rows = [row for row in rows if row["verdict"] != "identical"]
     row = min(rows, key=lambda row: row["n"])
-    n, unit, key = row["n"], row["unit"], row["metric"]
+    n, unit = row["n"], row["unit"]
     arms = row["family"] or len(rows)  # of a job the rows are not those of the whole study
     needed = seeds_needed(arms) if arms > 1 else MIN_FOR_P
     if n < needed:
         alone = ", for an arm that differs alone," if arms > 1 else ""
         yield f"A test at the level {MAX_P}{alone} needs {needed} {unit}s."
-    elif len(rows) == 1 and (effect := detectable_effect(n, sd := stdev(row["differences"]))):
-        sizes = f"{size(key, effect)} in 80 % of studies (sd of the differences {size(key, sd)})"
-        yield f"{n} {unit}s find a difference of {sizes}, and miss most smaller ones."
 
 
 def _unfinished(study: Study, _: Sequence[Row]) -> list[str]:

@@ -344,9 +344,6 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     "caution: one split": lambda folder: warned(
         rewrite(study_of(folder, CLIP, **DIGITS), SUMMARY, test_examples=1000), "one split only"
     ),
-    "caution: the effect that is found": lambda folder: warned(
-        study_of(folder, [1, -1, 2, -2, 1, -1, 2, -2]), "few seeds"
-    ),
     "caution: too few seeds": lambda folder: warned(study_of(folder, [1, -1, 2]), "few seeds"),
     "cautions: after a look": lambda folder: warned(
         rewrite(rewrite(study_of(folder, CLIP), FACTS, 3, looked=6), FACTS, margin_after=True),

@@ -236,13 +236,10 @@ def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
     assert "one split only" not in warned(unclear)
 
 
-def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
-    unclear = warned(study_of(tmp_path / "a", [1, -1, 2, -2, 1, -1, 2, -2]))["few seeds"]
-    assert [part in unclear for part in ("8 seeds", "2.01 pp", "80 %", "1.69 pp")] == [True] * 4
+def test_seeds_too_few_for_a_test_are_told(tmp_path: Path) -> None:
     few = warned(study_of(tmp_path / "b", [1, -1, 2]))["few seeds"]
     assert "needs 6 seeds" in few
-    enough = warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))["few seeds"]
-    assert "6 seeds find" in enough
+    assert "few seeds" not in warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))
     alone = warned(study_of(tmp_path / "c", [1]))["few seeds"]
     assert "needs 6 seeds" in alone
     two = tmp_path / "d"
