@@ -483,11 +483,14 @@ def trend_sentence(row: Row) -> str:
     if row["size"] is None:
         return f"Too few values of {swept} change anything for a trend.{still}"
     span = amounts(key, row["low"], row["high"])
-    told = f"95 % interval {span}; {_p_and_q(row, 'sign-flip')}; " if span else ""
+    p = _p_and_q(row, "trend's sign-flip")
+    told = f"95 % interval of this change {span}; {p}; " if span else ""
     further = f"n = {row['n']}; a further test, not among the q of the arms"
-    ends = f"{amount(key, row['size'])} from the smallest to the largest"
+    between = f"from {row['acting'][0]:g} to {row['acting'][-1]:g}"
+    ends = f"{amount(key, row['size'])} {between}"
     if row["direction"]:
-        begin = f"{capital(change)} {row['direction']} with {swept}: {ends}"
+        begin = f"{capital(change)} {row['direction']} with {swept}, by {size(key, row['size'])} "
+        begin += between
         return f"{begin} ({told}{further}).{still}"
     at = f"{row['extreme']} at {row['peak'] or 0:g}, {amount(key, row['peak_difference'])}"
     if is_clear_peak(row):

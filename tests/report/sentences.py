@@ -305,7 +305,7 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     ),
     "rises": lambda folder: told(by_dose(folder, {0.01: 0.5, 0.1: 1, 1: 3})),
     "a peak": lambda folder: told(by_dose(folder, {0.01: 0.5, 0.1: 3, 1: 2})),
-    "a trend": lambda _: trend_sentence({**TREND, "direction": "falls", "q": 0.02}),
+    "a trend": lambda _: trend_sentence({**TREND, "direction": "rises", "q": 0.02}),
     "no trend, the highest inside": lambda _: trend_sentence(
         {**TREND, **PEAK, "peak_p": 0.2, "inactive": [9, 10.0]}
     ),
