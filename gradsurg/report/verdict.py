@@ -232,6 +232,10 @@ def _joined(parts: Mapping[str, str]) -> str:
 def population(row: Row) -> str:
     """Return the data that a result is of, such as `one split, 450 test examples`."""
     splits, examples = row["splits"], row["test_examples"]
+    each, rest = divmod(row["planned"] or 0, splits or 1)
+    if row["unit"] == "split" and each > 1 and not rest and not row["not_compared"]:
+        data = f", {examples:,} test examples each" if examples else ""
+        return f"{splits} splits of {each} seeds{data}"
     parts = ["one split" if splits == 1 else f"{splits} splits"] if splits else []
     parts += [f"{examples:,} test examples"] if examples else []
     return (", " if splits == 1 else " of ").join(parts)

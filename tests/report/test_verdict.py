@@ -60,6 +60,9 @@ def test_a_tuned_setting_has_both_choices_and_both_budgets() -> None:
 def test_the_data_of_a_result_are_splits_and_test_examples() -> None:
     assert population(one(splits=1, test_examples=1450)) == "one split, 1,450 test examples"
     assert population(one(splits=8)) == "8 splits of 450 test examples"
+    two = {"splits": 8, "unit": "split", "planned": 16}
+    assert population(one(**two)) == "8 splits of 2 seeds, 450 test examples each"
+    assert population(one(**two, not_compared="1 failed")) == "8 splits of 450 test examples"
     assert population(one(splits=None)) == "450 test examples"
     assert population(one(splits=8, test_examples=None)) == "8 splits"
 
