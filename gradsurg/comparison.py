@@ -33,35 +33,41 @@ class Comparison:
     """The outcomes of the treated and the control arm, one mapping of numbers per seed.
 
     The first number carries the verdict. Numbers whose name has "accuracy" are shares of 1. A seed
-    in which a number is not finite in either arm counts as diverged, and is in no mean. `margin` is
-    the largest difference without practical importance, as "0.5pp", 0.02 or "2%" of the control.
+    in which any number is not finite in either arm counts as diverged, and is in no mean. `margin`
+    is the largest difference without practical importance, as "0.5pp", 0.02 or "2%" of the control,
+    `against` the name of the control arm.
     """
 
     seeds: tuple[int, ...]
     treated: tuple[Mapping[str, float], ...]
     control: tuple[Mapping[str, float], ...]
     margin: str | float | None = None
+    against: str = "control"
 
     def frame(self) -> "polars.DataFrame":
         """Return a row for each number, with the columns that the report of a study has."""
         from gradsurg.report.compare import Pair, compare_values, with_q
 
         same = all(len({tuple(one.values()) for one in arm}) == 1 for arm in self._arms)
+        states = [
+            ["finished" if all(map(isfinite, one.values())) else "diverged" for one in arm]
+            for arm in self._arms
+        ]
         pairs = {
             key: [
                 Pair(
                     seed,
-                    treated=a[key] if all(map(isfinite, (a[key], b[key]))) else None,
+                    treated=a[key] if "diverged" not in (state, beside) else None,
                     control=b[key],
-                    state="finished" if isfinite(a[key]) else "diverged",
-                    beside="finished" if isfinite(b[key]) else "diverged",
+                    state=state,
+                    beside=beside,
                     same=same,
                 )
-                for seed, a, b in zip(self.seeds, *self._arms, strict=True)
+                for seed, a, b, state, beside in zip(self.seeds, *self._arms, *states, strict=True)
             ]
             for key in self.treated[0]
         }
-        about = {"arm": "the surgery", "against": "control", "vacuous": ""}
+        about = {"arm": "the surgery", "against": self.against, "vacuous": ""}
         return with_q(compare_values(pairs, about, margin=self._margin))
 
     def verdict(self) -> str:
@@ -143,7 +149,8 @@ def compare(
                     console.finish("finished", arm[-1])
     finally:
         console.abandon()
-    return Comparison(tuple(range(seeds)), tuple(arms[0]), tuple(arms[1]), margin)
+    against = "control" if control == "plain" else control.replace("_", "-")
+    return Comparison(tuple(range(seeds)), tuple(arms[0]), tuple(arms[1]), margin, against)
 
 
 def _outcome(

@@ -72,6 +72,35 @@ def test_a_single_number_is_the_outcome_and_a_diverged_run_is_counted_apart() ->
     assert "2/2" in line
 
 
+def test_a_number_that_is_not_finite_takes_its_seed_out_of_all_metrics() -> None:
+    losses = iter([1.0, 1.0, float("nan"), 1.0, 2.0, 1.0, 3.0, 1.0])
+    comparison = gs.compare(
+        make_model,
+        lambda model, surgery: {"accuracy": 0.5, "loss": next(losses)},
+        gs.Surgery(),
+        seeds=4,
+    )
+    accuracy, loss = comparison.frame().to_dicts()
+    assert (accuracy["seeds"], accuracy["diverged"]) == ([0, 2, 3], 1)
+    assert (loss["seeds"], loss["differences"]) == ([0, 2, 3], [0.0, 1.0, 2.0])
+    verdict = comparison.verdict()
+    for words in ("1 of 4 seeds diverged with the surgery and 0 with control", "McNemar p 1)"):
+        assert words in verdict
+
+
+def test_the_verdict_names_a_control_that_acts() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Sign(), gs.Parameters(), names=("sign",)))
+    numbers = iter(arm for seed in range(6) for arm in (0.9 + seed / 100, 0.5))
+
+    def result(model: nn.Module, given: gs.Surgery) -> float:
+        train(model, given)
+        return next(numbers)
+
+    comparison = gs.compare(make_model, result, surgery, seeds=6, control="norm_matched")
+    assert "raises outcome by 0.425 against norm-matched (" in comparison.verdict()
+    assert comparison.frame()["against"].to_list() == ["norm-matched"]
+
+
 def test_eight_seeds_are_the_default_of_which_the_first_number_carries_the_verdict() -> None:
     outcomes = iter(
         arm for seed in range(8) for arm in (-1e6 if seed == 3 else -1.0 - seed / 100, 0.0)

@@ -33,6 +33,16 @@ class Arm:
         """The finished runs, the only runs that are averaged."""
         return [run for run in self.runs if run.state == "finished" and run.summary]
 
+    @property
+    def at_chance(self) -> list[LoadedRun]:
+        """The finished runs that are no better than chance, by the evidence in their summaries."""
+        return [run for run in self.whole if (run.summary or {}).get("learned_nothing")]
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether most finished runs are no better than chance."""
+        return 2 * len(self.at_chance) > len(self.whole)
+
 
 def block_names(runs: Sequence[LoadedRun]) -> dict[str, str]:
     """Return the block of each run, as `split 3`; empty names if there is one split only."""

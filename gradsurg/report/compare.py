@@ -46,6 +46,7 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
     **dict.fromkeys(("treated", "control", "difference", "low", "high"), pl.Float64),
     "interval": pl.String,
     **dict.fromkeys(("p", "q"), pl.Float64),
+    "family": pl.Int64,
     **dict.fromkeys(("higher", "lower"), pl.Int64),
     **dict.fromkeys(("median", "t_low", "t_high", "effect_size"), pl.Float64),
     **dict.fromkeys(("ended", "diverged", "diverged_control"), pl.Int64),
@@ -61,7 +62,8 @@ SCHEMA: dict[str, pl.DataType | type[pl.DataType]] = {
 `steps` to `norm_high` are about the treated arm and, with `_control`, about the other: whether a
 constant scale of its gradients has no effect (`scale_free`), the rate, whether values were `tuned`,
 those that were `chosen` beside the rate, the number of `configurations` to choose from, and the
-change of the gradients as in `Study.changes`. All are null where they are not known.
+change of the gradients as in `Study.changes`. `family` is the number of arms of this study among
+which q is corrected. All are null where they are not known.
 """
 
 
@@ -89,10 +91,32 @@ def compare(study: Study, margin: Margin | None = None) -> pl.DataFrame:
     has several splits, its row is over these blocks, each with the mean over its seeds, and a row
     with a `block` has the details of one. Without a `margin` that of the study is used.
     """
-    margin = margin or study.margin
-    treated = [arm for arm in study.arms if not arm.is_control]
-    controls = {arm.name: {run.name: run.control for run in arm.runs} for arm in treated}
-    return compared(study, treated, controls, margin)
+    return with_q(_with_controls(study, margin or study.margin))
+
+
+def compare_job(job: Study, whole: Study) -> pl.DataFrame:
+    """Compare the arms of a job; q is among these and the other arms of its `whole` study.
+
+    A job that has not the controls of that study has a q among its own arms.
+    """
+    own, control = _with_controls(job, job.margin), {run.name: run.control for run in job.all_runs}
+    if any(control.get(run.name, run.control) not in (None, run.control) for run in whole.all_runs):
+        return with_q(own)
+    others = _with_controls(whole, whole.margin, control)
+    return with_q([*others, *own]).tail(len(own))
+
+
+def _with_controls(
+    study: Study, margin: Margin | None, left_out: Collection[str] = ()
+) -> list[dict[str, Any]]:  # Any: the values of a row
+    """Return the rows of the treated arms without those that have a run of these names."""
+    arms = [
+        arm
+        for arm in study.arms
+        if not arm.is_control and not any(run.name in left_out for run in arm.runs)
+    ]
+    controls = {arm.name: {run.name: run.control for run in arm.runs} for arm in arms}
+    return rows_of_arms(study, arms, controls, margin)
 
 
 def compare_pairs(study: Study, names: Sequence[str], margin: Margin | None = None) -> pl.DataFrame:
@@ -114,7 +138,9 @@ def compare_pairs(study: Study, names: Sequence[str], margin: Margin | None = No
         against[pair.name] = second.name
         arms.append(pair)
     frame = compared(study, arms, others, margin, "run of that seed")
-    return frame.with_columns(against=pl.col("arm").replace_strict(against))
+    return frame.with_columns(
+        against=pl.col("arm").replace_strict(against), family=pl.lit(None, pl.Int64)
+    )
 
 
 def arms_named(study: Study, names: Sequence[str]) -> list[Arm]:
@@ -175,11 +201,16 @@ def with_q(rows: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # Any: the value
         if row["block"] is None and row.get("p") is not None and any(row["differences"]):
             families.setdefault("" if is_first else row["metric"], []).append(place)
     q_values: dict[int, float | None] = {}
+    sizes: dict[int, int] = {}
     for places in families.values():
         if len(places) > 1:
             adjusted = benjamini_hochberg([rows[place]["p"] for place in places])
             q_values |= dict(zip(places, adjusted, strict=True))
-    full = [{**row, **_verdicts(row, q_values.get(place))} for place, row in enumerate(rows)]
+            sizes |= dict.fromkeys(places, len(places))
+    full = [
+        {**row, **_verdicts(row, q_values.get(place)), "family": sizes.get(place)}
+        for place, row in enumerate(rows)
+    ]
     columns = {key: [row.get(key) for row in full] for key in SCHEMA}
     return pl.DataFrame(columns, schema=SCHEMA, strict=False)
 

@@ -24,7 +24,7 @@ from gradsurg.report.study import Study
 from gradsurg.report.tables import latex, markdown
 from gradsurg.report.terminal import effort
 from gradsurg.report.tuning import read_tunings, tuning_frames
-from gradsurg.report.verdict import below, sentence, sweeps
+from gradsurg.report.verdict import answer, sentence, sweeps
 from gradsurg.stats import Margin
 
 PAGE = "index.html"
@@ -59,8 +59,8 @@ def write_report(
         frames |= {name: rows for name, rows in further.items() if len(rows)}
         for name, rows in frames.items():
             _write_parquet(rows, draft / f"{name}.parquet")
-        verdict = [sentence(frame, study, margin), *below(frame, study)]
-        warned, swept = cautions(study, frame), sweeps(study, frame, margin)
+        verdict = answer(study, frame, margin)
+        warned, swept = cautions(study, frame), sweeps(study, frame)
         notes = [*verdict, *swept, *warned]
         (draft / "outcome.md").write_text(markdown(study, frame, notes), encoding="utf-8")
         (draft / "outcome.tex").write_text(latex(study, frame, notes=warned), encoding="utf-8")

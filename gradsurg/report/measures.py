@@ -59,7 +59,8 @@ def costs(study: Study) -> pl.DataFrame:
 TIMES = {
     **dict.fromkeys(("arm", "against", "until"), pl.String),
     **dict.fromkeys(("n", "sooner", "later"), pl.Int64),
-    **dict.fromkeys(("p", "q", "median"), pl.Float64),
+    **dict.fromkeys(("p", "q", "median", "treated", "control"), pl.Float64),
+    **dict.fromkeys(("every", "examples"), pl.Int64),
     "both": pl.List(pl.Float64),
     "not_compared": pl.String,
 }
@@ -70,7 +71,8 @@ def times_to_target(study: Study) -> pl.DataFrame:
 
     A seed that did not reach it, or diverged before, counts as later than all that did. p is that
     of the exact sign test of `sooner` against `later`; `both` are the differences in steps of the
-    seeds that reached it in both arms, and `median` is theirs.
+    seeds that reached it in both arms, and `median` is theirs, as `treated` and `control` are those
+    of the steps of these seeds. The target is decided `every` so many steps, on so many `examples`.
     """
     rows: list[dict[str, Any]] = []  # Any: the values of a row
     for arm in study.arms:
@@ -86,7 +88,13 @@ def times_to_target(study: Study) -> pl.DataFrame:
         if steps:
             ends = [(inf if a is None else a, inf if b is None else b) for a, b in steps]
             sooner, later = sum(a < b for a, b in ends), sum(a > b for a, b in ends)
-            both = [a - b for a, b in steps if a is not None and b is not None]
+            reached = [(a, b) for a, b in steps if a is not None and b is not None]
+            both = [a - b for a, b in reached]
+            each = zip(*reached, strict=True) if reached else (None, None)
+            treated, control = (median(side) if side else None for side in each)
+            one = arm.runs[0]
+            part = "validation" if until.startswith("validation/") else "test"
+            examples = one.number(f"{part}_examples")
             rows.append(
                 {
                     "arm": arm.name,
@@ -97,6 +105,10 @@ def times_to_target(study: Study) -> pl.DataFrame:
                     "later": later,
                     "p": sign_test_p_value(sooner, later),
                     "median": median(both) if both else None,
+                    "treated": treated,
+                    "control": control,
+                    "every": one.measured.get("eval_every") or None,
+                    "examples": None if examples is None else int(examples),
                     "both": both,
                     "not_compared": ", ".join(f"{n} {why}" for why, n in lost.items()),
                 }

@@ -14,7 +14,7 @@ from gradsurg.experiment.frames import effect_table
 from gradsurg.experiment.run_directory import ERROR, RunDirectory
 from gradsurg.plugins.messages import printable
 from gradsurg.report.cautions import cautions
-from gradsurg.report.compare import compare
+from gradsurg.report.compare import compare, compare_job
 from gradsurg.report.measures import costs, link_shares
 from gradsurg.report.search import trials_text
 from gradsurg.report.study import Study, read_study
@@ -30,7 +30,7 @@ from gradsurg.report.tables import (
 from gradsurg.report.tuning import tuning_text
 from gradsurg.report.verdict import (
     Row,
-    below,
+    answer,
     rows_of,
     sentence,
     sweeps,
@@ -64,7 +64,7 @@ def report(runs: Sequence[Runs]) -> str:
     study, shares = job_study(runs), []
     if any(run.without for run in runs):
         shares = shares_text(link_shares(read_study(paths[0].parent, [p.name for p in paths])))
-    frame = compare(study)
+    frame = compare_job(study, read_study(paths[0].parent))
     rows = frame.filter(pl.col("block").is_null(), pl.col("difference").is_not_null()).to_dicts()
     ended = {run.path for run in study.all_runs if run.summary}  # also those of later controls
     parts = [
@@ -86,7 +86,7 @@ def overview(study: Study, margin: Margin | None = None) -> str:
     alone = uncompared(study, frame)
     first, *tables = _tables(frame, first_only=not few) or [""]
     parts = [
-        _head(study, frame, margin, sweeps(study, frame, margin), first),
+        _head(study, frame, margin, sweeps(study, frame), first),
         _lines(effort(study)),
         *tables,
         _lines(tuning_text(*study.tunings)),
@@ -136,8 +136,7 @@ def _head(
     table: str = "",
 ) -> str:
     """The verdict, a table with a line for each arm, sweeps and cautions."""
-    verdict = [sentence(frame, study, margin), *below(frame, study)]
-    told = "\n".join(filled(printable(text)) for text in verdict)
+    told = "\n".join(filled(printable(text)) for text in answer(study, frame, margin))
     parts = (told, table, _lines(over), _lines(cautions(study, frame)))
     return "\n\n".join(filter(None, parts))
 
@@ -196,7 +195,7 @@ def failures(paths: Sequence[Path]) -> str:
 def _job_table(study: Study, rows: Sequence[Row]) -> str:
     """A metric a row, both arms beside each other, and the step times."""
     arms = {"treated": rows[0]["arm"], "control": rows[0]["against"]}
-    columns = ("metric", *arms, "difference", INTERVAL, "p", "higher")
+    columns = ("metric", *arms, "difference", INTERVAL, "p", "q", "higher")
     heads, table = outcome_table(rows, {"metric": "", **arms}, columns)
     notes = []
     for cost in costs(study).to_dicts():  # none beside a control that runs a surgery too
@@ -210,7 +209,7 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
         which = which if every > 1 else "each of which measures the effects on gradients"
         difference = "its difference: median and range over the seeds"
         notes = [f"Step time: median over the steps, {which}; {difference}."]
-    spared = ({"higher"}, {"p"}, {*arms.values()})
+    spared = ({"higher"}, {"p", "q"}, {*arms.values()})
     return "\n".join([fitted((heads, table), spared), *map(_lines, [notes] if notes else [])])
 
 

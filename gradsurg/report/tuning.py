@@ -48,17 +48,23 @@ class Tuning:
         )
 
     @property
+    def edges(self) -> list[str]:
+        """The chosen values that are the smallest or the largest of their grid, with advice."""
+        told = []
+        for key, values in self.axes.items():
+            numeric = all(isinstance(one, int | float) for one in values)
+            ends = {min(values): "smallest", max(values): "largest"} if numeric else {}
+            if len(values) >= MIN_FOR_EDGE and (at := self.chosen[key]) in ends:
+                told.append(f"{key}={value_text(at)} is the {ends[at]} of the grid: widen it")
+        return told
+
+    @property
     def remarks(self) -> list[str]:
         """Reasons to widen the grid, or not to trust the choice."""
         mean, lost = _mean_and_lost(self.best)
         if mean is None:
             return ["all values diverged; widen the grid"]
-        remarks = []
-        for key, values in self.axes.items():
-            numeric = all(isinstance(one, int | float) for one in values)
-            ends = {min(values): "smallest", max(values): "largest"} if numeric else {}
-            if len(values) >= MIN_FOR_EDGE and (at := self.chosen[key]) in ends:
-                remarks.append(f"{key}={value_text(at)} is the {ends[at]} of the grid: widen it")
+        remarks = self.edges
         same = [values for values, scores in self.points if _mean_and_lost(scores) == (mean, lost)]
         if equal := [
             ", ".join(map(value_text, one.values())) for one in same if one != self.chosen

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from math import inf
+from statistics import fmean
 from typing import Any
 
 import polars as pl
@@ -18,7 +19,6 @@ from gradsurg.report.wording import (
     better,
     capital,
     count,
-    is_share,
     listed,
     p_text,
     size,
@@ -88,6 +88,8 @@ def sentence(frame: pl.DataFrame, study: Study | None = None, margin: Margin | N
         return _of_times(times, rows_of(frame))
     margin = margin or (study.margin if study else None)
     rows = rows_of(frame)
+    if study and (nothing := nothing_learned(study, rows)):
+        return nothing
     compared = [row for row in rows if row["difference"] is not None]
     lost = _diverged(rows)
     if not compared:
@@ -230,6 +232,10 @@ def _joined(parts: Mapping[str, str]) -> str:
 def population(row: Row) -> str:
     """Return the data that a result is of, such as `one split, 450 test examples`."""
     splits, examples = row["splits"], row["test_examples"]
+    each, rest = divmod(row["planned"] or 0, splits or 1)
+    if row["unit"] == "split" and each > 1 and not rest and not row["not_compared"]:
+        data = f", {examples:,} test examples each" if examples else ""
+        return f"{splits} splits of {each} seeds{data}"
     parts = ["one split" if splits == 1 else f"{splits} splits"] if splits else []
     parts += [f"{examples:,} test examples"] if examples else []
     return (", " if splits == 1 else " of ").join(parts)
@@ -253,7 +259,9 @@ def evidence(row: Row, said: Collection[str] = (), is_signed: bool = True) -> st
     elif "details" in said and row["q"] is not None:
         parts.append(f"q {p_text(row['q'])}")
     elif n >= MIN_FOR_P and row["p"] is not None:
-        parts.append(_p_and_q(row, f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"))
+        among = f" among the {row['family']} arms of this study" if row["family"] else ""
+        test = f"{'exact ' if sign_flip_is_exact(n) else ''}sign-flip"
+        parts.append(_p_and_q(row, test) + among)
     if n > 1 and "details" not in said:
         parts.append(wins(row))
     if "data" not in said and (data := population(row)):
@@ -291,6 +299,26 @@ def _diverged(rows: Sequence[Row]) -> str:
     return listed(told, MAX_NAMED)
 
 
+def nothing_learned(study: Study, rows: Sequence[Row]) -> str:
+    """Return the verdict on a study in which no arm is better than chance; empty for others."""
+    arms = [arm for arm in study.arms if arm.whole]
+    if len(arms) < 2 or reached(study) or not all(arm.is_at_chance for arm in arms):
+        return ""
+    are_two, names = len(arms) == 2, [arm.name for arm in arms]
+    who = f"Neither {' nor '.join(names)}" if are_two else f"None of {listed(names)}"
+    common = _common([setting(row) for row in rows])
+    at = _joined({part: common.get(part, "") for part in ("rate", "steps")})
+    found = [run.summary["learned_nothing"] for arm in arms for run in arm.at_chance if run.summary]
+    numbers = ""
+    if len({(one["metric"], one["what"]) for one in found}) == 1:  # one task
+        key, chance = found[0]["metric"], fmean(one["beside"] for one in found)
+        means = [fmean(run.number(key) or 0.0 for run in arm.at_chance) for arm in arms]
+        ends = means if are_two else [min(means), max(means)]
+        outcomes = (" and " if are_two else " to ").join(value(key, end) for end in ends)
+        numbers = f" ({title(key)} {outcomes}, {found[0]['what']} {value(key, chance)})"
+    return f"{who} learned anything{at}{numbers}: nothing to compare."
+
+
 def vacuous_sentence(rows: Sequence[Row]) -> str:
     """Return a sentence on controls that are the treatment itself."""
     names = listed([row["arm"] for row in rows])
@@ -314,6 +342,8 @@ def _nothing(study: Study | None) -> str:
 def below(frame: pl.DataFrame, study: Study) -> list[str]:
     """Return the sentences that belong below the verdict: on the target, on direction and size."""
     rows = [row for row in rows_of(frame) if row["difference"] is not None]
+    if nothing_learned(study, rows):
+        return []
     apart = parts(study)
     split = [part.to_dicts() for _, part in apart.group_by("arm", maintain_order=True)]
     alone = {group[0]["arm"] for group in split}
@@ -398,19 +428,32 @@ def _of_times(times: Sequence[Row], rows: Sequence[Row]) -> str:
     if common.get("steps"):
         common["steps"] = f"at most {common['steps']}"
     at = _joined(common)
-    data = f"; {common['data']}" if common.get("data") else ""
-    never = f" (a seed that never reached it counts as latest{data})"
+    rest = [f"checked every {every} steps"] if (every := _shared(times, "every")) else []
+    part = "validation" if times[0]["until"].startswith("validation/") else "test"
+    if examples := _shared(times, "examples"):
+        rest.append(f"on {examples:,} {part} examples")
+    about_target = f"; {', '.join(rest)}" if rest else ""
+    never = f" (a seed that never reached it counts as latest{about_target})"
     if len(times) == 1:
         return f"{_of_time(times[0], at, capital)}{never}."
     told = [_of_time(one, "") for one in times]
     return f"{len(times)} arms against their controls{at}: {'; '.join(told)}{never}."
 
 
+def _shared(rows: Sequence[Row], column: str) -> int | None:
+    """Return the value that all rows have; None if there is no such value."""
+    values = {row[column] for row in rows}
+    return values.pop() if len(values) == 1 else None
+
+
 def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
     n, arm, against = one["n"], one["arm"], one["against"]
     both = len(one["both"] or ())
-    median = f"; median difference {one['median'] or 0:+,g} steps" if both else ""
-    median += f" in the {both} in which both did" if 0 < both < n else ""
+    median = ""
+    if both:
+        seeds = f" of the {both} in which both did" if both < n else ""
+        steps = f"{one['treated']:,g} and {one['control']:,g} steps"
+        median = f"; medians{seeds} {steps}, median difference {one['median']:+,g}"
     counts = f"sooner in {one['sooner']} and later in {one['later']} of {count(n, 'seed')}"
     p = f", {_p_and_q(one, 'exact sign test')}" if n >= MIN_FOR_P else ", too few for a test"
     if n >= MIN_FOR_P and max(one["p"], one["q"] or 0) <= MAX_P:
@@ -419,12 +462,19 @@ def _of_time(one: Row, at: str, start: Callable[[str], str] = str) -> str:
     return f"{start('steps')} to {one['until']} with {arm} and {against}{at}: {counts}{p}{median}"
 
 
-def sweeps(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
-    """Return a sentence for each trend of the first metric, and for best against best."""
-    if reached(study):
-        return []  # outcomes at a target have no trend
-    told = [trend_sentence(row) for row in first_trends(study, frame)]
-    return told + [best_sentence(row) for row in best_arms(study, margin).iter_rows(named=True)]
+def answer(study: Study, frame: pl.DataFrame, margin: Margin | None = None) -> list[str]:
+    """Return the sentences on the arms: best against best, the verdict, and those below it."""
+    told = [sentence(frame, study, margin), *below(frame, study)]
+    if reached(study) or nothing_learned(study, rows_of(frame)):
+        return told
+    return [*map(best_sentence, best_arms(study, margin).iter_rows(named=True)), *told]
+
+
+def sweeps(study: Study, frame: pl.DataFrame) -> list[str]:
+    """Return a sentence for each trend of the first metric."""
+    if reached(study) or nothing_learned(study, rows_of(frame)):
+        return []  # outcomes at a target or at chance have no trend
+    return [trend_sentence(row) for row in first_trends(study, frame)]
 
 
 def trend_sentence(row: Row) -> str:
@@ -437,11 +487,14 @@ def trend_sentence(row: Row) -> str:
     if row["size"] is None:
         return f"Too few values of {swept} change anything for a trend.{still}"
     span = amounts(key, row["low"], row["high"])
-    told = f"95 % interval {span}; {_p_and_q(row, 'sign-flip')}; " if span else ""
+    p = _p_and_q(row, "trend's sign-flip")
+    told = f"95 % interval of this change {span}; {p}; " if span else ""
     further = f"n = {row['n']}; a further test, not among the q of the arms"
-    ends = f"{amount(key, row['size'])} from the smallest to the largest"
+    between = f"from {row['acting'][0]:g} to {row['acting'][-1]:g}"
+    ends = f"{amount(key, row['size'])} {between}"
     if row["direction"]:
-        begin = f"{capital(change)} {row['direction']} with {swept}: {ends}"
+        begin = f"{capital(change)} {row['direction']} with {swept}, by {size(key, row['size'])} "
+        begin += between
         return f"{begin} ({told}{further}).{still}"
     at = f"{row['extreme']} at {row['peak'] or 0:g}, {amount(key, row['peak_difference'])}"
     if is_clear_peak(row):
@@ -474,12 +527,8 @@ def best_sentence(row: Row) -> str:
     gain = {UNCLEAR: "no clear difference", better(key): "a gain"}.get(word, word)
     gain = "a loss" if gain in DOES else gain
     chosen = title(row["chosen_on"]) + ", which flatters both" * (row["chosen_on"] == key)
-    wider = row["usable_treated"] - row["usable_control"]
-    usable = "as many" if not wider else "more" if wider > 0 else "fewer"
     edge = f"; the best of {row['edge']} is at the edge: sweep further" if row["edge"] else ""
     return (
         f"Each at its best {row['key']}, chosen on {chosen}: {' against '.join(arms)}, "
-        f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best; "
-        f"{usable} values are usable, within {'5 pp' if is_share(key) else 'half'} of the best "
-        f"({row['usable_treated']} against {row['usable_control']} of {row['values']}){edge}."
+        f"{amount(key, row['difference'])} ({evidence(row)}), which is {gain} at the best{edge}."
     )

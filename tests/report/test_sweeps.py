@@ -10,6 +10,7 @@ from gradsurg.report.compare import compare
 from gradsurg.report.study import Study, read_study
 from gradsurg.report.sweeps import best_arms, dose_groups, doses, first_trends, trends
 from gradsurg.report.terminal import overview
+from gradsurg.report.verdict import answer, sweeps
 from tests.report import studies
 
 
@@ -170,6 +171,9 @@ def test_the_best_arms_are_compared_where_a_rate_is_swept(tmp_path: Path) -> Non
     assert (found["control"], found["treated"]) == pytest.approx((0.9, 0.9))
     assert (found["verdict"], found["n"]) == ("no clear difference", 6)
     assert (found["usable_control"], found["usable_treated"]) == (1, 2)
+    best = answer(study, compare(study))
+    assert ("at its best" in best[0], "arms against" in best[1]) == (True, True)
+    assert not any("at its best" in text for text in sweeps(study, compare(study)))
     assert found["edge"] == "clip"  # its best rate is the largest, that of the control is not
 
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 import gradsurg.report.wording as wording
 from gradsurg.experiment.run_directory import FACTS, SUMMARY, RunDirectory
 from gradsurg.report import load_study, summary
 from gradsurg.report.cautions import by_rule
-from gradsurg.report.compare import compare
+from gradsurg.report.compare import compare, compare_job
 from gradsurg.report.load import NotAStudy
 from gradsurg.report.study import read_study
 from gradsurg.report.terminal import Runs, failures, job_study, overview, report
@@ -104,6 +105,31 @@ def test_a_job_is_compared_with_its_own_control(tmp_path: Path) -> None:
     assert "The placebo arm turns each gradient as far as clip" in said
     assert "tep time" not in said  # the placebo arm runs a surgery too
     assert {run.label for run in job_study(runs).all_runs} == {"clip", "placebo-clip"}
+
+
+def test_the_q_of_a_job_is_among_all_arms_of_its_study(tmp_path: Path) -> None:
+    runs = job(tmp_path, [0.80, 0.81, 0.82, 0.83, 0.84, 0.86])
+    assert job_frame(runs)["family"].null_count() == len(job_frame(runs))
+    for seed, one in enumerate(runs):
+        for label, sign in (("sign", 1), ("noise", -1)):
+            accuracy = 0.9 + sign * (-1) ** seed / 100
+            studies.whole(tmp_path, label, seed, accuracy, one.control and one.control.name)
+    mine = job_frame(runs).filter(metric="test/accuracy").row(0, named=True)
+    page = compare(read_study(tmp_path)).filter(arm="clip", metric="test/accuracy")
+    assert mine == page.row(0, named=True)
+    assert (mine["q"], mine["family"], mine["verdict"]) == (3 * 2 / 64, 3, "no clear difference")
+    text = report(runs)
+    assert "p 0.0312, q 0.0938 among the 3 arms of this study" in plain(text)
+    assert row_of(text, "test accuracy")[-3:] == ["0.0312", "0.0938", "0/6"]
+    assert "needs 7 seeds" in plain(text)
+    others = [Runs(one.treated, runs[seed - 1].control) for seed, one in enumerate(runs)]
+    assert job_frame(others)["q"].null_count() == len(job_frame(others))  # of no other control
+
+
+def job_frame(runs: Sequence[Runs]) -> pl.DataFrame:
+    """The comparison of a job."""
+    folder = next(path.parent for one in runs for path in one.paths)
+    return compare_job(job_study(runs), read_study(folder))
 
 
 def test_a_job_tells_links_and_each_kind_of_note_once(tmp_path: Path) -> None:
@@ -317,7 +343,17 @@ def test_a_tuned_study_says_that_it_compares_chosen_values(tmp_path: Path) -> No
     tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name], label="typed"))
     text = overview(read_study(folder))
     study = read_study(folder)
-    assert "tuned values" in by_rule(study, compare(study))
+    frame = compare(study)
+    assert not {"tuned values", "edge of a grid"} & by_rule(study, frame).keys()
+    clear = frame.with_columns(verdict=pl.lit("higher"))
+    assert "tuned values" in by_rule(study, clear)
+    at_end = choice([0.5, 0.6, 0.8], 2, runs=[name])
+    tunings(folder, at_end, choice([0.5, 0.6, 0.8], 2, label="sign", runs=["sign-1"]))
+    told = by_rule(read_study(folder), frame)["edge of a grid"]
+    assert "clip: lr=1 is the largest of the grid: widen it" in told
+    assert "sign" not in told  # it has no run in this study
+    tunings(folder, choice([0.5, 0.8, 0.6], 1, runs=[name], label="typed"))
+    (folder / "tuning" / "1.json").unlink()
     assert f"  {study.tunings[0][0].sentence}" in text
     (folder / "tuning" / "0.json").write_text('{"label": "clip"}', "utf-8")
     assert "is not the choice of an arm" in overview(read_study(folder))

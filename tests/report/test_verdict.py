@@ -1,6 +1,7 @@
 """The facts that verdicts and cautions are made of; their words are in `sentences.txt`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,9 @@ def test_a_tuned_setting_has_both_choices_and_both_budgets() -> None:
 def test_the_data_of_a_result_are_splits_and_test_examples() -> None:
     assert population(one(splits=1, test_examples=1450)) == "one split, 1,450 test examples"
     assert population(one(splits=8)) == "8 splits of 450 test examples"
+    two = {"splits": 8, "unit": "split", "planned": 16}
+    assert population(one(**two)) == "8 splits of 2 seeds, 450 test examples each"
+    assert population(one(**two, not_compared="1 failed")) == "8 splits of 450 test examples"
     assert population(one(splits=None)) == "450 test examples"
     assert population(one(splits=8, test_examples=None)) == "8 splits"
 
@@ -169,9 +173,11 @@ def test_divergence_control_at_chance_and_skipped_steps_are_told(tmp_path: Path)
     study = study_of(tmp_path, CLIP)
     study = rewrite(study, SUMMARY, 2, "treated", state="diverged", skipped_steps=3)
     chance = {"metric": "test/accuracy", "what": "chance is", "beside": 0.25}
-    told = warned(rewrite(study, SUMMARY, 4, "control", learned_nothing=chance))
+    few = warned(rewrite(study, SUMMARY, 4, "control", learned_nothing=chance))
+    assert "tells little" not in few["control at chance"]
+    told = warned(rewrite(study, SUMMARY, 5, "control", learned_nothing=chance))
     assert list(told)[:2] == ["divergence", "control at chance"]
-    for part in ("control in 4 of 8 seeds", "50.00%", "25.00%"):
+    for part in ("control in 5 of 8 seeds", "50.00%", "25.00%", "tells little"):
         assert part in told["control at chance"]
     assert "2 runs skipped 6 steps" in told["skipped steps"]
 
@@ -184,10 +190,42 @@ def test_losses_above_that_of_a_constant_guess_come_first(tmp_path: Path) -> Non
     assert "control" not in told["worse than a constant"]  # 0.5 is not above 0.5
 
 
-def test_one_seed_that_outweighs_is_told(tmp_path: Path) -> None:
-    heavy = warned(study_of(tmp_path, [0, 0.1, -0.1, 0.2, -0.2, 0.1, -0.1, -20]))
-    for part in ("clip", "seed 7", "-20.00 pp", "-0.05 pp"):
-        assert part in heavy["one seed outweighs"]
+def test_where_no_arm_has_learned_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    chance = {"metric": "test/accuracy", "what": "chance is", "beside": 0.25}
+    study = rewrite(
+        study_of(tmp_path, CLIP, **SGD), SUMMARY, learned_nothing=chance, chance_loss=0.4
+    )
+    made = compare(study)
+    text = sentence(made, study)
+    for part in ("Neither clip nor control", "lr 0.1, 40 steps", "49.50% and 50.00%", "25.00%"):
+        assert part in text
+    assert [part in text for part in (" p ", "lowers")] == [False] * 2
+    assert (below(made, study), by_rule(study, made)) == ([], {})
+    study = rewrite(study, SUMMARY, 4, "control", learned_nothing={})
+    assert "lowers" in sentence(made, study)
+    told = warned(study)
+    assert "clip in 8 of 8 seeds (test accuracy" in told["control at chance"]
+    assert "control in 4 of 8 seeds (0.5 against 0.4)" in told["worse than a constant"]
+    assert "clip" not in told["worse than a constant"]  # it is told above
+
+
+def test_one_seed_that_decides_is_told(tmp_path: Path) -> None:
+    study, rest = study_of(tmp_path, CLIP), [-1.1, -1.2, -1.0, -1.5, -1.1, -1.6, -0.9]
+
+    def told(points: Sequence[float], **more: object) -> str:
+        return by_rule(study, frame(row(points, **more))).get("one seed decides", "")
+
+    seeds = {"seeds": [*range(8)]}
+    for part in ("clip", "seed 2 ", "+4.00 pp", "all -1.10 pp", "-1.20 pp, p 0.0156"):
+        assert part in told([*rest[:2], 4, *rest[2:]], **seeds)
+    assert "one split" in told([*rest, 4], unit="split", splits=8)
+    assert told([*rest, 4], q=0.9, family=3)
+    assert not told([*rest, 4], q=0.9, family=4)  # its p of 1/64 could have a q of 4/64
+    assert not told([*rest, -20])  # clear without it too
+    assert not told([1.0, 1.5, 1.1, 1.6, 0.9, 9])  # five seeds would be left
+    assert not told([-3, -0.2, -2, -1.5, -0.4, -2.6, -0.9, 2.5])  # not far
+    assert not told([-1.0] * 7 + [4.0])  # most are equal: no distance is measured
+    assert "-0.25 pp, p 0.0625" in told([-0.1, -0.2, 0.03, -0.5, -0.6, -0.45, 0.06, -20.0])
 
 
 def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
@@ -201,13 +239,10 @@ def test_one_split_is_told_beside_a_claim_alone(tmp_path: Path) -> None:
     assert "one split only" not in warned(unclear)
 
 
-def test_few_seeds_tell_the_effect_that_they_find(tmp_path: Path) -> None:
-    unclear = warned(study_of(tmp_path / "a", [1, -1, 2, -2, 1, -1, 2, -2]))["few seeds"]
-    assert [part in unclear for part in ("8 seeds", "2.01 pp", "80 %", "1.69 pp")] == [True] * 4
+def test_seeds_too_few_for_a_test_are_told(tmp_path: Path) -> None:
     few = warned(study_of(tmp_path / "b", [1, -1, 2]))["few seeds"]
     assert "needs 6 seeds" in few
-    enough = warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))["few seeds"]
-    assert "6 seeds find" in enough
+    assert "few seeds" not in warned(study_of(tmp_path / "e", [1, -1, 2, -2, 1, -1]))
     alone = warned(study_of(tmp_path / "c", [1]))["few seeds"]
     assert "needs 6 seeds" in alone
     two = tmp_path / "d"
@@ -324,14 +359,33 @@ def test_with_a_target_the_verdict_is_about_the_steps_and_outcomes_are_not_compa
     study = to_target(tmp_path, [10, 12, 14, 11, 13, 12], [20, 24, 32, None, 36, None])
     made = compare(study)
     text = sentence(made, study)
-    for part in ("sooner than control", "sooner in 6 and later in 0 of 6", "p 0.0312", "-15 steps"):
+    for part in (
+        "sooner than control",
+        "sooner in 6 and later in 0 of 6",
+        "p 0.0312",
+        "difference -15",
+    ):
         assert part in text
     assert "accuracy" not in text
     assert "lr 0.1" in text
     assert [line in below(made, study) for line in reached(study)] == [True, True]
     assert "6 of 6 seeds of clip and 4 of 6 seeds of control" in reached(study)[0]
     assert "few seeds" not in by_rule(study, made)
-    assert "one seed outweighs" not in by_rule(study, made)
+    assert "one seed decides" not in by_rule(study, made)
+
+
+def test_a_target_names_the_data_on_which_it_is_decided(tmp_path: Path) -> None:
+    study = to_target(tmp_path, [10, 12, 14, 11, 13, 12], [20, 24, 32, None, 36, None])
+    study = rewrite(study, SUMMARY, until="validation/loss <= 0.5", test_examples=450)
+    text = sentence(compare(study), study)
+    assert ("examples" in text, "checked" in text) == (False, False)
+    assert "medians of the 4 in which both did 12.5 and 28 steps" in text
+    study = rewrite(study, FACTS, measured={"eval_every": 2})
+    study = rewrite(study, SUMMARY, validation_examples=1200)
+    text = sentence(compare(study), study)
+    assert "checked every 2 steps, on 1,200 validation examples" in text
+    study = rewrite(study, SUMMARY, until="test/loss <= 0.5")
+    assert "on 450 test examples" in sentence(compare(study), study)
 
 
 @pytest.mark.parametrize("treated", [[10] * 4 + [None] * 2, [10] * 5])
