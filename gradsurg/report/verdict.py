@@ -32,6 +32,7 @@ from gradsurg.stats import (
     TOO_FEW,
     UNCLEAR,
     Margin,
+    seeds_needed,
     sign_flip_is_exact,
 )
 
@@ -385,6 +386,9 @@ def _from_to(low: float, high: float) -> str:
 def _parts_sentence(rows: Sequence[Row]) -> str:
     """Return a sentence on the rows of an arm in the frame of `parts`."""
     total, direction, length = rows
+    least, few = seeds_needed(2), ""
+    if MIN_FOR_P <= total["n"] < least:
+        few = f"; with so few one part alone cannot be clear (seeds={least})"
     key, arm, matched = total["metric"], total["arm"], direction["against"]
     each = [
         f"{row['part']} {amount(key, row['difference'])}{f' ({x})' if (x := _short(row)) else ''}"
@@ -393,7 +397,7 @@ def _parts_sentence(rows: Sequence[Row]) -> str:
     return (
         f"{capital(title(key))} with {arm}: {each[0]} = {each[1]} + {each[2]}. Direction is "
         f"{arm} minus {matched}, size is {matched} minus {length['against']}, over "
-        f"{count(total['n'], total['unit'])}."
+        f"{count(total['n'], total['unit'])}{few}."
     )
 
 

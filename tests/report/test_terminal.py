@@ -196,7 +196,7 @@ def test_a_job_reads_the_other_controls_of_its_runs(tmp_path: Path) -> None:
     study = job_study(runs)
     assert {run.label for run in study.all_runs} == {"clip", "none", "norm_matched-clip"}
     said = plain(report(runs))
-    for part in ("total -7.33 pp", "direction +1.67 pp", "size -9.00 pp"):
+    for part in ("total -7.33 pp", "direction +1.67 pp", "size -9.00 pp", "(seeds=7)"):
         assert part in said
     assert " 18 runs in " in said
 
