@@ -3,7 +3,7 @@
 import re
 
 ACCEPTED: dict[str, str] = {
-    "runs *chance_loss: only in the working tree": "a run notes the loss of the best constant guess",
+    "runs *chance_loss: only in the working tree": "the loss of the best constant guess is noted",
 }
 """Reasons by pattern: the line of a difference as printed, with `*` for the parts that vary.
 

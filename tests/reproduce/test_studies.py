@@ -21,7 +21,7 @@ from tests.papers import searched
 
 SHORT = ("steps=10", "log_every=5", "eval_every=10", "effects_every=5", "batch_size=8")
 ROOT = Path(__file__).parents[2]
-BESIDE = {"seed", "effects_every", "test_examples", "chance_loss"}  # numbers of a summary that are no outcomes
+BESIDE = {"seed", "effects_every", "test_examples", "chance_loss"}  # no outcomes
 
 SPEED = "effect/clip/output.weight/cosine"
 OUTCOMES = {"test/loss": 10, "test/accuracy": 0, "examined/rank/a": 0, "train/loss": 5}
