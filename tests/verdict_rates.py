@@ -196,8 +196,10 @@ def other_rows() -> list[str]:
         "rises or falls, or a clear peak, three doses": sum(three),
         "the same with seven doses": sum(seven),
         "higher or lower, both arms at their best of five equal rates": tuned_rate("flat"),
-        "the same, the rates beside the best 0.2 and 0.6 lower": tuned_rate("shallow"),
-        "the same, the rates beside the best 1.5 and 4 lower": tuned_rate("steep"),
+        "the same, neighbouring rates worse by 0.2 and 0.6 standard deviations": tuned_rate(
+            "shallow"
+        ),
+        "the same, neighbouring rates worse by 1.5 and 4 standard deviations": tuned_rate("steep"),
     }
     return [f"| {name} | {100 * share:.1f} % |" for name, share in shares.items()]
 

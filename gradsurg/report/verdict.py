@@ -206,7 +206,7 @@ def _rate(row: Row) -> str:
         for values in zip(rates or ["", ""], (row["chosen"], row["chosen_control"]), strict=True)
     )
     beside = f" ({row['against']}: {its or 'nothing to choose'})" if its != chosen else " of both"
-    if its and its == rates[-1] and chosen == rates[0] != its:
+    if rates and its and its == rates[-1] and chosen == rates[0] != its:
         beside = f" ({row['against']} {row['lr_control']:g})"
     fixed = f"{fixed}, " if fixed and not rates else ""
     return f"{fixed}the chosen {chosen}{beside}" if chosen else fixed
@@ -349,17 +349,15 @@ def below(frame: pl.DataFrame, study: Study) -> list[str]:
     split = [part.to_dicts() for _, part in apart.group_by("arm", maintain_order=True)]
     alone = {group[0]["arm"] for group in split}
     lengths = [text for row in rows if (text := _about_length(row, row["arm"] in alone))]
+    both = _turned_and_scaled([row for row in rows if row["arm"] not in alone])
     told = [_parts_sentence(group) for group in split]
-    return [*reached(study), *lengths[:MAX_NAMED], *told[:MAX_NAMED]]
+    return [*reached(study), *lengths[:MAX_NAMED], *both, *told[:MAX_NAMED]]
 
 
 def _about_length(row: Row, is_split: bool) -> str:
     """Return a sentence on a transform that changed the length of the gradients alone."""
     cosine, low, high = row["cosine"], row["norm_low"], row["norm_high"]
-    is_told = row["against"] == PLAIN and row["verdict"] != "identical" and not row["rate_tuned"]
-    if not is_told or cosine is None or cosine < NEARLY_PARALLEL:
-        return ""
-    if max(high, 1 / low if low else inf) < LENGTH_CHANGED:
+    if not _changed_length(row) or row["verdict"] == "identical" or cosine < NEARLY_PARALLEL:
         return ""
     done, by = "changed the length of", f"multiplied by {_from_to(low, high)}"
     if high <= 1 and low:
@@ -371,11 +369,37 @@ def _about_length(row: Row, is_split: bool) -> str:
         begin = begin.format("gradients")
         return f"{begin}: a constant scale cancels in the updates of {row['optimizer']}."
     begin = begin.format("step")
+    compares = "this compares learning rates"
+    compares += ", one for each site" * (not low or high / low > LENGTH_CHANGED)
     if cosine >= PARALLEL:  # a norm-matched control would be the same training
-        return f"{begin}: this compares learning rates; add tune=lr."
+        return f"{begin}: {compares}; add tune=lr."
     if is_split:
         return f"{begin}."
-    return f"{begin}: this compares learning rates; add tune=lr, or control=[plain,norm_matched]."
+    return f"{begin}: {compares}; add tune=lr, or control=[plain,norm_matched]."
+
+
+def _changed_length(row: Row) -> bool:
+    """Whether the norms changed beside a control with the same rate and plain gradients."""
+    low, high = row["norm_low"], row["norm_high"]
+    if row["against"] != PLAIN or row["rate_tuned"] or row["cosine"] is None:
+        return False
+    return max(high, 1 / low if low else inf) >= LENGTH_CHANGED
+
+
+def _turned_and_scaled(rows: Sequence[Row]) -> list[str]:
+    """Return a sentence on the arms of a clear difference that changed direction and length."""
+    named = [
+        f"{row['arm']} (norms multiplied by {_from_to(row['norm_low'], row['norm_high'])})"
+        for row in rows
+        if row["verdict"] in DOES and not row["scale_free"] and _changed_length(row)
+        if row["cosine"] < NEARLY_PARALLEL
+    ]
+    told = (
+        f"Direction and length of the gradients changed with {listed(named, MAX_NAMED)}: a part of "
+        "the difference may be another learning rate; tune=lr or control=[plain,norm_matched] "
+        "tells."
+    )
+    return [told] if named else []
 
 
 def _from_to(low: float, high: float) -> str:

@@ -253,6 +253,10 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     "a tuned field alone": lambda _: said(
         row(CLIP, tuned=True, chosen="value 0.01", configurations=5)
     ),
+    "a tuned field that both arms have": lambda _: said(
+        row(CLIP, tuned=True, chosen="batch_size 16", chosen_control="batch_size 32")
+        | {"configurations": 2, "configurations_control": 2}
+    ),
     "several tuned arms": lambda _: said(tuned(CLIP, q=0.047), tuned(WIDE, "sign", q=0.9, lr=0.2)),
     "equivalent": lambda _: said(within([0.1, -0.1, 0.2, 0.0, -0.2, 0.1]), margin="0.5pp"),
     "equivalent and different": lambda _: said(within([0.1] * 5 + [0.2]), margin="0.5pp"),

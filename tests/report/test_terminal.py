@@ -286,7 +286,7 @@ def test_an_overview_tells_trends_and_the_best_arms_of_a_swept_rate(tmp_path: Pa
             control = studies.whole(tmp_path, "none", seed, 0.5 + seed / 1000, **more)
             studies.whole(tmp_path, "clip", seed, accuracy, control, **more)
     said = plain(overview(read_study(tmp_path)))
-    assert "rises with optimizer.lr (clip): +12.00 pp" in said
+    assert "rises with optimizer.lr (clip), by 12.00 pp from 0.1 to 10" in said
     assert "best optimizer.lr, chosen on test accuracy" in said
 
 

@@ -126,7 +126,7 @@ def test_a_transform_of_lengths_alone_is_told(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"cosine": 0.98},
+        {"cosine": 0.98, "verdict": "no clear difference"},
         {"cosine": None},
         {"norm_low": 0.95},
         {"rate_tuned": True},
@@ -138,6 +138,14 @@ def test_no_other_transform_is_told_to_change_lengths(tmp_path: Path, changed: d
     alone = {"cosine": 0.999, "norm_low": 0.5, "norm_high": 1.0}
     assert len(below(frame(row(CLIP, **alone)), study)) == 1
     assert below(frame(row(CLIP, **{**alone, **changed})), study) == []
+
+
+def test_a_turned_and_shortened_gradient_is_named_beside_a_clear_difference(tmp_path: Path) -> None:
+    study = study_of(tmp_path, CLIP)
+    turned = {"cosine": 0.9, "norm_low": 0.14, "norm_high": 0.5}
+    (line,) = below(frame(row(CLIP, **turned)), study)
+    assert "0.14 to 0.5" in line and "tune=lr" in line
+    assert below(frame(row(CLIP, **turned, scale_free=True)), study) == []
 
 
 def test_a_transform_that_turns_nothing_is_not_sent_to_a_norm_matched_control(
