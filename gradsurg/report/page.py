@@ -276,7 +276,10 @@ def _outcomes(study: Study, frame: pl.DataFrame) -> Iterator[Section]:
     if whole:
         details = tables.outcome_table(whole, columns=DETAILS)
         built.append(Table("Medians, t intervals and effect sizes", *details))
-        yield Section("outcome", "Further outcomes", FOREST, tables=built)
+        note = (
+            "The verdict is about the metric above: p and q know nothing of the number of metrics."
+        )
+        yield Section("outcome", "Further outcomes", FOREST, tables=built, notes=[note])
     if arms := tables.uncompared(study, frame):
         how = "Finished runs without a finished control: the mean, and the least to the greatest."
         table = Table("Arms not compared", *tables.alone_table(study, arms), is_open=True)

@@ -144,7 +144,8 @@ def test_a_turned_and_shortened_gradient_is_named_beside_a_clear_difference(tmp_
     study = study_of(tmp_path, CLIP)
     turned = {"cosine": 0.9, "norm_low": 0.14, "norm_high": 0.5}
     (line,) = below(frame(row(CLIP, **turned)), study)
-    assert "0.14 to 0.5" in line and "tune=lr" in line
+    assert "0.14 to 0.5" in line
+    assert "tune=lr" in line
     assert below(frame(row(CLIP, **turned, scale_free=True)), study) == []
 
 
