@@ -30,10 +30,10 @@ ROOMS = {
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4223),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7425),
-    "report": (("report",), 4926),
-    "stats": (("stats.py",), 517),
-    "reproduce": (("reproduce",), 1935),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7883),
+    "report": (("report",), 5672),
+    "stats": (("stats.py",), 600),
+    "reproduce": (("reproduce",), 1942),
     "script": (("script",), 2349),
     "core, next shape": (NEW_SHAPE, 2746),
 }
@@ -43,7 +43,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2634, 49_402 + NEW
+REST, TESTS = 2642, 53_400 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 
