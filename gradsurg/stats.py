@@ -328,7 +328,7 @@ def detectable_effect(n: int, sd: float, power: float = 0.8, level: float = MAX_
     arm of m that differs alone, after `benjamini_hochberg`. Where only n equal signs reach it, the
     effect is exact. Else it is that of the t test (noncentral t) at the largest p-value that the
     test has below the level, divided by 1 - 0.1 / k for its k p-values up to there, which cost
-    power: a fit, within 2 % of simulated effects for a power from 0.5 to 0.9.
+    power: a fit, within 3 % of the effects simulated for a power of 0.8 and n from 7 to 10.
     """
     if not 0 < power < 1:
         raise ValueError(f"power must be between 0 and 1. Found {power}.")
