@@ -241,7 +241,8 @@ def forest(rows: Sequence[Row], head: str, scale: float) -> Forest | None:
     step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough)
     places = range(ceil(scale * low / step), floor(scale * high / step) + 1)
     ticks = [(at(k * step / scale), f"{k * step:+.10g}" if k else "0") for k in places]
-    return Forest(head, marks, ticks, at(0))
+    # the number of a tick at the right end would touch the next head
+    return Forest(head, marks, [each for each in ticks if each[0] < 93], at(0))
 
 
 def _by_metric(
