@@ -31,7 +31,7 @@ ROOMS = {
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4223),
     "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7883),
-    "report": (("report",), 5672),
+    "report": (("report",), 5673),
     "stats": (("stats.py",), 600),
     "reproduce": (("reproduce",), 1942),
     "script": (("script",), 2349),
