@@ -1,24 +1,27 @@
 """An attached surgery: what its hooks share, and the door through which kinds of site reach it."""
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import NoReturn
 from weakref import WeakMethod, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from gradsurg.core.intervention import Intervention, labels_of
-from gradsurg.core.new_site_hook import Joint, Operation, SiteHook
-from gradsurg.core.session import DETACHED
+from gradsurg.core.new_list_hook import ListHook
+from gradsurg.core.new_site_hook import Joint, SiteHook
+from gradsurg.core.operation import Operation
+from gradsurg.core.session import DETACHED, warn_user
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import NO_GRADIENT
+from gradsurg.plugins.reductions import of_shards
+from gradsurg.sites.base import NO_GRADIENT, ReadTensor
 from gradsurg.sites.call_graphs import meets_more
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import after_backward
@@ -52,12 +55,18 @@ class Attachment:
         *,
         seed: int = 0,
         rank: int = 0,
+        processes: int = 1,
+        conflict_every: int = 1,
         shadow: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)
         self.effects, self.clock = effects, clock or Clock()
         self.states = {} if states is None else states
-        self.seed, self.rank, self.shadow = seed, rank, shadow
+        self.seed, self.rank, self.processes, self.shadow = seed, rank, processes, shadow
+        self.conflict_every, self.scaler = conflict_every, scaler
+        self.factor = 1.0  # of the losses of `live.backward`
+        self.warned: set[str] = set()
         self.ledger, self.steps = Ledger(), OptimizerSteps()
         self.stack, self.leaves = ExitStack(), Leaves()
         self.operations: list[Operation] = []
@@ -70,6 +79,43 @@ class Attachment:
         self._parts: dict[tuple[SiteHook, ...], Joint] = {}
         self._owners: dict[object, tuple[SiteHook, ...]] = {}  # by the function that PyTorch has
         effects.begin(self.clock.step)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the surgery is attached."""
+        return self._model is not None
+
+    def check_attached(self) -> None:
+        """Raise RuntimeError if the surgery is detached."""
+        if not self.is_open:
+            raise RuntimeError(DETACHED)
+
+    @property
+    def measures_conflicts(self) -> bool:
+        """Whether the conflict of several tasks is measured in this step."""
+        return self.effects.sampling and self.clock.step % self.conflict_every == 0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether an enabled GradScaler scales the losses."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses were multiplied by: the factor of the GradScaler and of `backward`."""
+        return self.factor * (self.scaler.get_scale() if self.scaler and self.is_scaled else 1.0)
+
+    def warn_once(self, text: str, key: str = "") -> None:
+        """Warn the caller outside gradsurg; texts with the same `key` are emitted once."""
+        if (key or text) not in self.warned:
+            self.warned.add(key or text)
+            warn_user(text)
+
+    def first_gradient(self, hook: SiteHook) -> None:
+        """Note the first gradient of a site, before the transform gets it."""
+
+    def further_gradient(self, hook: SiteHook, call: int) -> None:
+        """Note a further gradient of the same step at one site; `call` counts from 0."""
 
     # Changes, for the handle.
 
@@ -190,13 +236,59 @@ class Attachment:
             for operation in self._wanted[place]:
                 self.ledger.enter(operation.label, place.site, skipped=why)
 
-    def refuse(self, context: str, kind: Kind, site: str, **found: str) -> NoReturn:
+    def meet_all(
+        self,
+        places: Sequence[Place],
+        values: Sequence[ReadTensor] = (),
+        gradients: Sequence[ReadTensor] = (),
+        skip: Callable[[], None] | None = None,
+    ) -> list[ListHook]:
+        """See `Door.meet_all`."""
+        for place in places:
+            self.meet(place)
+        found: list[ListHook] = []
+        for operation in self.operations:
+            hooks = [
+                operation.hook_at(place.site) if operation in self._wanted[place] else None
+                for place in places
+            ]
+            if any(hooks):
+                found.append(ListHook(operation, hooks, values, gradients, skip))
+        return found
+
+    def note(self, kind: Kind, text: str) -> None:
+        """See `Door.note`."""
+        for operation in self._at(kind):
+            operation.note(text)
+
+    def at_end(self, kind: Kind, check: Callable[[], str]) -> None:
+        """See `Door.at_end`."""
+        for operation in self._at(kind):
+            operation.end_checks.append(check)
+
+    @contextmanager
+    def on_shards(
+        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
+    ) -> Iterator[None]:
+        """See `Door.on_shards`."""
+        with of_shards(group), self.effects.of_shards(group, sizes):
+            yield
+
+    def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
         """See `Door.refuse`."""
-        leaves = (leaf for operation in self.operations for leaf in operation.query.leaves)
-        leaf = next(leaf for leaf in leaves if leaf.kind == kind)
-        raise refusal(leaf, context, site, **found)
+        leaves = [
+            (leaf, operation.stage)
+            for operation in self.operations
+            for leaf in operation.query.leaves
+        ]
+        leaf, stage = next(pair for pair in leaves if pair[0].kind_at(pair[1]) == kind)
+        raise refusal(leaf, context, site, stage, **found)
 
     # Helpers.
+
+    def _at(self, kind: Kind) -> list[Operation]:
+        """The interventions at a kind of site."""
+        return [each for each in self.operations if kind in each.kinds]
 
     def _picking(self, place: Place) -> Iterator[Operation]:
         """Yield the interventions that pick a place."""
@@ -286,7 +378,7 @@ class Attachment:
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
                 if operation not in self.operations:
-                    operation.near = operation.query.find(things, operation.memory)
+                    operation.near = operation.query.search(things, operation.memory)
                     operation.query.check(things, operation.memory)
             self.operations = operations
             for kind in kinds:

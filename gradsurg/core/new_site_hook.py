@@ -1,38 +1,26 @@
-"""One intervention at one place: trigger, transform, check, count, measure.
+"""One intervention at one place: trigger, transform, check, count, measure."""
 
-Read first `SiteHook`, whose `call` is what autograd calls, then `Operation`, which decides for all
-places of an intervention.
-"""
-
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol, TypeGuard
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
-from gradsurg.core.intervention import Intervention
-from gradsurg.effects.effects import Effects
-from gradsurg.effects.ledger import Ledger
 from gradsurg.sites.base import AVERAGED, SiteFn
-from gradsurg.sites.places import Ask, Memory, Near, Query
+from gradsurg.sites.places import Ask
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
-    Function,
     LayerCall,
-    Stateless,
     Transform,
     TransformContext,
     TransformState,
     acts_on_values,
 )
-from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Clock, Decision, TensorTrigger, Trigger, TriggerContext
-from gradsurg.triggers.steps import Steps
 
-STEADY = (Always(), Steps())
-"""Triggers that fire in every step."""
+if TYPE_CHECKING:
+    from gradsurg.core.operation import Facts, Operation
 
 NO_STATE: TransformState = {}
 """The state of a transform that has none."""
@@ -45,182 +33,6 @@ NO_STEP = -1
 
 WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
-
-
-class Common(Protocol):
-    """The part of an attachment that its hooks read."""
-
-    effects: Effects
-    clock: Clock
-    states: dict[str, TransformState]
-    ledger: Ledger
-    seed: int
-    rank: int
-    shadow: bool
-
-
-class Facts(NamedTuple):
-    """A link of an intervention, which has several if its transform is a `Chain`.
-
-    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
-    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
-    differentiable. `apply` is that of a transform without state, else None.
-    """
-
-    label: str
-    transform: Transform
-    apply: Callable[[Tensor, TransformContext], Tensor] | None
-    is_trusted: bool
-    keeps_shape: bool
-    refuses_graph: bool
-
-
-class Operation:
-    """One intervention while it is attached: its hooks, and what its trigger says in this step.
-
-    `answer` is True or False if that is known for the whole step; None if the trigger has to see
-    each gradient: then `decide` is asked. `sampling` says that effects are measured. `fast_path` is
-    the `configuration`, another object after each change, while a `SiteHook` may take its fast
-    path; else None. `is_idle` says that nothing acts or counts in this step, `skips_transform` that
-    the trigger is evaluated and the transform is not called, as in steps of `shadow` that are not
-    measured. `near` are the names whose places must be met, `placed`
-    the sites at which PyTorch has a hook.
-    """
-
-    def __init__(
-        self,
-        attachment: Common,
-        intervention: Intervention,
-        query: Query,
-        labels: Sequence[str],
-    ) -> None:
-        self.attachment, self.query, self.labels = attachment, query, tuple(labels)
-        self.label = " -> ".join(labels)
-        self.stage = intervention.stage
-        self.memory = Memory()
-        self.kinds = tuple(dict.fromkeys(leaf.kind for leaf in query.leaves))
-        self.hooks: dict[str, SiteHook] = {}
-        self.near: Near = frozenset()
-        self.placed: dict[str, None] = {}
-        self.is_on = True
-        self.set(intervention)
-
-    def set(self, intervention: Intervention) -> None:
-        """Set the transform and the trigger; the next gradient at each site is checked in full."""
-        self.intervention, self.trigger = intervention, intervention.when
-        links = zip(self.labels, intervention.links, strict=True)
-        self.links = [_facts_of(label, transform) for label, transform in links]
-        sources = [part.source for part in self.trigger.parts if isinstance(part, TensorTrigger)]
-        # A user's trigger is watched until it has answered without a draw from a global generator.
-        self._watches = any(not _is_own(part) for part in self.trigger.parts)
-        self.reads_gradient = "grad" in sources
-        needs = intervention.needs
-        self._needs_context = (
-            not needs.isdisjoint({"value", "entering", "layer", "gradient"}) or "value" in sources
-        )
-        self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
-        asks: dict[Ask, bool] = {
-            "value": intervention.reads_value,
-            "storage": not all(link.is_trusted for link in self.links),
-            "layer": "layer" in needs,
-            "entering": "entering" in needs,
-        }
-        self.asks: frozenset[Ask] = frozenset(ask for ask, is_asked in asks.items() if is_asked)
-        self.configuration = object()
-        self._decided_for: bool | None = None  # `sampling` for which the decisions hold
-        for hook in self.hooks.values():
-            hook.renew()
-        self.begin_step()
-
-    def hook_at(self, site: str) -> "SiteHook":
-        """Return the hook of a site, always the same."""
-        if site not in self.hooks:
-            self.hooks[site] = SiteHook(self, site)
-        return self.hooks[site]
-
-    def begin_step(self) -> None:
-        """Decide for all sites whether the trigger fires and whether effects are measured."""
-        attachment = self.attachment
-        sampling = attachment.effects.sampling
-        if self._decided_for is sampling:
-            return
-        is_steady = self.trigger in STEADY
-        answer: Decision = is_steady or self._evaluate(
-            TriggerContext(attachment.clock, attachment.seed, self.label)
-        )
-        self.answer = answer if isinstance(answer, bool) else None
-        self.sampling = sampling
-        # In shadow, a step that is not measured needs no transform without state; if the trigger is
-        # `Always` there is nothing to ask either, and the whole intervention idles.
-        self.skips_transform = attachment.shadow and not sampling and self._is_stateless
-        self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
-        is_open = self.answer is True and not (
-            self.is_idle or self.skips_transform or self._needs_context
-        )
-        self.fast_path = self.configuration if is_open else None
-        self._decided_for = sampling if is_steady else None
-
-    def decide(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
-        """Evaluate the trigger at one gradient."""
-        attachment, key = self.attachment, f"{self.label}/{site}/when"
-        context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
-        context.state = dict(attachment.states.get(key, {}))
-        fires = self._evaluate(context)
-        if fires is None:
-            raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
-        if context.state:
-            if any(autograd.is_batched(tensor) for tensor in context.state.values()):
-                raise _many_at_once(self.trigger, site)
-            attachment.states[key] = {
-                name: autograd.unwrapped(tensor) for name, tensor in context.state.items()
-            }
-        if isinstance(fires, Tensor) and fires.device != grad.device:
-            return fires.to(grad.device, non_blocking=True)
-        return fires
-
-    def close(self) -> None:
-        """Pass all gradients unchanged from now on: functions on built graphs stay there.
-
-        They keep this object, which must refer neither to the hooks nor to the attachment then.
-        """
-        self.is_on, self.is_idle, self.fast_path = False, True, None
-        for hook in self.hooks.values():
-            hook.call = _unchanged
-        self.hooks.clear()
-        vars(self).pop("attachment", None)
-
-    def _evaluate(self, context: TriggerContext) -> Decision:
-        """The answer of the trigger. Raises TypeError if it has another type than `Decision`."""
-        try:
-            with self._watched(context):
-                fires = self.trigger.fires(context)
-            self._watches = self._watches and fires is None
-        except Exception as error:  # a user's trigger may raise anything; it is raised again
-            where = f"at site '{context.site}'" if context.site else "before a gradient was there"
-            step = context.clock.step
-            error.add_note(f"while {self.trigger!r} was evaluated {where}, step {step}")
-            raise
-        if isinstance(fires, Tensor):
-            text = f"{fires.dtype} of shape {list(fires.shape)}"
-            fits = fires.dtype is torch.bool and not fires.ndim
-        else:
-            text, fits = repr(fires), fires is None or isinstance(fires, bool)
-        if not fits:
-            raise TypeError(
-                f"{self.trigger!r}: fires() must return True, False, None or a bool tensor of no "
-                f"dimension, found {text}"
-            )
-        return fires
-
-    def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
-        """Raise RuntimeError if a user's trigger draws from a global generator."""
-        if not self._watches:
-            return nullcontext()
-        return random_state.untouched(
-            f"{self.label}: {self.trigger!r}",
-            context.grad.device if context.grad is not None else torch.device("cpu"),
-            "Draw from a torch.Generator seeded by context.seed, context.site and the step.",
-        )
 
 
 class SiteHook:
@@ -240,7 +52,7 @@ class SiteHook:
         *("shapes", "slots"),
     )
 
-    def __init__(self, operation: Operation, site: str) -> None:
+    def __init__(self, operation: "Operation", site: str) -> None:
         attachment = operation.attachment
         self.operation = operation
         self.entry = attachment.ledger.enter(operation.label, site)
@@ -278,6 +90,25 @@ class SiteHook:
         self.is_tried = False
         self.shapes = [None] * len(self.contexts)
 
+    def close(self) -> None:
+        """Pass gradients unchanged from now on, and do not refer to itself."""
+        self.call = _unchanged
+
+    @contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """In the block, gradients change no state of the transforms or the trigger."""
+        states = self.operation.attachment.states
+        keys = [*self.keys, f"{self.operation.label}/{self.entry.site}/when"]
+        before = {key: states[key] for key in keys if key in states}
+        try:
+            yield
+        finally:
+            for key in keys:
+                states.pop(key, None)
+            states |= before
+            self.checked_for = UNCHECKED  # which makes the first state
+            self.shapes = [None] * len(self.contexts)
+
     def forget_steps(self) -> None:
         """Forget the calls of this step: another step was loaded."""
         for context in self.contexts:
@@ -311,6 +142,7 @@ class SiteHook:
                 context.step, context.call = clock.step, 0
             else:
                 context.call += 1
+                operation.attachment.further_gradient(self, context.call)
             try:
                 result = apply(grad, context)
             except Exception as error:  # whatever a user's transform raises
@@ -335,20 +167,24 @@ class SiteHook:
         operation = self.operation
         if operation.is_idle:
             return None
+        if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
+            return None
         if operation.answer is False:
             self.entry.not_fired += 1
             return None
         if operation.reads_gradient:
-            self._check_dense(grad)
+            self.check_dense(grad)
         fires = operation.answer or operation.decide(self.entry.site, grad, value)
-        if not self._count(fires) or operation.skips_transform:
+        if not self.count(fires) or operation.skips_transform:
             return None
+        if self.checked_for is UNCHECKED:
+            operation.attachment.first_gradient(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
-        self._check_dense(grad)
+        self.check_dense(grad)
         with without_autocast(grad.device.type):
             given = entering if "entering" in operation.asks else ()
             result = self._run_links(grad, value, on_device, True, given, layer)
@@ -377,14 +213,14 @@ class SiteHook:
         for index, context in enumerate(self.contexts):
             before = result
             context.entering, context.layer = entering, layer
-            result = self._apply(index, before, value, fires, full_check)
+            result = self.apply(index, before, value, fires, full_check)
             context.entering, context.layer = (), None
             if operation.sampling:
                 operation.attachment.effects.add(self.slots[index], before, result)
         self.is_tried = True
         return result
 
-    def _apply(
+    def apply(
         self,
         index: int,
         grad: Tensor,
@@ -403,14 +239,14 @@ class SiteHook:
         transform, apply = link.transform, link.apply
         if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
             self._check_no_state(transform, grad)
-        self._begin_call(index, grad)
+        self.begin_call(index, grad)
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
         try:
             if full_check and operation.intervention.reads_value:
                 context.value = value
             before = self._state_before(index, grad) if apply is None else NO_STATE
-            watched = nullcontext() if link.is_trusted else self._watched(link, grad.device)
+            watched = nullcontext() if link.is_trusted else self.watched(link, grad.device)
             with watched:
                 if apply is None:
                     result, state = transform.update(grad, before, context)
@@ -421,12 +257,12 @@ class SiteHook:
             raise
         context.value = None
         if checks:
-            result = self._check_result(index, grad, version, result, value, state)
+            result = self.check_result(index, grad, version, result, value, state)
         elif not link.keeps_shape and not _is_like(result, grad):
             raise self._result_error(index, grad, result)
         if state:
             if fires is not None:
-                state = _chosen(link, state, before, fires)
+                state = link.chosen(state, before, fires)
             operation.attachment.states[self.keys[index]] = without_graph(state)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
@@ -441,7 +277,7 @@ class SiteHook:
             self.shapes[index] = grad.shape
         return state
 
-    def _begin_call(self, index: int, grad: Tensor) -> None:
+    def begin_call(self, index: int, grad: Tensor) -> None:
         """Set `step` and `call` in the context of a link for this gradient.
 
         Raises RuntimeError under `create_graph` for a transform that is not differentiable.
@@ -453,8 +289,9 @@ class SiteHook:
             context.step, context.call = step, 0
         else:
             context.call += 1
+            self.operation.attachment.further_gradient(self, context.call)
 
-    def _count(self, fires: bool | Tensor) -> bool:
+    def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.
 
         A decision that cannot be read (meta device, vmap) counts as fired.
@@ -470,7 +307,7 @@ class SiteHook:
             entry.on_device += 1
         return True
 
-    def _watched(self, link: Facts, device: torch.device) -> AbstractContextManager[None]:
+    def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
         """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
         if self.is_tried:
             return nullcontext()
@@ -481,7 +318,7 @@ class SiteHook:
             "has: it is seeded by (seed, site, step).",
         )
 
-    def _check_dense(self, grad: Tensor) -> None:
+    def check_dense(self, grad: Tensor) -> None:
         """Raise TypeError for a sparse or a complex gradient."""
         if grad.layout is not torch.strided or grad.is_complex():
             rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
@@ -490,7 +327,7 @@ class SiteHook:
                 f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
             )
 
-    def _check_result(
+    def check_result(
         self,
         index: int,
         grad: Tensor,
@@ -541,7 +378,7 @@ class SiteHook:
     def _check_no_state(self, transform: Transform, grad: Tensor) -> None:
         """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
         if transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
-            raise _many_at_once(transform, self.entry.site)
+            raise many_at_once(transform, self.entry.site)
 
     def _check_state_fits(self, index: int, grad: Tensor, state: TransformState) -> None:
         """Raise ValueError if the state was made for a gradient of another shape."""
@@ -576,7 +413,10 @@ class SiteHook:
 
 
 class Joint:
-    """The hooks of several interventions at one place, in order: PyTorch has one for all."""
+    """The hooks of several interventions at one place, in order: PyTorch has one for all.
+
+    See `gradsurg.sites.places.Hook`.
+    """
 
     __slots__ = ("asks", "call", "hooks")
 
@@ -585,6 +425,39 @@ class Joint:
         asks = [hook.operation.asks for hook in hooks]
         self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
         self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
+
+    @property
+    def stateful(self) -> str:
+        """The first transform or trigger that keeps a state for each site; empty if none."""
+        return next((found for hook in self.hooks if (found := hook.operation.stateful)), "")
+
+    @property
+    def varies(self) -> str:
+        """Why it may act differently in another process; empty if it cannot."""
+        return next((found for hook in self.hooks if (found := hook.operation.varies)), "")
+
+    @property
+    def unsteady(self) -> str:
+        """Why two calls with the same gradient may differ; empty if they cannot."""
+        return next((found for hook in self.hooks if (found := hook.operation.unsteady)), "")
+
+    @property
+    def moment(self) -> object:
+        """What else determines a result, compared by `==`."""
+        return [hook.operation.moment for hook in self.hooks]
+
+    @contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """In the block, gradients change no state of a transform or a trigger."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.keeping_states())
+            yield
+
+    def count_bytes(self, number: int) -> None:
+        """Count the bytes that this process has sent for a gradient."""
+        for hook in self.hooks:
+            hook.entry.sent += number
 
 
 def _unchanged(
@@ -614,43 +487,6 @@ def _in_order(hooks: Sequence[SiteHook]) -> SiteFn:
     return call
 
 
-def _facts_of(label: str, transform: Transform) -> Facts:
-    trusted, properties = is_trusted(transform), transform.properties
-    # Whether a user's transform is differentiable need not be declared.
-    refuses_graph = trusted and "differentiable" not in properties
-    apply = transform.apply if isinstance(transform, Stateless) else None
-    return Facts(label, transform, apply, trusted, "elementwise" in properties, refuses_graph)
-
-
-def _is_own(part: Transform | Trigger) -> bool:
-    return type(part).__module__.partition(".")[0] == "gradsurg"
-
-
-def is_trusted(transform: Transform) -> bool:
-    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
-
-    Results of other transforms are checked at every gradient.
-    """
-    if isinstance(transform, Function) or not _is_own(transform):
-        return False
-    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
-    parts = [part for value in values for part in value if isinstance(part, Transform)]
-    return all(is_trusted(part) for part in parts)
-
-
-def _chosen(
-    link: Facts, state: TransformState, before: TransformState, fires: Tensor
-) -> TransformState:
-    """The next state or the one before, as a trigger evaluated on the device decides."""
-    if state.keys() != before.keys():
-        raise TypeError(
-            f"{link.label}: {link.transform!r} has a state of {', '.join(state)}, and init() made "
-            f"{', '.join(before) or 'none'}: init() must make all of it, because the trigger may "
-            "keep the state of before"
-        )
-    return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-
-
 def without_graph(state: TransformState) -> TransformState:
     """Return a state outside the graph of `create_graph` and of `torch.func.grad`."""
     if any(tensor.requires_grad for tensor in state.values()) or autograd.in_functorch():
@@ -664,14 +500,6 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
         return nullcontext()
     is_enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
-
-
-def _many_at_once(stateful: object, site: str) -> RuntimeError:
-    """The error for a state inside vmap, which `is_grads_batched` uses too."""
-    return RuntimeError(
-        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
-        f"the site '{site}' has many gradients at once; differentiate for each of them"
-    )
 
 
 def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
@@ -689,3 +517,11 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
+
+
+def many_at_once(stateful: object, site: str) -> RuntimeError:
+    """The error for a state inside vmap, which `is_grads_batched` uses too."""
+    return RuntimeError(
+        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
+        f"the site '{site}' has many gradients at once; differentiate for each of them"
+    )

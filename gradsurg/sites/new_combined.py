@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.sites.base import Stage
 from gradsurg.sites.places import Kind, Leaf, Memory, Near, Place, Query, Things
+from gradsurg.transforms.base import Need, Scope
 
 
 @validated
@@ -28,20 +30,64 @@ class Combined(Query):
     count: Annotated[int, Field(ge=1)] | None = None
     test: Callable[[Place], bool] | None = None
 
+    stage: Stage | None = None
+
     def __post_init__(self) -> None:
+        if self.stage is not None:
+            raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(query.count is not None for query in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
-        kinds = [{leaf.kind for leaf in part.leaves} for part in self.of]
+        staged = {type(leaf) for leaf in self.leaves if leaf.stage is not None}
+        for leaf in self.leaves:
+            if leaf.stage is None and type(leaf) in staged:
+                name = type(leaf).__name__
+                raise Contradiction(
+                    "of", f"give each of these {name} a stage, or none of them; {leaf!r} has none"
+                )
+        kinds = [{leaf.kind_at(None) for leaf in part.leaves} for part in self.of]
         if self.by == "all" and not set.intersection(*kinds):
             names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self.leaves))
             raise Contradiction("of", f"nothing is at once a site of each of {names}")
+
+    def __repr__(self) -> str:
+        # Without memory addresses: a saved surgery state is matched by the repr of its selectors.
+        test = self.test and getattr(self.test, "__qualname__", type(self.test).__qualname__)
+        fields = {
+            "of": self.of,
+            "by": self.by,
+            "limit": self.limit,
+            "count": self.count,
+            "test": test,
+        }
+        given = (f"{key}={value}" for key, value in fields.items() if value is not None)
+        return f"Combined({', '.join(given)})"
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaf for part in self.of for leaf in part.leaves)
 
-    def find(self, things: Things, memory: Memory) -> Near:
-        found = [part.find(things, memory) for part in self.of]
+    @property
+    def provides(self) -> frozenset[Need]:
+        match self.by:
+            case "any":
+                return frozenset.intersection(*(part.provides for part in self.of))
+            case "all":
+                return frozenset.union(*(part.provides for part in self.of))
+            case "none":  # other sites of the same kinds, of which none need be a product
+                shared = frozenset.intersection(*(leaf.provides for leaf in self.leaves))
+                return shared - {"product"}
+
+    def resolve(self, scope: Scope) -> Stage:
+        stages: list[Stage] = list({leaf.resolve(scope) for leaf in self.leaves})
+        if len(stages) > 1:
+            raise ValueError(
+                f"acts at one stage, and these are several: {', '.join(sorted(stages))}; "
+                "make an intervention of each"
+            )
+        return stages[0]
+
+    def search(self, things: Things, memory: Memory) -> Near:
+        found = [part.search(things, memory) for part in self.of]
         parts = [memory.near[part] for part in self.of]
         match self.by:
             case "any":
@@ -50,9 +96,10 @@ class Combined(Query):
                 near = frozenset.intersection(*parts)
             case "none":
                 near = frozenset(
-                    (leaf.kind, name)
+                    (kind, name)
                     for leaf in self.leaves
-                    for named in things[leaf.kind]
+                    for kind in (leaf.kind_at(memory.stage),)
+                    for named in things[kind]
                     for name in leaf.offers(named)
                 )
         memory.near[self] = near

@@ -246,6 +246,9 @@ class Inputs(ModuleQuery):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
-    @property
-    def kind(self) -> Kind:
+    def kind_at(self, stage: Stage | None) -> Kind:
         return BRANCH if self.path == "branch" else TOTAL
+
+    @property
+    def suffix(self) -> str:
+        return SUFFIX

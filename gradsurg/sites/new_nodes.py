@@ -221,8 +221,7 @@ class Nodes(Leaf):
         if self.edge is not None and self.side == "enter":
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
-    @property
-    def kind(self) -> Kind:
+    def kind_at(self, stage: Stage | None) -> Kind:
         return KINDS["residual" if self.edge == "residual" else self.side]
 
     def near(self, named: Named) -> Sequence[str]:
@@ -250,7 +249,7 @@ class Nodes(Leaf):
         )
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = things[self.kind]
+        found = things[self.kind_at(memory.stage)]
         near = {name for _, name in memory.near[self]}
         model = next(named.owners[0] for named in found if ROOT in named.names)
         if ROOT not in near and compiling.is_exported(model):

@@ -112,8 +112,7 @@ class Outputs(ModuleQuery):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
-    @property
-    def kind(self) -> Kind:
+    def kind_at(self, stage: Stage | None) -> Kind:
         return OUTPUTS
 
     @property

@@ -52,6 +52,5 @@ class Parameters(ParamQuery):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
-    @property
-    def kind(self) -> Kind:
+    def kind_at(self, stage: Stage | None) -> Kind:
         return BACKWARD

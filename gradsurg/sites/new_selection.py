@@ -94,10 +94,18 @@ class ModuleQuery(NamedQuery):
             raise unnumbered(place.name)
         return self.call in (None, place.call)
 
+    def expected(self, name: str) -> str:
+        return f"{name}#{self.call or 0}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        """The end of its site ids, after the call."""
+        return ""
+
     def check(self, things: Things, memory: Memory) -> None:
         if memory.near[self]:
             return
-        found = things[self.kind]
+        found = things[self.kind_at(memory.stage)]
         by_name = {named.owners[0]: named.names for named in found}
         fitting = {
             module: names
@@ -143,11 +151,14 @@ class ParamQuery(NamedQuery):
         return True
 
     def check(self, things: Things, memory: Memory) -> None:
-        found = [n for n in things[self.kind] if (self.kind, n.names[0]) in memory.near[self]]
+        kind = self.kind_at(memory.stage)
+        found = [named for named in things[kind] if (kind, named.names[0]) in memory.near[self]]
         if not found:
-            raise self.nothing_near([name for n in things[self.kind] for name in n.names])
-        if not any(isinstance(n.thing, Tensor) and n.thing.requires_grad for n in found):
-            raise all_frozen(self, [n.names[0] for n in found])
+            raise self.nothing_near([name for named in things[kind] for name in named.names])
+        # At `step` a frozen parameter may be trained later.
+        may_wait = "step" in self.stages and (memory.stage or self.stage) in (None, "step")
+        if not may_wait and all(named.is_frozen for named in found):
+            raise all_frozen(self, [named.names[0] for named in found])
 
 
 def params_of(model: nn.Module) -> list[Named]:

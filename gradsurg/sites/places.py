@@ -6,30 +6,37 @@ acts at a place; it selects and counts nothing. A `Query` says which places an i
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.plugins.fields import SelectionError, only_changed_field
-from gradsurg.sites.base import SiteFn, Stage
+from gradsurg.aggregators.base import Aggregator
+from gradsurg.plugins.fields import FieldError, SelectionError, only_changed_field
+from gradsurg.plugins.registry import find
+from gradsurg.sites.base import ReadTensor, SiteFn, Stage
 from gradsurg.sites.graph_tracer import plain
 from gradsurg.sites.module_calls import with_value
 from gradsurg.sites.selection import OUTSIDE, names_of
+from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.transforms.base import Need, Scope
 
 Ask = Literal[
     "value",  # the tensor whose gradient passes
     "storage",  # the same at a leaf: a result must not share its memory
     "layer",  # the call of the module whose input has the gradient
     "entering",  # the gradients that entered the node which a gradient leaves
+    "gradient",  # the gradient from which the optimizer made an update
+    "skip",  # a way to skip the step of the optimizer
+    "whole",  # whole gradients of sharded parameters, and not the parts of this process
 ]
 """What a hook needs to be called with besides the gradient."""
 
@@ -43,6 +50,11 @@ class Named(NamedTuple):
     names: tuple[str, ...]
     thing: nn.Module | Tensor
     owners: tuple[nn.Module, ...]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that needs no gradient."""
+        return isinstance(self.thing, Tensor) and not self.thing.requires_grad
 
 
 @dataclass(frozen=True)
@@ -120,11 +132,13 @@ Things = Mapping[Kind, Sequence[Named]]
 class Memory:
     """What one attached intervention remembers of its query, which is a constant by itself.
 
-    `near` has the names at which the query and each of its parts may pick places, `admitted` the
-    places that each query with a limit has let in, `rejected` the places that the whole query has
-    not picked; `has_picked` says that it has picked one.
+    `stage` is that of the intervention; None means the first one that a query may have. `near` has
+    the names at which the query and each of its parts may pick places, `admitted` the places that
+    each query with a limit has let in, `rejected` the places that the whole query has not picked;
+    `has_picked` says that it has picked one.
     """
 
+    stage: Stage | None = None
     near: "dict[Query, Near]" = field(default_factory=dict)
     admitted: "dict[Query, dict[str, None]]" = field(default_factory=dict)
     rejected: dict[Place, None] = field(default_factory=dict)
@@ -132,8 +146,16 @@ class Memory:
 
 
 class Query(ABC):
-    """Picks places. A query is a tree, whose leaves test the fields of one kind of site."""
+    """Picks places. A query is a tree, whose leaves test the fields of one kind of site.
 
+    Queries combine: `a | b` picks the places of either, `a & b` those of both, `~a` those that `a`
+    does not pick; `a.expect(n)` requires n places, `a.first(n)` keeps the first n in the order in
+    which they are reached, `a.where(test)` keeps each `Place` for which a function returns True.
+    """
+
+    for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
+
+    stage: Stage | None
     count: int | None = None
     """The number of places that must be picked; None if any number is right."""
 
@@ -142,8 +164,49 @@ class Query(ABC):
     def leaves(self) -> tuple["Leaf", ...]:
         """The leaves of the tree, in order."""
 
+    @property
+    def provides(self) -> frozenset[Need]:
+        """The inputs besides the gradient that a transform gets here (`Transform.needs`)."""
+        return frozenset()
+
+    @property
+    def changed_tensors(self) -> str:
+        """The tensors that a transform changes here, as `gradients` or `activations, weights`."""
+        return ", ".join(dict.fromkeys(leaf.changed_tensors for leaf in self.leaves))
+
     @abstractmethod
-    def find(self, things: Things, memory: Memory) -> Near:
+    def resolve(self, scope: Scope) -> Stage:
+        """Return the stage for a transform of this scope.
+
+        Raises ValueError if `stage` or the kind of site does not allow it.
+        """
+
+    def check_aggregator(self, aggregator: Aggregator) -> None:
+        """Raise ValueError if the aggregator cannot act here."""
+        raise ValueError(
+            f"{type(aggregator).__name__}: makes one gradient of those of several tasks, which is "
+            f"done at SharedParameters, found at={type(self).__name__}"
+        )
+
+    def find(self, model: nn.Module) -> list[str]:
+        """Return the names of the modules and parameters at which places may be picked.
+
+        Frozen parameters are left out. Raises LookupError, listing the choices, if there are none.
+        """
+        memory = Memory()
+        things = things_of(model, self.leaves, None)
+        near = self.search(things, memory)
+        self.check(things, memory)
+        return [
+            name
+            for kind, found in things.items()
+            for named in found
+            for name in named.names
+            if (kind, name) in near and not named.is_frozen
+        ]
+
+    @abstractmethod
+    def search(self, things: Things, memory: Memory) -> Near:
         """Return the names whose places must be met, and remember those near to each part."""
 
     @abstractmethod
@@ -166,16 +229,56 @@ class Query(ABC):
         text = f"nothing in the first forward is selected by {self!r}. There were: {sites}"
         return SelectionError(self, only_changed_field(self), text)
 
+    def __or__(self, other: "Query") -> "Query":
+        return _combined((self, other), "any")
+
+    def __and__(self, other: "Query") -> "Query":
+        return _combined((self, other), "all")
+
+    def __invert__(self) -> "Query":
+        return _combined((self,), "none")
+
+    def expect(self, count: int) -> "Query":
+        """Return the same sites, of which there must be `count`."""
+        return _combined((self,), "all", count=count)
+
+    def first(self, count: int) -> "Query":
+        """Return the first `count` sites, in the order in which they are reached."""
+        return _combined((self,), "all", limit=count)
+
+    def where(self, test: Callable[[Place], bool]) -> "Query":
+        """Return the sites for whose place `test` returns True."""
+        return _combined((self,), "all", test=test)
+
+
+def _combined(
+    of: Sequence[object], by: Literal["any", "all", "none"], **fields: Any
+) -> Query:  # Any: fields have types
+    queries = tuple(query for query in of if isinstance(query, Query))
+    if len(queries) < len(of):
+        raise TypeError(f"a selector combines with selectors, found {of[-1]!r}")
+    # Found by name, as every plug-in: `Combined` is itself a query and imports this module.
+    return find("sites", "new_combined")(queries, by=by, **fields)
+
+
+def things_of(model: nn.Module, leaves: "Sequence[Leaf]", stage: Stage | None) -> Things:
+    """Return the modules or parameters of a model for the kinds of these leaves."""
+    kinds = dict.fromkeys(leaf.kind_at(stage) for leaf in leaves)
+    return {kind: kind.things(model) for kind in kinds}
+
 
 class Leaf(Query):
-    """A query on the fields of one kind of site."""
+    """A query on the fields of one kind of site; `stage` is the timing of its hooks."""
 
-    stages: ClassVar[tuple[Stage, ...]]
+    stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
+    group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
+    changes: ClassVar[str] = "gradients"  # what transforms get here, as a plural
+    copies_params: ClassVar[bool] = False  # whether it holds a copy of the parameters in each step
+    compile_limit: ClassVar[str] = ""  # why it acts differently in a compiled model, if it does
 
-    @property
     @abstractmethod
-    def kind(self) -> Kind:
-        """The kind of site whose places it picks."""
+    def kind_at(self, stage: Stage | None) -> Kind:
+        """Return the kind of site whose places it picks at a stage; None means its own one."""
 
     @abstractmethod
     def near(self, named: Named) -> Sequence[str]:
@@ -191,18 +294,43 @@ class Leaf(Query):
     def picks(self, place: Place) -> bool:
         """Return whether a place with a near name fits the fields that tell places apart."""
 
+    def expected(self, name: str) -> str:
+        """Return the site id by which a near name is told at which no place was met."""
+        return name
+
     @property
     def leaves(self) -> tuple["Leaf", ...]:
         return (self,)
+
+    @property
+    def changed_tensors(self) -> str:
+        return self.changes
 
     @property
     def picks_items(self) -> bool:
         """Whether it tells the tensors of one call apart."""
         return False
 
-    def find(self, things: Things, memory: Memory) -> Near:
-        names = (name for named in things[self.kind] for name in self.near(named))
-        found = memory.near[self] = frozenset((self.kind, name) for name in names)
+    def resolve(self, scope: Scope) -> Stage:
+        allowed, kind = self.stages if scope == "tensor" else self.group_stages, type(self).__name__
+        stage = self.stage or next(iter(allowed), None)
+        if stage is not None and stage in allowed:
+            return stage
+        whole = "needs all gradients of a group at once, "
+        listed = f"stages it can have: {', '.join(allowed)}"
+        if not allowed:
+            raise ValueError(
+                f"{whole}{kind} meets them one at a time; "
+                "it can act at Parameters with stage=step or stage=backward_end"
+            )
+        if stage not in self.stages:
+            raise FieldError(self, [("stage", f"{kind} cannot have stage '{stage}'; {listed}")])
+        raise ValueError(f"{whole}stage '{stage}' has one at a time; {listed}")
+
+    def search(self, things: Things, memory: Memory) -> Near:
+        kind = self.kind_at(memory.stage)
+        names = (name for named in things[kind] for name in self.near(named))
+        found = memory.near[self] = frozenset((kind, name) for name in names)
         return found
 
     def fits(self, place: Place, memory: Memory) -> bool:
@@ -213,7 +341,14 @@ class Leaf(Query):
 
 
 class Hook(Protocol):
-    """The function that acts at a place, and the arguments that it asks for."""
+    """What acts at a place: one function for all interventions there.
+
+    `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
+    or trigger that keeps a state for each site, as text; `varies` says why it may draw or decide
+    differently in another process, `unsteady` why two calls with the same gradient may have
+    different results; all are empty if it is not so. `moment` is what else determines a result
+    (step, switches, fields), compared by `==`.
+    """
 
     @property
     def call(self) -> SiteFn: ...
@@ -221,16 +356,72 @@ class Hook(Protocol):
     @property
     def asks(self) -> frozenset[Ask]: ...
 
+    @property
+    def stateful(self) -> str: ...
+
+    @property
+    def varies(self) -> str: ...
+
+    @property
+    def unsteady(self) -> str: ...
+
+    @property
+    def moment(self) -> object: ...
+
+    def keeping_states(self) -> AbstractContextManager[object]:
+        """In the block, gradients change no state of a transform or a trigger at this place."""
+        ...
+
+    def count_bytes(self, number: int) -> None:
+        """Count the bytes that this process has sent for a gradient."""
+
+
+class ListHook(Protocol):
+    """One intervention over a list of places, at some of which it acts.
+
+    Called with their gradients (None where there is none), it yields the results in order, one at a
+    time, an unchanged gradient as it is; it takes the list over, and drops each gradient once its
+    result was yielded. It returns the list itself if nothing acts. `order` is the position of the
+    intervention in its surgery.
+    """
+
+    @property
+    def order(self) -> int: ...
+
+    @property
+    def scope(self) -> Scope: ...
+
+    @property
+    def asks(self) -> frozenset[Ask]: ...
+
+    @property
+    def stateful(self) -> str: ...
+
+    @property
+    def varies(self) -> str: ...
+
+    def __call__(self, grads: MutableSequence[Tensor | None]) -> Iterable[Tensor | None]: ...
+
+    def note(self, text: str) -> None:
+        """Record a warning about the intervention, which is told when the surgery ends."""
+
+    def state(self, key: str) -> dict[str, Tensor]:
+        """Return tensors of the kind's own that are saved with the surgery, to be changed in place;
+        get them anew in each step.
+        """
+        ...
+
 
 class Door(Protocol):
     """One attachment, as a kind sees it.
 
     `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
-    alone. `leaves` takes those of hooks on leaf tensors.
+    alone. `leaves` takes those of hooks on leaf tensors. `steps` are the optimizers.
     """
 
     stack: ExitStack
     leaves: "Leaves"
+    steps: OptimizerSteps
 
     @property
     def model(self) -> nn.Module:
@@ -250,10 +441,40 @@ class Door(Protocol):
         """
         ...
 
+    def meet_all(
+        self,
+        places: Sequence[Place],
+        values: Sequence[ReadTensor] = (),
+        gradients: Sequence[ReadTensor] = (),
+        skip: Callable[[], None] | None = None,
+    ) -> Sequence[ListHook]:
+        """Return a hook over a list of places for each intervention that acts at one of them.
+
+        `values` read the tensors whose gradients pass, `gradients` the gradients of which the
+        optimizer made updates. A hook calls `skip` to skip the step of the optimizer, and then
+        yields None for each place. A list may be met again when it has changed.
+        """
+        ...
+
     def none(self, place: Place, why: str) -> None:
         """Note why no gradient will pass at a place, if an intervention has picked it."""
 
-    def refuse(self, context: str, kind: Kind, site: str, **found: str) -> NoReturn:
+    def note(self, kind: Kind, text: str) -> None:
+        """Record a warning about the interventions at a kind, told when the surgery ends."""
+
+    def at_end(self, kind: Kind, check: Callable[[], str]) -> None:
+        """Have `check` called when the surgery ends, and note the text that it returns, if any."""
+
+    def on_shards(
+        self, group: "distributed.ProcessGroup", sizes: Mapping[str, int]
+    ) -> AbstractContextManager[object]:
+        """In the block the hooks get parts of gradients that are sharded over a process group.
+
+        `sizes` are the numbers of entries of the whole gradients, by site.
+        """
+        ...
+
+    def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
         """Raise the error that the table of contexts has for a kind in a context."""
         ...
 

@@ -1,0 +1,378 @@
+"""One intervention over a list of places, whose gradients are there together."""
+
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsurg.core.new_site_hook import SiteHook, without_autocast, without_graph
+from gradsurg.core.operation import Facts, Operation
+from gradsurg.sites.base import ReadTensor
+from gradsurg.sites.places import Ask
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import (
+    SKIPPED,
+    GroupTransform,
+    Scope,
+    TransformContext,
+    TransformState,
+)
+
+Fires = Sequence[bool | Tensor]
+"""The trigger's answer for each gradient that is acted on."""
+
+
+class ListHook:
+    """One intervention over a list of places; see `gradsurg.sites.places.ListHook`.
+
+    `hooks` has an entry for each place, None where the intervention does not act. `values` read the
+    tensors whose gradients pass, `gradients` those of which the optimizer made updates; both are
+    empty where there are none.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        hooks: Sequence[SiteHook | None],
+        values: Sequence[ReadTensor] = (),
+        gradients: Sequence[ReadTensor] = (),
+        skip: Callable[[], None] | None = None,
+    ) -> None:
+        self.operation, self.hooks, self._skip = operation, hooks, skip
+        self._values, self._gradients = values, gradients
+        self._is_checked = False  # whether a group has passed all checks
+        self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
+        # The states of the members of each link whose state has entries, and the same joined.
+        self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
+
+    @property
+    def order(self) -> int:
+        """The position of the intervention in its surgery."""
+        return self.operation.attachment.operations.index(self.operation)
+
+    @property
+    def scope(self) -> Scope:
+        """Whether the transform takes one gradient or a group of them."""
+        return self.operation.intervention.scope
+
+    @property
+    def asks(self) -> frozenset[Ask]:
+        """What it needs besides the gradients."""
+        return self.operation.asks
+
+    @property
+    def stateful(self) -> str:
+        """The first transform or trigger that keeps a state for each site; empty if none."""
+        return self.operation.stateful
+
+    @property
+    def varies(self) -> str:
+        """Why it may act differently in another process; empty if it cannot."""
+        return self.operation.varies
+
+    def note(self, text: str) -> None:
+        """Record a warning that is told when the surgery ends."""
+        self.operation.note(text)
+
+    def state(self, key: str) -> dict[str, Tensor]:
+        """Return tensors that are saved with the surgery."""
+        operation = self.operation
+        return operation.attachment.states.setdefault(f"{operation.label}/{key}", {})
+
+    def __call__(self, grads: MutableSequence[Tensor | None]) -> Iterable[Tensor | None]:
+        operation = self.operation
+        if operation.is_idle:
+            return grads
+        if operation.intervention.scope == "tensor":
+            return self._one_by_one(grads)
+        acting, fires = self._acting(grads)
+        present = [grad for index in acting if (grad := grads[index]) is not None]
+        if not acting or operation.skips_transform:
+            return grads
+        hooks = [hook for index in acting if (hook := self.hooks[index]) is not None]
+        for hook, grad in zip(hooks, present, strict=True):
+            if not self._is_checked or grad.layout is not torch.strided:
+                hook.check_dense(grad)
+        if not self._is_checked:
+            operation.attachment.first_gradient(hooks[0])
+        rows = _Rows(
+            hooks,
+            fires,
+            [self._values[index] for index in acting]
+            if self._values
+            else [_no_tensor] * len(acting),
+            [self._gradients[index] for index in acting] if self._gradients else (),
+        )
+        # A user's result that is wrong is found before the first gradient is written.
+        is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
+        with without_autocast(present[0].device.type):
+            results, skips = self._stream(rows, present)
+            if is_whole or skips or operation.attachment.shadow:
+                results = list(results)
+        self._is_checked = True
+        if operation.attachment.shadow:
+            return grads
+        if skips and self._skip is not None:
+            self._skip()
+            return [None] * len(grads)
+        return _merged(grads, acting, results)
+
+    def _one_by_one(self, grads: MutableSequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """Send each gradient through its own hook: no link needs a group."""
+        reads_value = not self.asks.isdisjoint({"value", "storage"}) and bool(self._values)
+        for index, hook in enumerate(self.hooks):
+            grad, grads[index] = grads[index], None
+            if hook is None or grad is None:
+                yield grad
+                continue
+            value = self._values[index]() if reads_value else None
+            with _given_gradient(hook, self._gradients[index] if self._gradients else _no_tensor):
+                result = hook.call(grad, value)
+            yield grad if result is None else result
+
+    def _acting(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[bool | Tensor]]:
+        """The indices of the gradients that are acted on, and the trigger's answer for each.
+
+        A gradient for which the trigger answers False on the host is not part of the group.
+        """
+        operation = self.operation
+        acting: list[int] = []
+        answers: list[bool | Tensor] = []
+        for index, (hook, grad) in enumerate(zip(self.hooks, grads, strict=True)):
+            if hook is not None and grad is not None:
+                fires = operation.answer
+                if fires is None:
+                    value = self._values[index]() if self._values else None
+                    fires = operation.decide(hook.entry.site, grad, value)
+                if hook.count(fires):
+                    acting.append(index)
+                    answers.append(fires)
+        return acting, answers
+
+    def _stream(self, rows: "_Rows", grads: list[Tensor]) -> tuple[Iterable[Tensor], bool]:
+        """The results of all links, and whether one of them skips the step."""
+        results: Iterable[Tensor] = grads
+        for index, link in enumerate(self.operation.links):
+            transform = link.transform
+            if isinstance(transform, GroupTransform) and transform.scope == "group":
+                befores = results if isinstance(results, list) else list(results)
+                results, skips = self._together(index, link, transform, rows, befores)
+                if skips:
+                    return results, True
+            else:
+                results = self._each(index, rows, results)
+        return results, False
+
+    def _each(self, index: int, rows: "_Rows", grads: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Apply a link that takes one gradient, one after the other."""
+        operation = self.operation
+        given = zip(rows.hooks, grads, rows.fires, rows.values, strict=True)
+        for hook, grad, fired, read in given:
+            on_device = fired if isinstance(fired, Tensor) else None
+            result = hook.apply(index, grad, read(), on_device, full_check=True)
+            if operation.sampling:
+                operation.attachment.effects.add(hook.slots[index], grad, result)
+            yield result
+
+    def _together(
+        self, index: int, link: Facts, transform: GroupTransform, rows: "_Rows", grads: list[Tensor]
+    ) -> tuple[Iterator[Tensor], bool]:
+        """Apply a group transform and update its state; the results are computed when asked for."""
+        operation, hooks = self.operation, rows.hooks
+        states, key = operation.attachment.states, f"{link.label}/group"
+        has_entries = transform.members == "entries"
+        saved, befores = states.get(key), []
+        if saved and transform.members == "fixed":
+            self._check_members(link, hooks)
+        contexts = self._contexts(index, rows, grads)
+        checks = not (self._is_checked and link.is_trusted)
+        versions = [autograd.version_of(grad) for grad in grads] if checks else []
+        note = f"while {link.label} acted on {len(grads)} sites, step {operation.step}"
+        try:
+            if has_entries:
+                befores = self._of_each(index, link, transform, hooks, grads, saved)
+                before = self._joined(link.label, befores)
+            else:
+                before = transform.init_group(grads) if saved is None else saved
+            with hooks[0].watched(link, grads[0].device):
+                results, state = transform.update_group(grads, before, contexts)
+                if not link.is_trusted:  # a user's generator may draw, or read all gradients
+                    results = list(results)
+        except Exception as error:  # a user's transform may raise anything; it is raised again
+            error.add_note(note)
+            raise
+        skips = False
+        if has_entries:
+            state = without_graph(state)
+            kept = []
+            for hook, old, new, fired in zip(
+                hooks, befores, _apart(state), rows.fires, strict=True
+            ):
+                kept.append(new if not isinstance(fired, Tensor) else link.chosen(new, old, fired))
+                states[hook.keys[index]] = kept[-1]
+            states.pop(key, None)
+            self._entries[link.label] = kept, state
+        elif state:
+            if transform.members == "fixed":
+                self._check_members(link, hooks)
+            states[key] = without_graph(_chosen(rows.fires, state, before))
+            if "skip" in transform.needs:
+                skips = bool(states[key][SKIPPED] > before[SKIPPED])
+        return self._checked(index, rows, versions, grads, _noted(results, note), state), skips
+
+    def _contexts(
+        self, index: int, rows: "_Rows", grads: Sequence[Tensor]
+    ) -> list[TransformContext]:
+        """The contexts of a link at all sites, with what it needs besides the gradients."""
+        intervention = self.operation.intervention
+        contexts = [hook.contexts[index] for hook in rows.hooks]
+        for hook, context, grad, read in zip(rows.hooks, contexts, grads, rows.values, strict=True):
+            hook.begin_call(index, grad)
+            if intervention.reads_value:
+                context.value = read()
+        if "gradient" in intervention.needs:
+            for context, read in zip(contexts, rows.gradients, strict=True):
+                context.gradient = read()
+        if (source := self.operation.examples) is not None:
+            examples = source.of_group([hook.entry.site for hook in rows.hooks], grads)
+            for context in contexts:
+                context.examples = examples
+        return contexts
+
+    def _checked(
+        self,
+        index: int,
+        rows: "_Rows",
+        versions: Sequence[int],
+        grads: list[Tensor],
+        results: Iterable[Tensor],
+        state: TransformState,
+    ) -> Iterator[Tensor]:
+        """Check and measure each result."""
+        operation = self.operation
+        taken = zip(rows.hooks, rows.fires, rows.values, results, strict=True)
+        try:
+            for place, (hook, fired, read, result) in enumerate(taken):
+                grad = grads[place]
+                if versions:
+                    version = versions[place]
+                    result = hook.check_result(index, grad, version, result, read(), state)
+                if isinstance(fired, Tensor) and result is not grad:
+                    result = torch.where(fired, result, grad)
+                if operation.sampling:
+                    operation.attachment.effects.add(hook.slots[index], grad, result)
+                yield result
+                grads[place] = result  # the transform has read it: from now on it is not held
+                del grad
+        finally:
+            for hook in rows.hooks:
+                context = hook.contexts[index]
+                context.value = context.gradient = context.examples = None
+
+    def _of_each(
+        self,
+        index: int,
+        link: Facts,
+        transform: GroupTransform,
+        hooks: Sequence[SiteHook],
+        grads: Sequence[Tensor],
+        saved: TransformState | None,
+    ) -> list[TransformState]:
+        """The state of each member: its own, or else its part of `saved`, one of all together."""
+        states = self.operation.attachment.states
+        own = [states.get(hook.keys[index], {}) for hook in hooks]
+        if saved is None and all(own):
+            return own
+        parts = _apart(transform.init_group(grads) if saved is None else saved)
+        if len(parts) != len(hooks):  # a loaded state, which does not tell its members
+            raise RuntimeError(
+                f"{link.label}: begin with a step in which the same parameters have a gradient: "
+                f"the loaded state is that of {len(parts)} tensors, now there are {len(hooks)}"
+            )
+        return [state or part for state, part in zip(own, parts, strict=True)]
+
+    def _joined(self, label: str, states: list[TransformState]) -> TransformState:
+        """One state of all members: the last axis of each tensor has an entry of each."""
+        last, joined = self._entries.get(label, ([], {}))
+        if len(last) == len(states) and all(map(is_, last, states)):
+            return joined
+        return {name: torch.cat([state[name] for state in states], dim=-1) for name in states[0]}
+
+    def _check_members(self, link: Facts, hooks: Sequence[SiteHook]) -> None:
+        """Raise RuntimeError if the sites differ from those that the group's state was made for."""
+        sites = [hook.entry.site for hook in hooks]
+        first = self._members.setdefault(link.label, sites)
+        if sites != first:
+            raise RuntimeError(
+                f"{link.label}: {link.transform!r} keeps a state of its group, whose members must "
+                f"stay the same: at first {', '.join(first)}, now {', '.join(sites)}"
+            )
+
+
+class _Rows(NamedTuple):
+    """What belongs to each gradient of a group."""
+
+    hooks: Sequence[SiteHook]
+    fires: Fires
+    values: Sequence[ReadTensor]
+    gradients: Sequence[ReadTensor]
+
+
+def _no_tensor() -> None:
+    return None
+
+
+@contextmanager
+def _given_gradient(hook: SiteHook, read: ReadTensor) -> Iterator[None]:
+    """Give the transforms at a site the gradient of which the optimizer made an update."""
+    gradient = read()
+    for context in hook.contexts:
+        context.gradient = gradient
+    try:
+        yield
+    finally:
+        for context in hook.contexts:
+            context.gradient = None
+
+
+def _noted(results: Iterable[Tensor], note: str) -> Iterator[Tensor]:
+    """Yield the results of a transform, and say where it was if it raises."""
+    try:
+        yield from results
+    except Exception as error:  # a user's transform may raise anything; it is raised again
+        error.add_note(note)
+        raise
+
+
+def _merged(
+    grads: MutableSequence[Tensor | None], acting: Sequence[int], results: Iterable[Tensor]
+) -> Iterator[Tensor | None]:
+    """Yield the results in the places of the gradients that were acted on."""
+    places, stream = set(acting), iter(results)
+    for index in range(len(grads)):
+        yield next(stream) if index in places else grads[index]
+        grads[index] = None
+    for _ in stream:  # let it end, so that it drops what it holds
+        raise AssertionError("a group has more results than gradients")
+
+
+def _apart(state: TransformState) -> list[TransformState]:
+    entries = zip(*(tensor.split(1, dim=-1) for tensor in state.values()), strict=True)
+    return [dict(zip(state, entry, strict=True)) for entry in entries]
+
+
+def _chosen(fires: Fires, new: TransformState, before: TransformState) -> TransformState:
+    """Return a group's next state; the old one if all triggers decide on the device and none
+    fires."""
+    answers = [answer for answer in fires if isinstance(answer, Tensor)]
+    if len(answers) < len(fires):
+        return new
+    device = answers[0].device
+    acts = torch.stack([answer.to(device, non_blocking=True) for answer in answers]).any()
+    return {
+        name: torch.where(acts.to(tensor.device), tensor, before[name])
+        for name, tensor in new.items()
+    }

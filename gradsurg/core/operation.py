@@ -1,0 +1,347 @@
+"""One intervention while it is attached: its trigger's answer, its places, and its hooks."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.autograd.graph import Node
+
+from gradsurg.core.intervention import Intervention
+from gradsurg.core.new_site_hook import SiteHook, many_at_once
+from gradsurg.sites.base import AVERAGED, Stage
+from gradsurg.sites.places import Ask, Memory, Near, Query
+from gradsurg.sites.wrapped_models import of_first_process
+from gradsurg.torch_internals import autograd, random_state
+from gradsurg.transforms.base import (
+    Function,
+    Stateless,
+    Transform,
+    TransformContext,
+    TransformState,
+)
+from gradsurg.triggers.always import Always
+from gradsurg.triggers.base import Decision, TensorTrigger, TriggerContext
+from gradsurg.triggers.for_task import ForTask
+from gradsurg.triggers.steps import Steps
+
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
+    from gradsurg.per_example.gradients import ExampleSource
+
+STEADY = (Always(), Steps())
+"""Triggers that fire in every step."""
+
+
+class Facts(NamedTuple):
+    """A link of an intervention, which has several if its transform is a `Chain`.
+
+    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
+    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
+    differentiable. `apply` is that of a transform without state, else None.
+    """
+
+    label: str
+    transform: Transform
+    apply: Callable[[Tensor, TransformContext], Tensor] | None
+    is_trusted: bool
+    keeps_shape: bool
+    refuses_graph: bool
+
+    def chosen(
+        self, state: TransformState, before: TransformState, fires: Tensor
+    ) -> TransformState:
+        """The next state or the one before, as a trigger evaluated on the device decides."""
+        if state.keys() != before.keys():
+            raise TypeError(
+                f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and init() "
+                f"made {', '.join(before) or 'none'}: init() must make all of it, because the "
+                "trigger may keep the state of before"
+            )
+        return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
+
+
+class Operation:
+    """One intervention while it is attached.
+
+    `answer` is True or False if it is known for the whole step whether the trigger fires; None if
+    the trigger has to see each gradient: then `decide` is asked. `sampling` says that effects are
+    measured. `fast_path` is the `configuration`, another object after each change, while a
+    `SiteHook` may take its fast path; else None. `is_idle` says that nothing acts or counts in this
+    step, `skips_transform` that the trigger is evaluated and the transform is not called, as in
+    steps of `shadow` that are not measured. `named_tasks` are the parts of the trigger that name a
+    task of `live.backward`; `has_several_tasks` says that it sends one gradient a task.
+
+    `hooks` are those of the sites met, `near` the names whose places must be met, `placed` the
+    sites at which PyTorch has a hook.
+    """
+
+    def __init__(
+        self,
+        attachment: "Attachment",
+        intervention: Intervention,
+        query: Query,
+        labels: Sequence[str],
+    ) -> None:
+        self.attachment, self.query, self.labels = attachment, query, tuple(labels)
+        self.label = " -> ".join(labels)
+        self.stage: Stage = intervention.stage
+        self.memory = Memory(intervention.stage)
+        kinds = (leaf.kind_at(self.stage) for leaf in query.leaves)
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.hooks: dict[str, SiteHook] = {}
+        self.near: Near = frozenset()
+        self.placed: dict[str, None] = {}
+        self.notes: list[str] = []
+        self.end_checks: list[Callable[[], str]] = []
+        self.examples: ExampleSource | None = None
+        self.has_several_tasks = False
+        self.is_on = True
+        self.skipped_nodes: Collection[Node] = ()
+        self.set(intervention)
+
+    def set(self, intervention: Intervention) -> None:
+        """Set the transform and the trigger; the next gradient at each site is checked in full."""
+        self.intervention, self.trigger = intervention, intervention.when
+        attachment, needs, parts = self.attachment, intervention.needs, self.trigger.parts
+        self.links = [
+            _facts_of(label, transform)
+            for label, transform in zip(self.labels, intervention.links, strict=True)
+        ]
+        self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
+        sources = [part.source for part in parts if isinstance(part, TensorTrigger)]
+        # A user's trigger is watched until it has answered without a draw from a global generator.
+        is_users = any(type(part).__module__.partition(".")[0] != "gradsurg" for part in parts)
+        self._watches = is_users
+        self.reads_gradient = "grad" in sources
+        # Each process has another batch and its own switches, and all have to change the average in
+        # the same way.
+        shares = self.stage in AVERAGED and attachment.processes > 1 and not attachment.shadow
+        self._shared_observations = intervention.forward_triggers if shares else ()
+        self._shared_flags = intervention.flags if shares else ()
+        self._shares_answer = shares and is_users
+        self._passed: set[str] = set()  # the sites that the present switches have decided about
+        self._needs_context = (
+            not needs.isdisjoint({"value", "entering", "layer", "gradient"}) or "value" in sources
+        )
+        self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
+        takes_parts = not (self.reads_gradient or intervention.reads_value) and all(
+            link.acts_on_shards for link in intervention.links
+        )
+        asks: dict[Ask, bool] = {
+            "value": intervention.reads_value,
+            "storage": not all(link.is_trusted for link in self.links),
+            "layer": "layer" in needs,
+            "entering": "entering" in needs,
+            "gradient": "gradient" in needs,
+            "skip": "skip" in needs,
+            "whole": not takes_parts,
+        }
+        self.asks: frozenset[Ask] = frozenset(ask for ask, is_asked in asks.items() if is_asked)
+        self.configuration = object()
+        self._decided_for: bool | None = None  # `sampling` for which the decisions hold
+        for hook in self.hooks.values():
+            hook.renew()
+        self.begin_step()
+
+    # What the trigger says.
+
+    def begin_step(self) -> None:
+        """Decide for all sites whether the trigger fires and whether effects are measured."""
+        attachment = self.attachment
+        sampling = attachment.effects.sampling
+        if self._passed:
+            self._passed.clear()
+        if self._decided_for is sampling:
+            return
+        is_steady = self.trigger in STEADY
+        answer: Decision = is_steady or self._evaluate(
+            TriggerContext(attachment.clock, attachment.seed, self.label)
+        )
+        if self._shares_answer and distributed.is_initialized():
+            answer = cast(Decision, of_first_process(answer))
+        self.answer = answer if isinstance(answer, bool) else None
+        self.sampling = sampling
+        # In shadow, a step that is not measured needs no transform without state; if the trigger is
+        # `Always` there is nothing to ask either, and the whole intervention idles.
+        self.skips_transform = attachment.shadow and not sampling and self._is_stateless
+        self.is_idle = not self.is_on or (self.skips_transform and isinstance(self.trigger, Always))
+        is_open = (
+            self.answer is True
+            and not self.is_idle
+            and not (self.skips_transform or self._needs_context or self.skipped_nodes)
+        )
+        self.fast_path = self.configuration if is_open else None
+        self._decided_for = sampling if is_steady else None
+
+    def reevaluate(self) -> None:
+        """Decide again within a step: something that the trigger reads has changed."""
+        self._decided_for = None
+        self.begin_step()
+
+    def switch(self, on: bool) -> None:
+        """Neither act on nor count gradients while off; once detached it stays off."""
+        if self.attachment.is_open:
+            self.is_on = on
+            self.reevaluate()
+
+    def skip_nodes(self, nodes: Collection[Node]) -> None:
+        """Neither act on nor count gradients that arrive at these autograd nodes."""
+        self.skipped_nodes = nodes
+        self.reevaluate()
+
+    def decide(self, site: str, grad: Tensor, value: Tensor | None) -> bool | Tensor:
+        """Evaluate the trigger at one gradient."""
+        attachment, key = self.attachment, f"{self.label}/{site}/when"
+        if (self._shared_observations or self._shared_flags) and distributed.is_initialized():
+            self._share(site)
+        context = TriggerContext(attachment.clock, attachment.seed, self.label, site, grad, value)
+        context.state = dict(attachment.states.get(key, {}))
+        fires = self._evaluate(context)
+        if fires is None:
+            raise TypeError(f"{self.trigger!r}: fires() returned None though it had the gradient")
+        if self._shares_answer and distributed.is_initialized():
+            fires = cast(bool | Tensor, of_first_process(fires))
+        if context.state:
+            if any(autograd.is_batched(tensor) for tensor in context.state.values()):
+                raise many_at_once(self.trigger, site)
+            attachment.states[key] = {
+                name: autograd.unwrapped(tensor) for name, tensor in context.state.items()
+            }
+        if isinstance(fires, Tensor) and fires.device != grad.device:
+            return fires.to(grad.device, non_blocking=True)
+        return fires
+
+    def _share(self, site: str) -> None:
+        """Take over what process 0 has seen in the forward pass, and once a pass its switches."""
+        clock = self.attachment.clock
+        for part in self._shared_observations:
+            if part in clock.observations and part not in clock.shared:
+                clock.observations[part] = of_first_process(clock.observations[part])
+                clock.shared.add(part)
+        if self._shared_flags and (site in self._passed or not self._passed):
+            switches = {
+                part.flag: clock.flags.get(part.flag, part.on) for part in self._shared_flags
+            }
+            clock.flags.update(cast("dict[str, bool]", of_first_process(switches)))
+            self._passed.clear()
+        self._passed.add(site)
+
+    def _evaluate(self, context: TriggerContext) -> Decision:
+        """The answer of the trigger. Raises TypeError if it has another type than `Decision`."""
+        try:
+            with self._watched(context):
+                fires = self.trigger.fires(context)
+            self._watches = self._watches and fires is None
+        except Exception as error:  # a user's trigger may raise anything; it is raised again
+            where = f"at site '{context.site}'" if context.site else "before a gradient was there"
+            step = context.clock.step
+            error.add_note(f"while {self.trigger!r} was evaluated {where}, step {step}")
+            raise
+        if isinstance(fires, Tensor):
+            text = f"{fires.dtype} of shape {list(fires.shape)}"
+            fits = fires.dtype is torch.bool and not fires.ndim
+        else:
+            text, fits = repr(fires), fires is None or isinstance(fires, bool)
+        if not fits:
+            raise TypeError(
+                f"{self.trigger!r}: fires() must return True, False, None or a bool tensor of no "
+                f"dimension, found {text}"
+            )
+        return fires
+
+    def _watched(self, context: TriggerContext) -> AbstractContextManager[None]:
+        """Raise RuntimeError if a user's trigger draws from a global generator."""
+        if not self._watches:
+            return nullcontext()
+        return random_state.untouched(
+            f"{self.label}: {self.trigger!r}",
+            context.grad.device if context.grad is not None else torch.device("cpu"),
+            "Draw from a torch.Generator seeded by context.seed, context.site and the step.",
+        )
+
+    # What kinds of site ask.
+
+    @property
+    def stateful(self) -> str:
+        """The first of its transforms and triggers that has a state per site; empty if none."""
+        for link in self.intervention.links:
+            if link.init(torch.zeros(1)):
+                return repr(link)
+        # The state of a trigger is made when it is first evaluated.
+        keys = [key for key in self.attachment.states if key.endswith("/when")]
+        has_state = any(key.partition("/")[0] == self.label for key in keys)
+        return repr(self.trigger) if has_state else ""
+
+    @property
+    def varies(self) -> str:
+        """Why it may draw or decide differently in another process; empty if it cannot."""
+        for link in self.intervention.links:
+            if "deterministic" not in link.properties:
+                return f"{link!r} may draw random numbers"
+        for trigger in self.intervention.forward_triggers:
+            return f"{trigger!r} reads the newest forward"
+        return ""
+
+    @property
+    def unsteady(self) -> str:
+        """Why two calls with the same gradient may have different results; empty if they cannot."""
+        return f"{self.stateful} keeps a state" if self.stateful else self.varies
+
+    @property
+    def moment(self) -> object:
+        """What else determines a result: transform, trigger, step, epoch, switches."""
+        item, clock = self.intervention, self.attachment.clock
+        return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
+
+    # Life cycle.
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.attachment.clock.step
+
+    def hook_at(self, site: str) -> SiteHook:
+        """Return the hook of a site, always the same."""
+        if site not in self.hooks:
+            self.hooks[site] = SiteHook(self, site)
+        return self.hooks[site]
+
+    def note(self, text: str) -> None:
+        """Record a warning that is told when the surgery ends."""
+        note = f"{self.label}: {text}"
+        if note not in self.notes and note not in self.attachment.warned:
+            self.notes.append(note)
+
+    def close(self) -> None:
+        """Pass all gradients unchanged from now on: functions on built graphs stay there.
+
+        They keep this object, which must refer neither to the hooks nor to the attachment then.
+        """
+        self.is_on, self.is_idle, self.fast_path = False, True, None
+        self.end_checks.clear()
+        for hook in self.hooks.values():
+            hook.close()
+        self.hooks.clear()
+        vars(self).pop("attachment", None)
+
+
+def _facts_of(label: str, transform: Transform) -> Facts:
+    trusted, properties = is_trusted(transform), transform.properties
+    # Whether a user's transform is differentiable need not be declared.
+    refuses_graph = trusted and "differentiable" not in properties
+    apply = transform.apply if isinstance(transform, Stateless) else None
+    return Facts(label, transform, apply, trusted, "elementwise" in properties, refuses_graph)
+
+
+def is_trusted(transform: Transform) -> bool:
+    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
+
+    Results of other transforms are checked at every gradient.
+    """
+    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
+        return False
+    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
+    parts = [part for value in values for part in value if isinstance(part, Transform)]
+    return all(is_trusted(part) for part in parts)
