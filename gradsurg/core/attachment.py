@@ -21,7 +21,7 @@ from gradsurg.effects.ledger import Ledger
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import NO_GRADIENT, ReadTensor
+from gradsurg.sites.base import NO_GRADIENT, ReadTensor, Stage
 from gradsurg.sites.call_graphs import meets_more
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import after_backward
@@ -276,13 +276,10 @@ class Attachment:
 
     def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
         """See `Door.refuse`."""
-        leaves = [
-            (leaf, operation.stage)
-            for operation in self.operations
-            for leaf in operation.query.leaves
-        ]
-        leaf, stage = next(pair for pair in leaves if pair[0].kind_at(pair[1]) == kind)
-        raise refusal(leaf, context, site, stage, **found)
+        operation = self._at(kind)[0]
+        stage: Stage = operation.stage
+        leaf = next(leaf for leaf in operation.query.leaves if leaf.kind_at(stage) == kind)
+        raise refusal(leaf, context, site, operation.stage, **found)
 
     # Helpers.
 
