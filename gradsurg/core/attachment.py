@@ -3,37 +3,41 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from threading import RLock
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from gradsurg.core.first_steps import ENOUGH, FirstSteps
 from gradsurg.core.intervention import Intervention, labels_of
-from gradsurg.core.new_list_hook import ListHook
-from gradsurg.core.new_site_hook import Joint, SiteHook
+from gradsurg.core.list_hook import ListHook
 from gradsurg.core.operation import Operation
-from gradsurg.core.session import DETACHED, warn_user
+from gradsurg.core.silence import ending
+from gradsurg.core.site_hook import Joint, SiteHook
 from gradsurg.effects.effects import Effects
-from gradsurg.effects.ledger import Ledger
+from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.base import NO_GRADIENT, ReadTensor, Stage
-from gradsurg.sites.call_graphs import meets_more
+from gradsurg.sites.call_graphs import after_backward, meets_more
+from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.contexts import refusal
-from gradsurg.sites.graph_tracer import after_backward
-from gradsurg.sites.places import Kind, Leaves, Named, Place, Query, Shared
-from gradsurg.sites.selection import one_scan
+from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, ReadTensor, Stage
+from gradsurg.sites.selection import TRACED, one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import TransformState
-from gradsurg.triggers.base import Clock
+from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
-Item = tuple[Intervention, Query]
-"""An intervention, and the query that picks its places."""
+if TYPE_CHECKING:
+    from gradsurg.multitask.backward import MultiTaskBackward
+    from gradsurg.multitask.conflict import Conflicts
+
+DETACHED = "the block has ended, and with it the surgery: attach it again"
 
 
 class Attachment:
@@ -43,7 +47,7 @@ class Attachment:
     another until `close`. It is the `Door` of all kinds; `stack` takes the removals of the hooks of
     the kind that is being watched. Of several interventions at one place the hooks act in order, as
     one hook of PyTorch. `shadow` measures effects and applies nothing; `rank` is the number of this
-    process among several.
+    process among `processes`; `is_compiled` says that the compiled form of the model was attached.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Attachment:
         processes: int = 1,
         conflict_every: int = 1,
         shadow: bool = False,
+        is_compiled: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self._model: ref[nn.Module] | None = ref(model)
@@ -66,26 +71,42 @@ class Attachment:
         self.seed, self.rank, self.processes, self.shadow = seed, rank, processes, shadow
         self.conflict_every, self.scaler = conflict_every, scaler
         self.factor = 1.0  # of the losses of `live.backward`
+        self.ledger, self.steps, self.leaves = Ledger(), OptimizerSteps(), Leaves()
         self.warned: set[str] = set()
-        self.ledger, self.steps = Ledger(), OptimizerSteps()
-        self.stack, self.leaves = ExitStack(), Leaves()
+        self.removed: list[str] = []  # the notes of interventions that were removed
+        self.is_compiled = is_compiled
         self.operations: list[Operation] = []
+        self.aggregators: dict[str, Intervention] = {}  # by label
+        self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
+        self.first_steps: FirstSteps | None = None
+        self.start = self.clock.step, self.clock.counted_epochs
+        self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
         self._ended = ExitStack()  # the hook that checks the places after the first forward
         self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
         self._wanted: dict[Place, list[Operation]] = {}
-        self._parts: dict[tuple[SiteHook, ...], Joint] = {}
+        self._joints: dict[tuple[SiteHook, ...], Joint] = {}
         self._owners: dict[object, tuple[SiteHook, ...]] = {}  # by the function that PyTorch has
         effects.begin(self.clock.step)
+
+    # What hooks and kinds read.
 
     @property
     def is_open(self) -> bool:
         """Whether the surgery is attached."""
         return self._model is not None
 
-    def check_attached(self) -> None:
+    @property
+    def model(self) -> nn.Module:
+        """The model. Raises RuntimeError if the surgery is detached."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError(DETACHED)
+        return model
+
+    def check_open(self) -> None:
         """Raise RuntimeError if the surgery is detached."""
         if not self.is_open:
             raise RuntimeError(DETACHED)
@@ -111,6 +132,27 @@ class Attachment:
             self.warned.add(key or text)
             warn_user(text)
 
+    @cached_property
+    def conflicts(self) -> "Conflicts":
+        """How much the gradients of the tasks of `live.backward` conflict, at measured steps."""
+        from gradsurg.multitask.conflict import Conflicts
+
+        return Conflicts()
+
+    @cached_property
+    def multi_task(self) -> "MultiTaskBackward":
+        """The aggregators, and the backward passes of several losses; made when it is needed."""
+        from gradsurg.multitask.backward import MultiTaskBackward
+
+        multi_task = MultiTaskBackward(self, self.conflicts)
+        self.at_tick.append(multi_task.after_step)
+        return multi_task
+
+    @property
+    def has_multi_task(self) -> bool:
+        """Whether `multi_task` was needed."""
+        return "multi_task" in vars(self)
+
     def first_gradient(self, hook: SiteHook) -> None:
         """Note the first gradient of a site, before the transform gets it."""
 
@@ -120,64 +162,117 @@ class Attachment:
     # Changes, for the handle.
 
     @property
-    def model(self) -> nn.Module:
-        """The model. Raises RuntimeError if the surgery is detached."""
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise RuntimeError(DETACHED)
-        return model
+    def labels(self) -> list[tuple[str, ...]]:
+        """The labels of the links of each intervention, aggregators last."""
+        return [
+            *(each.labels for each in self.operations),
+            *((label,) for label in self.aggregators),
+        ]
 
-    def add(self, *items: Item) -> None:
+    def add(self, *interventions: Intervention) -> None:
         """Attach interventions, all or none of them.
 
-        Raises LookupError, listing the names, if a query picks nothing; after the first forward if
-        places are known only then.
+        Raises LookupError, listing the names, if a selector picks nothing; after the first forward
+        if places are known only then.
         """
-        self._check_idle()
-        operations = [*self.operations]
-        for intervention, query in items:
-            labels = labels_of(intervention, [each.labels for each in operations])
-            operations.append(Operation(self, intervention, query, labels))
-            for flag in intervention.flags:
-                self.clock.flags.setdefault(flag.flag, flag.on)
-        self._change(operations)
+        operations, labels = [*self.operations], self.labels
+        for intervention in interventions:
+            self.check(intervention, operations)
+            labels.append(labels_of(intervention, labels))
+            operations.append(Operation(self, intervention, labels[-1]))
+        if any(each.named_tasks for each in operations):
+            self.multi_task.keep_buffers()
+        before = self.operations
+        try:
+            self._watch(operations)
+        except BaseException:
+            for each in operations:
+                if each not in before:
+                    self.forget(each)
+            self._watch(before)
+            raise
 
-    def remove(self, label: str) -> None:
+    def add_aggregator(self, intervention: Intervention) -> None:
+        """Attach an aggregator. Raises as `Intervention` and `SharedParameters` say."""
+        from gradsurg.multitask.shared_parameters import SharedParameters
+
+        aggregator, at = intervention.aggregator, intervention.at
+        assert aggregator is not None
+        assert isinstance(at, SharedParameters)
+        self.check(intervention, self.operations)
+        (label,) = labels_of(intervention, self.labels)
+        self.multi_task.add(label, aggregator, at, intervention.when)
+        self.aggregators[label] = intervention
+        self.begin_flags(intervention)
+
+    def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""
-        gone = self._find(label)
-        if label != gone.label:
-            raise LookupError(f"'{label}' is a link of '{gone.label}': remove the whole")
-        self._change([each for each in self.operations if each is not gone])
-        for key in [*self.states]:
-            if key.partition("/")[0] in (gone.label, *gone.labels):
-                del self.states[key]
-        for entry in self.ledger.of(gone.label):
-            self.ledger.forget(gone.label, entry.site)
+        self.removed += ending(operation)
+        self._watch([each for each in self.operations if each is not operation])
+        self.forget(operation)
 
-    def set(self, label: str, intervention: Intervention) -> None:
+    def forget(self, operation: Operation) -> None:
+        """Drop the states, the empty sites and the observations of an intervention."""
+        for key in [*self.states]:
+            if key.partition("/")[0] in (operation.label, *operation.labels):
+                del self.states[key]
+        for entry in self.ledger.of(operation.label):
+            self.ledger.forget(operation.label, entry.site)
+        self._drop_observations(operation.trigger)
+
+    def set(self, operation: Operation, intervention: Intervention) -> None:
         """Set another transform with as many links, or another trigger, at the same places.
 
         The states of the transforms stay, those of another trigger are dropped.
         """
-        changed = self._find(label)
-        if intervention.when is not changed.trigger:
-            prefix = f"{changed.label}/"
+        self.check(intervention, [each for each in self.operations if each is not operation])
+        trigger = operation.trigger
+        if intervention.when is not trigger:
+            prefix = f"{operation.label}/"
             for key in [key for key in self.states if key.startswith(prefix)]:
                 if key.endswith("/when"):
                     del self.states[key]
-        changed.set(intervention)
-        self._change(self.operations)
+        if intervention.operator != operation.intervention.operator:
+            self.warned.discard(f"{operation.label} acts on parts")
+        operation.set(intervention)
+        if intervention.when is not trigger:
+            operation.observe(self.model)
+            self._drop_observations(trigger)
+        self._watch(self.operations)
 
-    def bind(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Count the steps of an optimizer, of several the first."""
-        self.steps.bind(optimizer, None, WeakMethod(self.tick))
+    def bind(
+        self, optimizer: Optimizer | Sequence[Optimizer], clock: Optimizer | None = None
+    ) -> None:
+        """Use these optimizers from now on, in the place of earlier ones; states are kept."""
+        self.steps.bind(optimizer, clock, WeakMethod(self.tick))
+        for operation in self.operations:
+            operation.set(operation.intervention)
+        if self.operations:
+            try:
+                self._watch(self.operations)
+            except BaseException:
+                self.steps.close()
+                raise
 
     def tick(self) -> None:
         """Count a step of the optimizer."""
-        self.clock.step += 1
-        self.effects.begin(self.clock.step)
+        for act in [*self.at_tick]:
+            act()
+        clock = self.clock
+        clock.step += 1
+        clock.backwards = 0
+        clock.error, clock.batch = None, {}
+        self.effects.begin(clock.step)
+        if (first := self.first_steps) is not None:
+            if clock.step - self.start[0] <= ENOUGH:
+                first.count()
+            else:  # past them, also by a state that was loaded or a stack, which counts by itself
+                first.close()
+                self.first_steps = None
         for operation in self.operations:
             operation.begin_step()
+            if operation.examples is not None:
+                operation.examples.end_step()
 
     def load_states(self) -> None:
         """Use the states and the step that were loaded into `states` and `clock`."""
@@ -191,17 +286,22 @@ class Attachment:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
         if self._model is None:
             return
-        for operation in self.operations:
-            operation.close()
         with ExitStack() as stack:  # all of them, also if removing one fails
-            for each in (*self._stacks.values(), self._ended):
+            for each in (*self._stacks.values(), self._ended, self.leaves, self._shared):
                 stack.callback(each.close)
-            stack.callback(self.leaves.close)
-            stack.callback(self._shared.close)
             stack.callback(self.steps.close)
-        self._model, self.operations = None, []
-        for table in (self._stacks, self._met, self._wanted, self._parts, self._owners):
+            if self.first_steps is not None:
+                stack.callback(self.first_steps.close)
+            if self.has_multi_task:
+                stack.callback(vars(self).pop("multi_task").close)
+            for operation in self.operations:
+                stack.callback(operation.close)
+        self._model, self.scaler, self.operations = None, None, []
+        self.at_tick.clear()
+        for table in (self._stacks, self._met, self._wanted, self._joints, self._owners):
             table.clear()
+        self.clock.observations.clear()
+        self.clock.error, self.clock.batch = None, {}
         self.ledger.settle()
 
     # The door, for kinds of site.
@@ -230,12 +330,6 @@ class Attachment:
             hook.entry.skipped = ""
         return joint
 
-    def none(self, place: Place, why: str) -> None:
-        """See `Door.none`."""
-        if self.wants(place):
-            for operation in self._wanted[place]:
-                self.ledger.enter(operation.label, place.site, skipped=why)
-
     def meet_all(
         self,
         places: Sequence[Place],
@@ -255,6 +349,12 @@ class Attachment:
             if any(hooks):
                 found.append(ListHook(operation, hooks, values, gradients, skip))
         return found
+
+    def none(self, place: Place, why: str) -> None:
+        """See `Door.none`."""
+        if self.wants(place):
+            for operation in self._wanted[place]:
+                self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
     def note(self, kind: Kind, text: str) -> None:
         """See `Door.note`."""
@@ -278,8 +378,27 @@ class Attachment:
         """See `Door.refuse`."""
         operation = self._at(kind)[0]
         stage: Stage = operation.stage
-        leaf = next(leaf for leaf in operation.query.leaves if leaf.kind_at(stage) == kind)
-        raise refusal(leaf, context, site, operation.stage, **found)
+        leaf = next(leaf for leaf in operation.leaves if leaf.kind_at(stage) == kind)
+        raise refusal(leaf, context, site, stage, **found)
+
+    # The ledger: near names at which no place was met.
+
+    def expect_unmet(self, operation: Operation) -> None:
+        """Enter into the ledger the near names at which no place was met."""
+        rejected = {place.site for place in operation.memory.rejected}
+        rejected |= {place.whole for place in operation.memory.rejected}
+        known = {entry.site for entry in self.ledger.of(operation.label)}
+        for leaf in operation.leaves:
+            kind = leaf.kind_at(operation.stage)
+            for named in () if kind.known_at == "watch" else kind.things(self.model):
+                near = [name for name in named.names if (kind, name) in operation.near]
+                if not near or any((kind, name) in operation.met for name in named.names):
+                    continue
+                site, first = leaf.expected(near[0]), named.names[0]
+                if site and site not in rejected | known:
+                    is_other = near[0] != first and isinstance(named.thing, nn.Module)
+                    why = f"another name of {first}, which names its first call" * is_other
+                    self.ledger.enter(operation.label, site, skipped=why).is_other_name = is_other
 
     # Helpers.
 
@@ -290,8 +409,9 @@ class Attachment:
     def _picking(self, place: Place) -> Iterator[Operation]:
         """Yield the interventions that pick a place."""
         for operation in self.operations:
-            if operation.query.fits(place, operation.memory):
+            if operation.at.fits(place, operation.memory):
                 operation.memory.has_picked = True
+                operation.met.add((place.kind, place.names[0]))
                 yield operation
             else:
                 operation.memory.rejected[place] = None
@@ -311,10 +431,10 @@ class Attachment:
         if not hooks:
             return None
         key = tuple(hooks)
-        if key not in self._parts:
-            self._parts[key] = joint = Joint(hooks)
+        if key not in self._joints:
+            self._joints[key] = joint = Joint(hooks)
             self._owners[joint.call] = key
-        return self._parts[key]
+        return self._joints[key]
 
     def _new_at(self, tensor: Tensor, joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; the sites of others are names of one place.
@@ -332,37 +452,56 @@ class Attachment:
                 self.ledger.enter(hook.operation.label, first.entry.site, [hook.entry.site])
         return self._join([hook for hook in joint.hooks if hook.operation not in acting])
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
         """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
-        if self._model is None:
-            raise RuntimeError(DETACHED)
+        self.check_open()
         if autograd.in_backward():
             raise RuntimeError(
                 "inside a backward pass: add, remove and change interventions before or after it"
             )
 
-    def _find(self, label: str) -> Operation:
+    def find(self, label: str) -> Operation:
         """The intervention with this label, or with a link of this label.
 
-        Raises LookupError, with the nearest label, if there is none.
+        Raises LookupError, with the nearest label, if there is none, ValueError for an aggregator.
         """
-        self._check_idle()
+        self.check_idle()
         for operation in self.operations:
             if label in (operation.label, *operation.labels):
                 return operation
+        if label in self.aggregators:
+            raise ValueError(f"'{label}' is an aggregator, and stays as it is until the block ends")
         listed = nearest(label, [operation.label for operation in self.operations])
         raise LookupError(f"there is no intervention '{label}'. {listed}")
 
-    def _change(self, operations: list[Operation]) -> None:
-        """Watch for these interventions; if that fails, for those of before."""
-        before = self.operations
-        try:
-            self._watch(operations)
-        except BaseException:
-            self._watch(before)
-            raise
+    def check(self, intervention: Intervention, others: Iterable[Operation]) -> None:
+        """Raise an error for an intervention that cannot act beside `others`."""
+        if self.scaler is not None:
+            intervention.check_loss_scale(self.scaler)
+        if intervention.aggregator is None:
+            intervention.check_sites(self.model)
+        if not intervention.flags:
+            return
+        items = [*(each.intervention for each in others), *self.aggregators.values()]
+        first = {flag.flag: flag.on for item in items for flag in item.flags}
+        for flag in intervention.flags:
+            if first.setdefault(flag.flag, flag.on) != flag.on:
+                raise ValueError(f"{flag!r}: another trigger has this switch as on={not flag.on}")
+
+    def begin_flags(self, intervention: Intervention) -> None:
+        """Set the switches that a trigger reads, unless they are known."""
+        for flag in intervention.flags:
+            self.clock.flags.setdefault(flag.flag, flag.on)
+
+    def _drop_observations(self, trigger: Trigger) -> None:
+        """Drop the observations of a trigger, unless another intervention reads the same."""
+        others = [part for each in self.operations for part in each.trigger.parts]
+        for part in trigger.parts:
+            if isinstance(part, TensorTrigger) and part not in others:
+                self.clock.observations.pop(part, None)
 
     def _watch(self, operations: list[Operation]) -> None:
+        """Register the hooks for these interventions, in the place of those for the present."""
         model = self.model
         for gone in {*self.operations} - {*operations}:
             gone.close()
@@ -375,8 +514,9 @@ class Attachment:
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
                 if operation not in self.operations:
-                    operation.near = operation.query.search(things, operation.memory)
-                    operation.query.check(things, operation.memory)
+                    operation.near = operation.at.search(things, operation.memory)
+                    operation.at.check(things, operation.memory)
+                    operation.observe(model)
             self.operations = operations
             for kind in kinds:
                 self._watch_kind(kind, things[kind])
@@ -401,7 +541,7 @@ class Attachment:
         for operation in self.operations:
             if all(kind.known_at == "watch" for kind in operation.kinds):
                 self._check_count(operation)
-            elif operation.query.count is not None or not operation.placed:
+            elif operation.at.count is not None or not operation.placed:
                 waiting.append(operation)
         if not waiting:
             return
@@ -409,7 +549,10 @@ class Attachment:
         @compiling.untraced
         def ended(module: nn.Module, args: object, output: object) -> None:
             is_whole = torch.is_grad_enabled() and not autograd.in_backward()
-            if is_whole and not compiling.in_jit_trace() and waiting:
+            if is_whole and compiling.in_jit_trace():
+                for each in waiting:
+                    each.note(TRACED)
+            elif is_whole and waiting:
                 checked = [*waiting]
                 waiting.clear()
                 handle.remove()
@@ -420,25 +563,29 @@ class Attachment:
 
     def _check_after_forward(self, operations: Iterable[Operation], output: object) -> None:
         for operation in operations:
-            query, memory = operation.query, operation.memory
+            selector, memory = operation.at, operation.memory
             in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
             may_meet_nodes = self._shared.has_graphless and meets_more(output, by_gradient=False)
-            if query.count is None:
+            if selector.count is None:
                 unmet = memory.rejected and not memory.has_picked
-                if unmet and (error := query.nothing_met(memory, may_meet_nodes)):
+                if unmet and (error := selector.nothing_met(memory, may_meet_nodes)):
                     raise error
             elif meets_more(output, in_backward):
+                operation.awaits_backward = True
                 after_backward(output, lambda late=operation: self._check_count(late))
             else:
                 self._check_count(operation)
 
     def _check_count(self, operation: Operation) -> None:
         """Raise SelectionError if another number of places was met than `expect` asks for."""
-        wanted, sites = operation.query.count, [*operation.placed]
+        if not operation.is_on:
+            return
+        operation.awaits_backward = False
+        wanted, sites = operation.at.count, [*operation.placed]
         if wanted is not None and len(sites) != wanted:
             listed = ", ".join(sites) or "none"
             text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
-            raise SelectionError(operation.query, "count", text, operation.label)
+            raise SelectionError(operation.at, "count", text, operation.label)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, cast
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class FirstSteps:
         self, params: Iterable[Tensor], steps: OptimizerSteps, tell: Callable[[int], None]
     ) -> None:
         self._steps = steps
-        self._tell: WeakMethod[Callable[[int], None]] | None = WeakMethod(tell)
+        self._tell: Callable[[int], None] | None = tell
         self._seen: dict[int, _Seen] = {}  # the watched parameters that had a gradient
         self._counted = 0
         self._stack = ExitStack()
@@ -76,7 +75,7 @@ class FirstSteps:
         return id(param) in held or held.isdisjoint(self._watched)
 
     def _end(self) -> None:
-        tell = None if self._tell is None else self._tell()
+        tell = self._tell
         self.close()
         if tell is not None:
             tell(self._counted)

@@ -1,21 +1,21 @@
 """`gs.hook`: apply a transform at one tensor or one autograd node, without a model."""
 
 import warnings
+from collections.abc import Sequence
 from itertools import count
 from types import TracebackType
 from typing import Self
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.core.attached import Attached
+from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import GradCallable, Intervention, labels_of
-from gradsurg.core.session import Session
+from gradsurg.core.operation import Operation
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
-from gradsurg.sites.base import apply_hooks
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import Need, Transform, as_transform
 
@@ -82,12 +82,20 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     intervention = Intervention(wrapped)
     if intervention.scope == "group":
         raise ValueError(f"{transform!r} needs all gradients of a group at once; a hook has one")
-    session = Session(Effects(every=0))
-    attached = Attached(intervention, labels_of(intervention), session)
+    # Hooks hold the attachment, which is without a model here.
+    attachment = Attachment(nn.Identity(), Effects(every=0))
+    operation = Operation(attachment, intervention, labels_of(intervention))
     if isinstance(place, Tensor):
-        hook = attached.hook_at(f"tensor{next(_numbers)}", ref(place))
-        return Hooked(place.register_hook(hook), session.ledger, attached.label)
+        call, held = operation.hook_at(f"tensor{next(_numbers)}").call, ref(place)
+        handle = place.register_hook(lambda grad: call(grad, held()))
+        return Hooked(handle, attachment.ledger, operation.label)
     name, count = place.name(), len(autograd.outputs_of(place))
-    hooks = [attached.hook_at(f"{name}{next(_numbers)}.{index}") for index in range(count)]
-    handle = place.register_prehook(lambda grads: apply_hooks(hooks, grads))
-    return Hooked(handle, session.ledger, attached.label)
+    calls = [operation.hook_at(f"{name}{next(_numbers)}.{index}").call for index in range(count)]
+
+    def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        results = [call(grad) for call, grad in zip(calls, grads, strict=True)]
+        return tuple(
+            grad if result is None else result for result, grad in zip(results, grads, strict=True)
+        )
+
+    return Hooked(place.register_prehook(prehook), attachment.ledger, operation.label)

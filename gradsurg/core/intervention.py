@@ -13,11 +13,9 @@ from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
-from gradsurg.sites.base import SCALED, Selector, Stage
 from gradsurg.sites.parameters import Parameters
+from gradsurg.sites.places import SCALED, Selector, Stage
 from gradsurg.sites.selection import names_of, params_of
-from gradsurg.sites.updates import Updates
-from gradsurg.sites.weights import Weights
 from gradsurg.transforms.base import (
     SKIPPED,
     SPARSE_RULE,
@@ -133,7 +131,7 @@ class Intervention:
     @property
     def acts_on_parameters(self) -> bool:
         """Whether all its sites are parameters."""
-        return all(isinstance(kind, Parameters) for kind in self.at.kinds)
+        return all(isinstance(leaf, Parameters) for leaf in self.at.leaves)
 
     @property
     def differs_from_sum(self) -> bool:
@@ -181,22 +179,25 @@ class Intervention:
                 advice = "Use a precision that needs no loss scale, as bfloat16"
             raise ValueError(f"{error}. {advice}.")
 
-    def check_sites(self, model: nn.Module, sites: Sequence[str]) -> None:
-        """Raise ValueError if it cannot act at these sites of the model.
+    def check_sites(self, model: nn.Module) -> None:
+        """Raise ValueError if it cannot act at its sites of the model.
 
         That is, if a `per` does not fit a parameter, a gradient will be sparse, or the gradients of
         single examples are unknown there.
         """
-        if any(isinstance(part, TABLES) and part.sparse for part in names_of(model)):
-            self._check_sparse(model, sites)
+        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
+        trigger = next((part for part in parts if part.source == "grad"), None)
+        dense = self.operator if not acts_on_values(self.operator) else trigger
+        if dense is not None and self.at.changed_tensors == "gradients":
+            self._check_sparse(model, dense)
         if "examples" in self.needs:
-            _check_examples(model, sites)
+            _check_examples(model, self.at.find(model))
         pairs = [(link, getattr(link, "per", None)) for link in self.links]
         links = [(link, per) for link, per in pairs if isinstance(per, str)]
         is_used = (links or self.checking_links) and self.acts_on_parameters
         if not is_used:
             return
-        params = params_of(model)
+        params, sites = params_of(model), self.at.find(model)
         for link in self.checking_links:
             link.check_parameters({site: params[site] for site in sites})
         for link, per in links:
@@ -206,15 +207,12 @@ class Intervention:
                 except ValueError as error:
                     raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
 
-    def _check_sparse(self, model: nn.Module, sites: Sequence[str]) -> None:
-        """Raise ValueError if it cannot act on a gradient that will be sparse.
+    def _check_sparse(self, model: nn.Module, dense: Transform | Trigger) -> None:
+        """Raise ValueError if a gradient will be sparse, which a transform or a trigger refuses.
 
         The gradient of a parameter that other modules use too is their dense sum.
         """
-        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
-        trigger = next((part for part in parts if part.source == "grad"), None)
-        refused = self.operator if not acts_on_values(self.operator) else trigger
-        if refused is None or isinstance(self.at, Weights | Updates):
+        if not any(isinstance(part, TABLES) and part.sparse for part in names_of(model)):
             return
         uses: dict[Tensor, bool] = {}  # whether the gradients of all uses are sparse
         for module in model.modules():
@@ -222,10 +220,10 @@ class Intervention:
             for param in module.parameters(recurse=False):
                 uses[param] = uses.get(param, True) and is_sparse
         params = params_of(model)
-        for site in sites:
+        for site in self.at.find(model):
             if site in params and uses[params[site]] and params[site].requires_grad:
                 raise ValueError(
-                    f"{refused!r}: the gradient of '{site}' is sparse, and {SPARSE_RULE}"
+                    f"{dense!r}: the gradient of '{site}' is sparse, and {SPARSE_RULE}"
                 )
 
     def changed(

@@ -1,19 +1,19 @@
 """One intervention while it is attached: its trigger's answer, its places, and its hooks."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 
 from gradsurg.core.intervention import Intervention
-from gradsurg.core.new_site_hook import SiteHook, many_at_once
-from gradsurg.sites.base import AVERAGED, Stage
-from gradsurg.sites.places import Ask, Memory, Near, Query
+from gradsurg.core.observers import observe, observe_output_gradient
+from gradsurg.core.site_hook import SiteHook, many_at_once
+from gradsurg.sites.places import AVERAGED, Ask, Kind, Memory, Near, Stage
 from gradsurg.sites.wrapped_models import of_first_process
-from gradsurg.torch_internals import autograd, random_state
+from gradsurg.torch_internals import autograd, compiling, random_state
 from gradsurg.transforms.base import (
     Function,
     Stateless,
@@ -73,30 +73,33 @@ class Operation:
     steps of `shadow` that are not measured. `named_tasks` are the parts of the trigger that name a
     task of `live.backward`; `has_several_tasks` says that it sends one gradient a task.
 
-    `hooks` are those of the sites met, `near` the names whose places must be met, `placed` the
-    sites at which PyTorch has a hook.
+    `hooks` are those of the sites met, `near` the names whose places must be met, `met` those at
+    which one was picked, `placed` the sites at which PyTorch has a hook.
     """
 
     def __init__(
         self,
         attachment: "Attachment",
         intervention: Intervention,
-        query: Query,
         labels: Sequence[str],
     ) -> None:
-        self.attachment, self.query, self.labels = attachment, query, tuple(labels)
+        self.attachment, self.labels = attachment, tuple(labels)
         self.label = " -> ".join(labels)
+        self.at, self.leaves = intervention.at, intervention.at.leaves
         self.stage: Stage = intervention.stage
         self.memory = Memory(intervention.stage)
-        kinds = (leaf.kind_at(self.stage) for leaf in query.leaves)
-        self.kinds = tuple(dict.fromkeys(kinds))
+        self.kinds = tuple(dict.fromkeys(leaf.kind_at(self.stage) for leaf in self.leaves))
         self.hooks: dict[str, SiteHook] = {}
         self.near: Near = frozenset()
+        self.met = set[tuple[Kind, str]]()
         self.placed: dict[str, None] = {}
         self.notes: list[str] = []
         self.end_checks: list[Callable[[], str]] = []
         self.examples: ExampleSource | None = None
         self.has_several_tasks = False
+        self.observers = ExitStack()  # the forward hooks for the trigger and the transform
+        self.was_compiled = compiling.has_compiled()  # something, before the hooks were there
+        self.awaits_backward = False  # whether a backward pass will show the number of its places
         self.is_on = True
         self.skipped_nodes: Collection[Node] = ()
         self.set(intervention)
@@ -308,6 +311,25 @@ class Operation:
             self.hooks[site] = SiteHook(self, site)
         return self.hooks[site]
 
+    def observe(self, model: nn.Module) -> None:
+        """Hook the modules that the trigger and the transform read in a forward."""
+        item, clock = self.intervention, self.attachment.clock
+        self.observers.close()
+        self.attachment.begin_flags(item)
+        if (changed := self.at.changed_tensors) != "gradients":
+            self.attachment.effects.others[self.label] = changed
+        if item.forward_triggers:
+            observe(item.forward_triggers, model, clock, self.observers, self.note)
+        if "error" in item.needs:
+            observe_output_gradient(model, clock, self.observers)
+        if "examples" in item.needs:
+            # Imported only by the few surgeries that need it.
+            from gradsurg.per_example.gradients import ExampleSource
+            from gradsurg.per_example.recorder import Recorder
+
+            recorder = Recorder(model, self.observers)
+            self.examples = ExampleSource(recorder, self.attachment, item.links[0])
+
     def note(self, text: str) -> None:
         """Record a warning that is told when the surgery ends."""
         note = f"{self.label}: {text}"
@@ -321,6 +343,7 @@ class Operation:
         """
         self.is_on, self.is_idle, self.fast_path = False, True, None
         self.end_checks.clear()
+        self.observers.close()
         for hook in self.hooks.values():
             hook.close()
         self.hooks.clear()

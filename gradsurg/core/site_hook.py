@@ -1,31 +1,28 @@
-"""One intervention at one site: its `call` is the only callable that autograd sees."""
+"""One intervention at one place: trigger, transform, check, count, measure."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
-from gradsurg.core.firing import Firing, many_at_once
-from gradsurg.core.intervention import Intervention
-from gradsurg.core.session import Session
-from gradsurg.effects.ledger import Entry
-from gradsurg.sites.base import AVERAGED, ReadTensor, SiteFn, Stage
+from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
     SPARSE_RULE,
-    Function,
     LayerCall,
-    Stateless,
     Transform,
     TransformContext,
     TransformState,
     acts_on_values,
 )
 
+if TYPE_CHECKING:
+    from gradsurg.core.operation import Facts, Operation
+
 NO_STATE: TransformState = {}
-"""The state of a site before its first gradient; compared by identity."""
+"""The state of a transform that has none."""
 
 UNCHECKED = object()
 """Instead of the configuration for which a hook was checked; not None, as a closed fast path is."""
@@ -37,156 +34,90 @@ WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward",
 """Stages whose results others may write to: they end up in `.grad` or with the user."""
 
 
-class Owner(Protocol):
-    """The attached intervention of a hook."""
-
-    session: Session
-    firing: Firing
-    intervention: Intervention
-    labels: tuple[str, ...]
-    stage: Stage
-
-    @property
-    def examples(self) -> "Examples | None":
-        """Makes the gradients of single examples, for a transform that needs them."""
-        ...
-
-    def note_repeat(self, hook: "SiteHook", call: int) -> None:
-        """Note a further gradient of the same step at one site."""
-
-    def note_first(self, hook: "SiteHook") -> None:
-        """Notice at the first gradient of a site what may change it a second time."""
-
-
-class Examples(Protocol):
-    """Makes the gradients of the single examples of a step."""
-
-    def of_group(self, sites: Sequence[str], grads: Sequence[Tensor]) -> Any: ...
-
-
-class Link:
-    """One transform of an intervention at one site, with its state there.
-
-    An intervention has several links if its transform is a `Chain`.
-    """
-
-    __slots__ = (
-        *("_key", "_states", "apply", "context", "refuses_graph", "is_simple", "is_tried"),
-        *("is_trusted", "keeps_shape", "label", "shape", "slot", "state", "transform", "update"),
-    )
-
-    def __init__(self, label: str, transform: Transform, owner: Owner, entry: Entry) -> None:
-        session = owner.session
-        self.label = label
-        self.slot = session.effects.slot(label, entry)
-        self._key, self._states = f"{label}/{entry.site}", session.states
-        rank = 0 if owner.stage in AVERAGED else session.rank
-        self.context = TransformContext(
-            entry.site, NO_STEP, seed=session.seed, backward=session.clock, rank=rank, label=label
-        )
-        self.state = self._states.get(self._key, NO_STATE)
-        self.shape: torch.Size | None = None  # of the gradient that the state was last checked for
-        self.set(transform)
-
-    def load(self) -> None:
-        """Take over the state of the session."""
-        self.state = self._states.get(self._key, NO_STATE)
-        self.shape = None
-
-    def set(self, transform: Transform) -> None:
-        """Set the transform; the state stays."""
-        self.transform = transform
-        self.is_tried = False  # whether it was called, and drew from no global generator
-        self.apply = transform.apply if isinstance(transform, Stateless) else None
-        self.update = transform.update
-        # The shape was checked at the first gradient; an elementwise transform keeps it.
-        self.keeps_shape = "elementwise" in transform.properties
-        self.is_trusted = is_trusted(transform)
-        # Whether a user's transform is differentiable need not be declared.
-        self.refuses_graph = self.is_trusted and "differentiable" not in transform.properties
-        needs_least = self.is_trusted and not self.refuses_graph
-        self.is_simple = needs_least and self.apply is not None
-
-    def watched(self, device: torch.device) -> AbstractContextManager[None]:
-        """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
-        if self.is_trusted or self.is_tried:
-            return nullcontext()
-        self.is_tried = True
-        return random_state.untouched(
-            f"{self.label}: {self.transform!r}",
-            device,
-            "Draw from context.generator(grad.device), which `apply(grad, context)` of a Transform "
-            "has: it is seeded by (seed, site, step).",
-        )
-
-    def store(self, state: TransformState, fires: Tensor | None) -> None:
-        """Store the next state.
-
-        A trigger evaluated on the device, `fires`, chooses between the next state and the old one.
-        """
-        if fires is not None and state:
-            before = self.state
-            if state.keys() != before.keys():
-                raise TypeError(
-                    f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and "
-                    f"init() made {', '.join(before) or 'none'}: init() must make all of it, "
-                    "because the trigger may keep the state of before"
-                )
-            state = {name: torch.where(fires, new, before[name]) for name, new in state.items()}
-        self.keep(without_graph(state))
-
-    def keep(self, state: TransformState) -> None:
-        """Take over a next state that has no graph."""
-        self.state = state
-        if state:
-            self._states[self._key] = state
-
-
 class SiteHook:
     """One intervention at one site.
 
-    `call` maps a gradient to the new one, or to None if it is unchanged. `value` returns the tensor
-    whose gradient passes; at `Updates`, where an update passes, `gradient` returns the gradient
-    that it was made from. The first gradient of each configuration takes the slow path, which
+    `call` maps a gradient to the new one, or to None if it is unchanged: it is the only function
+    that autograd sees. Of its arguments besides the gradient a kind of site hands over those that
+    the `Operation` asks for. The first gradient of each configuration takes the slow path, which
     checks the result in full; later ones take the fast path while `checked_for` is the `fast_path`
-    of the intervention's `Firing`: then its trigger is known to fire, and the transform needs only
-    the gradient. `entering` are the gradients that entered the node which a gradient leaves.
+    of the operation: then its trigger is known to fire, and the transform needs only the gradient.
+    `contexts`, `keys` of the states, `slots` of the effects and `shapes` of the gradients for which
+    states were checked have an entry for each link.
     """
 
-    __slots__ = ("call", "checked_for", "entry", "gradient", "links", "owner", "single", "value")
+    __slots__ = (
+        *("_simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
+        *("shapes", "slots"),
+    )
 
-    def __init__(self, owner: Owner, entry: Entry) -> None:
-        self.owner = owner
-        self.entry = entry
-        self.value: ReadTensor = _no_value
-        self.gradient: ReadTensor = _no_value
+    def __init__(self, operation: "Operation", site: str) -> None:
+        attachment = operation.attachment
+        self.operation = operation
+        self.entry = attachment.ledger.enter(operation.label, site)
         self.checked_for: object = UNCHECKED
-        pairs = zip(owner.labels, owner.intervention.links, strict=True)
-        self.links = [Link(label, link, owner, entry) for label, link in pairs]
-        self._find_single()
+        self.is_tried = False  # whether the links were called, and drew from no global generator
+        rank = 0 if operation.stage in AVERAGED else attachment.rank
+        self.contexts = [
+            TransformContext(
+                site,
+                NO_STEP,
+                seed=attachment.seed,
+                backward=attachment.clock,
+                rank=rank,
+                label=label,
+            )
+            for label in operation.labels
+        ]
+        self.keys = [f"{label}/{site}" for label in operation.labels]
+        self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
+        self.shapes: list[torch.Size | None]
+        self.renew()
         self.call: SiteFn = self._make_call()
 
     def renew(self) -> None:
-        """Take over changed links of the intervention; one of the same class keeps its state."""
-        for link, transform in zip(self.links, self.owner.intervention.links, strict=True):
-            if type(link.transform) is not type(transform):
-                link.load()
-            link.set(transform)
-        self._find_single()
+        """Take over the links of the operation, which were changed.
+
+        The fast path needs nothing but `apply` of a single trusted transform without state, unless
+        create_graph forbids it.
+        """
+        first, *others = self.operation.links
+        is_simple = first.is_trusted and not first.refuses_graph and not others
+        self._simple = None
+        if is_simple and first.apply is not None:
+            self._simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
+        self.is_tried = False
+        self.shapes = [None] * len(self.contexts)
 
     def close(self) -> None:
-        """Refer to no tensor and not to itself; the function on built graphs passes gradients."""
+        """Pass gradients unchanged from now on, and do not refer to itself."""
         self.call = _unchanged
-        self.value = self.gradient = _no_value
 
-    def _find_single(self) -> None:
-        first, *others = self.links
-        self.single = first if first.is_simple and not others else None
+    @contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """In the block, gradients change no state of the transforms or the trigger."""
+        states = self.operation.attachment.states
+        keys = [*self.keys, f"{self.operation.label}/{self.entry.site}/when"]
+        before = {key: states[key] for key in keys if key in states}
+        try:
+            yield
+        finally:
+            for key in keys:
+                states.pop(key, None)
+            states |= before
+            self.checked_for = UNCHECKED  # which makes the first state
+            self.shapes = [None] * len(self.contexts)
+
+    def forget_steps(self) -> None:
+        """Forget the calls of this step: another step was loaded."""
+        for context in self.contexts:
+            context.step = NO_STEP
 
     def _make_call(self) -> SiteFn:
-        # A closure: calling one from autograd costs half as much as calling a method.
-        owner, firing, entry = self.owner, self.owner.firing, self.entry
-        effects, clock, shadow = firing.session.effects, firing.session.clock, firing.session.shadow
+        # A closure over what does not change: autograd calls it in half the time of a method.
+        operation, entry = self.operation, self.entry
+        attachment = operation.attachment
+        clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
         strided, any_autocast = torch.strided, autograd.any_autocast
 
         def call(
@@ -197,31 +128,29 @@ class SiteHook:
         ) -> Tensor | None:
             if grad is None:
                 return None
-            is_open = self.checked_for is firing.fast_path
+            is_open = self.checked_for is operation.fast_path
             if not is_open or grad.layout is not strided or any_autocast():
                 return self._run_checked(grad, value, entering, layer)
             entry.fired += 1
-            link = self.single
-            if link is None:
-                result = self._run_links(grad, None, None, full_check=False)
+            if self._simple is None:
+                result = self._run_links(grad, value, None, full_check=False)
                 return None if result is grad or shadow else result
-            # A copy of `apply`, without what a trusted transform without state does not need.
-            context, apply = link.context, link.apply
-            assert apply is not None
+            # `_apply` without what a trusted transform without state does not need.
+            apply, context, slot, keeps_shape = self._simple
             if context.step != clock.step:
                 context.step, context.call = clock.step, 0
             else:
                 context.call += 1
-                owner.note_repeat(self, context.call)
+                operation.attachment.further_gradient(self, context.call)
             try:
                 result = apply(grad, context)
             except Exception as error:  # whatever a user's transform raises
-                error.add_note(self._where(link))
+                error.add_note(self._where(0))
                 raise
-            if not link.keeps_shape and not _is_like(result, grad):
-                raise self._result_error(link, grad, result)
-            if firing.sampling:
-                effects.add(link.slot, grad, result)
+            if not keeps_shape and not _is_like(result, grad):
+                raise self._result_error(0, grad, result)
+            if operation.sampling:
+                add(slot, grad, result)
             return None if result is grad or shadow else result
 
         return call
@@ -234,37 +163,33 @@ class SiteHook:
         layer: LayerCall | None,
     ) -> Tensor | None:
         """Evaluate the trigger, apply all links and check each result in full."""
-        firing = self.owner.firing
-        if firing.is_idle:
+        operation = self.operation
+        if operation.is_idle:
             return None
-        if firing.skipped_nodes and autograd.running_node() in firing.skipped_nodes:
+        if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
-        if firing.answer is False:
+        if operation.answer is False:
             self.entry.not_fired += 1
             return None
-        if value is None:
-            value = self.value()
-        if firing.reads_gradient:
+        if operation.reads_gradient:
             self.check_dense(grad)
-        fires = firing.answer or firing.decide(self.entry.site, grad, value)
-        if not self.count(fires) or firing.skips_transform:
+        fires = operation.answer or operation.decide(self.entry.site, grad, value)
+        if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_for is UNCHECKED:
-            self.owner.note_first(self)
+            operation.attachment.first_gradient(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
-        if grad.layout is torch.sparse_coo and acts_on_values(self.owner.intervention.operator):
+        if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
         self.check_dense(grad)
         with without_autocast(grad.device.type):
-            given = entering if "entering" in self.owner.intervention.needs else ()
-            result = self._run_links(
-                grad, value, on_device, full_check=True, entering=given, layer=layer
-            )
+            given = entering if "entering" in operation.asks else ()
+            result = self._run_links(grad, value, on_device, True, given, layer)
         if sparse is None:
-            self.checked_for = firing.configuration
-        if result is grad or firing.session.shadow:
+            self.checked_for = operation.configuration
+        if result is grad or operation.attachment.shadow:
             return None
         if sparse is None:
             return result
@@ -282,23 +207,25 @@ class SiteHook:
         entering: tuple[Tensor | None, ...] = (),
         layer: LayerCall | None = None,
     ) -> Tensor:
-        result, firing = grad, self.owner.firing
-        for link in self.links:
+        """Apply the links one after the other, and measure each."""
+        result, operation = grad, self.operation
+        for index, context in enumerate(self.contexts):
             before = result
-            link.context.entering, link.context.layer = entering, layer
-            result = self.apply(link, before, value, fires, full_check)
-            link.context.entering, link.context.layer = (), None
-            if firing.sampling:
-                firing.session.effects.add(link.slot, before, result)
+            context.entering, context.layer = entering, layer
+            result = self.apply(index, before, value, fires, full_check)
+            context.entering, context.layer = (), None
+            if operation.sampling:
+                operation.attachment.effects.add(self.slots[index], before, result)
+        self.is_tried = True
         return result
 
     def apply(
         self,
-        link: Link,
+        index: int,
         grad: Tensor,
         value: Tensor | None,
-        fires: Tensor | None = None,
-        full_check: bool = True,
+        fires: Tensor | None,
+        full_check: bool,
     ) -> Tensor:
         """Apply one link, update its state and check its result.
 
@@ -306,53 +233,62 @@ class SiteHook:
         Without `full_check`, less is checked for trusted transforms: an earlier result of the same
         configuration has passed all checks.
         """
-        if link.apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
-            self._check_no_state(link, grad)
-        context, state = link.context, NO_STATE
-        self.begin_call(link, grad)
+        operation, context = self.operation, self.contexts[index]
+        link, state = operation.links[index], NO_STATE
+        transform, apply = link.transform, link.apply
+        if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
+            self._check_no_state(transform, grad)
+        self.begin_call(index, grad)
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
         try:
-            if full_check:
-                needs = self.owner.intervention.needs
-                context.value = value if self.owner.intervention.reads_value else None
-                context.gradient = self.gradient() if "gradient" in needs else None
-                if link.state is NO_STATE and link.apply is None:
-                    link.state, link.shape = link.transform.init(grad), grad.shape
-            elif checks:
-                value = self.value()
-            with link.watched(grad.device):
-                if link.apply is not None:
-                    result = link.apply(grad, context)
+            if full_check and operation.intervention.reads_value:
+                context.value = value
+            before = self._state_before(index, grad) if apply is None else NO_STATE
+            watched = nullcontext() if link.is_trusted else self.watched(link, grad.device)
+            with watched:
+                if apply is None:
+                    result, state = transform.update(grad, before, context)
                 else:
-                    if grad.shape != link.shape:
-                        self._check_state_fits(link, grad)
-                    result, state = link.update(grad, link.state, context)
+                    result = apply(grad, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
-            error.add_note(self._where(link))
+            error.add_note(self._where(index))
             raise
-        context.value = context.gradient = None
+        context.value = None
         if checks:
-            result = self.check_result(link, grad, version, result, value, state)
+            result = self.check_result(index, grad, version, result, value, state)
         elif not link.keeps_shape and not _is_like(result, grad):
-            raise self._result_error(link, grad, result)
-        if link.apply is None:
-            link.store(state, fires)
+            raise self._result_error(index, grad, result)
+        if state:
+            if fires is not None:
+                state = link.chosen(state, before, fires)
+            operation.attachment.states[self.keys[index]] = without_graph(state)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
-    def begin_call(self, link: Link, grad: Tensor) -> None:
-        """Set `step` and `call` in the link's context for this gradient.
+    def _state_before(self, index: int, grad: Tensor) -> TransformState:
+        """The state of a link; made for this gradient if there is none, checked to fit it else."""
+        transform, key = self.operation.links[index].transform, self.keys[index]
+        state = self.operation.attachment.states.get(key)
+        if state is None:
+            state, self.shapes[index] = transform.init(grad), grad.shape
+        elif grad.shape != self.shapes[index]:
+            self._check_state_fits(index, grad, state)
+            self.shapes[index] = grad.shape
+        return state
+
+    def begin_call(self, index: int, grad: Tensor) -> None:
+        """Set `step` and `call` in the context of a link for this gradient.
 
         Raises RuntimeError under `create_graph` for a transform that is not differentiable.
         """
-        if link.refuses_graph:
-            self._refuse_graph(link, grad)
-        context, step = link.context, self.owner.session.clock.step
+        if self.operation.links[index].refuses_graph:
+            self._refuse_graph(index, grad)
+        context, step = self.contexts[index], self.operation.attachment.clock.step
         if context.step != step:
             context.step, context.call = step, 0
         else:
             context.call += 1
-            self.owner.note_repeat(self, context.call)
+            self.operation.attachment.further_gradient(self, context.call)
 
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.
@@ -370,18 +306,29 @@ class SiteHook:
             entry.on_device += 1
         return True
 
+    def watched(self, link: "Facts", device: torch.device) -> AbstractContextManager[None]:
+        """Raise RuntimeError if a user's transform, called first, draws from a global generator."""
+        if self.is_tried:
+            return nullcontext()
+        return random_state.untouched(
+            f"{link.label}: {link.transform!r}",
+            device,
+            "Draw from context.generator(grad.device), which `apply(grad, context)` of a Transform "
+            "has: it is seeded by (seed, site, step).",
+        )
+
     def check_dense(self, grad: Tensor) -> None:
         """Raise TypeError for a sparse or a complex gradient."""
         if grad.layout is not torch.strided or grad.is_complex():
             rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
             raise TypeError(
-                f"site '{self.entry.site}': {self.owner.intervention.operator!r} takes dense real "
-                f"gradients, found {grad.dtype} with layout {grad.layout}{rule}"
+                f"site '{self.entry.site}': {self.operation.intervention.operator!r} takes dense "
+                f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
             )
 
     def check_result(
         self,
-        link: Link,
+        index: int,
         grad: Tensor,
         version: int,
         result: object,
@@ -393,48 +340,51 @@ class SiteHook:
         Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
         modified the gradient, which was at `version`, or has returned the storage of the value.
         """
+        link, site = self.operation.links[index], self.entry.site
         if (
             not _is_like(result, grad)
             or result.device != grad.device
             or result.layout is not grad.layout
         ):
-            raise self._result_error(link, grad, result)
+            raise self._result_error(index, grad, result)
         if autograd.version_of(grad) != version:
             raise RuntimeError(
-                f"{link.label}: changed the gradient in place at site '{self.entry.site}', where "
-                "other branches may read it. Return a new tensor."
+                f"{link.label}: changed the gradient in place at site '{site}', where other "
+                "branches may read it. Return a new tensor."
             )
         if value is not None and _shares_storage(result, value):
             raise RuntimeError(
-                f"{link.label}: returned the storage of the value at site '{self.entry.site}', "
-                "which would then be the gradient too. Return a clone."
+                f"{link.label}: returned the storage of the value at site '{site}', which would "
+                "then be the gradient too. Return a clone."
             )
         if link.is_trusted or result is grad:
             return result
         is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
-        return result.clone() if is_kept or self.owner.stage in WRITABLE else result
+        return result.clone() if is_kept or self.operation.stage in WRITABLE else result
 
-    def _refuse_graph(self, link: Link, grad: Tensor) -> None:
+    def _refuse_graph(self, index: int, grad: Tensor) -> None:
         # A gradient without a graph, as that of a linear loss, may still get a result that depends
         # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
         has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
-        if has_graph and self.owner.stage != "forward" and not autograd.in_functorch():
+        if has_graph and self.operation.stage != "forward" and not autograd.in_functorch():
+            link = self.operation.links[index]
             raise RuntimeError(
                 f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
                 f"differentiable, so a penalty on the gradient at site '{self.entry.site}' would "
                 "have a wrong derivative"
             )
 
-    def _check_no_state(self, link: Link, grad: Tensor) -> None:
+    def _check_no_state(self, transform: Transform, grad: Tensor) -> None:
         """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
-        if link.transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
-            raise many_at_once(link.transform, self.entry.site)
+        if transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
+            raise many_at_once(transform, self.entry.site)
 
-    def _check_state_fits(self, link: Link, grad: Tensor) -> None:
+    def _check_state_fits(self, index: int, grad: Tensor, state: TransformState) -> None:
         """Raise ValueError if the state was made for a gradient of another shape."""
+        link = self.operation.links[index]
         needed, found = (
-            {name: list(tensor.shape) for name, tensor in state.items()}
-            for state in (link.transform.init(grad), link.state)
+            {name: list(tensor.shape) for name, tensor in each.items()}
+            for each in (link.transform.init(grad), state)
         )
         if needed != found:
             name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
@@ -445,31 +395,95 @@ class SiteHook:
                 "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
                 "whose shape stays."
             )
-        link.shape = grad.shape
 
-    def _result_error(self, link: Link, grad: Tensor, result: object) -> TypeError:
+    def _result_error(self, index: int, grad: Tensor, result: object) -> TypeError:
         """The error for a result of another type, shape, dtype, device or layout."""
+        link, step = self.operation.links[index], self.operation.attachment.clock.step
         return TypeError(
             f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-            f"'{self.entry.site}', step {self.owner.session.clock.step}, the gradient is "
-            f"{_described(grad)}, found {_described(result)}."
+            f"'{self.entry.site}', step {step}, the gradient is {_described(grad)}, found "
+            f"{_described(result)}."
         )
 
-    def _where(self, link: Link) -> str:
-        step = self.owner.session.clock.step
-        return f"while {link.label} acted at site '{self.entry.site}', step {step}"
+    def _where(self, index: int) -> str:
+        step = self.operation.attachment.clock.step
+        label = self.operation.links[index].label
+        return f"while {label} acted at site '{self.entry.site}', step {step}"
 
 
-def is_trusted(transform: Transform) -> bool:
-    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
+class Joint:
+    """The hooks of several interventions at one place, in order: PyTorch has one for all.
 
-    Results of other transforms are checked at every gradient.
+    See `gradsurg.sites.places.Hook`.
     """
-    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
-        return False
-    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
-    parts = [part for value in values for part in value if isinstance(part, Transform)]
-    return all(is_trusted(part) for part in parts)
+
+    __slots__ = ("asks", "call", "hooks")
+
+    def __init__(self, hooks: Sequence[SiteHook]) -> None:
+        self.hooks = tuple(hooks)
+        asks = [hook.operation.asks for hook in hooks]
+        self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
+        self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
+
+    @property
+    def stateful(self) -> str:
+        """The first transform or trigger that keeps a state for each site; empty if none."""
+        return next((found for hook in self.hooks if (found := hook.operation.stateful)), "")
+
+    @property
+    def varies(self) -> str:
+        """Why it may act differently in another process; empty if it cannot."""
+        return next((found for hook in self.hooks if (found := hook.operation.varies)), "")
+
+    @property
+    def unsteady(self) -> str:
+        """Why two calls with the same gradient may differ; empty if they cannot."""
+        return next((found for hook in self.hooks if (found := hook.operation.unsteady)), "")
+
+    @property
+    def moment(self) -> object:
+        """What else determines a result, compared by `==`."""
+        return [hook.operation.moment for hook in self.hooks]
+
+    @contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """In the block, gradients change no state of a transform or a trigger."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.keeping_states())
+            yield
+
+    def count_bytes(self, number: int) -> None:
+        """Count the bytes that this process has sent for a gradient."""
+        for hook in self.hooks:
+            hook.entry.sent += number
+
+
+def _unchanged(
+    grad: Tensor | None,
+    value: Tensor | None = None,
+    entering: tuple[Tensor | None, ...] = (),
+    layer: LayerCall | None = None,
+) -> None:
+    return None
+
+
+def _in_order(hooks: Sequence[SiteHook]) -> SiteFn:
+    calls = [hook.call for hook in hooks]
+
+    def call(
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
+    ) -> Tensor | None:
+        result = grad
+        for each in calls:
+            changed = each(result, value, entering, layer)
+            result = result if changed is None else changed
+        return None if result is grad else result
+
+    return call
 
 
 def without_graph(state: TransformState) -> TransformState:
@@ -492,19 +506,6 @@ def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
     return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
 
 
-def _no_value() -> None:
-    return None
-
-
-def _unchanged(
-    grad: Tensor | None,
-    value: Tensor | None = None,
-    entering: tuple[Tensor | None, ...] = (),
-    layer: LayerCall | None = None,
-) -> None:
-    return None
-
-
 def _shares_storage(result: Tensor, value: Tensor) -> bool:
     if autograd.is_wrapped(result) or autograd.is_wrapped(value):
         return False
@@ -515,3 +516,11 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
+
+
+def many_at_once(stateful: object, site: str) -> RuntimeError:
+    """The error for a state inside vmap, which `is_grads_batched` uses too."""
+    return RuntimeError(
+        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
+        f"the site '{site}' has many gradients at once; differentiate for each of them"
+    )

@@ -8,19 +8,19 @@ from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from html import escape
 from typing import Any, cast
-from weakref import WeakMethod
 
 import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
-from gradsurg.core.session import Session
+from gradsurg.core.silence import watch_first_steps
 from gradsurg.effects.effects import Effects
-from gradsurg.sites.base import AVERAGED
 from gradsurg.sites.contexts import refuse_at_once, visible_rows
 from gradsurg.sites.model_tree import tree
+from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
@@ -221,36 +221,31 @@ class Surgery:
         refuse_at_once(model, ((item.at, "" if item.aggregator else item.stage) for item in items))
         model = inner_model(model)
         self._clock.epoch_length = steps_per_epoch
-        session = Session(
-            effects=Effects(effects_every),
-            conflict_every=conflict_every,
-            clock=self._clock,
-            states=self._states,
+        attachment = Attachment(
+            model,
+            Effects(effects_every),
+            self._clock,
+            self._states,
             seed=self.seed if processes == 1 or shadow else self._shared_seed(),
             rank=distributed.get_rank() if processes > 1 else 0,
             processes=processes,
+            conflict_every=conflict_every,
             shadow=shadow,
-            target=model,
+            is_compiled=is_compiled,
             scaler=scaler,
         )
-        live = Live(session, model, is_compiled=is_compiled)
-        live.on_end = WeakMethod(self._release)
+        live = Live(attachment, model, self)
         with ExitStack() as undo, one_scan(model):
             undo.callback(live.abort)
             if optimizer is not None:
-                session.steps.bind(optimizer, clock, WeakMethod(live.tick))
-            for intervention in self._interventions:
-                if intervention.aggregator is not None:
-                    live.add_aggregator(intervention)
-                    continue
-                attached = live.admit(intervention)
-                if optimizer is None and intervention.stage == "step":
-                    intervention.at.find(model)
-                else:
-                    attached.attach()
+                attachment.bind(optimizer, clock)
+            attachment.add(*(item for item in items if item.aggregator is None))
+            for item in items:
+                if item.aggregator is not None:
+                    attachment.add_aggregator(item)
             self._live = live
             self.was_attached = True
-            live.watch()
+            watch_first_steps(attachment)
             undo.pop_all()
         return live
 
@@ -352,12 +347,13 @@ class Surgery:
         self._states.clear()
         self._states.update({key: dict(tensors) for key, tensors in states.items()})
         if self._live is not None:
-            self._live.load_states()
+            self._live.attachment.load_states()
 
     def _names(self) -> list[str]:
         return [f"{item.transform!r} at {item.at!r}" for item in self.interventions]
 
-    def _release(self, live: Live) -> None:
+    def release(self, live: Live) -> None:
+        """Take over the interventions of a handle that is closed."""
         if self._live is live:
             self._interventions = live.interventions
             self._live = None
@@ -415,7 +411,7 @@ def _state_size(
 
 def _copies_size(item: Intervention, params: Sequence[TensorSpec | None]) -> str:
     """The size of the copies of parameters that a selector holds during a step; empty if none."""
-    if not any(kind.copies_params for kind in item.at.kinds):
+    if not any(leaf.copies_params for leaf in item.at.leaves):
         return ""
     likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params if like]
     size = sum(tensor.nbytes for tensor in likes)

@@ -1,19 +1,26 @@
 """The ledger: gradients expected, seen and acted on at each site of each intervention."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from gradsurg.effects.tables import aligned
 
-OTHER_NAME = "another name of "
-"""The start of `skipped` at a site whose module has several names."""
-
 
 class SurgeryWarning(UserWarning):
     """A surgery may act otherwise than expected: a site saw no gradient, or its stage changes
     the meaning of the transform.
     """
+
+
+def warn_user(text: str) -> None:
+    """Warn the first caller outside gradsurg."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("gradsurg."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, SurgeryWarning, stacklevel=level)
 
 
 @dataclass(slots=True)
@@ -24,7 +31,7 @@ class Entry:
     gradients whose trigger was decided on the device, `fired_on_device` those among them for which
     it fired. `earlier_*` are the counts of an interrupted run. `sent` is the number of bytes that
     this process sent for gradients of the site, if it is one where they are sent. `foreign` names
-    other hooks at the same place.
+    other hooks at the same place; `is_other_name` says that calls of its module go by another name.
     """
 
     intervention: str
@@ -32,6 +39,7 @@ class Entry:
     aliases: list[str] = field(default_factory=list)
     skipped: str = ""
     foreign: list[str] = field(default_factory=list)
+    is_other_name: bool = False
     fired: int = 0
     not_fired: int = 0
     on_device: int = 0
@@ -167,7 +175,7 @@ class Ledger:
         entries = self.of(intervention)
         silent = [entry for entry in entries if not entry.all_calls]
         if len(silent) < len(entries):
-            silent = [e for e in silent if not e.skipped or e.skipped.startswith(OTHER_NAME)]
+            silent = [entry for entry in silent if not entry.skipped or entry.is_other_name]
         reasons = ((entry.site, entry.skipped) for entry in silent)
         return ", ".join(f"{site} ({why})" if why else site for site, why in reasons)
 

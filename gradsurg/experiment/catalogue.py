@@ -244,8 +244,8 @@ def _stages_of_kind(cls: Any) -> Sequence[str]:  # Any: a class of plug-ins
 def _stages_of(transform: Any) -> Sequence[str]:  # Any: a transform
     """Return the stages at which some kind of site accepts a transform, in their order."""
     from gradsurg.core.intervention import Intervention
-    from gradsurg.sites.base import Stage
     from gradsurg.sites.nodes import Nodes
+    from gradsurg.sites.places import Stage
 
     kinds: Any = [find("sites", name) for name in names("sites")]
     selectors = [kind(pattern="*", stage=name) for kind in kinds for name in _stages_of_kind(kind)]

@@ -20,8 +20,8 @@ from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.registry import CALLED, SEQUENCE, find, is_own, name_of, names, snake
-from gradsurg.sites.base import Selector
 from gradsurg.sites.parameters import Parameters
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import MultiTask, Task
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import Chain, links_of

@@ -14,7 +14,7 @@ from gradsurg.experiment.own_code import import_path, site_hint
 from gradsurg.plugins.fields import FieldError, check_booleans, unknown_fields
 from gradsurg.plugins.messages import nearest, one_line, place_in_user_code
 from gradsurg.plugins.registry import HYDRAS, find, is_own, names
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.tasks.data.given import task_of
 from gradsurg.torch_internals import random_state

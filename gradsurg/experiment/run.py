@@ -20,7 +20,7 @@ from gradsurg.experiment.loop import Batches
 from gradsurg.experiment.run_directory import first_control
 from gradsurg.experiment.run_identity import directory_name, environment
 from gradsurg.experiment.settings import Backend, Config, Precision, Until
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Data, Task
 from gradsurg.triggers.for_task import ForTask
 

@@ -26,7 +26,7 @@ from gradsurg.loggers.base import GuardedLogger
 from gradsurg.multitask.shared_parameters import SharedParameters
 from gradsurg.plugins.fields import FieldError, call_with_fields
 from gradsurg.plugins.registry import find, is_own, names
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Data, MultiTask, Task
 from gradsurg.transforms.identity import Identity
 

@@ -110,4 +110,4 @@ class _Backward:
 
     def backward(self, losses: Losses, **options: Any) -> None:
         """`Live.backward`, with the loss scale of the precision plugin."""
-        self.live.backward(scaled(losses, self.live.session.scaler), **options)
+        self.live.backward(scaled(losses, self.live.attachment.scaler), **options)

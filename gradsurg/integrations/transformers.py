@@ -86,7 +86,7 @@ class SurgeryCallback(library.TrainerCallback):
                 "SurgeryCallback.backward: needs normalized or scale, not both. Found "
                 f"normalized={normalized}, scale={scale}"
             )
-        losses = scaled(losses, self.live.session.scaler)
+        losses = scaled(losses, self.live.attachment.scaler)
         self.live.backward(losses, scale=scale, **options)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class SurgeryCallback(library.TrainerCallback):
         if normalized is None:
             normalized = getattr(trainer, "loss_is_scaled_for_ga", None)  # 5.4 does not have it
         if normalized is None and count > 1 and _expects_normalized(trainer):
-            live.session.warn_once(
+            live.attachment.warn_once(
                 f"SurgeryCallback.backward: divides the losses by the {count} accumulated batches, "
                 "and the Trainer expects losses divided by num_items_in_batch, which are not "
                 "divided again: give normalized=True for such losses, normalized=False for means "

@@ -34,13 +34,13 @@ from gradsurg.aggregators.rows import (
     products_of,
 )
 from gradsurg.aggregators.solvers import NotConverged
-from gradsurg.core.session import Session
+from gradsurg.core.attachment import Attachment
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
 from gradsurg.plugins.fields import FieldError
 from gradsurg.plugins.registry import snake
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.sites.tree_table import plural
 from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.autograd import without_autocast
@@ -135,17 +135,17 @@ class Aggregation:
         aggregator: Aggregator,
         at: SharedParameters,
         trigger: Trigger,
-        session: Session,
+        attachment: Attachment,
         conflicts: Conflicts,
     ) -> None:
         self.label = label
         self.aggregator = aggregator
         self.at = at
         self.trigger = trigger
-        self.session = session
+        self.attachment = attachment
         self.conflicts = conflicts
         self.has_failed = False  # whether no solver converged in some step
-        self.select(session.model)
+        self.select(attachment.model)
         # With a GradScaler, states wait here until the optimizer has made the step.
         self._new_states: dict[str, AggregatorState] = {}
         self._weights: Tensor | None = None  # of the losses, for the rest of this step
@@ -173,9 +173,9 @@ class Aggregation:
         for _ in tasks[:1] if is_step else tasks:
             self._count_outcome("", "steps" if is_step else "tasks", NONFINITE)
         what = "the step was skipped" if is_step else "left out of the step"
-        self.session.warn_once(
+        self.attachment.warn_once(
             f"{self.label}: a NaN or infinity in the loss or the gradient of {', '.join(tasks)} at "
-            f"step {self.session.clock.step}: {what}",
+            f"step {self.attachment.clock.step}: {what}",
             key=f"{self.label} nonfinite",
         )
 
@@ -210,7 +210,7 @@ class Aggregation:
 
     def after_step(self) -> None:
         """Store the states learned in this step, and drop its weights."""
-        self.session.states |= self._new_states
+        self.attachment.states |= self._new_states
         self._new_states = {}
         self.drop_weights()
 
@@ -227,7 +227,7 @@ class Aggregation:
         """Return a warning if solvers fell back or failed, or tasks were left out, so far."""
         total: Counter[str] = Counter()
         prefix = f"{self.label}/"
-        for key, counts in self.session.states.items():
+        for key, counts in self.attachment.states.items():
             ending = key.removeprefix(prefix).endswith((SOLVER, NONFINITE))
             if key.startswith(prefix) and ending:
                 total.update({name: int(count) for name, count in counts.items()})
@@ -252,10 +252,10 @@ class Aggregation:
 
         None if no solver of the aggregator converges: then the group has no gradient.
         """
-        fires, sampling = self._count(group), self.session.measures_conflicts
+        fires, sampling = self._count(group), self.attachment.measures_conflicts
         if not (fires or sampling):
             return _sum(parts).grads
-        if self.session.is_scaled and not is_finite(*parts):
+        if self.attachment.is_scaled and not is_finite(*parts):
             return _sum(parts).grads  # the scaler skips this step
         with without_autocast(_first_rows(parts)):
             context = self._context(group, losses)
@@ -302,18 +302,18 @@ class Aggregation:
         context = self._context(group, losses)
         try:
             state = self._state(group, context.tasks)
-            scale = self.session.loss_scale
+            scale = self.attachment.loss_scale
             with self._watched(parts[0][0].device):
                 result = aggregate(self.aggregator, parts, state, context, scale, drop=True)
             if result.fell_back:
                 self._count_outcome(group, "fallbacks")
             if note := self.aggregator.order_note(context.tasks):
-                self.session.warn_once(f"{self.label}: {note}", key=f"{self.label} order")
+                self.attachment.warn_once(f"{self.label}: {note}", key=f"{self.label} order")
             return result
         except NotConverged as error:
             self.has_failed = True
             self._count_outcome(group, "skipped")
-            self.session.warn_once(
+            self.attachment.warn_once(
                 f"{self.label}: {error}, at '{group}', step {context.step}: in such steps the "
                 "parameters of the group get no gradient",
                 key=f"{self.label} skipped",
@@ -335,17 +335,17 @@ class Aggregation:
 
     def _count_outcome(self, group: str, outcome: str, end: str = SOLVER) -> None:
         """Count an outcome, by default of a solver; a state, so that checkpoints hold it."""
-        states, key, zero = self.session.states, f"{self.label}/{group}{end}", torch.tensor(0)
+        states, key, zero = self.attachment.states, f"{self.label}/{group}{end}", torch.tensor(0)
         counts = states.get(key, {})
         states[key] = counts | {outcome: counts.get(outcome, zero) + 1}
 
     def _measure(
         self, context: AggregatorContext, parts: Sequence[Block], result: AggregationResult
     ) -> None:
-        scale, gramian, weights = self.session.loss_scale, result.gramian, result.weights
+        scale, gramian, weights = self.attachment.loss_scale, result.gramian, result.weights
         if gramian is None:
             gramian = gramian_of(parts) / scale**2
-        if self.session.is_scaled and not bool(gramian.isfinite().all()):
+        if self.attachment.is_scaled and not bool(gramian.isfinite().all()):
             return  # the scaler skips this step
         if weights is not None and not result.on_rows:
             products = gramian @ weights
@@ -356,7 +356,7 @@ class Aggregation:
             norm = norm_of(result.grads) / scale
         name = snake(type(self.aggregator).__name__)
         weights = None if weights is None else weights.clone()  # later steps may change them
-        counts = self.session.states.get(f"{self.label}/{context.group}{SOLVER}", {})
+        counts = self.attachment.states.get(f"{self.label}/{context.group}{SOLVER}", {})
         fallbacks = sum(map(int, counts.values()))
         measurement = Measurement(
             self.label, name, context, gramian, weights, products, norm, fallbacks
@@ -366,11 +366,11 @@ class Aggregation:
 
     def _count(self, group: str) -> bool:
         """Count one call in the ledger; return whether the trigger fires."""
-        session = self.session
-        context = TriggerContext(session.clock, session.seed, self.label, group)
+        attachment = self.attachment
+        context = TriggerContext(attachment.clock, attachment.seed, self.label, group)
         fires = self.trigger.fires(context)
         assert isinstance(fires, bool)  # see `check_trigger`
-        entry = session.ledger.enter(self.label, group)
+        entry = attachment.ledger.enter(self.label, group)
         if fires:
             entry.fired += 1
         else:
@@ -379,7 +379,7 @@ class Aggregation:
 
     def _context(self, group: str, losses: Mapping[str, float]) -> AggregatorContext:
         values = torch.tensor([*losses.values()], dtype=torch.float64, device="cpu")
-        clock, seed = self.session.clock, self.session.seed
+        clock, seed = self.attachment.clock, self.attachment.seed
         return AggregatorContext(
             clock.step,
             seed,
@@ -393,7 +393,7 @@ class Aggregation:
     def _state(self, group: str, tasks: tuple[str, ...]) -> AggregatorState:
         """Return the state of a group. Raises ValueError if it is of other tasks."""
         initial = self.aggregator.init(len(tasks))
-        states, key = self.session.states, f"{self.label}/{group}"
+        states, key = self.attachment.states, f"{self.label}/{group}"
         state, known = states.get(key, initial), tasks
         if positions := states.get(f"{key}/tasks"):
             # A checkpoint is loaded to the device of the model: move it back once.
@@ -420,9 +420,9 @@ class Aggregation:
 
     def _store(self, group: str, tasks: tuple[str, ...], state: AggregatorState) -> None:
         if state:
-            states, key = self.session.states, f"{self.label}/{group}"
+            states, key = self.attachment.states, f"{self.label}/{group}"
             # A scaler may skip this step; without an optimizer no end of the step is seen.
-            waits = self.session.is_scaled and bool(self.session.steps.optimizers)
+            waits = self.attachment.is_scaled and bool(self.attachment.steps.optimizers)
             target = self._new_states if waits else states
             target[key] = state
             if f"{key}/tasks" not in states:  # they do not change, as `_state` has checked
@@ -432,10 +432,10 @@ class Aggregation:
 
     def _warn_nonfinite_losses(self, losses: Mapping[str, float]) -> None:
         nonfinite = [name for name, loss in losses.items() if not isfinite(loss)]
-        if nonfinite and not self.session.is_scaled:
-            self.session.warn_once(
+        if nonfinite and not self.attachment.is_scaled:
+            self.attachment.warn_once(
                 f"{self.label}: the loss of {', '.join(nonfinite)} is not finite at step "
-                f"{self.session.clock.step}",
+                f"{self.attachment.clock.step}",
                 key=f"{self.label} not finite",
             )
 
@@ -446,9 +446,10 @@ class Aggregation:
         shares = (weights / weights.sum()).tolist()
         for (name, loss), share in zip(losses.items(), shares, strict=True):
             if loss == 0 and share > 0.99 and len(shares) > 1:
-                self.session.warn_once(
-                    f"{self.label}: the loss of {name} is 0 at step {self.session.clock.step}, and "
-                    "so it has all the weight and the other tasks none",
+                self.attachment.warn_once(
+                    f"{self.label}: the loss of {name} is 0 at step "
+                    f"{self.attachment.clock.step}, and so it has all the weight and the other "
+                    "tasks none",
                     key=f"{self.label}: {name} has all the weight",
                 )
 
@@ -463,7 +464,7 @@ class Aggregation:
             for name, square in zip(context.tasks, squares, strict=True)
             if not isfinite(square)
         ]
-        self.session.warn_once(
+        self.attachment.warn_once(
             f"{self.label}: the gradient of {', '.join(nonfinite) or 'the tasks together'} is not "
             f"finite at step {context.step}, and neither is the update",
             key=f"{self.label} not finite",

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.aggregators.rows import across
-from gradsurg.core.attached import Attached
-from gradsurg.core.session import Session
+from gradsurg.core.attachment import Attachment
+from gradsurg.core.operation import Operation
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import OutputMarker, are_disjoint, check_dense, find_cut
@@ -48,11 +48,11 @@ UNUSED = "live.backward"  # the key of the warning that it was not called
 class MultiTaskBackward:
     """The aggregators of an attached surgery, and the backward passes of its losses."""
 
-    def __init__(self, session: Session, conflicts: Conflicts) -> None:
-        self.session = session
+    def __init__(self, attachment: Attachment, conflicts: Conflicts) -> None:
+        self.attachment = attachment
         self.conflicts = conflicts
         self.aggregations: list[Aggregation] = []
-        self._builder = JacobianBuilder(session, self.aggregations)
+        self._builder = JacobianBuilder(attachment, self.aggregations)
         self._stack = ExitStack()
         self._marker: OutputMarker | None = None
         # The processes over which the gradients of the tasks are averaged.
@@ -71,7 +71,7 @@ class MultiTaskBackward:
         self, label: str, aggregator: Aggregator, at: SharedParameters, trigger: Trigger
     ) -> None:
         """Attach an aggregator. Raises LookupError, ValueError or RuntimeError if it cannot act."""
-        aggregation = Aggregation(label, aggregator, at, trigger, self.session, self.conflicts)
+        aggregation = Aggregation(label, aggregator, at, trigger, self.attachment, self.conflicts)
         check_disjoint([*self.aggregations, aggregation])
         check_trigger(trigger, label)
         for other in self.aggregations:
@@ -80,14 +80,14 @@ class MultiTaskBackward:
                     f"{label}: reduce must be that of '{other.label}', {other.at.reduce!r}, found "
                     f"{at.reduce!r}"
                 )
-        self._shards = group_of(self.session.model.parameters(), at, aggregator)
+        self._shards = group_of(self.attachment.model.parameters(), at, aggregator)
         if self._shards is not None:
-            self._builder.sharded = first_names(self.session.model)
-        refuse_static_graph(at, self.session.model, self._stack)
+            self._builder.sharded = first_names(self.attachment.model)
+        refuse_static_graph(at, self.attachment.model, self._stack)
         if at.reduce == "mean":
-            when_wrapped(self.session.model, self._stack, partial(self._average_over, label, at))
+            when_wrapped(self.attachment.model, self._stack, partial(self._average_over, label, at))
         if at.features:
-            self._marker = OutputMarker(self.session.model, at.features, self._stack)
+            self._marker = OutputMarker(self.attachment.model, at.features, self._stack)
         self.aggregations.append(aggregation)
         self.keep_buffers()
 
@@ -114,7 +114,7 @@ class MultiTaskBackward:
     def backward(
         self,
         losses: Losses,
-        interventions: Sequence[Attached],
+        interventions: Sequence[Operation],
         scale: float,
         aggregate: bool,
         retain_graph: bool,
@@ -123,7 +123,7 @@ class MultiTaskBackward:
         named = named_losses(losses)
         if scale != 1.0:
             named = {name: loss * scale for name, loss in named.items()}
-        self.session.factor = scale
+        self.attachment.factor = scale
         call = BackwardCall(named, list(interventions), aggregate, retain_graph)
         if retain_graph:
             check_repeatable(call.losses, shared=False)
@@ -138,31 +138,31 @@ class MultiTaskBackward:
             if self.discard():
                 error.add_note("gradients of live.backward(..., aggregate=False) were dropped")
             raise
-        if call.last and not self.session.steps.optimizers:
-            self.session.clock.backwards += 1
-        if self.session.is_scaled:
+        if call.last and not self.attachment.steps.optimizers:
+            self.attachment.clock.backwards += 1
+        if self.attachment.is_scaled:
             self._allow_step_without_gradients()
 
     def _run(self, call: BackwardCall, aggregation: Aggregation | None) -> None:
         if self._shards is not None:  # other tasks would make the processes wait for ever
             mean_losses(self._shards, dict.fromkeys(call.losses, 0.0), (), call.device)
         with across(self._shards):
-            if self.session.shadow or not self._needs_tasks(aggregation, call):
+            if self.attachment.shadow or not self._needs_tasks(aggregation, call):
                 self._backward_of_sum(aggregation, call)
             elif aggregation is not None and self._marker is not None:
                 self._backward_at_features(aggregation, self._marker, call)
             else:
                 self._backward_of_tasks(aggregation, call)
 
-    def jacobian(self, losses: Losses, interventions: Sequence[Attached]) -> dict[str, Tensor]:
+    def jacobian(self, losses: Losses, interventions: Sequence[Operation]) -> dict[str, Tensor]:
         """Implement `Live.jacobian`."""
-        if any(map(is_sharded, self.session.model.parameters())):
+        if any(map(is_sharded, self.attachment.model.parameters())):
             raise TypeError("live.jacobian: the parameters are sharded, and it returns whole rows")
         call = BackwardCall(named_losses(losses), list(interventions), True, retain_graph=True)
         call.check_task_names(list(call.losses))
         call.check_stateless(len(call.losses))
         self._made_jacobian = True
-        collected = JacobianBuilder(self.session, []).collect(call, strict=False)
+        collected = JacobianBuilder(self.attachment, []).collect(call, strict=False)
         assert collected is not None  # the call is the last of its step
         return collected[0].rows()
 
@@ -171,7 +171,7 @@ class MultiTaskBackward:
         self._has_stepped = True
         had_weights = any(aggregation.has_pending_weights for aggregation in self.aggregations)
         if self.discard() or had_weights:
-            self.session.warn_once(
+            self.attachment.warn_once(
                 "the optimizer has made a step before the last live.backward of the step, the one "
                 "with aggregate=True: the gradients and weights so far were dropped"
             )
@@ -190,7 +190,7 @@ class MultiTaskBackward:
             effect = aggregation.aggregator.loss_scale_error() or (
                 "The losses and gradients so far were multiplied by the loss scale"
             )
-            self.session.warn_once(
+            self.attachment.warn_once(
                 f"{aggregation.label}: the optimizer steps by a GradScaler that attach was not "
                 f"given. {effect}. Use attach(..., scaler=scaler).",
             )
@@ -198,7 +198,7 @@ class MultiTaskBackward:
     def warn_unused(self, labels: Sequence[str]) -> None:
         """Warn in the first steps if the losses of these interventions were not given."""
         if labels and not self._tasks and not self._made_jacobian:
-            self.session.warn_once(
+            self.attachment.warn_once(
                 f"{', '.join(labels)}: attached, and in the first steps live.backward(losses) was "
                 "not called: call it in the place of sum(losses).backward()",
                 key=UNUSED,
@@ -206,18 +206,18 @@ class MultiTaskBackward:
 
     def closing_warnings(self) -> list[str]:
         """Return the warnings to emit on detach."""
-        used = {entry.intervention for entry in self.session.ledger if entry.all_calls}
+        used = {entry.intervention for entry in self.attachment.ledger if entry.all_calls}
         why = "live.backward(losses) was never called"
         if self._tasks:
             why = "no two tasks reached a parameter that it acts on"
         if self._tasks and not self._num_updates:
             why = "no live.backward ended a step: the last one of a step has aggregate=True"
-        is_known = self._made_jacobian or UNUSED in self.session.warned
+        is_known = self._made_jacobian or UNUSED in self.attachment.warned
         texts = [
             f"{aggregation.label}: attached, but {why}"
             for aggregation in self.aggregations
             if aggregation.label not in used
-            and not (self.session.shadow if self._tasks else is_known)
+            and not (self.attachment.shadow if self._tasks else is_known)
         ]
         for aggregation in self.aggregations:
             texts += self._unused_groups(aggregation, used) + aggregation.closing_warnings()
@@ -227,7 +227,7 @@ class MultiTaskBackward:
                 "give the loss of each task separately"
             )
         without_step = self._num_updates >= MAX_WITHOUT_STEP and not self._has_stepped
-        if self.aggregations and without_step and self.session.steps.optimizers:
+        if self.aggregations and without_step and self.attachment.steps.optimizers:
             texts.append(
                 f"live.backward was called for {self._num_updates} steps, and the optimizer given "
                 "to attach made none: triggers and random numbers saw step 0 only. Give attach the "
@@ -252,7 +252,7 @@ class MultiTaskBackward:
         """
         if not any(aggregation.has_failed for aggregation in self.aggregations):
             return
-        for optimizer in self.session.steps.optimizers:
+        for optimizer in self.attachment.steps.optimizers:
             self._give_zeros(optimizer)
 
     def _give_zeros(self, optimizer: Optimizer) -> None:
@@ -285,7 +285,7 @@ class MultiTaskBackward:
         patterns = aggregation.at.granularity
         if isinstance(patterns, str) or aggregation.label not in used:
             return []
-        ledger = self.session.ledger
+        ledger = self.attachment.ledger
         groups = {entry.site for entry in ledger if entry.intervention == aggregation.label}
         text = f"{aggregation.label}: no two tasks reached a parameter of its group"
         return [f"{text} '{pattern}'" for pattern in patterns if pattern not in groups]
@@ -299,10 +299,10 @@ class MultiTaskBackward:
         At sampled steps the conflict is measured first, in separate passes without side effects.
         """
         weights = self._loss_weights(aggregation, call)  # in shadow too, to learn from each step
-        if (aggregation is not None or call.task_specific) and self.session.measures_conflicts:
+        if (aggregation is not None or call.task_specific) and self.attachment.measures_conflicts:
             self._measure(call, weights)
         losses = list(call.losses.values())
-        if weights is not None and not self.session.shadow:
+        if weights is not None and not self.attachment.shadow:
             losses = [loss * factor for loss, factor in zip(losses, weights.tolist(), strict=True)]
         reduce(add, losses).backward(retain_graph=call.retain_graph)
 
@@ -310,7 +310,7 @@ class MultiTaskBackward:
         """Return the weights of the losses, None if the aggregator does not weight losses."""
         if aggregation is None or not aggregation.weights_losses:
             return None
-        values = loss_values(call.losses, self.session.loss_scale)
+        values = loss_values(call.losses, self.attachment.loss_scale)
         if (group := self._group or self._shards) is not None:
             values = mean_losses(group, values, (), call.device)
         return aggregation.loss_weights(values, call.last)
@@ -351,7 +351,7 @@ class MultiTaskBackward:
             text = jacobian.nothing_shared(losses)
             if not self._builder.compiled:
                 raise ValueError(text)
-            self.session.warn_once(text)
+            self.attachment.warn_once(text)
         factors = [1.0] * len(losses) if weights is None else weights.tolist()
         grads = jacobian.assemble(combined, factors)
         jacobian.reset(jacobian.num_tasks)
@@ -414,7 +414,7 @@ class MultiTaskBackward:
         """
         tasks, parts = jacobian.take(members, bool(aggregation.aggregator.memories(tuple(losses))))
         if weights is not None:
-            if self.session.measures_conflicts:
+            if self.attachment.measures_conflicts:
                 aggregation.observe(group, parts, _of_tasks(losses, tasks), weights[tasks])
             return aggregation.combine_with(parts, weights[tasks])
         names = list(losses)
@@ -448,7 +448,7 @@ class MultiTaskBackward:
         with skipping(call.task_independent, cut.nodes), cut.stopped():
             for number, name in enumerate(losses, 1):
                 keep_graph = call.retain_graph or cut.nested or number < len(losses)
-                with call.task(name, self.session.clock):
+                with call.task(name, self.attachment.clock):
                     at_edges, of_head = cut.backward(losses[name], name, keep_graph)
                 task_grads.append(at_edges)
                 if number - 1 not in memories:
@@ -464,7 +464,7 @@ class MultiTaskBackward:
         if are_disjoint(task_grads):
             self._warn_disjoint(aggregation, sum(part.numel() for part in jacobian.params))
         task_grads.clear()  # those that were copied make room
-        combined = self._combined(jacobian, loss_values(losses, self.session.loss_scale))
+        combined = self._combined(jacobian, loss_values(losses, self.attachment.loss_scale))
         edge_grads = {
             edge: combined[index] for index, edge in enumerate(found) if index in combined
         }
@@ -482,7 +482,7 @@ class MultiTaskBackward:
     def _warn_absent(self, aggregation: Aggregation, names: Iterable[str], place: str) -> None:
         """Warn about each of these tasks."""
         for name in names:
-            self.session.warn_once(
+            self.attachment.warn_once(
                 f"{aggregation.label}: {name} does not reach {place}, and does not contribute to "
                 "the combined gradient"
             )
@@ -494,7 +494,7 @@ class MultiTaskBackward:
         self._checked_heads = True
         heads = jacobian.params_of_single_tasks()
         if len(heads) > 1:
-            self.session.warn_once(
+            self.attachment.warn_once(
                 f"{aggregation.label}: all tasks reach {', '.join(heads.values())}, whose gradient "
                 "is zero for all tasks but one, as for heads whose outputs were concatenated or "
                 "whose losses were stacked: they count as shared. Give each loss as it was "
@@ -503,7 +503,7 @@ class MultiTaskBackward:
 
     def _warn_disjoint(self, aggregation: Aggregation, entries: int) -> None:
         """Warn that the gradients at the representation cannot conflict."""
-        self.session.warn_once(
+        self.attachment.warn_once(
             f"{aggregation.label}: at the shared representation, of {entries} entries, no entry "
             "has a gradient of two tasks: the tasks cannot conflict there. Name a module below, "
             "whose output they share (features=)."

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradsurg.aggregators.rows import Block, is_finite, summed, uninitialized
-from gradsurg.core.session import Session
+from gradsurg.core.attachment import Attachment
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
@@ -362,14 +362,14 @@ class JacobianBuilder:
     A step may have several `live.backward` calls, of which only the last has `aggregate=True`.
     """
 
-    def __init__(self, session: Session, aggregations: Sequence[Aggregation]) -> None:
+    def __init__(self, attachment: Attachment, aggregations: Sequence[Aggregation]) -> None:
         self.pending: dict[str, float] = {}  # the losses so far of a step that has not ended
         self.compiled = False  # whether the last graph had compiled parts
         # The sharded parameters; between forward and backward pass the model may have others.
         self.sharded: Mapping[Tensor, str] = {}
         self._alive: dict[str, set[int]] = {}  # per task: parameters with a nonzero gradient so far
         self._measured: dict[str, float] = {}  # as `pending`, for `measure`
-        self._session = session
+        self._attachment = attachment
         self._aggregations = aggregations
         self._jacobian: Jacobian | None = None
         self._norms: list[_NormBase] = []  # the modules with running statistics
@@ -396,13 +396,13 @@ class JacobianBuilder:
         returns None.
         """
         if REENTRANT in _node_names(call.losses):
-            self._session.warn_once(
+            self._attachment.warn_once(
                 "the losses hold a reentrant checkpoint, which hides the gradients of single "
                 "tasks: their conflicts are not measured. Use checkpoint(use_reentrant=False)."
             )
             return None
         if has_single_use_graph(call.losses.values()):
-            self._session.warn_once(
+            self._attachment.warn_once(
                 f"{SINGLE_USE}: in such steps the conflicts of the tasks are not measured. "
                 f"{RECOMPILE}"
             )
@@ -410,7 +410,9 @@ class JacobianBuilder:
         try:
             self._current()
         except LookupError as error:  # all selected parameters are frozen by now
-            self._session.warn_once(f"{error.args[0]}: the conflicts of the tasks are not measured")
+            self._attachment.warn_once(
+                f"{error.args[0]}: the conflicts of the tasks are not measured"
+            )
             return None
         before, self._measured = self._measured, {}
         before = before if list(before) == list(call.losses) else {}
@@ -423,7 +425,7 @@ class JacobianBuilder:
             self._measured = losses
             return None
         if left_out := jacobian.finish(strict=False, with_own=self._with_memories(losses)):
-            self._session.warn_once(
+            self._attachment.warn_once(
                 f"the gradients of {', '.join(left_out)} are not dense and real: the conflicts are "
                 "measured without them"
             )
@@ -459,7 +461,7 @@ class JacobianBuilder:
 
     def _total_losses(self, before: Mapping[str, float], call: BackwardCall) -> dict[str, float]:
         """Return the sums of the losses of the step so far."""
-        losses = loss_values(call.losses, self._session.loss_scale)
+        losses = loss_values(call.losses, self._attachment.loss_scale)
         totals = {name: loss + before.get(name, 0.0) for name, loss in losses.items()}
         return {**before, **totals}
 
@@ -497,7 +499,7 @@ class JacobianBuilder:
                 # statistics, as in a plain backward pass.
                 repeated = index > 0 and versions != [version_of(buffer) for buffer in statistics]
                 with (
-                    call.task(name, self._session.clock),
+                    call.task(name, self._attachment.clock),
                     _restored(statistics if measuring or repeated else []),
                 ):
                     grads = self._gradients(loss, leaves, keep_graph)
@@ -552,7 +554,7 @@ class JacobianBuilder:
             grad if index in alive or index in reached else None for index, grad in enumerate(grads)
         ]
         if nonzero and all(grad is None for grad in filtered):
-            self._session.warn_once(
+            self._attachment.warn_once(
                 f"losses['{name}']: its gradient is zero, and a compiled graph does not show which "
                 "parameters it reaches: it is left out in such steps. Compute losses outside the "
                 "compiled part.",
@@ -562,9 +564,9 @@ class JacobianBuilder:
 
     def _current(self) -> Jacobian:
         """Return the Jacobian, replaced if the parameters that require a gradient have changed."""
-        model = self._session.model
+        model = self._attachment.model
         all_names = dict(self.sharded) or first_names(model)
-        for group in self._session.steps.param_groups:
+        for group in self._attachment.steps.param_groups:
             for param in group["params"]:
                 all_names.setdefault(param, f"parameter {len(all_names)} of the optimizer")
         names = {param: name for param, name in all_names.items() if param.requires_grad}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradsurg.core.attached import Attached
+from gradsurg.core.operation import Operation
 from gradsurg.plugins.fields import FieldError, SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.triggers.base import Clock
@@ -33,7 +33,7 @@ class BackwardCall:
     """
 
     losses: Mapping[str, Tensor]
-    interventions: Sequence[Attached]
+    interventions: Sequence[Operation]
     last: bool
     retain_graph: bool
 
@@ -43,17 +43,17 @@ class BackwardCall:
         return next(iter(self.losses.values())).device
 
     @cached_property
-    def task_specific(self) -> list[Attached]:
+    def task_specific(self) -> list[Operation]:
         """The interventions whose trigger names a task."""
-        return [each for each in self.interventions if each.firing.named_tasks]
+        return [each for each in self.interventions if each.named_tasks]
 
     @cached_property
-    def task_independent(self) -> list[Attached]:
+    def task_independent(self) -> list[Operation]:
         """The interventions that act on the gradients of all tasks."""
-        return [each for each in self.interventions if not each.firing.named_tasks]
+        return [each for each in self.interventions if not each.named_tasks]
 
     @property
-    def at_leaves(self) -> list[Attached]:
+    def at_leaves(self) -> list[Operation]:
         """The interventions that acted on each task's gradient at the leaves, and so must not act
         on the combined one."""
         return [each for each in self.interventions if each.stage == "backward"]
@@ -66,15 +66,15 @@ class BackwardCall:
         """
         return any(
             each.stage in PER_TASK_STAGES
-            and each.firing.answer is not False
-            and not (each.firing.answer and each.intervention.operator.properties >= _LINEAR)
+            and each.answer is not False
+            and not (each.answer and each.intervention.operator.properties >= _LINEAR)
             for each in self.interventions
         )
 
     def check_task_names(self, names: Sequence[str]) -> None:
         """Raise SelectionError if a trigger names a task that is not in `names`."""
         for each in self.task_specific:
-            for part in each.firing.named_tasks:
+            for part in each.named_tasks:
                 if part.task not in names:
                     text = f"there is no loss '{part.task}'. {nearest(part.task, list(names))}"
                     text += " The first live.backward must have it"
@@ -102,37 +102,37 @@ class BackwardCall:
         for each in self.interventions:
             each.has_several_tasks = True
         for each in self.task_specific:
-            each.firing.reevaluate()
+            each.reevaluate()
         try:
             yield
         finally:
             clock.task = ""
             for each in self.task_specific:
-                each.firing.reevaluate()
+                each.reevaluate()
 
 
 @contextmanager
-def paused(interventions: Sequence[Attached]) -> Iterator[None]:
+def paused(interventions: Sequence[Operation]) -> Iterator[None]:
     """Pause the interventions: their hooks neither act nor count."""
     for each in interventions:
-        each.firing.switch(False)
+        each.switch(False)
     try:
         yield
     finally:
         for each in interventions:
-            each.firing.switch(True)
+            each.switch(True)
 
 
 @contextmanager
-def skipping(interventions: Sequence[Attached], nodes: Collection[Node]) -> Iterator[None]:
+def skipping(interventions: Sequence[Operation], nodes: Collection[Node]) -> Iterator[None]:
     """Make the hooks of the interventions neither act nor count at these nodes."""
     for each in interventions:
-        each.firing.skip_nodes(nodes)
+        each.skip_nodes(nodes)
     try:
         yield
     finally:
         for each in interventions:
-            each.firing.skip_nodes(())
+            each.skip_nodes(())
 
 
 def named_losses(losses: Losses) -> dict[str, Tensor]:

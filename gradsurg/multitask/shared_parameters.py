@@ -1,6 +1,6 @@
 """SharedParameters: select the parameters whose gradients an aggregator combines."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
@@ -9,15 +9,9 @@ from torch import nn
 
 from gradsurg.aggregators.base import Aggregator, LossWeighting
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.base import Attached, PlaceTest, Stage
-from gradsurg.sites.selection import (
-    ROOT,
-    ParamSelector,
-    Pattern,
-    matches,
-    nothing_matched,
-    selected_params,
-)
+from gradsurg.sites.places import Door, Kind, Named, Stage
+from gradsurg.sites.selection import ROOT, Pattern, matches, nothing_matched
+from gradsurg.sites.selectors import ParamSelector, params_of
 
 SHARED = "shared"
 """The name of the group of all selected parameters, for granularity `whole`."""
@@ -38,6 +32,13 @@ Granularity = Literal["whole", "layer", "module", "tensor"] | Patterns
 Engine = Literal["full", "feature"]
 Reduce = Literal["mean", "local"]
 OnNonfinite = Literal["propagate", "skip"]
+
+
+def _watch(door: Door, found: Sequence[Named], shared: object) -> None:
+    raise AssertionError("transforms do not act on SharedParameters")
+
+
+KIND = Kind("SharedParameters", "", params_of, _watch, known_at="watch")
 
 
 @validated
@@ -123,16 +124,19 @@ class SharedParameters(ParamSelector):
                 "parameters: it needs SharedParameters() without arguments but reduce"
             )
 
-    def find(self, model: nn.Module, test: PlaceTest | None = None) -> list[str]:
-        return list(self.groups(model, test))
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return KIND
 
-    def groups(self, model: nn.Module, test: PlaceTest | None = None) -> dict[str, str]:
+    def find(self, model: nn.Module) -> list[str]:
+        return list(self.groups(model))
+
+    def groups(self, model: nn.Module) -> dict[str, str]:
         """Return the group of each selected parameter.
 
         Raises LookupError if a pattern matches no parameter. A pattern whose parameters are all
         frozen has no group.
         """
-        names = super().find(model, test)
+        names = super().find(model)
         match self.granularity:
             case "whole":
                 return dict.fromkeys(names, SHARED)
@@ -147,20 +151,21 @@ class SharedParameters(ParamSelector):
             case "tensor":
                 return dict(zip(names, names, strict=True))
             case patterns:
-                groups = self._first_patterns(patterns, model, test or self.selects)
+                groups = self._first_patterns(patterns, model)
                 return {name: groups[name] for name in names if name in groups}
 
-    def _first_patterns(
-        self, patterns: Patterns, model: nn.Module, test: PlaceTest
-    ) -> dict[str, str]:
+    def _first_patterns(self, patterns: Patterns, model: nn.Module) -> dict[str, str]:
         """Return the first pattern that each parameter matches by one of its names, including
         frozen parameters.
         """
         matching = {
-            names[0]: [
-                pattern for pattern in patterns if any(matches(name, pattern) for name in names)
+            named.names[0]: [
+                pattern
+                for pattern in patterns
+                if any(matches(name, pattern) for name in named.names)
             ]
-            for _, names in selected_params(self, model, test)
+            for named in params_of(model)
+            if self.near(named)
         }
         first = {name: found[0] for name, found in matching.items() if found}
         for pattern in patterns:
@@ -184,9 +189,6 @@ class SharedParameters(ParamSelector):
         return ", ".join(
             f"{name}={value!r}" for name, value in values.items() if value not in ("*", None)
         )
-
-    def hook(self, attached: Attached) -> None:
-        raise AssertionError("transforms do not act on SharedParameters")
 
 
 def _layers(model: nn.Module) -> set[str]:

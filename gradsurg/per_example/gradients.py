@@ -20,7 +20,7 @@ from gradsurg.aggregators.base import (
     needs_rows,
 )
 from gradsurg.aggregators.rows import cancels, gramian_of
-from gradsurg.core.session import Session
+from gradsurg.core.attachment import Attachment
 from gradsurg.effects.tables import aligned
 from gradsurg.multitask.aggregation import aggregate
 from gradsurg.per_example.layers import (
@@ -74,9 +74,9 @@ class ExampleSource:
     estimate of |G|² is not positive.
     """
 
-    def __init__(self, recorder: Recorder, session: Session, transform: Transform) -> None:
+    def __init__(self, recorder: Recorder, attachment: Attachment, transform: Transform) -> None:
         self.recorder = recorder
-        self.session = session
+        self.attachment = attachment
         while isinstance(transform, Wrapper):
             transform = transform.of
         self.is_mean = not isinstance(transform, PerSample) or transform.reduction == "mean"
@@ -92,7 +92,7 @@ class ExampleSource:
         at the first call, and whenever a step has several backward passes. At the first call the
         gradient of the first example is also computed without the others, and compared.
         """
-        if self.session.is_scaled:
+        if self.attachment.is_scaled:
             raise ValueError(
                 "PerSample: gradients of single examples are recorded times the loss scale; use a "
                 "precision that needs no GradScaler, as bfloat16"
@@ -102,7 +102,7 @@ class ExampleSource:
                 "PerSample: no backward pass of the model was recorded in this step: call the "
                 "model itself, with the batch as the first axis of its first tensor"
             )
-        params = params_of(self.session.model)
+        params = params_of(self.attachment.model)
         of_sites = {site: params[site] for site in sites}
         examples = ExampleGradients(self.recorder, of_sites, grads, self.is_mean)
         if not self._is_checked or len(self.recorder.records) > 1:
@@ -110,9 +110,9 @@ class ExampleSource:
             if not self._is_checked:
                 examples.check_first_example()
                 if doubt := _reduction_doubt(examples, self.is_mean):
-                    self.session.warn_once(doubt)
+                    self.attachment.warn_once(doubt)
             self._is_checked = True
-        self._examples = examples if self.session.effects.sampling else None
+        self._examples = examples if self.attachment.effects.sampling else None
         return examples
 
     def end_step(self) -> None:

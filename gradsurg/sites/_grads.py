@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.base import Attached, Selector, SiteFn
 from gradsurg.sites.contexts import refusal
+from gradsurg.sites.places import Attached, Selector, SiteFn
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Make, Params, StepActions
 from gradsurg.torch_internals import autograd

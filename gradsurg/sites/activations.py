@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Attached, Selector, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import Calls, hookable_modules, rebuilt
+from gradsurg.sites.places import Attached, Selector, Stage
 from gradsurg.sites.selection import ROOT, ModuleSelector, names_of, site_ids
 from gradsurg.torch_internals import autograd, compiling
 

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.sites._grads import Access, Act, actor
-from gradsurg.sites.base import Attached
 from gradsurg.sites.module_calls import tensors_in
+from gradsurg.sites.places import Attached
 from gradsurg.torch_internals import autograd, compiling
 
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites._grads import Access, hook_accumulated
-from gradsurg.sites.base import Attached, SiteFn, Stage
 from gradsurg.sites.contexts import refusal
+from gradsurg.sites.places import Attached, SiteFn, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.wrapped_models import when_wrapped
 from gradsurg.torch_internals import autograd

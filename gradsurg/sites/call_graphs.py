@@ -10,10 +10,19 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from gradsurg.sites.graph_tracer import FORWARD, LEAF, WRAPPER, Edge, plain
-from gradsurg.sites.module_calls import tensors_in
-from gradsurg.sites.places import Call, Door, Named, Shared
+from gradsurg.sites.calls import Call, Shared
+from gradsurg.sites.node_names import plain
+from gradsurg.sites.places import Door, Named
+from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
+
+LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
+WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full backward hooks
+FORWARD = -1  # the backward pass number outside of any backward pass
+
+Edge = tuple[Node | None, int]
+"""A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
+for a tensor without a gradient."""
 
 Made = tuple[int, str, Call, int]
 """A node: its index among those reached, its name, the call that made it, and its occurrence among
@@ -158,6 +167,19 @@ def meets_more(output: object, by_gradient: bool) -> bool:
         seen |= sources
         pending += sources
     return False
+
+
+def after_backward(output: object, call: Callable[[], None]) -> None:
+    """Call `call` once, at the end of the first backward pass through `output`."""
+    pending = [call]
+
+    def end() -> None:
+        if pending:
+            pending.pop()()
+
+    for _, tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: autograd.at_end_of_backward(end) if pending else None)
 
 
 def _nodes_of(value: object) -> set[Node]:

@@ -9,10 +9,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, Attached, Place, PlaceTest, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import check_called
 from gradsurg.sites.module_calls import Calls, tensors_in
+from gradsurg.sites.places import NO_GRADIENT, Attached, Place, PlaceTest, Stage
 from gradsurg.sites.selection import (
     ROOT,
     ModuleSelector,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.base import Selector, Stage
+from gradsurg.sites.places import Selector, Stage
 from gradsurg.torch_internals import autograd, compiling
 
 

@@ -8,9 +8,9 @@ from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.activations import Flow, Records, input_hook, output_hook
-from gradsurg.sites.base import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.module_calls import Calls, refuse_scripted
 from gradsurg.sites.module_gradients import hook_backward, suppress_warning
+from gradsurg.sites.places import Attached, Place, PlaceTest, Selector, Stage
 from gradsurg.sites.selection import (
     ROOT,
     Pattern,

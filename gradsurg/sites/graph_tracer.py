@@ -17,9 +17,9 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg.sites.base import Selector
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import tensors_in
+from gradsurg.sites.places import Selector
 from gradsurg.sites.selection import names_of
 from gradsurg.torch_internals import autograd, compiling
 

@@ -1,42 +1,212 @@
 """Inputs: the gradient with respect to the input of a module."""
 
 import operator
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, Attached, Stage
-from gradsurg.sites.contexts import refusal
-from gradsurg.sites.module_calls import (
-    HookedTensors,
-    Shared,
-    alias_of,
-    hookable_modules,
-    is_new,
-    layout,
-    rebuilt,
-    tensors_in,
-    with_value,
-)
-from gradsurg.sites.selection import ModuleSelector
+from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_scripted, register
+from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
+from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.tensors import alias_of, is_new, layout, original, rebuilt, tensors_in
 from gradsurg.torch_internals import autograd, module_hooks
-from gradsurg.transforms.base import LayerCall, Need
+from gradsurg.transforms.base import LayerCall
 
 SUFFIX = ".input"
+NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
 
 Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 
-Running = tuple[
-    nn.Module,
-    list[tuple[Tensor, int, str]],
-    list[tuple[object, object, str]],
-    list[LayerCall],
-]
-"""A running call, with what it must not write to: tensors, each with version and site, and copies
-of containers, each with layout and site; and itself for each input, if a transform needs it."""
+
+class _Running:
+    """A call that runs: tensors and copies of containers that it must not write to, and itself for
+    each input whose hook asks for the layer.
+
+    Each tensor is there with its version and its site, each copy with its layout and its site.
+    """
+
+    __slots__ = ("containers", "layers", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Tensor, int, str]] = []
+        self.containers: list[tuple[object, object, str]] = []
+        self.layers: list[LayerCall] = []
+
+    def keep(self, tensor: Tensor, site: str, is_alias: bool) -> None:
+        """Note a tensor whose hook is lost if it is written to: an alias or a view."""
+        if is_alias or module_hooks.is_view(tensor):
+            self.tensors.append((tensor, module_hooks.version(tensor), site))
+
+
+class _Watched:
+    """The inputs of the modules, hooked at the beginning of each of their calls."""
+
+    def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        refuse_scripted(door, kind, found)
+        self.kind, self.door, self.is_branch = kind, door, kind.mode == "branch"
+        self.thread = shared.follow(door.stack)
+        # By calls that have taken one bare tensor; None if no intervention acts there.
+        self.single: dict[Call, tuple[Hook, str] | None] = {}
+        self.noted = set[Call]()  # of calls whose only input needs no gradient
+        register(door, found, self.before, self.after, makes_alias=self.is_branch, always=True)
+
+    # Any: a user's values
+    def before(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Hook the inputs of a call, and return aliases to call the module with."""
+        calls, running = self.thread.calls, _Running()
+        call = calls.next(module)
+        calls.enter(module, running)
+        if call is None:
+            return None
+        given = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(given, Tensor):
+            return self._hooked_arguments(module, call, running, args, kwargs)
+        if not (given.requires_grad and torch.is_grad_enabled()):
+            self._note_none(module, call, given)
+            return None
+        if call not in self.single:
+            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
+        known = self.single[call]
+        if known is None:
+            return None
+        hook, site = known
+        is_plain = type(given) is Tensor if self.is_branch else is_new(given)
+        if not is_plain or not hook.asks.isdisjoint({"value", "layer"}):
+            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
+        own = alias_of(given) if self.is_branch else given
+        autograd.hook_first(own, hook.call)
+        running.keep(own, site, is_alias=own is not given)
+        return ((own,), kwargs) if own is not given else None
+
+    def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        """Check that a call has not written to its inputs."""
+        running = self.thread.calls.leave(module)
+        if running is None:
+            return
+        if running.tensors or running.containers:
+            self._check_unwritten(running, output)
+        if len(running.layers) == 1 and isinstance(output, Tensor):
+            running.layers[0].watch(output)
+
+    def _hooked_arguments(
+        self,
+        module: nn.Module,
+        call: Call,
+        running: _Running,
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
+        is_bare: bool = False,
+    ) -> Arguments | None:
+        """Hook the tensors in the arguments; return the arguments to call the module with."""
+        base = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+        given: dict[int, Tensor] = {}  # to the module, by the id of the tensor in the arguments
+
+        def change(path: str, tensor: Tensor) -> Tensor:
+            place = replace(base, item=path[1:]) if path else base
+            if not self.door.wants(place):
+                return tensor
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                self.door.none(place, NO_GRADIENT)
+                given[id(tensor)] = tensor
+            elif id(tensor) not in given:
+                given[id(tensor)] = self._hooked(module, running, tensor, place)
+            # A tensor that is passed twice is one site with two names.
+            elif (hook := self.door.meet(place, given[id(tensor)], own=True)) is not None:
+                hook_tensor(self.door, given[id(tensor)], hook)
+            return given[id(tensor)]
+
+        def hooked(value: object, path: str) -> object:
+            new = rebuilt(value, change, path)
+            if new is not value and not isinstance(new, Tensor):
+                running.containers.append((new, layout(new), f"{base.site}{path}"))
+            return new
+
+        if is_bare and not self.door.wants(base):
+            self.single[call] = None
+            return None
+        new = [hooked(arg, "" if is_bare else f".{index}") for index, arg in enumerate(args)]
+        by_key = {key: hooked(arg, f".{key}") for key, arg in kwargs.items()}
+        if not given:
+            self.door.none(base, NO_TENSOR)
+        same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
+        return None if same else (tuple(new), by_key)
+
+    def _note_none(self, module: nn.Module, call: Call, given: Tensor) -> None:
+        """Note once that no gradient passes at the only input of a call."""
+        if call not in self.noted:
+            self.noted.add(call)
+            place = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
+            is_float = given.is_floating_point()
+            self.door.none(place, NO_GRADIENT if is_float else NO_TENSOR)
+
+    def _hooked(self, module: nn.Module, running: _Running, tensor: Tensor, place: Place) -> Tensor:
+        """Hook a tensor or an alias of it; return the one to pass to the module."""
+        assert place.call is not None
+        call = place.name, place.call
+        if not self.is_branch:
+            source = original(tensor)
+            is_first = not module_hooks.hooks_of(source)
+            if (hook := self.door.meet(place, source, own=True)) is not None:
+                hook_tensor(self.door, source, hook)
+                if is_first and not place.item:
+                    self.single[call] = hook, place.site
+            running.keep(tensor, place.site, is_alias=False)
+            return tensor
+        hook, given = self.door.meet(place), alias_of(tensor)
+        assert hook is not None
+        if "layer" in hook.asks:
+            layer = LayerCall(module, given.detach().clone())
+            running.layers.append(layer)
+            given.register_hook(partial(hook.call, value=layer.input, layer=layer))
+        else:
+            hook_tensor(self.door, given, hook)
+        if not place.item:
+            self.single[call] = hook, place.site
+        running.keep(given, place.site, is_alias=True)
+        return given
+
+    def _check_unwritten(self, running: _Running, output: object) -> None:
+        """Refuse a call that wrote to its inputs, and watch the inputs that it returned."""
+        calls = self.thread.calls
+        for tensor, version, site in running.tensors:
+            if module_hooks.version(tensor) != version:
+                self._refuse(site, "wrote to its input")
+            if calls.depth:
+                base = module_hooks.base_of(tensor)
+                for _, other in tensors_in(output):
+                    if module_hooks.base_of(other) is base:
+                        returned = other.detach()  # it must not keep the graph
+                        calls.at_end.append(partial(self._check_later, returned, version, site))
+        for copy, before, site in running.containers:
+            if layout(copy) != before:
+                self._refuse(site, "wrote to a container that it took, and got a copy of it")
+
+    def _check_later(self, returned: Tensor, version: int, site: str) -> None:
+        if autograd.version_of(returned) != version:
+            self._refuse(site, "returned its input, which was then written to in place")
+
+    def _refuse(self, site: str, fault: str) -> None:
+        self.door.refuse("in-place write", self.kind, site, fault=fault)
+
+
+def _watch_branches(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    _Watched(BRANCH, door, found, shared)
+
+
+def _watch_totals(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    _Watched(TOTAL, door, found, shared)
+
+
+BRANCH = Kind("Inputs", "branch", modules_of, _watch_branches)
+TOTAL = Kind("Inputs", "total", modules_of, _watch_totals)
 
 
 @validated
@@ -64,143 +234,9 @@ class Inputs(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
-    @property
-    def provides(self) -> frozenset[Need]:
-        layer: set[Need] = {"layer"} if self.path == "branch" else set()
-        return frozenset({"value", "error", "labels", *layer})
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return BRANCH if self.path == "branch" else TOTAL
 
     @property
-    def mechanism(self) -> tuple[object, ...]:
-        return ("Inputs", self.stage, self.path)
-
-    def hook(self, attached: Attached) -> None:
-        inputs = _HookedInputs(self, attached, Shared())
-        modules = hookable_modules(self, inputs, attached, SUFFIX)
-        site_ids = self.site_ids(attached, SUFFIX)
-        fast = inputs.shared.fast
-
-        # Any: a user's values
-        def before(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
-        ) -> Arguments | None:
-            call = inputs.counter.next(module)
-            site = None if call is None else site_ids(module, call)
-            running = module, [], [], []
-            inputs.running.append(running)
-            if site is None:
-                return None
-            grads_on = torch.is_grad_enabled()
-            if site in fast and len(args) == 1 and not kwargs and grads_on:
-                given: Any = args[0]
-                if self.path == "branch" and type(given) is Tensor and given.requires_grad:
-                    given = alias_of(given)
-                if (given is not args[0] or is_new(given)) and not attached.needs_value:
-                    autograd.hook_first(given, fast[site])
-                    _watch(running, given, site, given is not args[0])
-                    return None if given is args[0] else ((given,), kwargs)
-            new = inputs.hooked_arguments(running, args, kwargs, site)
-            if not grads_on:
-                inputs.without_graph(module)
-            return None if new[0] is args else new
-
-        def after(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
-        ) -> None:
-            # There is none if a hook of others raised before the pre-hook of this call ran.
-            if any(called is module for called, *_ in inputs.running):
-                while (running := inputs.running.pop())[0] is not module:
-                    pass
-                if running[1] or running[2]:
-                    inputs.check_call(running, output)
-                if len(running[3]) == 1 and isinstance(output, Tensor):
-                    running[3][0].watch(output)
-
-        inputs.register(modules, before, after, always=True)
-
-
-def _watch(running: Running, tensor: Tensor, site: str, is_alias: bool) -> None:
-    """Note a tensor whose hook is lost if it is written to: an alias or a view."""
-    if is_alias or module_hooks.is_view(tensor):
-        running[1].append((tensor, module_hooks.version(tensor), site))
-
-
-class _HookedInputs(HookedTensors):
-    """Hooks the inputs of module calls and checks that nothing writes to them."""
-
-    selector: Inputs
-
-    def __init__(self, selector: Inputs, attached: Attached, shared: Shared) -> None:
-        super().__init__(selector, attached, shared)
-        self.makes_alias = selector.path == "branch"
-        self.running: list[Running] = []
-
-    def begin(self) -> None:
-        super().begin()
-        self.running.clear()
-
-    def hooked_arguments(
-        self, running: Running, args: tuple[object, ...], kwargs: dict[str, Any], base: str
-    ) -> Arguments:
-        """Hook the tensors in the arguments; return the arguments to call the module with."""
-        attached = self.attached
-        sites: dict[int, tuple[Tensor, str]] = {}  # by the id of the tensor
-
-        def change(path: str, tensor: Tensor) -> Tensor:
-            site = base + path
-            if path:
-                attached.forget(base)
-            if not (tensor.requires_grad and torch.is_grad_enabled()):
-                attached.expect(site, skipped=NO_GRADIENT)
-                sites[id(tensor)] = tensor, site
-            elif id(tensor) in sites:
-                attached.expect(sites[id(tensor)][1], [site])
-            else:
-                sites[id(tensor)] = self._hooked(running, tensor, base, path), site
-            return sites[id(tensor)][0]
-
-        def hooked(value: object, path: str) -> object:
-            new = rebuilt(value, change, path)
-            if new is not value and not isinstance(new, Tensor):
-                running[2].append((new, layout(new), base + path))
-            return new
-
-        bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        new = [hooked(arg, "" if bare else f".{index}") for index, arg in enumerate(args)]
-        by_key = {key: hooked(arg, f".{key}") for key, arg in kwargs.items()}
-        if not sites:
-            attached.expect(base, skipped="takes no floating tensor")
-        same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
-        return (args, kwargs) if same else (tuple(new), by_key)
-
-    def _hooked(self, running: Running, tensor: Tensor, base: str, path: str) -> Tensor:
-        """Hook a tensor or an alias of it; return the one to pass to the module."""
-        attached, given = self.attached, tensor
-        if self.selector.path == "branch":
-            given, hook = alias_of(tensor), attached.hook_at(base + path)
-            if attached.needs_layer:
-                running[3].append(layer := LayerCall(running[0], given.detach().clone()))
-                given.register_hook(partial(hook, value=layer.input, layer=layer))
-            else:
-                given.register_hook(with_value(hook, given) if attached.needs_value else hook)
-            is_hooked = True
-        else:
-            is_hooked = self.hook_tensor(tensor, base, path, running[0])
-        if is_hooked and not path:
-            self.shared.fast[base] = attached.hook_at(base)
-        _watch(running, given, base + path, given is not tensor)
-        return given
-
-    def check_call(self, running: Running, output: object) -> None:
-        """Raise RuntimeError if the module wrote to its inputs; watch those that it returned."""
-        for tensor, version, site in running[1]:
-            if module_hooks.version(tensor) != version:
-                raise refusal(self.selector, "in-place write", site, fault="wrote to its input")
-            if self.counter.inside:
-                base = module_hooks.base_of(tensor)
-                for _, other in tensors_in(output):
-                    if module_hooks.base_of(other) is base:
-                        self.written.append((other.detach(), version, site))
-        for copy, before, site in running[2]:
-            if layout(copy) != before:
-                fault = "wrote to a container that it took, and got a copy of it"
-                raise refusal(self.selector, "in-place write", site, fault=fault)
+    def suffix(self) -> str:
+        return SUFFIX

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.base import GroupFn, Place, ReadTensor, Selector, SiteFn, Stage
 from gradsurg.sites.combined import Selection
 from gradsurg.sites.every_module import EveryModule
 from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
 from gradsurg.sites.module_calls import Calls, tensors_in
+from gradsurg.sites.places import GroupFn, Place, ReadTensor, Selector, SiteFn, Stage
 from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_of
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
 from gradsurg.sites.step_hooks import OptimizerSteps

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Selector, SiteFn
 from gradsurg.sites.contexts import refusal
+from gradsurg.sites.places import NO_GRADIENT, Attached, GradFn, Selector, SiteFn
 from gradsurg.sites.selection import OUTSIDE, ModuleSelector, foreign_hooks, names_of
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import NO_GRADIENT, Attached, GradFn, Selector, Stage, apply_hooks
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.module_calls import Calls, hookable_modules, tensors_in
+from gradsurg.sites.places import NO_GRADIENT, Attached, GradFn, Selector, Stage, apply_hooks
 from gradsurg.sites.selection import ModuleSelector, SiteIds, names_of
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.torch_internals.module_hooks import BackwardHook, Kind, register_full_backward

@@ -1,24 +1,82 @@
 """Outputs: the gradient with respect to the output of a module."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Attached, Place, Stage
-from gradsurg.sites.module_calls import (
-    HookedTensors,
-    Shared,
-    hookable_modules,
-    is_new,
-    rebuilt,
-    tensors_in,
-)
-from gradsurg.sites.selection import ModuleSelector, Pattern, matches, unnumbered
-from gradsurg.torch_internals import autograd
-from gradsurg.transforms.base import Need
+from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_scripted, register
+from gradsurg.sites.places import Door, Hook, Kind, Named, Place, Stage
+from gradsurg.sites.selection import Pattern, matches
+from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in
+from gradsurg.torch_internals import autograd, module_hooks
+
+
+def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook each tensor that the modules return, at the end of each of their calls."""
+    refuse_scripted(door, OUTPUTS, found)
+    thread = shared.follow(door.stack)
+    single: dict[Call, Hook | None] = {}  # of the calls that have returned one bare tensor
+
+    # Any: a user's values
+    def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        given = _given(args, kwargs) if torch.is_grad_enabled() else ()
+        thread.calls.enter(module, [autograd.version_of(tensor) for tensor in given])
+
+    def after(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
+    ) -> object:
+        calls = thread.calls
+        versions, call = calls.leave(module) or (), calls.next(module)
+        if call is None:
+            return output
+        given, is_bare = _given(args, kwargs), isinstance(output, Tensor)
+        if is_bare and call in single:
+            hook = single[call]
+            if hook is None:
+                return output
+            is_own = not any(map(partial(is_, output), given))
+            if is_own and is_new(output) and "value" not in hook.asks:
+                autograd.hook_first(output, hook.call)
+                return output
+
+        def hooked(path: str, tensor: Tensor) -> Tensor:
+            place = Place(OUTPUTS, call[:1], ref(module), call[1], path[1:])
+            if not door.wants(place):
+                if is_bare:
+                    single[call] = None
+                return tensor
+            if any(tensor is other for other in unchanged):
+                # A module that returns its input: the alias has the gradient of its output alone.
+                tensor = tensor[...]
+                if calls.depth:
+                    version = autograd.version_of(tensor)
+                    calls.at_end.append(partial(_check_unwritten, door, place, tensor, version))
+            source = original(tensor)
+            is_first = not module_hooks.hooks_of(source)
+            hook = door.meet(place, source, own=True)
+            if hook is not None:
+                hook_tensor(door, source, hook)
+                if is_bare and is_first:
+                    single[call] = hook
+            return tensor
+
+        unchanged = _unchanged(given, versions)
+        # A complex tensor is hooked too, to refuse its gradient.
+        if isinstance(output, Tensor) and output.is_complex():
+            return hooked("", output)
+        return rebuilt(output, hooked)
+
+    register(door, found, before, after)
+
+
+OUTPUTS = Kind("Outputs", "", modules_of, watch)
 
 
 @validated
@@ -42,100 +100,34 @@ class Outputs(ModuleSelector):
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return OUTPUTS
+
     @property
-    def provides(self) -> frozenset[Need]:
-        return frozenset({"value", "error", "labels"})
+    def picks_items(self) -> bool:
+        return self.item != "*"
 
-    def selects(self, place: Place) -> bool | None:
-        selected = super().selects(place)
-        if not selected or self.item == "*":
-            return selected
-        return None if place.item is None else matches(place.item, self.item)
-
-    def hook(self, attached: Attached) -> None:
-        tensors = _HookedOutputs(self, attached, Shared())
-        modules = hookable_modules(self, tensors, attached)
-        undecided, known = dict[str, Place](), dict[str, bool]()
-        site_ids = self.site_ids(attached, undecided=undecided)
-        fast = tensors.shared.fast
-
-        def is_selected(site: str, path: str) -> bool:
-            if site not in undecided:
-                return True
-            if site + path not in known:
-                selected = attached.selects(replace(undecided[site], item=path[1:]))
-                if selected is None:
-                    raise unnumbered(undecided[site].name)
-                known[site + path] = selected
-                attached.forget(site)
-            return known[site + path]
-
-        # Any: a user's values
-        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled():
-                given = _given(args, kwargs)
-                tensors.versions[module] = [autograd.version_of(tensor) for tensor in given]
-
-        def after(
-            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
-        ) -> object:
-            call = tensors.counter.next(module)
-            site = None if call is None else site_ids(module, call)
-            if site is None:
-                return output
-            output = tensors.own_output(module, site, _given(args, kwargs), output)
-            if site in fast and is_new(output) and not attached.needs_value:
-                autograd.hook_first(output, fast[site])
-                return output
-            bare = isinstance(output, Tensor)  # a complex one has a site too, and is refused there
-            for path, tensor in [("", output)] if bare else tensors_in(output):
-                if not is_selected(site, path):
-                    continue
-                if tensors.hook_tensor(tensor, site, path, module) and tensor is output:
-                    fast[site] = attached.hook_at(site)
-            return output
-
-        tensors.register(modules, before, after)
+    def picks(self, place: Place) -> bool:
+        return super().picks(place) and (self.item == "*" or matches(place.item, self.item))
 
 
-class _HookedOutputs(HookedTensors):
-    """Hooked tensors, with the versions of the inputs of running calls."""
-
-    def __init__(self, selector: ModuleSelector, attached: Attached, shared: Shared) -> None:
-        super().__init__(selector, attached, shared)
-        self.versions: dict[nn.Module, list[int]] = {}
-
-    def begin(self) -> None:
-        super().begin()
-        self.versions.clear()
-
-    def own_output(
-        self, module: nn.Module, site: str, given: list[Tensor], output: object
-    ) -> object:
-        """Return an output with an alias in place of each tensor that the module took unchanged."""
-        versions = self.versions.pop(module, [])
-        if len(given) == 1 and type(output) is Tensor and output is not given[0]:
-            return output  # the usual case
-        if len(given) != len(versions):
-            return output  # it is called by itself, or by a hook of others
-        unchanged = [
-            tensor
-            for tensor, version in zip(given, versions, strict=True)
-            if tensor.requires_grad and autograd.version_of(tensor) == version
-        ]
-
-        def own(_path: str, tensor: Tensor) -> Tensor:
-            if all(tensor is not other for other in unchanged):
-                return tensor
-            alias = tensor[...]
-            if self.counter.inside:
-                self.written.append((alias, autograd.version_of(alias), site))
-            return alias
-
-        return rebuilt(output, own)
-
-
-def _given(args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _given(args: tuple[object, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """The tensors in the arguments of a call."""
     if len(args) == 1 and type(args[0]) is Tensor and not kwargs:  # the usual call
-        return [args[0]]
+        return (args[0],)
     return [tensor for _, tensor in tensors_in((args, kwargs), every=True)]
+
+
+def _unchanged(given: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]:
+    """Return the inputs that have a gradient and were not written to in the call."""
+    if len(given) != len(versions):
+        return []  # gradients were off when the call began, or hooks of others changed its inputs
+    pairs = zip(given, versions, strict=True)
+    return [one for one, was in pairs if one.requires_grad and autograd.version_of(one) == was]
+
+
+def _check_unwritten(door: Door, place: Place, alias: Tensor, version: int) -> None:
+    """Refuse a module that returned its input, which was then written to in place."""
+    if autograd.version_of(alias) != version:
+        fault = "returned its input, which was then written to in place"
+        door.refuse("in-place write", OUTPUTS, place.site, fault=fault)

@@ -1,33 +1,79 @@
-"""Places at which gradients pass, queries that pick them, and the calls of modules, numbered once.
+"""Places at which gradients pass, selectors that pick them, and the door of an attachment.
 
 A `Kind` enumerates the places of a model and registers PyTorch's hooks. It asks a `Door` which hook
-acts at a place; it selects and counts nothing. A `Query` says which places an intervention wants.
+acts at a place; it selects and counts nothing. A `Selector` says which places an intervention has.
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 from weakref import ref
 
-import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.function import BackwardCFunction
-from torch.utils.hooks import RemovableHandle
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import FieldError, SelectionError, only_changed_field
 from gradsurg.plugins.registry import find
-from gradsurg.sites.base import ReadTensor, SiteFn, Stage
-from gradsurg.sites.graph_tracer import plain
-from gradsurg.sites.module_calls import with_value
-from gradsurg.sites.selection import OUTSIDE, names_of
+from gradsurg.sites.node_names import plain
 from gradsurg.sites.step_hooks import OptimizerSteps
-from gradsurg.torch_internals import autograd, compiling, module_hooks
-from gradsurg.transforms.base import Need, Scope
+from gradsurg.transforms.base import LayerCall, Need, Scope
+
+if TYPE_CHECKING:
+    from gradsurg.sites.calls import Leaves, Shared
+
+Stage = Literal[
+    "use",  # the gradient of one use of a tensor
+    "backward",  # the gradient of one backward pass
+    "accumulated",  # the running sum in `.grad`
+    "sent",  # the gradient that a process sends to be averaged over the processes
+    "reduced",  # the average of the gradients that the processes have sent
+    "backward_end",  # the running sums, averaged if DDP does so, at the end of a backward pass
+    "step",  # before an optimizer step: its gradients; after it: weights, or their updates
+    "captured",  # the gradients that `torch.autograd.grad` returns
+    "forward",  # activations or weights in the forward pass
+    "saved",  # tensors that the backward pass reads back from the forward pass
+]
+SCALED: tuple[Stage, ...] = (
+    "use",
+    "backward",
+    "accumulated",
+    "sent",
+    "reduced",
+    "backward_end",
+    "captured",
+)
+"""The stages at which a gradient is still multiplied by the loss scale of a GradScaler."""
+
+AVERAGED: tuple[Stage, ...] = ("reduced", "backward_end", "step")
+"""The stages at which DistributedDataParallel has averaged the gradients over its processes."""
+
+NO_GRADIENT = "needs no gradient"  # the reason recorded for a site that is skipped
+
+GradFn = Callable[[Tensor | None], Tensor | None]
+"""A gradient hook: takes a gradient and returns the new one, or None to leave it unchanged."""
+
+ReadTensor = Callable[[], Tensor | None]
+"""Returns the tensor at a site: the value whose gradient passes, or a gradient."""
+
+
+class SiteFn(Protocol):
+    """A `GradFn` that accepts three more arguments at each call.
+
+    `value` is the tensor whose gradient passes, at sites where it is a new tensor at each call;
+    `entering` holds the gradients that entered the autograd node which `grad` leaves; `layer` is
+    the call of the module whose input has the gradient.
+    """
+
+    def __call__(
+        self,
+        grad: Tensor | None,
+        value: Tensor | None = None,
+        entering: tuple[Tensor | None, ...] = (),
+        layer: LayerCall | None = None,
+    ) -> Tensor | None: ...
+
 
 Ask = Literal[
     "value",  # the tensor whose gradient passes
@@ -135,17 +181,18 @@ class Memory:
     `stage` is that of the intervention; None means the first one that a query may have. `near` has
     the names at which the query and each of its parts may pick places, `admitted` the places that
     each query with a limit has let in, `rejected` the places that the whole query has not picked;
-    `has_picked` says that it has picked one.
+    `has_picked` says that it has picked one, `picking` are the parts that have done so.
     """
 
     stage: Stage | None = None
-    near: "dict[Query, Near]" = field(default_factory=dict)
-    admitted: "dict[Query, dict[str, None]]" = field(default_factory=dict)
+    near: "dict[Selector, Near]" = field(default_factory=dict)
+    admitted: "dict[Selector, dict[str, None]]" = field(default_factory=dict)
     rejected: dict[Place, None] = field(default_factory=dict)
     has_picked: bool = False
+    picking: "set[Selector]" = field(default_factory=set)
 
 
-class Query(ABC):
+class Selector(ABC):
     """Picks places. A query is a tree, whose leaves test the fields of one kind of site.
 
     Queries combine: `a | b` picks the places of either, `a & b` those of both, `~a` those that `a`
@@ -217,6 +264,10 @@ class Query(ABC):
     def fits(self, place: Place, memory: Memory) -> bool:
         """Return whether a place is picked."""
 
+    def unmatched(self, memory: Memory) -> "Iterator[Selector]":
+        """Yield the parts that have picked no place though they should."""
+        yield from ()
+
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
         """Return the error for a forward in which no place was picked.
 
@@ -229,36 +280,36 @@ class Query(ABC):
         text = f"nothing in the first forward is selected by {self!r}. There were: {sites}"
         return SelectionError(self, only_changed_field(self), text)
 
-    def __or__(self, other: "Query") -> "Query":
+    def __or__(self, other: "Selector") -> "Selector":
         return _combined((self, other), "any")
 
-    def __and__(self, other: "Query") -> "Query":
+    def __and__(self, other: "Selector") -> "Selector":
         return _combined((self, other), "all")
 
-    def __invert__(self) -> "Query":
+    def __invert__(self) -> "Selector":
         return _combined((self,), "none")
 
-    def expect(self, count: int) -> "Query":
+    def expect(self, count: int) -> "Selector":
         """Return the same sites, of which there must be `count`."""
         return _combined((self,), "all", count=count)
 
-    def first(self, count: int) -> "Query":
+    def first(self, count: int) -> "Selector":
         """Return the first `count` sites, in the order in which they are reached."""
         return _combined((self,), "all", limit=count)
 
-    def where(self, test: Callable[[Place], bool]) -> "Query":
+    def where(self, test: Callable[[Place], bool]) -> "Selector":
         """Return the sites for whose place `test` returns True."""
         return _combined((self,), "all", test=test)
 
 
 def _combined(
     of: Sequence[object], by: Literal["any", "all", "none"], **fields: Any
-) -> Query:  # Any: fields have types
-    queries = tuple(query for query in of if isinstance(query, Query))
+) -> Selector:  # Any: fields have types
+    queries = tuple(query for query in of if isinstance(query, Selector))
     if len(queries) < len(of):
         raise TypeError(f"a selector combines with selectors, found {of[-1]!r}")
     # Found by name, as every plug-in: `Combined` is itself a query and imports this module.
-    return find("sites", "new_combined")(queries, by=by, **fields)
+    return find("sites", "combined")(queries, by=by, **fields)
 
 
 def things_of(model: nn.Module, leaves: "Sequence[Leaf]", stage: Stage | None) -> Things:
@@ -267,7 +318,7 @@ def things_of(model: nn.Module, leaves: "Sequence[Leaf]", stage: Stage | None) -
     return {kind: kind.things(model) for kind in kinds}
 
 
-class Leaf(Query):
+class Leaf(Selector):
     """A query on the fields of one kind of site; `stage` is the timing of its hooks."""
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
@@ -477,258 +528,3 @@ class Door(Protocol):
     def refuse(self, context: str, kind: Kind, site: str = "", **found: object) -> NoReturn:
         """Raise the error that the table of contexts has for a kind in a context."""
         ...
-
-
-# The calls of modules.
-
-Call = tuple[str, int]
-"""A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
-
-
-class Calls:
-    """The calls of the modules of a model in one thread, as one kind of site numbers them.
-
-    `depth` is the number of calls of the model that run, one inside the other. `running` are the
-    calls that have begun and not ended, each with the identity of its module and a note of the
-    kind. `at_end` are checks that run when the model's forward has ended without an error.
-    """
-
-    __slots__ = ("_counts", "_graphless", "_names", "at_end", "depth", "running")
-
-    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self._names = names
-        self._counts: dict[int, int] = {}
-        self._graphless: list[tuple[int, int, Call]] = []
-        self.depth = 0
-        self.running: list[tuple[int, Any]] = []  # Any: each kind has notes of its own type
-        self.at_end: list[Callable[[], None]] = []
-
-    def begin(self) -> None:
-        """Number the calls from 0 on."""
-        self.depth = 1
-        self._counts.clear()
-        self._graphless.clear()
-        self.running.clear()
-        self.at_end.clear()
-
-    def next(self, module: nn.Module) -> Call | None:
-        """Number a call of the module.
-
-        None for a copy of a module of the model, and for the recomputation of a call that has made
-        a graph. The recomputation of a call without a graph, as in a reentrant checkpoint, has the
-        number of that call, since it makes the graph.
-        """
-        if autograd.backward_task() != -1:
-            return self._recomputed(module)
-        key = id(module)
-        names = self._names.get(key)
-        if names is None:
-            return None
-        index = self._counts.get(key, 0) if self.depth else OUTSIDE
-        self._counts[key] = index + 1
-        if len(names) == 1 or index == OUTSIDE:
-            call = names[0], index
-        else:  # the calls of a module with several names take them in turn
-            call = names[index % len(names)], index // len(names)
-        if not torch.is_grad_enabled():
-            self._note_graphless(key, call)
-        return call
-
-    @property
-    def has_graphless(self) -> bool:
-        """Whether a call has made no graph, so that a recomputation may make it."""
-        return bool(self._graphless)
-
-    def enter(self, module: nn.Module, note: Any) -> None:  # Any: see `running`
-        """Note that a call of a module has begun."""
-        self.running.append((id(module), note))
-
-    def leave(self, module: nn.Module) -> Any:  # Any: see `running`
-        """Return the note of the call that ends; None if its beginning was not seen.
-
-        The pre-hook of a kind does not run if that of others raises, nor its hook after a
-        KeyboardInterrupt: calls that were begun later and did not end are dropped.
-        """
-        key, running = id(module), self.running
-        if running and running[-1][0] == key:
-            return running.pop()[1]
-        if all(called != key for called, _ in running):
-            return None
-        while running[-1][0] != key:
-            running.pop()
-        return running.pop()[1]
-
-    def _note_graphless(self, key: int, call: Call) -> None:
-        # Outside of the model's forward the calls are never cleared: only those in a checkpoint
-        # are kept, whose forward is on the stack.
-        if self.depth or autograd.running_functions():
-            self._graphless.append((autograd.next_sequence_number(), key, call))
-
-    def _recomputed(self, module: nn.Module) -> Call | None:
-        node, key = autograd.running_node(), id(module)
-        if not isinstance(node, BackwardCFunction):
-            return None
-        # The node of a checkpoint is made before its modules are called. The calls without a graph
-        # that follow it are those inside the checkpoint, and are repeated in the same order.
-        checkpoint = autograd.number_of(node)
-        for place, (number, called, call) in enumerate(self._graphless):
-            if number > checkpoint and called == key:
-                del self._graphless[place]
-                if not torch.is_grad_enabled():  # in a checkpoint inside this one
-                    self._graphless.append((autograd.next_sequence_number(), key, call))
-                return call
-        return None
-
-
-class ThreadCalls(threading.local):
-    """The `calls` of each thread: sequence numbers and running calls are those of a thread."""
-
-    def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self.calls = Calls(names)
-
-
-class Shared:
-    """The numbering of the calls of modules, one object for all kinds that watch a model.
-
-    It alone knows of recomputation under checkpoints, of threads, of copies of modules, and of
-    exceptions in a forward.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = ref(model)
-        self._threads: list[ThreadCalls] = []
-        self._stack = ExitStack()
-
-    def follow(self, stack: ExitStack) -> ThreadCalls:
-        """Return the calls for one more kind, which are numbered until `stack` is closed."""
-        thread = ThreadCalls(self._names)
-        self._threads.append(thread)
-        stack.callback(self._threads.remove, thread)
-        return thread
-
-    @cached_property
-    def _names(self) -> dict[int, tuple[str, ...]]:
-        # By identity: the dict is held by hooks of the modules, which must not hold the modules.
-        # Copies that share their hooks, as the replicas of DataParallel, have another one.
-        model = self._model()
-        named = {} if model is None else names_of(model)
-        return {id(module): tuple(names) for module, names in named.items()}
-
-    def renew(self) -> None:
-        """Hook the model anew: its calls begin before all other hooks, and end after them."""
-        self._stack.close()
-        model, threads, held = self._model(), self._threads, self._model
-        if model is None or not threads:
-            return
-
-        def begin(module: nn.Module, args: object) -> None:
-            if module is not held() or autograd.in_backward():
-                return
-            for thread in threads:
-                calls = thread.calls
-                # A KeyboardInterrupt in an earlier forward leaves its depth behind.
-                if calls.depth and autograd.calls_on_stack(module) > 1:
-                    calls.depth += 1
-                else:
-                    calls.begin()
-
-        def end(module: nn.Module, args: object, output: object) -> None:
-            if module is held() and not autograd.in_backward():
-                for thread in threads:
-                    thread.calls.depth = max(thread.calls.depth - 1, 0)
-
-        def check(module: nn.Module, args: object, output: object) -> None:
-            for thread in threads:
-                checks = [*thread.calls.at_end]
-                thread.calls.at_end.clear()
-                for unchanged in checks:
-                    unchanged()
-
-        pre_hook, hook = model.register_forward_pre_hook, model.register_forward_hook
-        self._stack.callback(pre_hook(compiling.untraced(begin), prepend=True).remove)
-        self._stack.callback(hook(compiling.untraced(end), always_call=True).remove)
-        self._stack.callback(hook(compiling.untraced(check)).remove)
-
-    @property
-    def has_graphless(self) -> bool:
-        """Whether a module was called without making a graph in the latest forward."""
-        return any(thread.calls.has_graphless for thread in self._threads)
-
-    def close(self) -> None:
-        """Remove the hooks of the model."""
-        self._stack.close()
-
-
-def register(
-    door: Door,
-    found: Sequence[Named],
-    before: Callable[..., object],
-    after: Callable[..., object],
-    *,
-    makes_alias: bool = False,
-    always: bool = False,
-) -> None:
-    """Register a pre-hook and a hook with keyword arguments on modules.
-
-    `always` calls the hook after a call that raises, too. `makes_alias` says that the pre-hook puts
-    aliases in the place of inputs: it runs after those that do not, as these hook the inputs
-    themselves.
-    """
-    before, after = compiling.untraced(before), compiling.untraced(after)
-    vars(before)["makes_alias"] = makes_alias
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        handle = module_hooks.register_pre_hook_before(_makes_alias, module, before)
-        door.stack.callback(handle.remove)
-        handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
-        door.stack.callback(handle.remove)
-
-
-def _makes_alias(hook: object) -> bool:
-    return getattr(hook, "makes_alias", False)
-
-
-def hook_tensor(door: Door, tensor: Tensor, hook: Hook) -> None:
-    """Register a hook on a tensor, with its value if the hook asks for it."""
-    reads = "value" in hook.asks
-    handle = tensor.register_hook(with_value(hook.call, tensor) if reads else hook.call)
-    door.leaves.add(tensor, handle)
-
-
-@dataclass(eq=False)
-class Leaves:
-    """The hooks on leaf tensors other than those of `Parameters`, which outlive a graph.
-
-    They stay until the surgery is closed: after a change of its interventions they still act in
-    graphs that were made before.
-    """
-
-    _hooked: dict[int, tuple[ref[Tensor], RemovableHandle]] = field(default_factory=dict)
-
-    def add(self, tensor: Tensor, handle: RemovableHandle) -> None:
-        """Keep the handle of a hook on a tensor, if it is a leaf."""
-        if not tensor.is_leaf:
-            return
-        # An input that requires a gradient is another leaf in each step.
-        for key in [key for key, (held, _) in self._hooked.items() if held() is None]:
-            del self._hooked[key]
-        self._hooked[id(tensor)] = ref(tensor), handle
-
-    def close(self) -> None:
-        """Remove them."""
-        for _, handle in self._hooked.values():
-            handle.remove()
-        self._hooked.clear()
-
-
-def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
-    """Raise the error for modules of which one is a ScriptModule, which runs no Python hooks."""
-    for (name, *_), module, _ in found:
-        if isinstance(module, nn.Module) and module_hooks.is_scripted(module):
-            door.refuse("TorchScript", kind, name)
-
-
-def modules_of(model: nn.Module) -> list[Named]:
-    """Return every module of a model, itself as `root`."""
-    named = names_of(model).items()
-    return [Named(tuple(names), module, (module,) * len(names)) for module, names in named]

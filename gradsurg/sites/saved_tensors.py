@@ -10,11 +10,11 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import Contradiction, validated
-from gradsurg.sites.base import Attached, Place, PlaceTest, SiteFn, Stage
 from gradsurg.sites.contexts import refusal
 from gradsurg.sites.graph_tracer import check_called, plain
 from gradsurg.sites.module_calls import Calls
 from gradsurg.sites.nodes import NodeHooker, fits_node
+from gradsurg.sites.places import Attached, Place, PlaceTest, SiteFn, Stage
 from gradsurg.sites.selection import ModuleSelector, Pattern, candidates, described, names_of
 from gradsurg.torch_internals import autograd, compiling
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites._grads import forget_casts, hook_steps, write_value
-from gradsurg.sites.base import Attached, Stage
+from gradsurg.sites.places import Attached, Stage
 from gradsurg.sites.selection import ParamSelector
 from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.transforms.base import Need

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from gradsurg.plugins.fields import SelectionError, validated
-from gradsurg.sites.base import (
+from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around, check_called
+from gradsurg.sites.nodes import posthook
+from gradsurg.sites.places import (
     NO_GRADIENT,
     Attached,
     Place,
@@ -19,8 +21,6 @@ from gradsurg.sites.base import (
     SiteFn,
     Stage,
 )
-from gradsurg.sites.graph_tracer import CallGraph, Edge, Tracer, around, check_called
-from gradsurg.sites.nodes import posthook
 from gradsurg.sites.selection import (
     ROOT,
     Pattern,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites._grads import forget_casts, hook_steps, no_value, write_value
-from gradsurg.sites.base import Attached, Stage
+from gradsurg.sites.places import Attached, Stage
 from gradsurg.sites.selection import ParamSelector, expect_params
 from gradsurg.sites.step_hooks import Params, StepActions
 from gradsurg.torch_internals import autograd, compiling

@@ -7,8 +7,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import SelectionError, validated
-from gradsurg.sites.base import Stage
-from gradsurg.sites.places import Leaf, Memory, Named, Place, Things
+from gradsurg.sites.places import Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import (
     OUTSIDE,
     ROOT,
@@ -32,7 +31,7 @@ from gradsurg.sites.selection import (
 
 
 @validated
-class NamedQuery(Leaf):
+class NamedSelector(Leaf):
     """The modules or parameters whose name fits `pattern`; base of the kinds that hook them."""
 
     pattern: Pattern = "*"
@@ -62,7 +61,7 @@ class NamedQuery(Leaf):
 
 
 @validated
-class ModuleQuery(NamedQuery):
+class ModuleSelector(NamedSelector):
     """The modules whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the name of the class or of a base class (or the class itself). `depth`
@@ -122,12 +121,12 @@ class ModuleQuery(NamedQuery):
 
 
 @validated
-class ParamQuery(NamedQuery):
+class ParamSelector(NamedSelector):
     """The parameters whose name fits `pattern`, a glob or `re:`.
 
     `types` is a pattern on the class of the module that owns the parameter. `depth` and `index`
-    describe the name of that module as for `ModuleQuery`, `ndim` and `size` (the number of entries)
-    the parameter; each is a number, or a pair (lowest, highest).
+    describe the name of that module as for `ModuleSelector`, `ndim` and `size` (the number of
+    entries) the parameter; each is a number, or a pair (lowest, highest).
     """
 
     ndim: Range | None = None

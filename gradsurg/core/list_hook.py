@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsurg.core.new_site_hook import SiteHook, without_autocast, without_graph
 from gradsurg.core.operation import Facts, Operation
-from gradsurg.sites.base import ReadTensor
-from gradsurg.sites.places import Ask
+from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
+from gradsurg.sites.places import Ask, ReadTensor
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     SKIPPED,
