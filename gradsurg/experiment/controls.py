@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from gradsurg.aggregators.base import NormMatchedSum
 from gradsurg.core.intervention import Intervention
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.selection import ParamSelector
+from gradsurg.sites.selectors import ParamSelector
 from gradsurg.sites.updates import MatchedUpdates, Updates
 from gradsurg.transforms.norm_matched import NormMatched
 from gradsurg.transforms.placebo import Placebo

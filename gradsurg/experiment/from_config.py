@@ -177,7 +177,7 @@ def _items(config: Config, errors: ErrorCollector, name: str = "") -> Iterator[I
 
 def _check_stages(selector: Selector) -> None:
     """Raise FieldError for a stage that a selector cannot have."""
-    for kind in selector.kinds:
+    for kind in selector.leaves:
         stages = dict.fromkeys((*kind.stages, *kind.group_stages))
         if kind.stage is not None and kind.stage not in stages:
             text = f"{type(kind).__name__} cannot have stage '{kind.stage}'"

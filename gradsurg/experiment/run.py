@@ -107,7 +107,7 @@ class ComputeOptions:
 
 def check_compiled(selector: Selector) -> None:
     """Raise ValueError if a site kind behaves differently in a compiled model."""
-    for kind in selector.kinds:
+    for kind in selector.leaves:
         if kind.compile_limit:
             raise ValueError(
                 f"{type(kind).__name__} cannot act in a compiled model: {kind.compile_limit}. "

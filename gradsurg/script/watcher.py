@@ -193,7 +193,7 @@ class Watcher:
         if all(ref() is not optimizer for ref in self._made):  # it was copied or unpickled
             self._optimizer_made(optimizer, sys._getframe(1))
         own = _params(optimizer).keys()
-        if any(each.live.session.steps.is_stepping for each in self.attached):
+        if any(each.live.attachment.steps.is_stepping for each in self.attached):
             self._left_out.add(optimizer)  # a step of another one, as SAM, calls it
         elif any(own & _ids(each.model) for each in self.attached):
             self._rebind([optimizer])
@@ -207,7 +207,7 @@ class Watcher:
             return
         self.steps += 1
         for each in self.attached:
-            if each.live.session.steps.clock is optimizer:
+            if each.live.attachment.steps.clock is optimizer:
                 self.on_step(each)
 
     # Models.

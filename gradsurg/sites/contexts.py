@@ -285,7 +285,7 @@ def outcomes(at: Selector) -> str:
     The contexts are those of the table in the README of the sites: `print(outcomes(gs.Outputs()))`.
     """
     parts = []
-    for kind in at.kinds:
+    for kind in at.leaves:
         rows = rows_of(kind)
         others = {one.context for one in rows if one.outcome != "acts"}
         acts = "; ".join(name for name in CONTEXTS if name not in others)
@@ -328,7 +328,7 @@ def _checkpoint(module: nn.Module) -> str:
 def visible_rows(at: Selector, model: nn.Module, stage: str = "") -> list[Row]:
     """Return the rows that hold for a selector in the contexts that can be seen now."""
     contexts = visible_contexts(model)
-    return [one for kind in at.kinds for one in rows_of(kind, stage) if one.context in contexts]
+    return [one for kind in at.leaves for one in rows_of(kind, stage) if one.context in contexts]
 
 
 def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selector, str]]) -> None:
@@ -341,7 +341,7 @@ def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selector, str]]) -
     are_sharded = bool(sharded) and all(sharded)
     certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
     for at, stage in selected if certain else ():
-        for kind in at.kinds:
+        for kind in at.leaves:
             for one in rows_of(kind, stage):
                 if one.outcome == "refused" and one.context in certain:
                     raise refusal(kind, one.context, stage=stage)

@@ -16,7 +16,7 @@ from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, S
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import alias_of, is_new, layout, original, rebuilt, tensors_in
 from gradsurg.torch_internals import autograd, module_hooks
-from gradsurg.transforms.base import LayerCall
+from gradsurg.transforms.base import LayerCall, Need
 
 SUFFIX = ".input"
 NO_TENSOR = "takes no floating tensor"  # the reason recorded for a call that is skipped
@@ -233,6 +233,11 @@ class Inputs(ModuleSelector):
     path: Literal["branch", "total"] = "branch"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        layer: set[Need] = {"layer"} if self.path == "branch" else set()
+        return frozenset({"value", "error", "labels", *layer})
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return BRANCH if self.path == "branch" else TOTAL

@@ -15,7 +15,7 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.contexts import refusal
-from gradsurg.sites.node_names import FAMILIES, fits_node, plain, residual_edge
+from gradsurg.sites.node_names import FAMILIES, PRODUCTS, fits_node, plain, residual_edge
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import (
     OUTSIDE,
@@ -28,6 +28,15 @@ from gradsurg.sites.selection import (
     unnumbered,
 )
 from gradsurg.torch_internals import autograd, compiling
+from gradsurg.transforms.base import Need
+
+ONE_COMPILED_NODE = (
+    "torch.compile has compiled it, so that its operations are one node; use Outputs there"
+)
+ONE_NODE = (
+    "it acted on nodes that torch.compile has made, each of them many operations in one: in eager "
+    "there are others"
+)
 
 Register = Callable[[Node], object]
 """Registers the hooks of a place on a node."""
@@ -45,11 +54,25 @@ def _watch(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> No
     latest: dict[object, tuple[object, list[tuple[int, Register]]]] = {}
     register_at = cache(partial(_REGISTERS[kind.mode], door))
 
+    near = {name for named in found for name in named.names}
+    left_out: dict[str, None] = {}  # the modules among them that are compiled
+
     def registers(graph: CallGraph) -> Iterator[tuple[int, Register]]:
         for index, name, call, occurrence in graph.made():
             place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
-            if door.wants(place):
+            is_wanted, is_compiled = door.wants(place), plain(name) == compiling.COMPILED
+            if is_wanted:
                 yield index, register_at(place)
+            if is_compiled and is_wanted:
+                door.note(kind, ONE_NODE)
+            elif is_compiled and call[0] in near:
+                left_out[call[0]] = None
+
+    def told() -> str:
+        listed = ", ".join(left_out)
+        return f"it did not act inside {listed}: {ONE_COMPILED_NODE}" if listed else ""
+
+    door.at_end(kind, told)
 
     def take(graph: CallGraph) -> None:
         # Most forwards make the same nodes in the same calls as the one before.
@@ -204,6 +227,7 @@ class Nodes(Leaf):
     stage: Stage | None = None
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+    compile_limit: ClassVar[str] = "what is compiled runs as one node"
 
     def __post_init__(self) -> None:
         if self.edge is not None and self.side == "enter":
@@ -229,12 +253,18 @@ class Nodes(Leaf):
         return (
             is_edge
             and self.call in (None, place.call)
-            and self.occurrence
-            in (
-                None,
-                place.occurrence,
-            )
+            and self.occurrence in (None, place.occurrence)
         )
+
+    def expected(self, name: str) -> str:
+        return ""  # which modules make such nodes is not known
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        if self.side == "enter":
+            return frozenset()
+        kind = plain(self.pattern).removesuffix("Backward")
+        return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]

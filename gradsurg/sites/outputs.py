@@ -16,6 +16,7 @@ from gradsurg.sites.selection import Pattern, matches
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in
 from gradsurg.torch_internals import autograd, module_hooks
+from gradsurg.transforms.base import Need
 
 
 def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
@@ -99,6 +100,10 @@ class Outputs(ModuleSelector):
     item: Pattern = "*"
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value", "error", "labels"})
 
     def kind_at(self, stage: Stage | None) -> Kind:
         return OUTPUTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradsurg.sites.module_calls import tensors_in
+from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals.autograd import buffer_table, version_of
 from gradsurg.torch_internals.hook_tables import module_tables, process_tables, remove_own
 from gradsurg.torch_internals.random_state import get_states, set_states
