@@ -1,6 +1,5 @@
 """An attached surgery: what its hooks share, and the door through which kinds of site reach it."""
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -179,7 +178,9 @@ class Attachment:
         for intervention in interventions:
             self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
-            operations.append(Operation(self, intervention, labels[-1]))
+            operations.append(operation := Operation(self, intervention, labels[-1]))
+            if (changed := intervention.at.changed_tensors) != "gradients":
+                self.effects.others[operation.label] = changed
         if any(each.named_tasks for each in operations):
             self.multi_task.keep_buffers()
         before = self.operations
@@ -308,16 +309,14 @@ class Attachment:
 
     def wants(self, place: Place) -> bool:
         """See `Door.wants`."""
-        if place not in self._wanted:
-            with self._lock:
-                self._wanted[place] = [*self._picking(place)]
-        return bool(self._wanted[place])
+        return bool(self._wanted.get(place) or self._picking(place))
 
     def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Joint | None:
         """See `Door.meet`."""
         if place not in self._met:
             with self._lock:
-                self._met[place] = self._hooks_at(place)
+                picking = self._picking(place)
+                self._met[place] = self._joint_of(each.hook_at(place) for each in picking)
         joint = self._met[place]
         if joint is None:
             return None
@@ -343,7 +342,7 @@ class Attachment:
         found: list[ListHook] = []
         for operation in self.operations:
             hooks = [
-                operation.hook_at(place.site) if operation in self._wanted[place] else None
+                operation.hook_at(place) if operation in self._wanted[place] else None
                 for place in places
             ]
             if any(hooks):
@@ -352,9 +351,8 @@ class Attachment:
 
     def none(self, place: Place, why: str) -> None:
         """See `Door.none`."""
-        if self.wants(place):
-            for operation in self._wanted[place]:
-                self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
+        for operation in self._picking(place):
+            self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
     def note(self, kind: Kind, text: str) -> None:
         """See `Door.note`."""
@@ -406,35 +404,29 @@ class Attachment:
         """The interventions at a kind of site."""
         return [each for each in self.operations if kind in each.kinds]
 
-    def _picking(self, place: Place) -> Iterator[Operation]:
-        """Yield the interventions that pick a place."""
-        for operation in self.operations:
-            if operation.at.fits(place, operation.memory):
-                operation.memory.has_picked = True
-                operation.met.add((place.kind, place.names[0]))
-                yield operation
-            else:
-                operation.memory.rejected[place] = None
+    def _picking(self, place: Place) -> list[Operation]:
+        """The interventions that pick a place, decided once."""
+        if place in self._wanted:
+            return self._wanted[place]
+        with self._lock:
+            picking: list[Operation] = []
+            for operation in self.operations:
+                if operation.at.fits(place, operation.memory):
+                    operation.memory.has_picked = True
+                    operation.met.add((place.kind, place.names[0]))
+                    picking.append(operation)
+                else:
+                    operation.memory.rejected[place] = None
+            self._wanted[place] = picking
+        return picking
 
-    def _hooks_at(self, place: Place) -> Joint | None:
-        """The hooks of the interventions that pick a place."""
-        if not self.wants(place):
-            return None
-        hooks = [operation.hook_at(place.site) for operation in self._wanted[place]]
-        for hook in hooks if place.names[1:] else ():
-            # A tied parameter is one site with several names.
-            self.ledger.enter(hook.operation.label, place.site, place.names[1:])
-        return self._join(hooks)
-
-    def _join(self, hooks: Sequence[SiteHook]) -> Joint | None:
+    def _joint_of(self, hooks: Iterable[SiteHook]) -> Joint | None:
         """The hooks as one, always the same, whose function is known as theirs."""
-        if not hooks:
-            return None
         key = tuple(hooks)
-        if key not in self._joints:
-            self._joints[key] = joint = Joint(hooks)
+        if key and key not in self._joints:
+            self._joints[key] = joint = Joint(key)
             self._owners[joint.call] = key
-        return self._joints[key]
+        return self._joints.get(key)
 
     def _new_at(self, tensor: Tensor, joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; the sites of others are names of one place.
@@ -450,7 +442,7 @@ class Attachment:
             first = acting.get(hook.operation, hook)
             if first is not hook:
                 self.ledger.enter(hook.operation.label, first.entry.site, [hook.entry.site])
-        return self._join([hook for hook in joint.hooks if hook.operation not in acting])
+        return self._joint_of(hook for hook in joint.hooks if hook.operation not in acting)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
@@ -478,7 +470,7 @@ class Attachment:
         """Raise an error for an intervention that cannot act beside `others`."""
         if self.scaler is not None:
             intervention.check_loss_scale(self.scaler)
-        if intervention.aggregator is None:
+        if intervention.aggregator is None and (intervention.checks_sites or intervention.dense):
             intervention.check_sites(self.model)
         if not intervention.flags:
             return
@@ -510,17 +502,19 @@ class Attachment:
         )
         self._met.clear()
         self._wanted.clear()
-        with _collector_paused(), one_scan(model):
+        with one_scan(model):
             things = {kind: kind.things(model) for kind in kinds}
             for operation in operations:
                 if operation not in self.operations:
                     operation.near = operation.at.search(things, operation.memory)
                     operation.at.check(things, operation.memory)
-                    operation.observe(model)
+                    if operation.intervention.observes:
+                        operation.observe(model)
             self.operations = operations
             for kind in kinds:
                 self._watch_kind(kind, things[kind])
-        self._shared.renew()
+        if self._shared.threads:
+            self._shared.renew()
         self._check_places()
 
     def _watch_kind(self, kind: Kind, things: Sequence[Named]) -> None:
@@ -539,10 +533,12 @@ class Attachment:
         self._ended.close()
         waiting: list[Operation] = []
         for operation in self.operations:
-            if all(kind.known_at == "watch" for kind in operation.kinds):
+            wanted = operation.at.count
+            if any(kind.known_at != "watch" for kind in operation.kinds):
+                if wanted is not None or not operation.placed:
+                    waiting.append(operation)
+            elif wanted is not None:
                 self._check_count(operation)
-            elif operation.at.count is not None or not operation.placed:
-                waiting.append(operation)
         if not waiting:
             return
 
@@ -586,19 +582,3 @@ class Attachment:
             listed = ", ".join(sites) or "none"
             text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
             raise SelectionError(operation.at, "count", text, operation.label)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector in the block, if it is enabled.
-
-    While thousands of hooks are made, which all live on, it would look through all objects of the
-    process again and again: four fifths of the time of attaching.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

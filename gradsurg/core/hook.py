@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import GradCallable, Intervention, labels_of
 from gradsurg.core.operation import Operation
+from gradsurg.core.site_hook import SiteHook
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, SurgeryWarning
 from gradsurg.torch_internals import autograd
@@ -86,11 +87,11 @@ def hook(place: Tensor | Node, transform: Transform | GradCallable) -> Hooked:
     attachment = Attachment(nn.Identity(), Effects(every=0))
     operation = Operation(attachment, intervention, labels_of(intervention))
     if isinstance(place, Tensor):
-        call, held = operation.hook_at(f"tensor{next(_numbers)}").call, ref(place)
+        call, held = SiteHook(operation, f"tensor{next(_numbers)}").call, ref(place)
         handle = place.register_hook(lambda grad: call(grad, held()))
         return Hooked(handle, attachment.ledger, operation.label)
     name, count = place.name(), len(autograd.outputs_of(place))
-    calls = [operation.hook_at(f"{name}{next(_numbers)}.{index}").call for index in range(count)]
+    calls = [SiteHook(operation, f"{name}{next(_numbers)}.{index}").call for index in range(count)]
 
     def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         results = [call(grad) for call, grad in zip(calls, grads, strict=True)]

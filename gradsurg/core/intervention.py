@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain, count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,18 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import reduced_axes
 from gradsurg.plugins.registry import snake
 from gradsurg.sites.parameters import Parameters
-from gradsurg.sites.places import SCALED, Selector, Stage
+from gradsurg.sites.places import SCALED, Ask, Selector, Stage
 from gradsurg.sites.selection import names_of, params_of
 from gradsurg.transforms.base import (
     SKIPPED,
     SPARSE_RULE,
+    Function,
     Need,
     Scope,
+    Stateless,
     Transform,
+    TransformContext,
+    TransformState,
     acts_on_values,
     as_transform,
 )
@@ -36,6 +41,34 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 GradCallable = Callable[[Tensor], Tensor]
 
 
+class Facts(NamedTuple):
+    """A link of an intervention, which has several if its transform is a `Chain`, and its label.
+
+    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
+    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
+    differentiable. `apply` is that of a transform without state, else None.
+    """
+
+    transform: Transform
+    apply: Callable[[Tensor, TransformContext], Tensor] | None
+    is_trusted: bool
+    keeps_shape: bool
+    refuses_graph: bool
+    label: str = ""
+
+    def chosen(
+        self, state: TransformState, before: TransformState, fires: Tensor
+    ) -> TransformState:
+        """The next state or the one before, as a trigger evaluated on the device decides."""
+        if state.keys() != before.keys():
+            raise TypeError(
+                f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and init() "
+                f"made {', '.join(before) or 'none'}: init() must make all of it, because the "
+                "trigger may keep the state of before"
+            )
+        return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
+
+
 @dataclass(frozen=True)
 class Intervention:
     """A transform (or a plain callable), the sites where it acts and the trigger that says when.
@@ -47,7 +80,9 @@ class Intervention:
     default the first for the transform's scope; an aggregator has none. `link_names` are the
     `names` or their defaults, `flags` the switches that the trigger reads, `forward_triggers`
     the parts of the trigger that read the batch or a module's tensors, and `checking_links` those
-    whose `check_parameters` is not empty. Raises ValueError if the
+    whose `check_parameters` is not empty; `asks` is what its hooks need besides the gradient,
+    `has_own_trigger` says that the trigger, or a part of it, is a user's, `checks_sites` that not
+    every site will do, `dense` is the part that refuses sparse gradients. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
@@ -60,6 +95,12 @@ class Intervention:
     flags: tuple[Flag, ...] = field(init=False, repr=False, compare=False)
     forward_triggers: tuple[TensorTrigger, ...] = field(init=False, repr=False, compare=False)
     checking_links: tuple[Transform, ...] = field(init=False, repr=False, compare=False)
+    facts: tuple[Facts, ...] = field(init=False, repr=False, compare=False)
+    asks: frozenset[Ask] = field(init=False, repr=False, compare=False)
+    reads_gradient: bool = field(init=False, repr=False, compare=False)
+    has_own_trigger: bool = field(init=False, repr=False, compare=False)
+    checks_sites: bool = field(init=False, repr=False, compare=False)
+    dense: Transform | Trigger | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -89,6 +130,37 @@ class Intervention:
         )
         if self.aggregator is None:
             self._check_fit()
+            self._find_facts()
+
+    def _find_facts(self) -> None:
+        """Find out what is read at each attach, or at each gradient."""
+        sources = {part.source for part in self.when.parts if isinstance(part, TensorTrigger)}
+        takes_parts = not (self.reads_value or "grad" in sources) and all(
+            link.acts_on_shards for link in self.links
+        )
+        asks: dict[Ask, bool] = {
+            "value": self.reads_value,
+            "storage": not all(map(is_trusted, self.links)),
+            "layer": "layer" in self.needs,
+            "entering": "entering" in self.needs,
+            "gradient": "gradient" in self.needs,
+            "skip": "skip" in self.needs,
+            "whole": not takes_parts,
+        }
+        vars(self).update(
+            facts=tuple(map(_facts_of, self.links)),
+            asks=frozenset(ask for ask, is_asked in asks.items() if is_asked),
+            reads_gradient="grad" in sources,
+            dense=self._dense_part(),
+            checks_sites=bool(
+                self.checking_links
+                or "examples" in self.needs
+                or any(isinstance(getattr(link, "per", None), str) for link in self.links)
+            ),
+            has_own_trigger=any(
+                type(part).__module__.partition(".")[0] != "gradsurg" for part in self.when.parts
+            ),
+        )
 
     # Cached: they are read at each attach, and the fields never change.
 
@@ -126,6 +198,13 @@ class Intervention:
         parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
         return not self.needs.isdisjoint({"value", "layer"}) or any(
             part.source == "value" for part in parts
+        )
+
+    @property
+    def observes(self) -> bool:
+        """Whether the trigger or the transform reads something of each forward."""
+        return bool(self.flags or self.forward_triggers) or not self.needs.isdisjoint(
+            {"error", "examples"}
         )
 
     @property
@@ -185,11 +264,12 @@ class Intervention:
         That is, if a `per` does not fit a parameter, a gradient will be sparse, or the gradients of
         single examples are unknown there.
         """
-        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
-        trigger = next((part for part in parts if part.source == "grad"), None)
-        dense = self.operator if not acts_on_values(self.operator) else trigger
-        if dense is not None and self.at.changed_tensors == "gradients":
-            self._check_sparse(model, dense)
+        if self.dense is not None and any(
+            isinstance(part, TABLES) and part.sparse for part in names_of(model)
+        ):
+            self._check_sparse(model, self.dense)
+        if not self.checks_sites:
+            return
         if "examples" in self.needs:
             _check_examples(model, self.at.find(model))
         pairs = [(link, getattr(link, "per", None)) for link in self.links]
@@ -207,13 +287,20 @@ class Intervention:
                 except ValueError as error:
                     raise ValueError(f"{type(link).__name__}.{error}, as '{site}' is") from None
 
+    def _dense_part(self) -> Transform | Trigger | None:
+        """The transform or trigger that refuses a sparse gradient, None if there is none."""
+        if self.at.changed_tensors != "gradients":
+            return None
+        if not acts_on_values(self.operator):
+            return self.operator
+        parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
+        return next((part for part in parts if part.source == "grad"), None)
+
     def _check_sparse(self, model: nn.Module, dense: Transform | Trigger) -> None:
         """Raise ValueError if a gradient will be sparse, which a transform or a trigger refuses.
 
         The gradient of a parameter that other modules use too is their dense sum.
         """
-        if not any(isinstance(part, TABLES) and part.sparse for part in names_of(model)):
-            return
         uses: dict[Tensor, bool] = {}  # whether the gradients of all uses are sparse
         for module in model.modules():
             is_sparse = isinstance(module, TABLES) and module.sparse
@@ -331,6 +418,26 @@ def _check_examples(model: nn.Module, sites: Sequence[str]) -> None:
                 f"PerSample: {', '.join(refused)}: {type(module).__name__} has no gradients of "
                 "single examples, as vmap has no rule for it; leave it out by the site's pattern"
             )
+
+
+def _facts_of(transform: Transform) -> Facts:
+    trusted, properties = is_trusted(transform), transform.properties
+    # Whether a user's transform is differentiable need not be declared.
+    refuses_graph = trusted and "differentiable" not in properties
+    apply = transform.apply if isinstance(transform, Stateless) else None
+    return Facts(transform, apply, trusted, "elementwise" in properties, refuses_graph)
+
+
+def is_trusted(transform: Transform) -> bool:
+    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
+
+    Results of other transforms are checked at every gradient.
+    """
+    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
+        return False
+    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
+    parts = [part for value in values for part in value if isinstance(part, Transform)]
+    return all(is_trusted(part) for part in parts)
 
 
 LACKS: dict[Need, tuple[str, str, str]] = {

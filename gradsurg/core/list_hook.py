@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsurg.core.operation import Facts, Operation
+from gradsurg.core.intervention import Facts
+from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
 from gradsurg.sites.places import Ask, ReadTensor
 from gradsurg.torch_internals import autograd

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,18 +11,11 @@ from torch.autograd.graph import Node
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.site_hook import SiteHook, many_at_once
-from gradsurg.sites.places import AVERAGED, Ask, Kind, Memory, Near, Stage
+from gradsurg.sites.places import AVERAGED, Kind, Memory, Near, Place, Stage
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.torch_internals import autograd, compiling, random_state
-from gradsurg.transforms.base import (
-    Function,
-    Stateless,
-    Transform,
-    TransformContext,
-    TransformState,
-)
 from gradsurg.triggers.always import Always
-from gradsurg.triggers.base import Decision, TensorTrigger, TriggerContext
+from gradsurg.triggers.base import Decision, TriggerContext
 from gradsurg.triggers.for_task import ForTask
 from gradsurg.triggers.steps import Steps
 
@@ -32,34 +25,6 @@ if TYPE_CHECKING:
 
 STEADY = (Always(), Steps())
 """Triggers that fire in every step."""
-
-
-class Facts(NamedTuple):
-    """A link of an intervention, which has several if its transform is a `Chain`.
-
-    `is_trusted` says that it is gradsurg's own, whose contract is tested; `keeps_shape` that it
-    needs no check of the shape after the first gradient; `refuses_graph` that it is known not to be
-    differentiable. `apply` is that of a transform without state, else None.
-    """
-
-    label: str
-    transform: Transform
-    apply: Callable[[Tensor, TransformContext], Tensor] | None
-    is_trusted: bool
-    keeps_shape: bool
-    refuses_graph: bool
-
-    def chosen(
-        self, state: TransformState, before: TransformState, fires: Tensor
-    ) -> TransformState:
-        """The next state or the one before, as a trigger evaluated on the device decides."""
-        if state.keys() != before.keys():
-            raise TypeError(
-                f"{self.label}: {self.transform!r} has a state of {', '.join(state)}, and init() "
-                f"made {', '.join(before) or 'none'}: init() must make all of it, because the "
-                "trigger may keep the state of before"
-            )
-        return {name: torch.where(fires, new, before[name]) for name, new in state.items()}
 
 
 class Operation:
@@ -107,41 +72,25 @@ class Operation:
     def set(self, intervention: Intervention) -> None:
         """Set the transform and the trigger; the next gradient at each site is checked in full."""
         self.intervention, self.trigger = intervention, intervention.when
-        attachment, needs, parts = self.attachment, intervention.needs, self.trigger.parts
+        attachment, parts = self.attachment, self.trigger.parts
         self.links = [
-            _facts_of(label, transform)
-            for label, transform in zip(self.labels, intervention.links, strict=True)
+            facts._replace(label=label)
+            for label, facts in zip(self.labels, intervention.facts, strict=True)
         ]
         self.named_tasks = [part for part in parts if isinstance(part, ForTask)]
-        sources = [part.source for part in parts if isinstance(part, TensorTrigger)]
         # A user's trigger is watched until it has answered without a draw from a global generator.
-        is_users = any(type(part).__module__.partition(".")[0] != "gradsurg" for part in parts)
-        self._watches = is_users
-        self.reads_gradient = "grad" in sources
+        self._watches = intervention.has_own_trigger
+        self.reads_gradient = intervention.reads_gradient
         # Each process has another batch and its own switches, and all have to change the average in
         # the same way.
         shares = self.stage in AVERAGED and attachment.processes > 1 and not attachment.shadow
         self._shared_observations = intervention.forward_triggers if shares else ()
         self._shared_flags = intervention.flags if shares else ()
-        self._shares_answer = shares and is_users
+        self._shares_answer = shares and intervention.has_own_trigger
         self._passed: set[str] = set()  # the sites that the present switches have decided about
-        self._needs_context = (
-            not needs.isdisjoint({"value", "entering", "layer", "gradient"}) or "value" in sources
-        )
-        self._is_stateless = all(isinstance(link, Stateless) for link in intervention.links)
-        takes_parts = not (self.reads_gradient or intervention.reads_value) and all(
-            link.acts_on_shards for link in intervention.links
-        )
-        asks: dict[Ask, bool] = {
-            "value": intervention.reads_value,
-            "storage": not all(link.is_trusted for link in self.links),
-            "layer": "layer" in needs,
-            "entering": "entering" in needs,
-            "gradient": "gradient" in needs,
-            "skip": "skip" in needs,
-            "whole": not takes_parts,
-        }
-        self.asks: frozenset[Ask] = frozenset(ask for ask, is_asked in asks.items() if is_asked)
+        self.asks = intervention.asks
+        self._needs_context = not self.asks.isdisjoint({"value", "entering", "layer", "gradient"})
+        self._is_stateless = all(link.apply is not None for link in self.links)
         self.configuration = object()
         self._decided_for: bool | None = None  # `sampling` for which the decisions hold
         for hook in self.hooks.values():
@@ -305,10 +254,14 @@ class Operation:
         """Optimizer steps done."""
         return self.attachment.clock.step
 
-    def hook_at(self, site: str) -> SiteHook:
-        """Return the hook of a site, always the same."""
+    def hook_at(self, place: Place) -> SiteHook:
+        """Return the hook of a place, always the same for a site.
+
+        A tied parameter is one site with several names.
+        """
+        site = place.site
         if site not in self.hooks:
-            self.hooks[site] = SiteHook(self, site)
+            self.hooks[site] = SiteHook(self, site, place.names[1:])
         return self.hooks[site]
 
     def observe(self, model: nn.Module) -> None:
@@ -316,8 +269,6 @@ class Operation:
         item, clock = self.intervention, self.attachment.clock
         self.observers.close()
         self.attachment.begin_flags(item)
-        if (changed := self.at.changed_tensors) != "gradients":
-            self.attachment.effects.others[self.label] = changed
         if item.forward_triggers:
             observe(item.forward_triggers, model, clock, self.observers, self.note)
         if "error" in item.needs:
@@ -348,23 +299,3 @@ class Operation:
             hook.close()
         self.hooks.clear()
         vars(self).pop("attachment", None)
-
-
-def _facts_of(label: str, transform: Transform) -> Facts:
-    trusted, properties = is_trusted(transform), transform.properties
-    # Whether a user's transform is differentiable need not be declared.
-    refuses_graph = trusted and "differentiable" not in properties
-    apply = transform.apply if isinstance(transform, Stateless) else None
-    return Facts(label, transform, apply, trusted, "elementwise" in properties, refuses_graph)
-
-
-def is_trusted(transform: Transform) -> bool:
-    """Whether the transform and all its parts are gradsurg's own, whose contract is tested.
-
-    Results of other transforms are checked at every gradient.
-    """
-    if isinstance(transform, Function) or type(transform).__module__.split(".")[0] != "gradsurg":
-        return False
-    values = [value if isinstance(value, tuple) else (value,) for value in vars(transform).values()]
-    parts = [part for value in values for part in value if isinstance(part, Transform)]
-    return all(is_trusted(part) for part in parts)

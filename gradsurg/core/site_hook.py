@@ -19,7 +19,8 @@ from gradsurg.transforms.base import (
 )
 
 if TYPE_CHECKING:
-    from gradsurg.core.operation import Facts, Operation
+    from gradsurg.core.intervention import Facts
+    from gradsurg.core.operation import Operation
 
 NO_STATE: TransformState = {}
 """The state of a transform that has none."""
@@ -51,10 +52,10 @@ class SiteHook:
         *("shapes", "slots"),
     )
 
-    def __init__(self, operation: "Operation", site: str) -> None:
+    def __init__(self, operation: "Operation", site: str, aliases: Sequence[str] = ()) -> None:
         attachment = operation.attachment
         self.operation = operation
-        self.entry = attachment.ledger.enter(operation.label, site)
+        self.entry = attachment.ledger.enter(operation.label, site, aliases)
         self.checked_for: object = UNCHECKED
         self.is_tried = False  # whether the links were called, and drew from no global generator
         rank = 0 if operation.stage in AVERAGED else attachment.rank

@@ -19,7 +19,6 @@ from gradsurg.core.live import Live
 from gradsurg.core.silence import watch_first_steps
 from gradsurg.effects.effects import Effects
 from gradsurg.sites.contexts import refuse_at_once, visible_rows
-
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural

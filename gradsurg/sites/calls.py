@@ -133,14 +133,14 @@ class Shared:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._threads: list[ThreadCalls] = []
+        self.threads: list[ThreadCalls] = []
         self._stack = ExitStack()
 
     def follow(self, stack: ExitStack) -> ThreadCalls:
         """Return the calls for one more kind, which are numbered until `stack` is closed."""
         thread = ThreadCalls(self._names)
-        self._threads.append(thread)
-        stack.callback(self._threads.remove, thread)
+        self.threads.append(thread)
+        stack.callback(self.threads.remove, thread)
         return thread
 
     @cached_property
@@ -154,7 +154,7 @@ class Shared:
     def renew(self) -> None:
         """Hook the model anew: its calls begin before all other hooks, and end after them."""
         self._stack.close()
-        model, threads, held = self._model(), self._threads, self._model
+        model, threads, held = self._model(), self.threads, self._model
         if model is None or not threads:
             return
 
@@ -189,7 +189,7 @@ class Shared:
     @property
     def has_graphless(self) -> bool:
         """Whether a module was called without making a graph in the latest forward."""
-        return any(thread.calls.has_graphless for thread in self._threads)
+        return any(thread.calls.has_graphless for thread in self.threads)
 
     def close(self) -> None:
         """Remove the hooks of the model."""

@@ -157,11 +157,13 @@ class Place:
         """The site id without `item`: several tensors of one call have it in common."""
         call = "" if self.call is None else f"#{max(self.call, 0)}"
         node = f"/{plain(self.node)}[{self.occurrence}]" if self.node else ""
-        return f"{self.name}{call}{self.suffix}{node}"
+        return f"{self.names[0]}{call}{self.suffix}{node}"
 
     @property
     def site(self) -> str:
         """The site id, the same in every step and every run."""
+        if self.call is None and not self.item and not self.node:
+            return self.names[0] + self.suffix  # a parameter
         return f"{self.whole}.{self.item}" if self.item else self.whole
 
 
