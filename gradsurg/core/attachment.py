@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from threading import RLock
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakMethod, ref
 
 import torch
@@ -25,7 +25,7 @@ from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.contexts import refusal
-from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, ReadTensor, Stage
+from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import TRACED, one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
@@ -79,6 +79,7 @@ class Attachment:
         self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
         self.first_steps: FirstSteps | None = None
         self.start = self.clock.step, self.clock.counted_epochs
+        self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
@@ -246,14 +247,21 @@ class Attachment:
     ) -> None:
         """Use these optimizers from now on, in the place of earlier ones; states are kept."""
         self.steps.bind(optimizer, clock, WeakMethod(self.tick))
-        for operation in self.operations:
-            operation.set(operation.intervention)
-        if self.operations:
-            try:
-                self._watch(self.operations)
-            except BaseException:
-                self.steps.close()
-                raise
+        waiting = [each for each in self.operations if each.stage == "step"]
+        for each in self.operations:
+            each.is_new = each in waiting
+            each.set(each.intervention)
+        try:
+            for kind in dict.fromkeys(kind for each in waiting for kind in each.kinds):
+                self._watch_kind(kind, self.found(kind))
+            if self.operations:
+                self._check_places()
+        except BaseException:
+            self.steps.close()
+            raise
+        finally:
+            for each in waiting:
+                each.is_new = False
 
     def tick(self) -> None:
         """Count a step of the optimizer."""
@@ -299,7 +307,8 @@ class Attachment:
                 stack.callback(operation.close)
         self._model, self.scaler, self.operations = None, None, []
         self.at_tick.clear()
-        for table in (self._stacks, self._met, self._wanted, self._joints, self._owners):
+        tables = self._stacks, self._met, self._wanted, self._joints, self._owners, self.kept
+        for table in tables:
             table.clear()
         self.clock.observations.clear()
         self.clock.error, self.clock.batch = None, {}
@@ -307,51 +316,82 @@ class Attachment:
 
     # The door, for kinds of site.
 
-    def wants(self, place: Place) -> bool:
+    def wants(self, place: Place) -> list[Operation]:
         """See `Door.wants`."""
-        return bool(self._wanted.get(place) or self._picking(place))
+        if place in self._wanted:
+            return self._wanted[place]
+        with self._lock:
+            picking: list[Operation] = []
+            for operation in self.operations:
+                if operation.at.fits(place, operation.memory):
+                    operation.memory.has_picked = True
+                    operation.met.add((place.kind, place.names[0]))
+                    picking.append(operation)
+                else:
+                    operation.memory.rejected[place] = None
+            self._wanted[place] = picking
+        return picking
 
-    def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Joint | None:
+    def meet(
+        self,
+        place: Place,
+        value: Tensor | None = None,
+        own: bool = False,
+        acted: Sequence[SiteFn] = (),
+    ) -> Joint | None:
         """See `Door.meet`."""
         if place not in self._met:
             with self._lock:
-                picking = self._picking(place)
-                self._met[place] = self._joint_of(each.hook_at(place) for each in picking)
+                hooks = [operation.hook_at(place) for operation in self.wants(place)]
+                self._met[place] = self._joint_of(hooks)
         joint = self._met[place]
         if joint is None:
             return None
         if value is not None and not value.requires_grad:
             self.none(place, NO_GRADIENT)
             return None
-        joint = self._new_at(value, joint) if own and value is not None else joint
-        for hook in () if joint is None else joint.hooks:
-            hook.operation.placed[hook.entry.site] = None
-            hook.entry.skipped = ""
-        return joint
+        table = module_hooks.hooks_of(value) if own and value is not None else {}
+        if acting := table.values() or acted:
+            joint = self._without(acting, joint)
+        return None if joint is None else joint.placed()
+
+    def meet_shared(self, places: Sequence[Place]) -> Joint | None:
+        """See `Door.meet_shared`."""
+        first: dict[Operation, SiteHook] = {}
+        for place in places:
+            for operation in self.wants(place):
+                hook = operation.hook_at(place)
+                acting = first.setdefault(operation, hook)
+                if acting is not hook:
+                    self.ledger.enter(operation.label, acting.entry.site, [hook.entry.site])
+        joint = self._joint_of([first[each] for each in self.operations if each in first])
+        return None if joint is None else joint.placed()
+
+    def found(self, kind: Kind) -> Sequence[Named]:
+        """See `Door.found`."""
+        kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
+        things = {each: each.things(self.model) for each in kinds}
+        for operation in self._at(kind):
+            operation.near = operation.at.search(things, operation.memory)
+        for table in (self._met, self._wanted):
+            for place in [place for place in table if place.kind == kind]:
+                del table[place]
+        return self._near(kind, things[kind])
 
     def meet_all(
-        self,
-        places: Sequence[Place],
-        values: Sequence[ReadTensor] = (),
-        gradients: Sequence[ReadTensor] = (),
-        skip: Callable[[], None] | None = None,
+        self, places: Sequence[Place], skip: Callable[[], None] | None = None
     ) -> list[ListHook]:
         """See `Door.meet_all`."""
+        own: dict[Operation, list[Place]] = {each: [] for each in self.operations}
         for place in places:
             self.meet(place)
-        found: list[ListHook] = []
-        for operation in self.operations:
-            hooks = [
-                operation.hook_at(place) if operation in self._wanted[place] else None
-                for place in places
-            ]
-            if any(hooks):
-                found.append(ListHook(operation, hooks, values, gradients, skip))
-        return found
+            for operation in self._wanted[place]:
+                own[operation].append(place)
+        return [ListHook(each, of_it, skip) for each, of_it in own.items() if of_it]
 
     def none(self, place: Place, why: str) -> None:
         """See `Door.none`."""
-        for operation in self._picking(place):
+        for operation in self.wants(place):
             self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
     def note(self, kind: Kind, text: str) -> None:
@@ -383,42 +423,20 @@ class Attachment:
 
     def expect_unmet(self, operation: Operation) -> None:
         """Enter into the ledger the near names at which no place was met."""
-        rejected = {place.site for place in operation.memory.rejected}
-        rejected |= {place.whole for place in operation.memory.rejected}
-        known = {entry.site for entry in self.ledger.of(operation.label)}
-        for leaf in operation.leaves:
-            kind = leaf.kind_at(operation.stage)
-            for named in () if kind.known_at == "watch" else kind.things(self.model):
-                near = [name for name in named.names if (kind, name) in operation.near]
-                if not near or any((kind, name) in operation.met for name in named.names):
-                    continue
-                site, first = leaf.expected(near[0]), named.names[0]
-                if site and site not in rejected | known:
-                    is_other = near[0] != first and isinstance(named.thing, nn.Module)
-                    why = f"another name of {first}, which names its first call" * is_other
-                    self.ledger.enter(operation.label, site, skipped=why).is_other_name = is_other
+        memory, ledger = operation.memory, self.ledger
+        known = {place.site for place in memory.rejected} | {
+            place.whole for place in memory.rejected
+        }
+        known |= {entry.site for entry in ledger.of(operation.label)}
+        for site, why in operation.at.unmet(self.model, memory, operation.met):
+            if site not in known:
+                ledger.enter(operation.label, site, skipped=why).is_other_name = bool(why)
 
     # Helpers.
 
     def _at(self, kind: Kind) -> list[Operation]:
         """The interventions at a kind of site."""
         return [each for each in self.operations if kind in each.kinds]
-
-    def _picking(self, place: Place) -> list[Operation]:
-        """The interventions that pick a place, decided once."""
-        if place in self._wanted:
-            return self._wanted[place]
-        with self._lock:
-            picking: list[Operation] = []
-            for operation in self.operations:
-                if operation.at.fits(place, operation.memory):
-                    operation.memory.has_picked = True
-                    operation.met.add((place.kind, place.names[0]))
-                    picking.append(operation)
-                else:
-                    operation.memory.rejected[place] = None
-            self._wanted[place] = picking
-        return picking
 
     def _joint_of(self, hooks: Iterable[SiteHook]) -> Joint | None:
         """The hooks as one, always the same, whose function is known as theirs."""
@@ -428,20 +446,18 @@ class Attachment:
             self._owners[joint.call] = key
         return self._joints.get(key)
 
-    def _new_at(self, tensor: Tensor, joint: Joint) -> Joint | None:
+    def _without(self, acted: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; the sites of others are names of one place.
 
         PyTorch drops the hooks of a tensor that is changed in place: its gradient is another one.
         """
-        table = module_hooks.hooks_of(tensor)
-        if not table:
-            return joint
-        plain = (getattr(function, "func", function) for function in table.values())
+        plain = (getattr(function, "func", function) for function in acted)
         acting = {hook.operation: hook for own in plain for hook in self._owners.get(own, ())}
         for hook in joint.hooks:
             first = acting.get(hook.operation, hook)
             if first is not hook:
-                self.ledger.enter(hook.operation.label, first.entry.site, [hook.entry.site])
+                entry, alias = first.entry, hook.entry.site
+                self.ledger.enter(entry.intervention, entry.site, [alias], entry.skipped)
         return self._joint_of(hook for hook in joint.hooks if hook.operation not in acting)
 
     def check_idle(self) -> None:
@@ -512,16 +528,21 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             for kind in kinds:
-                self._watch_kind(kind, things[kind])
+                self._watch_kind(kind, self._near(kind, things[kind]))
         if self._shared.threads:
             self._shared.renew()
         self._check_places()
+        for operation in operations:
+            operation.is_new = False
 
-    def _watch_kind(self, kind: Kind, things: Sequence[Named]) -> None:
+    def _near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
+        """Those at which a place may be picked."""
+        names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
+        return [named for named in things if any((kind, name) in names for name in named.names)]
+
+    def _watch_kind(self, kind: Kind, found: Sequence[Named]) -> None:
         """Remove the hooks of a kind, and register them for the present interventions."""
         self._stacks.pop(kind, ExitStack()).close()
-        names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
-        found = [named for named in things if any((kind, name) in names for name in named.names)]
         if found:
             self.stack = self._stacks[kind] = ExitStack()
             kind.watch(self, found, self._shared)
@@ -533,6 +554,8 @@ class Attachment:
         self._ended.close()
         waiting: list[Operation] = []
         for operation in self.operations:
+            if operation.stage == "step" and not self.steps.optimizers:
+                continue  # it waits for `bind`
             wanted = operation.at.count
             if any(kind.known_at != "watch" for kind in operation.kinds):
                 if wanted is not None or not operation.placed:

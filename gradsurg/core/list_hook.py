@@ -11,7 +11,7 @@ from torch import Tensor
 from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
-from gradsurg.sites.places import Ask, ReadTensor
+from gradsurg.sites.places import Ask, Place, ReadTensor, SiteFn
 from gradsurg.torch_internals import autograd
 from gradsurg.transforms.base import (
     SKIPPED,
@@ -28,25 +28,32 @@ Fires = Sequence[bool | Tensor]
 class ListHook:
     """One intervention over a list of places; see `gradsurg.sites.places.ListHook`.
 
-    `hooks` has an entry for each place, None where the intervention does not act. `values` read the
-    tensors whose gradients pass, `gradients` those of which the optimizer made updates; both are
-    empty where there are none.
+    `values` and `gradients` are empty where there are none.
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        hooks: Sequence[SiteHook | None],
-        values: Sequence[ReadTensor] = (),
-        gradients: Sequence[ReadTensor] = (),
-        skip: Callable[[], None] | None = None,
+        self, operation: Operation, places: Sequence[Place], skip: Callable[[], None] | None = None
     ) -> None:
-        self.operation, self.hooks, self._skip = operation, hooks, skip
-        self._values, self._gradients = values, gradients
+        self.operation, self.places, self._skip = operation, places, skip
+        sites = tuple(place.site for place in places)
+        self.hooks = [operation.hook_at(place) for place in places]
+        self.values: Sequence[ReadTensor] = ()
+        self.gradients: Sequence[ReadTensor] = ()
         self._is_checked = False  # whether a group has passed all checks
-        self._members: dict[str, list[str]] = {}  # the sites of each link that has a group state
+        # The sites of each link that has a group state; known also if the list is met again.
+        self._members = operation.members.setdefault(sites, {})
         # The states of the members of each link whose state has entries, and the same joined.
         self._entries: dict[str, tuple[list[TransformState], TransformState]] = {}
+
+    @property
+    def calls(self) -> list[SiteFn]:
+        """The function of each place, for a transform of one gradient."""
+        return [hook.call for hook in self.hooks]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the surgery, or an optimizer, is just being attached."""
+        return self.operation.is_new
 
     @property
     def order(self) -> int:
@@ -86,34 +93,33 @@ class ListHook:
         operation = self.operation
         if operation.is_idle:
             return grads
+        attachment = operation.attachment  # a transform of a user may close it
         if operation.intervention.scope == "tensor":
             return self._one_by_one(grads)
         acting, fires = self._acting(grads)
         present = [grad for index in acting if (grad := grads[index]) is not None]
         if not acting or operation.skips_transform:
             return grads
-        hooks = [hook for index in acting if (hook := self.hooks[index]) is not None]
+        hooks = [self.hooks[index] for index in acting]
         for hook, grad in zip(hooks, present, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
         if not self._is_checked:
-            operation.attachment.first_gradient(hooks[0])
+            attachment.first_gradient(hooks[0])
         rows = _Rows(
             hooks,
             fires,
-            [self._values[index] for index in acting]
-            if self._values
-            else [_no_tensor] * len(acting),
-            [self._gradients[index] for index in acting] if self._gradients else (),
+            [self.values[index] if self.values else _no_tensor for index in acting],
+            [self.gradients[index] for index in acting] if self.gradients else (),
         )
         # A user's result that is wrong is found before the first gradient is written.
         is_whole = autograd.any_autocast() or not all(link.is_trusted for link in operation.links)
         with without_autocast(present[0].device.type):
             results, skips = self._stream(rows, present)
-            if is_whole or skips or operation.attachment.shadow:
+            if is_whole or skips or attachment.shadow:
                 results = list(results)
         self._is_checked = True
-        if operation.attachment.shadow:
+        if attachment.shadow:
             return grads
         if skips and self._skip is not None:
             self._skip()
@@ -122,14 +128,11 @@ class ListHook:
 
     def _one_by_one(self, grads: MutableSequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Send each gradient through its own hook: no link needs a group."""
-        reads_value = not self.asks.isdisjoint({"value", "storage"}) and bool(self._values)
+        reads_value = not self.asks.isdisjoint({"value", "storage"}) and bool(self.values)
         for index, hook in enumerate(self.hooks):
             grad, grads[index] = grads[index], None
-            if hook is None or grad is None:
-                yield grad
-                continue
-            value = self._values[index]() if reads_value else None
-            with _given_gradient(hook, self._gradients[index] if self._gradients else _no_tensor):
+            value = self.values[index]() if reads_value and grad is not None else None
+            with _given_gradient(hook, self.gradients[index] if self.gradients else _no_tensor):
                 result = hook.call(grad, value)
             yield grad if result is None else result
 
@@ -142,10 +145,10 @@ class ListHook:
         acting: list[int] = []
         answers: list[bool | Tensor] = []
         for index, (hook, grad) in enumerate(zip(self.hooks, grads, strict=True)):
-            if hook is not None and grad is not None:
+            if grad is not None:
                 fires = operation.answer
                 if fires is None:
-                    value = self._values[index]() if self._values else None
+                    value = self.values[index]() if self.values else None
                     fires = operation.decide(hook.entry.site, grad, value)
                 if hook.count(fires):
                     acting.append(index)
@@ -168,13 +171,13 @@ class ListHook:
 
     def _each(self, index: int, rows: "_Rows", grads: Iterable[Tensor]) -> Iterator[Tensor]:
         """Apply a link that takes one gradient, one after the other."""
-        operation = self.operation
+        operation, effects = self.operation, self.operation.attachment.effects
         given = zip(rows.hooks, grads, rows.fires, rows.values, strict=True)
         for hook, grad, fired, read in given:
             on_device = fired if isinstance(fired, Tensor) else None
             result = hook.apply(index, grad, read(), on_device, full_check=True)
             if operation.sampling:
-                operation.attachment.effects.add(hook.slots[index], grad, result)
+                effects.add(hook.slots[index], grad, result)
             yield result
 
     def _together(
@@ -252,7 +255,7 @@ class ListHook:
         state: TransformState,
     ) -> Iterator[Tensor]:
         """Check and measure each result."""
-        operation = self.operation
+        operation, effects = self.operation, self.operation.attachment.effects
         taken = zip(rows.hooks, rows.fires, rows.values, results, strict=True)
         try:
             for place, (hook, fired, read, result) in enumerate(taken):
@@ -263,7 +266,7 @@ class ListHook:
                 if isinstance(fired, Tensor) and result is not grad:
                     result = torch.where(fired, result, grad)
                 if operation.sampling:
-                    operation.attachment.effects.add(hook.slots[index], grad, result)
+                    effects.add(hook.slots[index], grad, result)
                 yield result
                 grads[place] = result  # the transform has read it: from now on it is not held
                 del grad

@@ -39,7 +39,9 @@ class Operation:
     task of `live.backward`; `has_several_tasks` says that it sends one gradient a task.
 
     `hooks` are those of the sites met, `near` the names whose places must be met, `met` those at
-    which one was picked, `placed` the sites at which PyTorch has a hook.
+    which one was picked, `placed` the sites at which PyTorch has a hook, `members` those of each
+    group whose state is of them alone. `is_new` says that it is just being attached, or gets other
+    optimizers.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class Operation:
         self.near: Near = frozenset()
         self.met = set[tuple[Kind, str]]()
         self.placed: dict[str, None] = {}
+        self.members: dict[tuple[str, ...], dict[str, list[str]]] = {}  # by all sites, by label
+        self.is_new = True
         self.notes: list[str] = []
         self.end_checks: list[Callable[[], str]] = []
         self.examples: ExampleSource | None = None
@@ -243,7 +247,12 @@ class Operation:
 
     @property
     def moment(self) -> object:
-        """What else determines a result: transform, trigger, step, epoch, switches."""
+        """What else determines a result: transform, trigger, step, epoch, switches.
+
+        None once it is closed.
+        """
+        if "attachment" not in vars(self):
+            return None
         item, clock = self.intervention, self.attachment.clock
         return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
 
@@ -261,7 +270,7 @@ class Operation:
         """
         site = place.site
         if site not in self.hooks:
-            self.hooks[site] = SiteHook(self, site, place.names[1:])
+            self.hooks[site] = SiteHook(self, site, place.aliases)
         return self.hooks[site]
 
     def observe(self, model: nn.Module) -> None:

@@ -167,6 +167,7 @@ class SiteHook:
         operation = self.operation
         if operation.is_idle:
             return None
+        attachment = operation.attachment  # a transform of a user may close it
         if operation.skipped_nodes and autograd.running_node() in operation.skipped_nodes:
             return None
         if operation.answer is False:
@@ -178,7 +179,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_for is UNCHECKED:
-            operation.attachment.first_gradient(self)
+            attachment.first_gradient(self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
@@ -190,7 +191,7 @@ class SiteHook:
             result = self._run_links(grad, value, on_device, True, given, layer)
         if sparse is None:
             self.checked_for = operation.configuration
-        if result is grad or operation.attachment.shadow:
+        if result is grad or attachment.shadow:
             return None
         if sparse is None:
             return result
@@ -210,13 +211,14 @@ class SiteHook:
     ) -> Tensor:
         """Apply the links one after the other, and measure each."""
         result, operation = grad, self.operation
+        effects = operation.attachment.effects
         for index, context in enumerate(self.contexts):
             before = result
             context.entering, context.layer = entering, layer
             result = self.apply(index, before, value, fires, full_check)
             context.entering, context.layer = (), None
             if operation.sampling:
-                operation.attachment.effects.add(self.slots[index], before, result)
+                effects.add(self.slots[index], before, result)
         self.is_tried = True
         return result
 
@@ -235,6 +237,7 @@ class SiteHook:
         configuration has passed all checks.
         """
         operation, context = self.operation, self.contexts[index]
+        states = operation.attachment.states
         link, state = operation.links[index], NO_STATE
         transform, apply = link.transform, link.apply
         if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
@@ -263,7 +266,7 @@ class SiteHook:
         if state:
             if fires is not None:
                 state = link.chosen(state, before, fires)
-            operation.attachment.states[self.keys[index]] = without_graph(state)
+            states[self.keys[index]] = without_graph(state)
         return result if fires is None or result is grad else torch.where(fires, result, grad)
 
     def _state_before(self, index: int, grad: Tensor) -> TransformState:
@@ -426,6 +429,13 @@ class Joint:
         self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
         self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
 
+    def placed(self) -> "Joint":
+        """Note that PyTorch has these hooks; return them."""
+        for hook in self.hooks:
+            hook.operation.placed[hook.entry.site] = None
+            hook.entry.skipped = ""
+        return self
+
     @property
     def stateful(self) -> str:
         """The first transform or trigger that keeps a state for each site; empty if none."""
@@ -443,8 +453,9 @@ class Joint:
 
     @property
     def moment(self) -> object:
-        """What else determines a result, compared by `==`."""
-        return [hook.operation.moment for hook in self.hooks]
+        """What else determines a result, compared by `==`; None once a hook is closed."""
+        moments = [hook.operation.moment for hook in self.hooks]
+        return None if None in moments else moments
 
     @contextmanager
     def keeping_states(self) -> Iterator[None]:

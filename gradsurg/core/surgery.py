@@ -19,6 +19,7 @@ from gradsurg.core.live import Live
 from gradsurg.core.silence import watch_first_steps
 from gradsurg.effects.effects import Effects
 from gradsurg.sites.contexts import refuse_at_once, visible_rows
+from gradsurg.sites.model_tree import tree
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
@@ -264,8 +265,6 @@ class Surgery:
         return cast(int, of_first_process(self.seed)) if draws else self.seed
 
     def plan(self, model: nn.Module, example_input: Any = None) -> str:
-        from gradsurg.sites.model_tree import tree  # TEMP
-
         """Return a plan of the hooks: sites, stages and size of the state; attach nothing.
 
         With an `example_input`, as for `gradsurg.sites.tree`, the plan is a tree of the modules as

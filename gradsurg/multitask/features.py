@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradsurg.multitask.graph import leaf_of, next_nodes, reachable
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.tensors import tensors_in
 from gradsurg.sites.selection import names_of
+from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import compiling
 
 REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint

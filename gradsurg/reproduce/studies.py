@@ -27,7 +27,7 @@ from gradsurg.report.study import Study
 from gradsurg.reproduce.expected import Band, Expected, WrongExperiment
 from gradsurg.reproduce.judge import DIVERGED, EFFECT, is_selected, selectable_keys, terms
 from gradsurg.reproduce.record import read_record
-# TEMP tree
+from gradsurg.sites.model_tree import tree
 from gradsurg.tasks.base import Examined
 from gradsurg.torch_internals import random_state
 

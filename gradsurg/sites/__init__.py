@@ -1,6 +1,6 @@
 """Hook points: places in a model or autograd graph to hook; one kind per file."""
 
 from gradsurg.sites.contexts import outcomes
-# TEMP from gradsurg.sites.model_tree import tree
+from gradsurg.sites.model_tree import tree
 
-__all__ = ["outcomes"]
+__all__ = ["outcomes", "tree"]

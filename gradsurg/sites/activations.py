@@ -1,10 +1,315 @@
-"""Stub."""
-from typing import ClassVar, Any
+"""Activations: the tensors that flow forward into or out of a module."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
 from gradsurg.plugins.fields import validated
+from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.places import Door, Hook, Kind, Leaf, Named, Place, SiteFn, Stage
+from gradsurg.sites.selection import ROOT
 from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.tensors import rebuilt
+from gradsurg.torch_internals import autograd, compiling
+
+Change = Callable[[str, Tensor], Tensor]
+
+Acted = tuple[SiteFn, tuple[str, int, str], str]
+"""A function that has acted on a tensor, the name, index and path at which it did, and the module
+inside which it is not to act again."""
+
+
+class Outcome(NamedTuple):
+    """What a hook did to one tensor of a call, for the recomputation of the call."""
+
+    site: str
+    hook: Hook
+    moment: object
+    is_changed: bool
+
+
+Record = dict[str, Outcome]
+"""The outcomes of one call of a module, by the paths of the tensors."""
+
+Records = WeakKeyDictionary[nn.Module, list[Record]]
+"""The calls of each module in the newest forward, in order.
+
+Shared by all threads, as a backward pass may run in another one.
+"""
+
+
+class Flow:
+    """Transforms the tensors of each call of the modules, and repeats that in a recomputation.
+
+    `like` is a query of this kind of site, `name_of` returns the name of a module, empty for one to
+    be left alone.
+    """
+
+    def __init__(
+        self,
+        like: Leaf,
+        door: Door,
+        shared: Shared,
+        name_of: Callable[[nn.Module], str],
+        suffix: str = "",
+        straight: bool = False,
+    ) -> None:
+        self.like, self.kind, self.door, self.name_of = like, like.kind_at(None), door, name_of
+        self.suffix, self.straight = suffix, straight
+        self.thread = shared.follow(door.stack)
+        # Interventions may change between a forward and its recomputation.
+        self.records: Records = door.kept.setdefault(self.kind, WeakKeyDictionary())
+        self.hooks: dict[tuple[Call, str, tuple[SiteFn, ...]], tuple[str, Hook | None]] = {}
+
+    def on_output(self, module: nn.Module, args: object, output: object) -> object:
+        """Transform the output of a module, in a forward hook."""
+        change = self._change_at(module)
+        if isinstance(output, Tensor) and output.is_floating_point():  # the usual call
+            new = change("", output)
+        else:
+            new = rebuilt(output, change)
+        return None if new is output else new
+
+    # Any: a user's values, and PyTorch types the two registrations differently
+    def on_input(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Transform the input of a module, in a pre-hook; a global one gets no keywords."""
+        change = self._change_at(module)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            single = rebuilt(args[0], change)
+            new, by_key = args if single is args[0] else (single,), kwargs
+        else:
+            new, by_key = rebuilt(args, change), rebuilt(kwargs, change)
+        if new is args and by_key is kwargs:
+            return None
+        return new if kwargs is None else (new, by_key)
+
+    def _change_at(self, module: nn.Module) -> Change:
+        """Return the function that maps each tensor of the present call to its new value."""
+        if autograd.backward_task() != -1 and module in self.records:
+            return self._repeat(self.records[module])
+        name, calls = self.name_of(module), self.thread.calls
+        if not name:
+            return lambda path, tensor: tensor
+        call = calls.next(module, name) or (name, 0)
+        if not calls.depth:
+            for key in [key for key, (held, *_) in calls.kept.items() if held() is None]:
+                del calls.kept[key]
+        record: Record | None = None
+        # A checkpoint, which recomputes this call, turns gradients off or packs saved tensors.
+        if not torch.is_grad_enabled() or autograd.saved_tensor_hooks() is not None:
+            record, key = {}, ("records", id(module))
+            if not calls.depth or key not in calls.kept:  # the first one in this forward
+                self.records[module] = []
+                calls.kept[key] = (ref(module),)
+            self.records[module].append(record)
+        return partial(self._changed, module, call, record)
+
+    def _changed(
+        self, module: nn.Module, call: Call, record: Record | None, path: str, tensor: Tensor
+    ) -> Tensor:
+        """Return the new value of a tensor in the forward, and record the outcome."""
+        spot = call[0], max(call[1], 0), path
+        owners = self.thread.calls.kept
+        # An identity called outside the model may get the same tensor at each call.
+        acted = [each for each in _acted_on(tensor, owners, call[0]) if each[1] != spot]
+        key = call, path, tuple([function for function, _, _ in acted])
+        if key not in self.hooks:
+            held, suffix = ref(module), self.suffix
+            place = Place(self.kind, call[:1], held, call[1], path[1:], suffix=suffix)
+            met = self.door.meet(place, acted=key[2]) if self.door.wants(place) else None
+            self.hooks[key] = place.site, met
+        site, hook = self.hooks[key]
+        if hook is None:
+            return tensor
+        with nullcontext() if _makes_graph() else hook.keeping_states():
+            result = self._transformed(tensor, hook)
+        if record is not None:
+            record[path] = Outcome(site, hook, hook.moment, result is not tensor)
+            guard = self._guard(module, record, path)
+            if not torch.is_grad_enabled():
+                for function in autograd.running_functions():
+                    function.register_prehook(guard)
+            elif result.requires_grad and autograd.in_checkpoint():
+                result.register_hook(guard)
+        # An unchanged input may be taken by several modules side by side, each a site of its own.
+        scope = call[0] if result is tensor and self.suffix else ROOT
+        acted.append((hook.call, spot, scope))
+        owners[id(result)] = ref(result), autograd.version_of(result), acted
+        return result
+
+    def _transformed(self, tensor: Tensor, hook: Hook) -> Tensor:
+        """Return the new value of a tensor, or the tensor itself."""
+        if not (self.straight and torch.is_grad_enabled()):
+            result = hook.call(tensor)
+            return tensor if result is None else result
+        with torch.no_grad():
+            result = hook.call(tensor.detach())
+        if result is None:
+            return tensor
+        straight: Any = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
+        return straight
+
+    def _repeat(self, calls: Sequence[Record]) -> Change:
+        """Return the function that repeats in a recomputation what was done in the forward."""
+        changed = {path: outcome for path, outcome in calls[0].items() if outcome.is_changed}
+        if any(_facts(call) != _facts(calls[0]) for call in calls):
+            why = (
+                "its module was called several times with a different outcome, and a recomputation "
+                "does not say which call it is. Choose all of its calls or none"
+            )
+        elif any(outcome.hook.moment != outcome.moment for outcome in changed.values()):
+            why = "the step, a switch or the intervention changed since the forward"
+        else:
+            why = next(filter(None, (outcome.hook.unsteady for outcome in changed.values())), "")
+        if why:
+            site = next(outcome.site for call in (changed, *calls) for outcome in call.values())
+            raise refusal(self.like, "checkpoint", site, why=why)
+        return lambda path, tensor: (
+            self._transformed(tensor, changed[path].hook) if path in changed else tensor
+        )
+
+    def _guard(self, module: nn.Module, record: Record, path: str) -> Callable[[object], None]:
+        """Return a hook that refuses a backward pass whose recomputation gives other values."""
+        # A graph holds its hooks: nothing here may hold the module or the door.
+        called, outcome, records, like = ref(module), record[path], self.records, self.like
+
+        def guard(_: object) -> None:
+            module = called()
+            newest = None if module is None else records.get(module)
+            if newest is None or outcome.hook.moment is None:
+                why = "the block has ended between the forward and its backward"
+            elif _facts(newest[0]) != _facts(record):
+                why = (
+                    "its module was called again since, and the step, a switch or the outcome was "
+                    "another one: run a backward before the next step"
+                )
+            else:
+                return
+            raise refusal(like, "checkpoint", outcome.site, why=why)
+
+        return guard
+
+
 @validated
 class Activations(ModuleSelector):
-    """Stub."""
-    stages: ClassVar[Any] = ("backward",)
-    def __post_init__(self): raise ValueError("stub")
-    def kind_at(self, stage): raise ValueError("stub")
+    """The tensors that flow out of (`side="output"`) or into (`"input"`) the selected modules.
+
+    Every floating tensor that a matching module returns or takes, also inside tuples, lists, dicts,
+    dataclasses and keyword arguments, is replaced by the result of the transform, in training and
+    in evaluation. `backward="through"` differentiates the transform; `"straight"` takes its
+    derivative to be one. Site ids are `name#call`, then `.input`, and the path of the tensor unless
+    it is the only one: `mix#0.input.1`, `mix#0.input.mask`.
+
+    A tensor is transformed once, at its first site: a module that returns a tensor as it got it
+    from another matching module (an identity, a container with the output of its last child or the
+    input of its first) adds no site. A tensor changed in place between them is another value. A
+    module that writes to its input writes to the transformed tensor, and to a copy of a container
+    or object that holds it, not to those of its caller.
+
+    A call without gradients, as in a validation under `torch.no_grad()`, is transformed and changes
+    no state of the transform or the trigger; the forward of a reentrant checkpoint changes it.
+
+    The recomputation of a checkpoint is transformed and counted again, and has to give the same
+    values. So RuntimeError is raised if the transform has a state or random numbers or has changed
+    since the forward, if the block has ended, or if a later forward changed other tensors.
+    """
+
+    side: Literal["output", "input"] = "output"
+    backward: Literal["through", "straight"] = "through"
+
+    stages: ClassVar[tuple[Stage, ...]] = ("forward",)
+    changes: ClassVar[str] = "activations"
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return KINDS[self.side, self.backward]
+
+    @property
+    def suffix(self) -> str:
+        return ".input" if self.side == "input" else ""
+
+
+def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Transform what the modules take or return in each of their calls."""
+    refuse_scripted(door, like.kind_at(None), found)
+    # By identity: the hooks must not hold the modules. A copy of one is left alone.
+    names = {id(named.thing): named.names[0] for named in found}
+    straight = like.backward == "straight"
+    flow = Flow(like, door, shared, lambda m: names.get(id(m), ""), like.suffix, straight)
+    after, before = compiling.untraced(flow.on_output), compiling.untraced(flow.on_input)
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        if like.side == "output":
+            handle = module.register_forward_hook(after)
+        else:
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        door.stack.callback(handle.remove)
+
+
+def _kind(like: Activations) -> Kind:
+    mode = f"{like.side} {like.backward}"
+    return Kind("Activations", mode, modules_of, partial(_watch, like))
+
+
+KINDS = {
+    (like.side, like.backward): _kind(like)
+    for like in (
+        Activations(),
+        Activations(backward="straight"),
+        Activations(side="input"),
+        Activations(side="input", backward="straight"),
+    )
+}
+
+
+def _makes_graph() -> bool:
+    """Whether gradients are on, or a reentrant checkpoint has turned them off for its forward."""
+    # Only a checkpoint called with gradients on has edges in the graph.
+    return torch.is_grad_enabled() or any(
+        function.next_functions for function in autograd.running_functions()
+    )
+
+
+def _acted_on(tensor: Tensor, owners: Mapping[object, Any], name: str) -> list[Acted]:
+    """Return what has acted on a tensor, if that holds inside the named module.
+
+    Any: the values are a weak reference to the tensor, its version, and a list of `Acted`.
+    """
+    held, version, acted = owners.get(id(tensor)) or (None, 0, [])
+    # An id is reused once its tensor is freed; a tensor written to is another value.
+    if held is None or held() is not tensor or version != autograd.version_of(tensor):
+        return []
+    return [each for each in acted if each[2] in (ROOT, name) or name.startswith(f"{each[2]}.")]
+
+
+def _facts(record: Record) -> dict[str, tuple[object, bool]]:
+    """What the outcomes of equal calls have in common."""
+    return {path: (outcome.moment, outcome.is_changed) for path, outcome in record.items()}
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The changed value with the derivative of the identity, exact unlike `x + (y -
+    x).detach()`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, changed: Tensor) -> Tensor:
+        # A copy: a view of the input could not be written to in place.
+        return changed.clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -1,8 +1,9 @@
 """Stage `backward_end` of `Parameters`: all `.grad`s at the end of a backward pass."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 from weakref import ref
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites._grads import Access, Act, actor
-from gradsurg.sites.module_calls import tensors_in
-from gradsurg.sites.places import Attached
+from gradsurg.sites.grads import Access, Act, actor
+from gradsurg.sites.places import Door, Kind, ListHook, Place
+from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
 
 
-def hook_backward_ends(params: Mapping[str, nn.Parameter], attached: Attached) -> None:
+def hook_backward_ends(door: Door, kind: Kind, places: Sequence[Place]) -> None:
     """Transform the `.grad`s of the parameters at the end of each backward pass.
 
     In DistributedDataParallel that is after the average, in the passes through its output that
@@ -24,11 +25,14 @@ def hook_backward_ends(params: Mapping[str, nn.Parameter], attached: Attached) -
     """
     # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
-    model, stack = attached.model, attached.stack
-    passes = _BackwardPasses(params, attached)
-    stack.callback(passes.close)
-    for name, param in params.items():
-        handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {name}))
+    model, stack = door.model, door.stack
+    # Kept, as a graph that was made before a change of the interventions may have its hooks.
+    passes: _BackwardPasses = door.kept.setdefault(kind, _BackwardPasses())
+    passes.set(door.meet_all(places))
+    stack.callback(passes.set, ())
+    for place in places:
+        param = cast(nn.Parameter, place.thing)
+        handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {place.name}))
         stack.callback(handle.remove)
     if distributed.is_available() and distributed.is_initialized():
         wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
@@ -51,16 +55,14 @@ class _Pass:
 class _BackwardPasses:
     """The running backward passes."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], attached: Attached) -> None:
-        self.params = {name: ref(param) for name, param in params.items()}
-        self.attached = attached
+    def __init__(self) -> None:
         self.is_averaged = self.has_views = False  # by DistributedDataParallel, into its buckets
-        self.act: Act | None = actor(params, attached, Access(write=self._write))
+        self.acts: list[tuple[ListHook, Act]] = []
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
-    def close(self) -> None:
-        """Do nothing from now on, also at the end of a graph that is already built."""
-        self.act = None
+    def set(self, hooks: Sequence[ListHook]) -> None:
+        """Let these act from now on, also at the end of a graph that is already built."""
+        self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 
     def watch_output(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Hook the output of a model: on every rank, not only on those that use a parameter."""
@@ -83,10 +85,10 @@ class _BackwardPasses:
         task = autograd.backward_task()
         held = self.open.get(task)
         running = None if held is None else held()
-        if running is None and averages >= self.is_averaged and self.act is not None:
+        if running is None and averages >= self.is_averaged and self.acts:
             running = _Pass(averages)
             # A backward pass that raises drops its callbacks, and with them `running`.
-            self.open[task] = ref(running, partial(self._failed, task))
+            self.open[task] = ref(running, partial(self._failed, task, running.reached))
             end = partial(self._end, task, running)
             # DistributedDataParallel averages in a callback of its own, queued after this one. One
             # that is queued when the callbacks run comes last.
@@ -99,7 +101,8 @@ class _BackwardPasses:
         if autograd.in_inner_backward() and not ended.averages:
             self._hand_to_outer(task, ended)
         elif self.open.pop(task, None) is not None:
-            self._apply(ended)
+            for hook, act in self.acts:
+                self._apply(ended, hook, act)
 
     def _hand_to_outer(self, task: int, inner: _Pass) -> None:
         """Add the parameters to the outer pass, at the next node that it runs."""
@@ -115,20 +118,23 @@ class _BackwardPasses:
         handles = [node.register_prehook(hook) for node, _ in edges if node is not None]
         if not handles:
             del self.open[task]
-            self.attached.note(
+            self._note(
+                inner.reached,
                 "a backward was called by a hook on a leaf, inside another backward: at its end "
-                "the group was not complete, and was left as it is"
+                "the group was not complete, and was left as it is",
             )
 
-    def _apply(self, ended: _Pass) -> None:
-        if self.act is None:
-            return
-        reached = {*self.params} if ended.averages else ended.reached
-        params = [held() if name in reached else None for name, held in self.params.items()]
+    def _apply(self, ended: _Pass, hook: ListHook, act: Act) -> None:
+        params = [
+            cast(nn.Parameter | None, place.thing)
+            if ended.averages or place.name in ended.reached
+            else None
+            for place in hook.places
+        ]
         grads = [None if param is None else param.grad for param in params]
-        met = zip(self.params, grads, strict=True)
+        met = zip([place.name for place in hook.places], grads, strict=True)
         if gone := [name for name, grad in met if grad is None and name in ended.reached]:
-            self.attached.note(
+            hook.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"
             )
@@ -137,7 +143,7 @@ class _BackwardPasses:
         # Gradients are on only if the backward pass itself made a graph.
         with torch.set_grad_enabled(any(grad.requires_grad for grad in grads if grad is not None)):
             del grads
-            self.act(params)
+            act(params)
 
     def _write(self, param: Tensor, grad: Tensor) -> None:
         if self.has_views and param.grad is not None:
@@ -145,9 +151,16 @@ class _BackwardPasses:
         else:
             param.grad = grad
 
-    def _failed(self, task: int, failed: ref[_Pass]) -> None:
+    def _failed(self, task: int, reached: Collection[str], failed: ref[_Pass]) -> None:
         if self.open.pop(task, None) is not None:
-            self.attached.note(
+            self._note(
+                reached,
                 "a backward has failed, and the group was left as it is: what had been added to "
-                "its .grad by then is there unchanged"
+                "its .grad by then is there unchanged",
             )
+
+    def _note(self, reached: Collection[str], text: str) -> None:
+        """Note a text about the interventions of which some parameters were reached."""
+        for hook, _ in self.acts:
+            if any(place.name in reached for place in hook.places):
+                hook.note(text)

@@ -2,15 +2,16 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 from weakref import ref
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg.sites.calls import Call, Shared
+from gradsurg.sites.calls import Call, Calls, Shared
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.places import Door, Named
 from gradsurg.sites.tensors import tensors_in
@@ -18,7 +19,7 @@ from gradsurg.torch_internals import autograd, compiling
 
 LEAF = 2**64 - 1  # the sequence number of every AccumulateGrad node
 WRAPPER = "BackwardHookFunctionBackward"  # the node around a module with full backward hooks
-FORWARD = -1  # the backward pass number outside of any backward pass
+FORWARD = -1  # the number of a backward pass outside of any
 
 Edge = tuple[Node | None, int]
 """A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
@@ -29,13 +30,22 @@ Made = tuple[int, str, Call, int]
 the nodes of that name, without overload, in the call."""
 
 
+class Returned(NamedTuple):
+    """A tensor that a call of a module has returned, by its path in the output."""
+
+    call: Call
+    path: str
+    edge: Edge
+
+
 class CallGraph:
     """The autograd nodes made in one outermost call of a module, on which its outputs depend.
 
     Each differentiable operation increments the sequence number of its thread. At number
     `numbers[i]` a module call began or ended, and `owners[i]` is the innermost call from there on;
     the nodes made until the next change belong to it. `task` is the backward pass in which the call
-    runs, FORWARD if it runs in none. `reached` are the nodes with their numbers, after the call.
+    runs, FORWARD if it runs in none. `reached` are the nodes with their numbers, after the call;
+    `returned` are the tensors that the modules return which were asked for.
     """
 
     def __init__(self, outer: nn.Module, task: int, inputs: object) -> None:
@@ -43,6 +53,7 @@ class CallGraph:
         self.numbers: list[int] = []
         self.owners: list[Call | None] = []
         self.reached: list[tuple[int, Node]] = []
+        self.returned: list[Returned] = []
         self._inputs = _nodes_of(inputs)  # they do not belong to the call
 
     def change(self, owner: Call | None) -> None:
@@ -89,34 +100,64 @@ class CallGraph:
                 yield index, name, call, counts[call, plain(name)]
                 counts[call, plain(name)] += 1
 
+    def uses(self, edges: Collection[Edge]) -> list[tuple[Edge, Node, int]]:
+        """Return all uses of some tensors: the edge, the node that took it, the node's input.
+
+        They are in the order in which these nodes were made.
+        """
+        uses: list[tuple[int, int, Edge, Node]] = []
+        for number, node in self.reached:
+            if node.name() == WRAPPER:
+                continue
+            for index, edge in enumerate(node.next_functions):
+                # Full backward hooks insert a node around the inputs and outputs of a module.
+                while edge[0] is not None:
+                    if edge in edges:
+                        uses.append((number, index, edge, node))
+                    if edge[0].name() != WRAPPER:
+                        break
+                    edge = edge[0].next_functions[edge[1]]
+        return [(edge, node, index) for _, index, edge, node in sorted(uses, key=itemgetter(0, 1))]
+
+
+Take = Callable[[CallGraph], None]
+
 
 def follow(
-    door: Door, found: Sequence[Named], shared: Shared, take: Callable[[CallGraph], None]
+    door: Door,
+    found: Sequence[Named],
+    shared: Shared,
+    take: Take,
+    returning: Collection[nn.Module] = (),
 ) -> None:
     """Call `take` with the graph of each outermost call of the modules, when it ends.
 
-    A call inside a backward pass is the recomputation of a checkpoint; it has a graph of its own if
-    the forward has made none. A call that `torch.jit.trace` or `torch.export` records is ignored:
-    no backward pass follows.
+    It lists the tensors that the modules `returning` return. A call inside a backward pass is the
+    recomputation of a checkpoint; it has a graph of its own if the forward has made none. A call
+    that `torch.jit.trace` or `torch.export` records is ignored: no backward pass follows.
     """
-    stack, thread, root = door.stack, shared.follow(door.stack), ref(door.model)
-    task_now = autograd.backward_task
+    graphs = _Graphs(door, shared, take, returning)
+    before, after = compiling.untraced(graphs.enter), compiling.untraced(graphs.leave)
+    for _, module, _ in found:
+        if isinstance(module, nn.Module):
+            # First, so that nodes made by the pre-hooks of others belong to the call.
+            handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            door.stack.callback(handle.remove)
+            door.stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
-    def enter(module: nn.Module, args: object, kwargs: object) -> None:
-        calls, task = thread.calls, task_now()
-        note = calls.running[-1][1] if calls.running else None
-        graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None
-        if task == FORWARD:
-            if (
-                graph is not None
-                and graph.outer() is module
-                and autograd.calls_on_stack(module) < 2
-            ):
-                graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
-                calls.depth = 0
-            if graph is None and not calls.depth:
-                calls.begin()
-        call = calls.next(module)
+
+class _Graphs:
+    """The graphs of the outermost calls that run: a note of each call has its graph and itself."""
+
+    def __init__(
+        self, door: Door, shared: Shared, take: Take, returning: Collection[nn.Module]
+    ) -> None:
+        self.thread, self.root, self.take = shared.follow(door.stack), ref(door.model), take
+        self.returning = frozenset(map(id, returning))  # the modules themselves hold this object
+
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        calls, task = self.thread.calls, autograd.backward_task()
+        graph, call = self._running(calls, module, task), calls.next(module)
         if call is None or (graph is None and task == FORWARD and compiling.recording()):
             calls.enter(module, None)
             return
@@ -124,8 +165,8 @@ def follow(
         graph.change(call)
         calls.enter(module, (graph, call))
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        calls = thread.calls
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        calls = self.thread.calls
         note = calls.leave(module)
         if note is None:
             return
@@ -133,20 +174,27 @@ def follow(
         around = (other for _, other in reversed(calls.running) if other and other[0] is graph)
         owner = next(around, (graph, None))[1]
         graph.change(owner)
+        if id(module) in self.returning:
+            graph.returned += (Returned(note[1], *each) for each in _edges(output))
         if owner is None:
-            if graph.task == FORWARD and module is not root():
+            if graph.task == FORWARD and module is not self.root():
                 calls.depth = 0  # a part of the model was called by itself
             if graph.numbers[-1] > graph.numbers[0]:  # nodes were made
                 graph.end(output)
-                take(graph)
+                self.take(graph)
 
-    before, after = compiling.untraced(enter), compiling.untraced(leave)
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        # First, so that nodes made by the pre-hooks of others belong to the call.
-        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        stack.callback(handle.remove)
-        stack.callback(module.register_forward_hook(after, always_call=True).remove)
+    def _running(self, calls: Calls, module: nn.Module, task: int) -> CallGraph | None:
+        """The graph of the call around this one, in the same backward pass or in none."""
+        note = calls.running[-1][1] if calls.running else None
+        graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None
+        if task != FORWARD:
+            return graph
+        if graph is not None and graph.outer() is module and autograd.calls_on_stack(module) < 2:
+            graph = None  # left open by a KeyboardInterrupt, which runs no forward hooks
+            calls.depth = 0
+        if graph is None and not calls.depth:
+            calls.begin()
+        return graph
 
 
 def meets_more(output: object, by_gradient: bool) -> bool:
@@ -185,3 +233,8 @@ def after_backward(output: object, call: Callable[[], None]) -> None:
 def _nodes_of(value: object) -> set[Node]:
     """Return the nodes that made the tensors in a nested value."""
     return {tensor.grad_fn for _, tensor in tensors_in(value) if tensor.grad_fn is not None}
+
+
+def _edges(output: object) -> Iterator[tuple[str, Edge]]:
+    for path, tensor in tensors_in(output):
+        yield path, get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)

@@ -27,31 +27,36 @@ class Calls:
 
     `depth` is the number of calls of the model that run, one inside the other. `running` are the
     calls that have begun and not ended, each with the identity of its module and a note of the
-    kind. `at_end` are checks that run when the model's forward has ended without an error.
+    kind. `at_end` are checks that run when the model's forward has ended without an error. `kept`
+    is what a kind remembers until the next call of the model.
     """
 
-    __slots__ = ("_counts", "_graphless", "_names", "at_end", "depth", "running")
+    __slots__ = ("_counts", "_graphless", "_names", "_others", "at_end", "depth", "kept", "running")
 
     def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
         self._names = names
         self._counts: dict[int, int] = {}
         self._graphless: list[tuple[int, int, Call]] = []
+        self._others: dict[int, nn.Module] = {}  # held, as the identity of one is its number
         self.depth = 0
         self.running: list[tuple[int, Any]] = []  # Any: each kind has notes of its own type
         self.at_end: list[Callable[[], None]] = []
+        self.kept: dict[object, Any] = {}  # Any: as above
 
     def begin(self) -> None:
         """Number the calls from 0 on."""
         self.depth = 1
         self._counts.clear()
         self._graphless.clear()
+        self._others.clear()
+        self.kept.clear()
         self.running.clear()
         self.at_end.clear()
 
-    def next(self, module: nn.Module) -> Call | None:
-        """Number a call of the module.
+    def next(self, module: nn.Module, other: str = "") -> Call | None:
+        """Number a call of the module; `other` is its name if it is not in the model.
 
-        None for a copy of a module of the model, and for the recomputation of a call that has made
+        None for one without a name, and for the recomputation of a call that has made
         a graph. The recomputation of a call without a graph, as in a reentrant checkpoint, has the
         number of that call, since it makes the graph.
         """
@@ -60,7 +65,11 @@ class Calls:
         key = id(module)
         names = self._names.get(key)
         if names is None:
-            return None
+            if not other:
+                return None
+            names = (other,)
+            if self.depth:
+                self._others[key] = module
         index = self._counts.get(key, 0) if self.depth else OUTSIDE
         self._counts[key] = index + 1
         if len(names) == 1 or index == OUTSIDE:

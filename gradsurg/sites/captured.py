@@ -1,10 +1,254 @@
-"""Stub."""
-from typing import ClassVar, Any
+"""Captured: the gradients that `torch.autograd.grad` returns."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.places import (
+    NO_GRADIENT,
+    Door,
+    Hook,
+    Kind,
+    Memory,
+    Named,
+    Place,
+    SiteFn,
+    Stage,
+    Things,
+)
+from gradsurg.sites.selection import ROOT, Range, all_frozen, in_range
+from gradsurg.sites.selectors import ModuleSelector, params_of
+from gradsurg.sites.tensors import tensors_in
+from gradsurg.torch_internals import autograd, compiling
+from gradsurg.transforms.base import Need
+
+NOT_ASKED = "not asked of autograd.grad"
+UNUSED = "what was differentiated does not depend on it"
+CHANGED = "it was changed in place since its module returned it"
+
+
+class _Known(NamedTuple):
+    """A tensor at its places, each with the hook that acts there, and its version there."""
+
+    version: int
+    places: tuple[tuple[Place, Hook], ...]
+
+
+class _GradMode(TorchFunctionMode):
+    """Intercepts `torch.autograd.grad`. It runs at every torch function, so it is kept short.
+
+    It knows the tensors that are sites by identity, without holding them. To each intervention a
+    tensor has one site, the first: a parameter that a module returns keeps its own name.
+    """
+
+    def __init__(self, door: Door) -> None:
+        super().__init__()
+        self.door = door
+        self.known = WeakIdKeyDictionary()  # tensor -> _Known
+        self.hooks: dict[tuple[Place, tuple[SiteFn, ...]], Hook | None] = {}
+        self.noted: set[Place] = set()
+        self.later = 0  # the number of modes that were pushed later, when it was removed
+
+    def open(self) -> None:
+        """Intercept from now on, for interventions that may be others than before.
+
+        It takes the place that it had: the modes of others that were pushed later end before it.
+        """
+        self.hooks.clear()
+        self.noted.clear()
+        autograd.insert_function_mode(self, self.later)
+
+    def close(self) -> None:
+        self.later = autograd.remove_function_mode(self)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],  # Any: the arguments and results of any torch function
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return self._changed(result, args, kwargs or {}) if func is torch.autograd.grad else result
+
+    def add(self, tensor: Tensor, place: Place) -> None:
+        """Record that a tensor is at this place, for the interventions that do not know it yet."""
+        if autograd.in_functorch() or not self.door.wants(place):
+            return
+        if not tensor.requires_grad:
+            if place not in self.noted:
+                self.noted.add(place)
+                self.door.none(place, NO_GRADIENT)
+            return
+        places, is_current = self._at(tensor)
+        others = [pair for pair in places if is_current and pair[0] != place]
+        key = place, tuple(hook.call for _, hook in others)
+        if key not in self.hooks:
+            self.hooks[key] = hook = self.door.meet(place, acted=key[1])
+            if hook is not None:
+                self.door.none(place, NOT_ASKED)
+        hook = self.hooks[key]
+        if hook is not None:
+            self.known[tensor] = _Known(_version(tensor), (*others, (place, hook)))
+
+    def _changed(
+        self, grads: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the result of `grad`, with transformed gradients of the inputs that are sites."""
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        results: dict[int, Any] = {}
+        with torch.set_grad_enabled(bool(kwargs.get("create_graph"))):
+            for tensor, grad in zip(inputs, grads, strict=True):
+                if id(tensor) not in results:
+                    results[id(tensor)] = self._transformed(tensor, grad, kwargs)
+        return tuple(results[id(tensor)] for tensor in inputs)
+
+    def _transformed(self, tensor: Any, grad: Any, kwargs: dict[str, Any]) -> Any:
+        places, is_current = self._at(tensor)
+        for place, hook in places:
+            if not self.door.wants(place):  # its intervention was removed
+                continue
+            if not is_current:
+                self.door.note(CAPTURED, f"'{place.site}' was asked for and left alone: {CHANGED}")
+            elif grad is None:
+                self.door.none(place, UNUSED)
+            elif kwargs.get("is_grads_batched"):
+                self.door.refuse("is_grads_batched", CAPTURED, place.site)
+            else:
+                result = hook.call(grad, tensor if "value" in hook.asks else None)
+                grad = grad if result is None else result
+        return grad
+
+    def _at(self, tensor: object) -> tuple[tuple[tuple[Place, Hook], ...], bool]:
+        """Return the places of an input, and whether it is still there."""
+        known: _Known | None = self.known.get(tensor) if isinstance(tensor, Tensor) else None
+        return ((), False) if known is None else (known.places, known.version == _version(tensor))
+
+
+def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Intercept `torch.autograd.grad`, and note the tensors that the modules return."""
+    modules = [named for named in found if isinstance(named.thing, nn.Module)]
+    refuse_scripted(door, CAPTURED, modules)
+    # The same one after a change of the interventions, which may follow a forward.
+    mode: _GradMode = door.kept.setdefault(CAPTURED, _GradMode(door))
+    mode.open()
+    door.stack.callback(mode.close)
+    for names, param, _ in found:
+        if not isinstance(param, Tensor):
+            continue
+        place = Place(CAPTURED, names, ref(param))
+        if not param.requires_grad:
+            door.none(place, "frozen")
+        elif door.wants(place):
+            if autograd.is_sharded(param):
+                door.refuse("FSDP2", CAPTURED, place.site)
+            mode.add(param, place)
+    # Without module hooks, compiled code keeps its graph in one piece.
+    if modules:
+        _record_outputs(door, modules, shared, mode)
+
+
+def _record_outputs(door: Door, found: Sequence[Named], shared: Shared, mode: _GradMode) -> None:
+    thread = shared.follow(door.stack)
+
+    @compiling.untraced
+    def record(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        call = thread.calls.next(module)
+        if call is None:
+            return
+        for path, tensor in tensors_in(output):
+            mode.add(tensor, Place(CAPTURED, call[:1], ref(module), call[1], path[1:]))
+
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        door.stack.callback(module.register_forward_hook(record).remove)
+
+
+def _things(model: nn.Module) -> list[Named]:
+    return [*params_of(model), *modules_of(model)]
+
+
+CAPTURED = Kind("Captured", "", _things, watch)
+
+
 @validated
 class Captured(ModuleSelector):
-    """Stub."""
-    stages: ClassVar[Any] = ("backward",)
-    def __post_init__(self): raise ValueError("stub")
-    def kind_at(self, stage): raise ValueError("stub")
+    """The gradients that `torch.autograd.grad` returns for parameters and module outputs.
+
+    `pattern` and the other fields select parameters, whose site is their name, and modules, whose
+    outputs are the sites `name#call`, with a path as for `Outputs`. `call` selects outputs only,
+    `ndim` and `size` (the number of entries) parameters only. The tensor itself must be among the
+    inputs of the call: for other tensors and for gradient edges the result of PyTorch is unchanged.
+
+    Only the returned gradient changes, not the one that flows on to other inputs: for that use
+    `Outputs`. The transform gets the gradient that PyTorch returns: if the inputs also include a
+    tensor that an output was computed from, before the hooks of that output, else after them. An
+    unused input has no gradient, unless `materialize_grads` makes zeros of it. `is_grads_batched`
+    is refused, since a transform takes one gradient. Inside `torch.func` all tensors are wrapped,
+    and none is a site.
+
+    A `TorchFunctionMode` sees the torch functions of the thread that opened the block, which costs
+    each of them 1.5 to 2.5 us (one core, torch 2.13) and a call of code compiled by Inductor 4 us.
+    Calls in other threads are not seen. In compiled code a module whose output is a site breaks the
+    graph.
+    """
+
+    ndim: Range | None = None
+    size: Range | None = None
+
+    stages: ClassVar[tuple[Stage, ...]] = ("captured",)
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return CAPTURED
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value"})
+
+    def near(self, named: Named) -> Sequence[str]:
+        param = named.thing
+        if not isinstance(param, Tensor):
+            return super().near(named) if self.ndim is None and self.size is None else ()
+        fits = (
+            self.call is None
+            and (self.ndim is None or in_range(param.ndim, self.ndim))
+            and (self.size is None or in_range(param.numel(), self.size))
+            and self.matching(named)
+        )
+        return named.names[:1] if fits else ()
+
+    def offers(self, named: Named) -> Sequence[str]:
+        return named.names[:1] if isinstance(named.thing, Tensor) else super().offers(named)
+
+    def picks(self, place: Place) -> bool:
+        return place.call is None or super().picks(place)
+
+    def check(self, things: Things, memory: Memory) -> None:
+        near = {name for _, name in memory.near[self]}
+        found = [named for named in things[CAPTURED] if not near.isdisjoint(named.names)]
+        params = [named for named in found if isinstance(named.thing, Tensor)]
+        modules = [named for named in found if isinstance(named.thing, nn.Module)]
+        if not all(named.is_frozen for named in params):
+            return
+        model = next(named.owners[0] for named in things[CAPTURED] if ROOT in named.names)
+        if ROOT not in near and compiling.is_exported(model):
+            raise refusal(self, "torch.export")
+        if modules:
+            return
+        if params:
+            raise all_frozen(self, [named.names[0] for named in params])
+        names = [name for named in things[CAPTURED] for name in named.names if name != ROOT]
+        raise self.nothing_near(names)
+
+
+def _version(tensor: Any) -> int:
+    """Return the version counter; 0 for a leaf, which stays the same site after an update."""
+    return 0 if tensor.is_leaf else autograd.version_of(tensor)

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.places import Kind, Leaf, Memory, Near, Place, Selector, Stage, Things
+from gradsurg.sites.places import (
+    ELSEWHERE,
+    Kind,
+    Leaf,
+    Memory,
+    Near,
+    Place,
+    Selector,
+    Stage,
+    Things,
+)
+from gradsurg.sites.selection import ROOT
 from gradsurg.transforms.base import Need, Scope
 
 
@@ -135,7 +146,7 @@ class Combined(Selector):
             case "all":
                 fits = all(picked)
             case "none":
-                fits = (place.kind, place.name) in memory.near[self] and not any(picked)
+                fits = self._is_near(place, memory.near[self]) and not any(picked)
         fits = fits and (self.test is None or bool(self.test(place)))
         return self._is_within(place, memory) if fits and self.limit is not None else fits
 
@@ -145,6 +156,11 @@ class Combined(Selector):
                 yield part
             else:
                 yield from part.unmatched(memory)
+
+    def _is_near(self, place: Place, near: Near) -> bool:
+        # All names of the model are near, but for that of a model which is not offered itself.
+        has_others = (place.kind, ELSEWHERE) in near
+        return (place.kind, place.name) in near or (has_others and place.name != ROOT)
 
     def _is_within(self, place: Place, memory: Memory) -> bool:
         """Whether a place is one of the first ones; several tensors of one call count once,

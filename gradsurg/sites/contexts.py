@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -16,9 +16,10 @@ from gradsurg.torch_internals import autograd, compiling
 
 
 class Staged(Protocol):
-    """A selector or a query of one kind of site."""
+    """A selector, or one of its leaves."""
 
-    stages: ClassVar[tuple[Stage, ...]]
+    @property
+    def stage(self) -> Stage | None: ...
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ shared weight, reentrant checkpoint | warned | Uses
   checkpoint(use_reentrant=False).
 checkpoint | refused | Activations EveryModule
   it is recomputed by a checkpoint, which must give the same values again: {why}.
+nested modules | refused | SavedTensors
+  another intervention selects {outer} around it and not the module itself, and a saved tensor
+  belongs to the innermost module alone. Let both select the same modules.
 other saved-tensor hooks | refused | SavedTensors
   there are hooks already, as those of a checkpoint, and a node takes one pair alone. Choose the
   module without node=.
@@ -252,7 +256,7 @@ def rows_of(kind: Staged, stage: str = "") -> list[Row]:
 def _modes(kind: Staged, stage: str = "") -> list[str]:
     """Return the values of the fields of a selector on which an outcome may depend."""
     given, *others = (getattr(kind, mode, None) for mode in ("stage", "path", "side", "kind"))
-    return [*filter(None, [stage or given or next(iter(kind.stages), ""), *others])]
+    return [*filter(None, [stage or given or next(iter(getattr(kind, "stages", ())), ""), *others])]
 
 
 def row(kind: Staged, context: str, stage: str = "") -> Row:

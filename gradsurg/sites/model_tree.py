@@ -1,33 +1,32 @@
-"""List the module calls of a model in order, with the sites that a selector would hook."""
+"""List the module calls of a model in order, with the sites that a query would pick."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.combined import Selection
-from gradsurg.sites.every_module import EveryModule
-from gradsurg.sites.graph_tracer import CallGraph, Tracer, plain
-from gradsurg.sites.module_calls import Calls, tensors_in
-from gradsurg.sites.places import GroupFn, Place, ReadTensor, Selector, SiteFn, Stage
+from gradsurg.sites.call_graphs import CallGraph, follow
+from gradsurg.sites.calls import ThreadCalls, modules_of
+from gradsurg.sites.node_names import plain
+from gradsurg.sites.places import Selector
 from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_of
 from gradsurg.sites.state_guard import copy_inputs, param_versions, untouched
-from gradsurg.sites.step_hooks import OptimizerSteps
+from gradsurg.sites.tensors import tensors_in
+from gradsurg.sites.tree_door import NOT_REACHED, Notebook
 from gradsurg.sites.tree_table import Row, SiteLine, TensorSpec, Tree
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Scope
 
-NOT_REACHED = "not met"
-
 
 def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tree:
-    """Return the module calls of `model` in order, with the sites that `at` would hook.
+    """Return the module calls of `model` in order, with the sites that `at` would pick.
 
     `example_input` is the input of the model: a value, a tuple of several, or a dict of keyword
     arguments. The model runs once on a copy of it, and a second time with the hooks of `at`; there
@@ -60,7 +59,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
 
 
 class _Walk:
-    """The calls and nodes of a forward without a selector; `modules` are the rows' modules."""
+    """The calls and nodes of a forward without a query; `modules` are the rows' modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -71,26 +70,28 @@ class _Walk:
         self.tensors: dict[str, TensorSpec | None] = {}  # by possible site
         self.edges: dict[str, list[str]] = {}  # the outputs of each node that get a gradient
         self.has_graph = self.hides_nodes = False
-        self._open: list[int] = []  # the rows of open calls
+        # Functions that have called modules without gradients, as reentrant checkpoints do.
+        self._repeating: WeakSet[BackwardCFunction] = WeakSet()
 
     def run(self, example: Any) -> None:  # Any: the inputs of a model
         """Run a forward, then add a row for each module that was not called."""
-        with ExitStack() as stack:
-            calls = Calls(self.names)
-            enter, leave = self._hooks(calls)
+        door = Notebook(self.model)
+        thread = door.shared.follow(door.stack)
+        enter, leave = self._hooks(thread)
+        try:
             for module in self.names:
                 handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-                stack.callback(handle.remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            calls.hook(self.model, stack)
-            Tracer().follow(self.model, list(self.names), self._take, stack, outputs=[self.model])
-            try:
-                _run(self.model, example, stack)
-            except Exception as error:  # any error of the user's forward gets a note, re-raised
-                if self._open:
-                    label = self.rows[self._open[-1]].label
-                    error.add_note(f"in {label}, called with the example input")
-                raise
+                door.stack.callback(handle.remove)
+                door.stack.callback(module.register_forward_hook(leave).remove)
+            follow(door, modules_of(self.model), door.shared, self._take, [self.model])
+            _run(door, example)
+        except Exception as error:  # any error of the user's forward gets a note, re-raised
+            if thread.calls.running:
+                label = self.rows[thread.calls.running[-1][1]].label
+                error.add_note(f"in {label}, called with the example input")
+            raise
+        finally:
+            door.close()
         called = {*self.modules}
         for module, (name, *_) in self.names.items():
             if module not in called and not (is_container(module) and not _own_size(module)):
@@ -103,29 +104,27 @@ class _Walk:
         self.rows.append(replace(row, again=module in self.modules, no_grad=no_grad))
         self.modules.append(module)
 
-    def _hooks(self, calls: Calls) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _hooks(self, thread: ThreadCalls) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks before and after the call of a module."""
 
         # Any: a user's keyword inputs
         def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+            calls = thread.calls
             named = None if autograd.in_backward() else calls.next(module)
             if named is None:
                 return
-            self._add(module, *named, len(self._open))
-            self._open.append(len(self.rows) - 1)
+            if not torch.is_grad_enabled():
+                self._repeating.update(autograd.running_functions())
+            self._add(module, *named, len(calls.running))
+            calls.enter(module, len(self.rows) - 1)
             inputs = args[0] if len(args) == 1 and not kwargs else dict(enumerate(args)) | kwargs
             self._note_tensors(f"{self.rows[-1].label}.input", _specs(inputs))
 
         def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            is_open = any(self.modules[index] is module for index in self._open)
-            if not is_open or autograd.in_backward():
-                return
-            # A call that raised, and whose error the model has caught, is still open.
-            while self.modules[self._open[-1]] is not module:
-                self._open.pop()
-            index = self._open.pop()
-            row = self.rows[index] = replace(self.rows[index], outputs=_specs(output))
-            self._note_tensors(row.label, row.outputs)
+            index = None if autograd.in_backward() else thread.calls.leave(module)
+            if index is not None:
+                row = self.rows[index] = replace(self.rows[index], outputs=_specs(output))
+                self._note_tensors(row.label, row.outputs)
 
         return enter, leave
 
@@ -134,21 +133,22 @@ class _Walk:
 
     def _take(self, graph: CallGraph) -> None:
         """Record the nodes of an outermost call, and which of their outputs get a gradient."""
-        self.has_graph = self.has_graph or not graph.empty
-        self.hides_nodes = self.hides_nodes or graph.hides_nodes()
-        nodes = list(graph.nodes())
-        taken = {edge for node, _ in nodes for edge in node.next_functions}
+        nodes = [node for _, node in graph.reached]
+        self.has_graph = self.has_graph or bool(nodes)
+        self.hides_nodes = self.hides_nodes or any(node in self._repeating for node in nodes)
+        taken = {edge for node in nodes for edge in node.next_functions}
         taken |= {returned.edge for returned in graph.returned}
-        for node, place in nodes:
-            site, kind = place.id, plain(place.name).removesuffix("Backward")
-            self.nodes.setdefault(place.call.id, Counter())[kind] += 1
+        for index, name, call, occurrence in graph.made():
+            node, label = nodes[index], f"{call[0]}#{call[1]}"
+            site = f"{label}/{plain(name)}[{occurrence}]"
+            self.nodes.setdefault(label, Counter())[plain(name).removesuffix("Backward")] += 1
             specs = [
                 None if one.is_nested_tensor else TensorSpec(tuple(one.shape), one.dtype)
                 for one in autograd.outputs_of(node)
             ]
             self._note_tensors(site, [("", specs[0]), *((f".{i}", s) for i, s in enumerate(specs))])
-            outputs = [index for index in range(len(specs)) if (node, index) in taken]
-            self.edges[site] = [f"{site}.{index}" for index in outputs]
+            outputs = [number for number in range(len(specs)) if (node, number) in taken]
+            self.edges[site] = [f"{site}.{number}" for number in outputs]
 
 
 def _site_lines(model: nn.Module, example: Any, at: Selector, walk: _Walk) -> list[SiteLine]:
@@ -156,25 +156,23 @@ def _site_lines(model: nn.Module, example: Any, at: Selector, walk: _Walk) -> li
 
     Raises LookupError, listing the calls, if nothing is selected.
     """
-    at.find(model)
-    scope: Scope = "tensor" if any(kind.stages for kind in at.kinds) else "group"
-    recorder = _Recorder(Selection(at), model, at.resolve(scope), scope)
-    if recorder.stage == "step":  # it is never stepped
+    scope: Scope = "tensor" if any(leaf.stages for leaf in at.leaves) else "group"
+    door = Notebook(model, at, at.resolve(scope))
+    if door.memory.stage == "step":  # it is never stepped
         params = [*model.parameters()] or [torch.zeros(1, requires_grad=True)]
-        recorder.steps.bind([torch.optim.SGD(params, lr=0.0)])
-    with recorder.stack as stack:
-        at.hook(recorder)
-        recorder.running = True
-        _run(model, example, stack)
-    is_hooked = any(line.selected for line in recorder.lines.values())
-    if not is_hooked and all(kind.known_before_forward for kind in at.kinds):
-        # These selectors ask for the hooks of their sites only in a backward pass.
-        for site in at.find(model):
-            recorder.hook_at(site)
-    params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
-    lines = recorder.site_lines(walk.edges, params | walk.tensors)
+        door.steps.bind([torch.optim.SGD(params, lr=0.0)])
+    try:
+        door.watch()
+        _run(door, example)
+        lines = _with_nodes(door, walk)
+    finally:
+        door.close()
     may_have_more = walk.hides_nodes or _reaches_outside(at)
     if not may_have_more and all(line.left_out == NOT_REACHED for line in lines):
+        if type(at).nothing_met is not Selector.nothing_met and door.memory.rejected:
+            error = at.nothing_met(door.memory, may_meet_nodes=False)
+            assert error is not None
+            raise error
         pattern = str(getattr(at, "pattern", "*"))
         labels = [row.label for row in walk.rows]
         raise LookupError(
@@ -183,137 +181,48 @@ def _site_lines(model: nn.Module, example: Any, at: Selector, walk: _Walk) -> li
     return lines
 
 
-@dataclass
-class _Recorder:
-    """An `Attached` that records the sites it is asked for; its hooks change nothing."""
-
-    selection: Selection
-    model: nn.Module
-    stage: Stage
-    scope: Scope
-    steps: OptimizerSteps = field(default_factory=OptimizerSteps)
-    stack: ExitStack = field(default_factory=ExitStack)
-    running: bool = False  # whether the forward has begun
-    lines: dict[str, SiteLine] = field(default_factory=dict)  # by site
-    nodes: dict[tuple[str, bool], None] = field(default_factory=dict)  # and whether of side `enter`
-    needs_value: bool = False
-    needs_layer: bool = False
-    may_skip: bool = False
-    stateful: str = ""
-    unsteady: str = ""
-    varies: str = ""
-    acts_on_shards: bool = True
-    moment: object = None
-
-    def site_lines(
-        self, edges: Mapping[str, list[str]], tensors: Mapping[str, TensorSpec | None]
-    ) -> list[SiteLine]:
-        """Return the recorded sites; `tensors` describes those that are known."""
-        by_node: dict[str, list[str]] = {}
-        for site, line in self.lines.items():
-            if line.selected:
-                by_node.setdefault(site[: site.rfind("]") + 1], []).append(site)
-        shapeless = set[str]()
-        for node, enters in self.nodes:
-            sites = by_node.get(node, [])
-            if not enters:
-                # A gradient that leaves a node is summed to the shape of its source afterwards.
-                shapeless.update(sites)
-            if not sites:
-                # The hooks are asked for in backward, at the outputs that get a gradient.
-                for site in (edges.get(node) if enters else None) or [f"{node}.*"]:
-                    self.hook_at(site)
-        lines = [
-            replace(line, tensor=tensors.get(line.site))
-            if line.selected and line.tensor is None and line.site not in shapeless
-            else line
-            for line in self.lines.values()
-        ]
-        return sorted(lines, key=lambda line: (not line.selected, bool(line.same_as)))
-
-    def selects(self, place: Place) -> bool | None:
-        selected = self.selection(place)
-        if selected and place.whole and place.node is not None:
-            site = f"{place.name}#{place.call}/{plain(place.node)}[{place.occurrence}]"
-            enters = place.mechanism[0] == "Nodes" and "enter" in place.mechanism
-            self.nodes[site, enters] = None
-        return selected
-
-    def expect(
-        self,
-        site: str,
-        aliases: Sequence[str] = (),
-        skipped: str = "",
-        foreign: Sequence[str] = (),
-    ) -> None:
-        known = self.lines.get(site)
-        if self.running and not skipped:
-            self.hook_at(site)
-        elif known is None or (skipped and known.left_out == NOT_REACHED):
-            self.lines[site] = SiteLine(site, left_out=skipped or NOT_REACHED)
-        for alias in aliases:
-            self.forget(alias)
-            self.lines.setdefault(alias, SiteLine(alias, same_as=site))
-
-    def forget(self, site: str) -> None:
-        if site in self.lines and not self.lines[site].selected:
-            del self.lines[site]
-
-    def note(self, text: str) -> None:
-        """Ignore a warning for the end of a block."""
-
-    def check_at_end(self, check: Callable[[], str]) -> None:
-        """Ignore a check for the end of a block."""
-
-    def hook_at(self, site: str, value: ReadTensor | None = None) -> SiteFn:
-        self.forget(site)
-        self.lines.setdefault(site, SiteLine(site))
-
-        def hook(
-            grad: Tensor | None,
-            value: Tensor | None = None,
-            entering: tuple[Tensor | None, ...] = (),
-            layer: object = None,
-        ) -> None:
-            if grad is not None:  # an activation, as there is no backward pass
-                self.lines[site] = SiteLine(site, TensorSpec.of(grad))
-
-        return hook
-
-    def keeping_states(self, site: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def group_hook(
-        self,
-        sites: Sequence[str],
-        values: Sequence[ReadTensor],
-        gradients: Sequence[ReadTensor] = (),
-        skip: Callable[[], None] | None = None,
-    ) -> GroupFn:
-        for site in sites:
-            self.hook_at(site)
-        return lambda grads: grads
-
-    def on_shards(self, group: object, sizes: Mapping[str, int]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def count_bytes(self, site: str, number: int) -> None:
-        """Ignore bytes that were sent."""
-
-    def state(self, key: str) -> dict[str, Tensor]:
-        return {}
+def _with_nodes(door: Notebook, walk: _Walk) -> list[SiteLine]:
+    """The sites that were written down, those of nodes that are known in a backward pass alone,
+    and those not met; the tensors that are known from the forward are described.
+    """
+    params = {name: TensorSpec.of(param) for name, param in params_of(door.model).items()}
+    tensors, by_node = params | walk.tensors, dict[str, list[str]]()
+    for site, line in door.lines.items():
+        if line.selected:
+            by_node.setdefault(site[: site.rfind("]") + 1], []).append(site)
+    shapeless = set[str]()
+    for node, enters in door.nodes.items():
+        sites = by_node.get(node, [])
+        if not enters:
+            # A gradient that leaves a node is summed to the shape of its source afterwards.
+            shapeless.update(sites)
+        if not sites:
+            # The hooks are asked for in backward, at the outputs that get a gradient.
+            for site in (walk.edges.get(node) if enters else None) or [f"{node}.*"]:
+                door.write(site)
+    lines = [*door.lines.values()]
+    lines += (line for line in door.not_met() if line.site not in door.lines)
+    lines = [
+        replace(line, tensor=tensors.get(line.site))
+        if line.selected and line.tensor is None and line.site not in shapeless
+        else line
+        for line in lines
+    ]
+    return sorted(lines, key=lambda line: (not line.selected, bool(line.same_as)))
 
 
-def _run(model: nn.Module, example: Any, stack: ExitStack) -> None:  # Any: the inputs of a model
+def _run(door: Notebook, example: Any) -> None:  # Any: the inputs of a model
     """Call the model with a copy of the example, and compiled modules in it eagerly.
 
     A compiled call does not show the calls inside it. `untouched` restores the attributes.
     """
+    model = door.model
+    door.shared.renew()
     for module in model.modules():
         if compiling.is_compiled(module):
             vars(module)["_compiled_call_impl"] = None
     if any(hasattr(module, "_orig_mod") for module in model.modules()):
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        door.stack.enter_context(torch.compiler.set_stance("force_eager"))
     example = copy_inputs(example)
     if isinstance(example, Mapping):
         model(**example)
@@ -356,7 +265,8 @@ def _assigned(
 
 
 def _reaches_outside(at: Selector | None) -> bool:
-    return at is not None and any(isinstance(kind, EveryModule) for kind in at.kinds)
+    """Whether a query also picks modules outside the model."""
+    return at is not None and any(leaf.kind_at(None).name == "EveryModule" for leaf in at.leaves)
 
 
 def _notes(walk: _Walk, at: Selector | None, changed: Sequence[str]) -> list[str]:

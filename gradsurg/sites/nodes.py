@@ -30,7 +30,7 @@ from gradsurg.sites.selection import (
 from gradsurg.torch_internals import autograd, compiling
 from gradsurg.transforms.base import Need
 
-ONE_COMPILED_NODE = (
+IN_COMPILED = (
     "torch.compile has compiled it, so that its operations are one node; use Outputs there"
 )
 ONE_NODE = (
@@ -42,8 +42,17 @@ Register = Callable[[Node], object]
 """Registers the hooks of a place on a node."""
 
 
-def _watch(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
-    """Hook the nodes that are made in calls of the modules, after each outermost call."""
+def watch_nodes(
+    kind: Kind,
+    door: Door,
+    found: Sequence[Named],
+    shared: Shared,
+    make: Callable[[Door, Place], Register],
+) -> None:
+    """Hook the nodes that are made in calls of the modules, after each outermost call.
+
+    `make` returns the function that registers the hooks of a place on a node.
+    """
     model, chosen = door.model, {named.thing for named in found}
     # All modules around are needed to find the outermost call, and those inside, as they own the
     # nodes that they make.
@@ -52,27 +61,20 @@ def _watch(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> No
     followed = [named for named in modules_of(model) if named.thing in needed]
     held = {name: ref(named.owners[0]) for named in followed for name in named.names}
     latest: dict[object, tuple[object, list[tuple[int, Register]]]] = {}
-    register_at = cache(partial(_REGISTERS[kind.mode], door))
-
+    register_at = cache(partial(make, door))
     near = {name for named in found for name in named.names}
-    left_out: dict[str, None] = {}  # the modules among them that are compiled
+    left_out: dict[str, None] = {}  # modules inside which a compiled graph is one node
 
     def registers(graph: CallGraph) -> Iterator[tuple[int, Register]]:
         for index, name, call, occurrence in graph.made():
             place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
-            is_wanted, is_compiled = door.wants(place), plain(name) == compiling.COMPILED
-            if is_wanted:
+            is_compiled = plain(name) == compiling.COMPILED
+            if door.wants(place):
+                if is_compiled:
+                    door.note(kind, ONE_NODE)
                 yield index, register_at(place)
-            if is_compiled and is_wanted:
-                door.note(kind, ONE_NODE)
             elif is_compiled and call[0] in near:
                 left_out[call[0]] = None
-
-    def told() -> str:
-        listed = ", ".join(left_out)
-        return f"it did not act inside {listed}: {ONE_COMPILED_NODE}" if listed else ""
-
-    door.at_end(kind, told)
 
     def take(graph: CallGraph) -> None:
         # Most forwards make the same nodes in the same calls as the one before.
@@ -85,6 +87,11 @@ def _watch(kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> No
             register(graph.reached[index][1])
 
     follow(door, followed, shared, take)
+    names = ", ".join
+    door.at_end(
+        kind,
+        lambda: f"it did not act inside {names(left_out)}: {IN_COMPILED}" if left_out else "",
+    )
 
 
 def _entering(door: Door, place: Place) -> Register:
@@ -132,7 +139,7 @@ def _leaving(door: Door, place: Place) -> Register:
     def posthook(edges: tuple[int, ...]) -> Callable[..., object] | None:
         met = [(edge, door.meet(replace(place, item=str(edge)))) for edge in edges]
         hooks = [(edge, hook) for edge, hook in met if hook is not None]
-        return (lambda grads, entering: _changed(grads, hooks, entering)) if hooks else None
+        return changed_by(hooks) if hooks else None
 
     def register(node: Node) -> None:
         sources = enumerate(node.next_functions)
@@ -148,14 +155,18 @@ def _leaving_into_branch(door: Door, place: Place) -> Register:
 
     @cache
     def posthook(edge: int) -> Callable[..., object]:
-        hook = door.meet(replace(place, item=str(edge)))
-        return lambda grads, entering: _changed(grads, [(edge, hook)], entering)
+        return changed_by([(edge, door.meet(replace(place, item=str(edge))))])
 
     def register(node: Node) -> None:
         if (edge := residual_edge(node)) is not None:
             node.register_hook(posthook(edge))
 
     return register
+
+
+def changed_by(hooks: Sequence[tuple[int, Hook | None]]) -> Callable[..., object]:
+    """Return a node posthook that applies one hook at each of some edges."""
+    return lambda grads, entering: _changed(grads, hooks, entering)
 
 
 def _changed(
@@ -178,7 +189,7 @@ _REGISTERS = {"enter": _entering, "leave": _leaving, "residual": _leaving_into_b
 
 def _kind(mode: str) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        _watch(kind, door, found, shared)
+        watch_nodes(kind, door, found, shared, _REGISTERS[mode])
 
     # Which outputs of a node get a gradient is known in the backward alone.
     known_at = "backward" if mode == "enter" else "forward"
@@ -233,6 +244,13 @@ class Nodes(Leaf):
         if self.edge is not None and self.side == "enter":
             raise Contradiction("edge", f"needs side=leave, found {self.edge} with side=enter")
 
+    @property
+    def provides(self) -> frozenset[Need]:
+        if self.side == "enter":
+            return frozenset()
+        kind = plain(self.pattern).removesuffix("Backward")
+        return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
+
     def kind_at(self, stage: Stage | None) -> Kind:
         return KINDS["residual" if self.edge == "residual" else self.side]
 
@@ -250,21 +268,8 @@ class Nodes(Leaf):
         if self.call is not None and place.call == OUTSIDE:
             raise unnumbered(place.name)
         is_edge = self.edge in (None, "residual") or place.item in ("", str(self.edge))
-        return (
-            is_edge
-            and self.call in (None, place.call)
-            and self.occurrence in (None, place.occurrence)
-        )
-
-    def expected(self, name: str) -> str:
-        return ""  # which modules make such nodes is not known
-
-    @property
-    def provides(self) -> frozenset[Need]:
-        if self.side == "enter":
-            return frozenset()
-        kind = plain(self.pattern).removesuffix("Backward")
-        return frozenset({"entering", "product"} if (kind, self.edge) in PRODUCTS else {"entering"})
+        is_occurrence = self.occurrence in (None, place.occurrence)
+        return is_edge and is_occurrence and self.call in (None, place.call)
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]
@@ -280,18 +285,27 @@ class Nodes(Leaf):
             raise nothing_matched(self, "types", str(self.types), types)
         raise nothing_matched(self, "module", self.module, choices)
 
+    def expected(self, name: str) -> str:
+        return ""
+
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
-        if may_meet_nodes:
-            return None
-        near = {name for _, name in memory.near[self]}
-        made = [place.node for place in memory.rejected if place.name in near]
-        families = [name for name in FAMILIES if any(fits_node(node, name) for node in made)]
-        choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in made})]
-        numbers = {"call": self.call, "occurrence": self.occurrence}
-        given = [f" ({name}={number})" for name, number in numbers.items() if number is not None]
-        where = "" if self.module == "*" else f" in '{self.module}'"
-        is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
-        hint = " What is compiled runs as one node: use Outputs there." * is_compiled
-        listed = nearest("" if self.pattern in choices else self.pattern, choices)
-        text = f"no node{where} is selected by '{self.pattern}'{''.join(given)}. {listed}{hint}"
-        return SelectionError(self, "pattern", text)
+        return None if may_meet_nodes else nothing_made(self, "pattern", self.module, memory)
+
+
+def nothing_made(query: Leaf, field: str, where: str, memory: Memory) -> SelectionError:
+    """Return the error for a forward without a picked node; the pattern on nodes is in `field`.
+
+    `where` is the pattern on modules.
+    """
+    near, pattern = memory.near[query], getattr(query, field)
+    made = [place.node for place in memory.rejected if (place.kind, place.name) in near]
+    families = [name for name in FAMILIES if any(fits_node(node, name) for node in made)]
+    choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in made})]
+    numbers = {name: getattr(query, name, None) for name in ("call", "occurrence")}
+    given = [f" ({name}={number})" for name, number in numbers.items() if number is not None]
+    inside = "" if where == "*" else f" in '{where}'"
+    is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
+    hint = " What is compiled runs as one node: use Outputs there." * is_compiled
+    listed = nearest("" if pattern in choices else pattern, choices)
+    text = f"no node{inside} is selected by '{pattern}'{''.join(given)}. {listed}{hint}"
+    return SelectionError(query, field, text)

@@ -1,35 +1,39 @@
 """Parameters: the gradient of each parameter."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from gradsurg.plugins.fields import validated
+from gradsurg.plugins.fields import Contradiction, validated
+from gradsurg.sites.backward_end import hook_backward_ends
 from gradsurg.sites.calls import Shared
-from gradsurg.sites.places import Door, Kind, Named, Place, SiteFn, Stage
+from gradsurg.sites.grads import (
+    Params,
+    Steps,
+    access_to,
+    actor,
+    hook_accumulated,
+    places_of,
+)
+from gradsurg.sites.places import Door, Kind, ListHook, Named, SiteFn, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.torch_internals import autograd
+from gradsurg.sites.step_hooks import StepActions
+from gradsurg.transforms.base import Need
 
 
-def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    """Hook each parameter that an intervention picks."""
+def _watch_backward(door: Door, found: Sequence[Named], shared: Shared) -> None:
     stack = door.stack
-    for names, param, _ in found:
+    for place in places_of(door, BACKWARD, found):
+        param, hook = place.thing, door.meet(place)
         assert isinstance(param, Tensor)
-        held = ref(param)
-        place = Place(BACKWARD, names, held)
-        if not param.requires_grad:
-            door.none(place, "frozen")
-            continue
-        if (hook := door.meet(place)) is None:
-            continue
-        if autograd.is_sharded(param):
-            door.refuse("FSDP2", BACKWARD, place.site)
+        assert hook is not None
         # The parameter itself is handed over, as its `data` may be replaced while it is hooked.
         reads = not hook.asks.isdisjoint({"value", "storage"})
-        call = _with_value(hook.call, held) if reads else hook.call
+        call = _with_value(hook.call, ref(param)) if reads else hook.call
         stack.callback(param.register_hook(call).remove)
 
 
@@ -37,20 +41,67 @@ def _with_value(call: SiteFn, held: "ref[Tensor]") -> Callable[[Tensor], Tensor 
     return lambda grad: call(grad, held())
 
 
-BACKWARD = Kind("Parameters", "backward", params_of, watch, known_at="watch")
+def _watch_accumulated(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    hook_accumulated(door, places_of(door, ACCUMULATED, found, takes_shards=True))
+
+
+def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    hook_backward_ends(door, BACKWARD_END, places_of(door, BACKWARD_END, found))
+
+
+def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        return StepActions(before=partial(actor(hook, access_to(door, hook)), params))
+
+    Steps(door, STEP, make, is_joint=True).hook(found)
+
+
+BACKWARD = Kind("Parameters", "backward", params_of, _watch_backward, known_at="watch")
+ACCUMULATED = Kind("Parameters", "accumulated", params_of, _watch_accumulated, known_at="watch")
+BACKWARD_END = Kind("Parameters", "backward_end", params_of, _watch_backward_end, known_at="watch")
+STEP = Kind("Parameters", "step", params_of, _watch_step, known_at="watch")
+KINDS = {kind.mode: kind for kind in (BACKWARD, ACCUMULATED, BACKWARD_END, STEP)}
 
 
 @validated
 class Parameters(ParamSelector):
     """The gradients of the parameters whose name fits `pattern`, a glob or `re:`.
 
-    Stage `backward`: the gradient of one backward pass, before it is added to `.grad`. `types` is a
-    pattern on the class of the module that owns the parameter; `depth`, `index`, `ndim` and `size`
-    (its number of entries) are a number or a pair (lowest, highest). A tied parameter is one site
-    with several names. A frozen parameter is skipped and reported in the ledger.
+    Stages: `backward`, the gradient of one backward pass before it is added to `.grad` (the default
+    of tensor transforms); `accumulated`, the running sum in `.grad` after each backward pass;
+    `backward_end`, all `.grad`s at the end of a backward pass; `step`, the unscaled and accumulated
+    gradient that the optimizer is about to use (the default of group transforms).
+
+    `types` is a pattern on the class of the module that owns the parameter; `depth`, `index`,
+    `ndim` and `size` (its number of entries) are a number or a pair (lowest, highest). A tied
+    parameter is one site with several names. A frozen parameter is skipped and reported in the
+    ledger.
+
+    At `step` the parameters are those that fit and that the optimizers hold at each step, also
+    frozen ones that are trained later. A group transform acts on those of all optimizers before
+    the first of them steps.
+
+    At `backward_end` a transform needs no optimizer. It acts on the parameters that the pass has
+    reached; an older `.grad` of others is left alone. After a nested backward pass (reentrant
+    checkpoint) nothing is done: its parameters join the outer pass. The same holds after
+    `autograd.grad`, which adds to no `.grad`, or a backward pass that raises. Warnings on detach
+    report gradients added before the exception, and an optimizer that steps and clears `.grad`
+    inside the backward pass. In DistributedDataParallel it acts after the average, on all
+    parameters, and not in a backward pass of `no_sync` or one that does not reach the output of the
+    model.
     """
 
-    stages: ClassVar[tuple[Stage, ...]] = ("backward",)
+    stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "backward_end", "step")
+    group_stages: ClassVar[tuple[Stage, ...]] = ("step", "backward_end")
+
+    def __post_init__(self) -> None:
+        if self.stage == "reduced":
+            raise Contradiction("stage", "Parameters has no 'reduced' any more: use 'backward_end'")
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        can_skip = self.stage != "backward_end"
+        return frozenset({"value", "examples", "skip"} if can_skip else {"value", "examples"})
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return BACKWARD
+        return KINDS[stage or self.stage or "backward"]

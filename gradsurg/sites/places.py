@@ -5,9 +5,17 @@ acts at a place; it selects and counts nothing. A `Selector` says which places a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol
 from weakref import ref
 
@@ -160,6 +168,11 @@ class Place:
         return f"{self.names[0]}{call}{self.suffix}{node}"
 
     @property
+    def aliases(self) -> list[str]:
+        """The site ids that its other names would give."""
+        return [replace(self, names=(name,)).site for name in self.names[1:]]
+
+    @property
     def site(self) -> str:
         """The site id, the same in every step and every run."""
         if self.call is None and not self.item and not self.node:
@@ -168,6 +181,9 @@ class Place:
 
 
 # Queries.
+
+ELSEWHERE = "what is called outside the model"
+"""Stands for the names of modules that are not in the model, and unknown until they are called."""
 
 Near = frozenset[tuple[Kind, str]]
 """Names of modules and parameters at which a query may pick places of a kind."""
@@ -270,12 +286,32 @@ class Selector(ABC):
         """Yield the parts that have picked no place though they should."""
         yield from ()
 
+    def unmet(
+        self, model: nn.Module, memory: Memory, met: "Container[tuple[Kind, str]]"
+    ) -> "Iterator[tuple[str, str]]":
+        """Yield the site ids that are expected at near names at which no place was `met`.
+
+        Each with the reason why none will be, empty if that is not known.
+        """
+        for leaf in self.leaves:
+            kind = leaf.kind_at(memory.stage)
+            for named in () if kind.known_at == "watch" else kind.things(model):
+                first = named.names[0]
+                near = [name for name in named.names if (kind, name) in memory.near[self]]
+                if not near or any((kind, name) in met for name in named.names):
+                    continue
+                is_other = near[0] != first and isinstance(named.thing, nn.Module)
+                if site := leaf.expected(near[0]):
+                    yield site, f"another name of {first}, which names its first call" * is_other
+
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
         """Return the error for a forward in which no place was picked.
 
         `may_meet_nodes` says that its backward pass may make nodes, of a reentrant checkpoint: None
         if they may be picked.
         """
+        if any(name == ELSEWHERE for _, name in memory.near[self]):
+            return None
         items = any(leaf.picks_items for leaf in self.leaves)
         met = (place.site if items else place.whole for place in memory.rejected)
         sites = ", ".join(dict.fromkeys(met))
@@ -348,7 +384,10 @@ class Leaf(Selector):
         """Return whether a place with a near name fits the fields that tell places apart."""
 
     def expected(self, name: str) -> str:
-        """Return the site id by which a near name is told at which no place was met."""
+        """Return the site id by which a near name is told at which no place was met.
+
+        Empty if there need be none.
+        """
         return name
 
     @property
@@ -400,7 +439,7 @@ class Hook(Protocol):
     or trigger that keeps a state for each site, as text; `varies` says why it may draw or decide
     differently in another process, `unsteady` why two calls with the same gradient may have
     different results; all are empty if it is not so. `moment` is what else determines a result
-    (step, switches, fields), compared by `==`.
+    (step, switches, fields), compared by `==`; None once one of the interventions was detached.
     """
 
     @property
@@ -430,13 +469,29 @@ class Hook(Protocol):
 
 
 class ListHook(Protocol):
-    """One intervention over a list of places, at some of which it acts.
+    """One intervention over the places of a list at which it acts.
 
     Called with their gradients (None where there is none), it yields the results in order, one at a
     time, an unchanged gradient as it is; it takes the list over, and drops each gradient once its
-    result was yielded. It returns the list itself if nothing acts. `order` is the position of the
-    intervention in its surgery.
+    result was yielded. It returns the list itself if nothing acts. A transform of one gradient may
+    be called place by place instead, by `calls`. `order` is the position of the intervention in its
+    surgery; `is_new` says that the surgery, or an optimizer, is just being attached.
+
+    A kind sets `values`, which read the tensors whose gradients pass, and `gradients`, which read
+    those of which the optimizer made updates, each in the order of the places.
     """
+
+    values: Sequence[ReadTensor]
+    gradients: Sequence[ReadTensor]
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    @property
+    def calls(self) -> Sequence[SiteFn]: ...
+
+    @property
+    def is_new(self) -> bool: ...
 
     @property
     def order(self) -> int: ...
@@ -469,43 +524,58 @@ class Door(Protocol):
     """One attachment, as a kind sees it.
 
     `stack` takes the removals of the hooks that are being registered: a kind reads it in `watch`
-    alone. `leaves` takes those of hooks on leaf tensors. `steps` are the optimizers.
+    alone. `leaves` takes those of hooks on leaf tensors. `steps` are the optimizers. `kept` holds
+    what a kind needs again when it watches anew, by a key of its own.
     """
 
     stack: ExitStack
     leaves: "Leaves"
     steps: OptimizerSteps
+    kept: dict[object, Any]  # Any: each kind has its own type
 
     @property
     def model(self) -> nn.Module:
         """The model whose places are hooked."""
         ...
 
-    def wants(self, place: Place) -> bool:
-        """Return whether an intervention picks a place, or part of it: its `item` may be open."""
+    def wants(self, place: Place) -> Sequence[object]:
+        """Return the interventions that pick a place, or part of it: its `item` may be open."""
         ...
 
-    def meet(self, place: Place, value: Tensor | None = None, own: bool = False) -> Hook | None:
+    def meet(
+        self,
+        place: Place,
+        value: Tensor | None = None,
+        own: bool = False,
+        acted: Sequence[SiteFn] = (),
+    ) -> Hook | None:
         """Return the hook of a place, None if no intervention acts there; it is cached.
 
         `value` is the tensor whose gradient will pass: if it needs none, that is noted. With `own`
         the value itself is hooked, and hooks that act on it already, under another site id, are
-        left out: their sites are the same place.
+        left out: their sites are the same place. `acted` are the functions of such hooks, if it is
+        not PyTorch that has them.
         """
         ...
 
-    def meet_all(
-        self,
-        places: Sequence[Place],
-        values: Sequence[ReadTensor] = (),
-        gradients: Sequence[ReadTensor] = (),
-        skip: Callable[[], None] | None = None,
-    ) -> Sequence[ListHook]:
-        """Return a hook over a list of places for each intervention that acts at one of them.
+    def meet_shared(self, places: Sequence[Place]) -> Hook | None:
+        """Return the hook of one gradient that passes at several places at once.
 
-        `values` read the tensors whose gradients pass, `gradients` the gradients of which the
-        optimizer made updates. A hook calls `skip` to skip the step of the optimizer, and then
-        yields None for each place. A list may be met again when it has changed.
+        Each intervention acts at the first of them that it picks; the others are names of that.
+        """
+        ...
+
+    def found(self, kind: Kind) -> Sequence[Named]:
+        """Return the modules or parameters that `watch` gets, as the model is now."""
+        ...
+
+    def meet_all(
+        self, places: Sequence[Place], skip: Callable[[], None] | None = None
+    ) -> Sequence[ListHook]:
+        """Return the hook of each intervention that acts at one of these places, in order.
+
+        A hook calls `skip` to skip the step of the optimizer, and then yields None for each place.
+        A list may be met again when it has changed.
         """
         ...
 

@@ -1,10 +1,390 @@
-"""Stub."""
-from typing import ClassVar, Any
-from gradsurg.plugins.fields import validated
+"""SavedTensors: the tensors that a backward pass reads back from the forward pass."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.utils.parametrize import is_parametrized
+
+from gradsurg.plugins.fields import Contradiction, SelectionError, validated
+from gradsurg.sites.calls import Call, Shared, modules_of
+from gradsurg.sites.contexts import refusal
+from gradsurg.sites.node_names import fits_node, plain
+from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
+from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things
+from gradsurg.sites.selection import ROOT, Pattern, described
 from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.torch_internals import autograd, compiling
+
+BLOCK = "block"  # the pattern, and the site, of all tensors saved while the block is open
+VIEWS = {"AsStrided", "Detach", "Expand", "Permute", "Select", "Slice", "Split", "T", "ToCopy"}
+VIEWS |= {"Transpose", "Unsqueeze", "UnsafeView", "View"}
+"""The nodes that return their input in another shape or dtype."""
+
+PARAMETRIZED = "the weights that a parametrization computes are taken for activations"
+COMPILED_SAVES = (
+    "what torch.compile has compiled chooses by itself what it saves: there may be fewer sites "
+    "than in eager, and other tensors in them"
+)
+
+Of = Literal["activations", "parameters", "all"]
+Met = tuple[Hook | None, str]
+"""The hook of a saved tensor, and its site."""
+
+
+def _watch_block(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook everything that is saved in this thread while the block is open."""
+    _note_parametrized(kind, of, door)
+    hook = door.meet(Place(kind, (BLOCK,), ref(door.model)))
+    if hook is None:
+        return
+    if hook.stateful:
+        door.refuse("stateful transform", kind, BLOCK, what=hook.stateful)
+    met, origins, held = (hook, BLOCK), _Origins(door.model), ref(door)
+
+    def meet(tensor: Tensor) -> Met | None:
+        if compiling.in_compiled() and (open_door := held()):
+            open_door.note(kind, COMPILED_SAVES)
+        return met if origins.chooses(of, tensor) else None
+
+    pair = _pair(door, kind, meet, autograd.saved_tensor_hooks())
+    autograd.push_saved_tensor_hooks(pair)
+    door.stack.callback(autograd.remove_saved_tensor_hooks, pair)
+
+
+def _watch_nodes(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook what nodes have saved, at the end of each outermost call of a module."""
+    _note_parametrized(kind, of, door)
+    origins = _Origins(door.model)
+
+    def make(door: Door, place: Place) -> Register:
+        def register(node: Node) -> None:
+            for name, saved, read in autograd.saved_by(node):
+                own = replace(place, item=name)
+                if saved.unpack_hook is not None:
+                    door.refuse("other saved-tensor hooks", kind, own.site)
+                # PyTorch checks for in-place changes only without hooks: `read` does so now.
+                if origins.chooses(of, read()) and (hook := door.meet(own)) is not None:
+                    saved.register_hooks(*_pair(door, kind, lambda _, met=(hook, own.site): met))
+
+        return register
+
+    watch_nodes(kind, door, found, shared, make)
+
+
+class _OpenCall:
+    """A running call; `outer` is the pair of hooks of others that was active before it.
+
+    `wanted` are the interventions that pick it, `count` is the number of tensors that it has saved.
+    """
+
+    def __init__(self, place: Place, origins: "_Origins", wanted: Sequence[object]) -> None:
+        self.place, self.origins, self.wanted, self.count = place, origins, wanted, 0
+        self.pair: autograd.Pair | None = None
+        self.outer: autograd.Pair | None = None
+
+
+class _OpenCalls(threading.local):
+    """The calls whose pair of saved-tensor hooks is active. The innermost acts alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[_OpenCall] = []
+
+    def foreign_pair(self) -> autograd.Pair | None:
+        """Return the active pair of hooks, without those of calls that are open."""
+        top = autograd.saved_tensor_hooks()
+        own = (call for call in self.calls if top and call.pair and call.pair[0] is top[0])
+        return next((call.outer for call in own), top)
+
+    def close(self, call: _OpenCall) -> None:
+        """End a call, and those in it: the hook of another library may have raised."""
+        while call in self.calls:
+            last = self.calls.pop()
+            if last.pair is not None:
+                autograd.remove_saved_tensor_hooks(last.pair)
+            last.pair, last.outer, last.wanted = None, None, ()  # graphs have it: no cycle
+
+
+class _Modules:
+    """What modules save in their calls."""
+
+    def __init__(self, kind: Kind, of: Of, door: Door, shared: Shared) -> None:
+        self.kind, self.door = kind, door
+        self.of: Of = of
+        self.thread, self.open, self.root = shared.follow(door.stack), _OpenCalls(), ref(door.model)
+        self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
+        self.met: dict[tuple[Call, int], Met] = {}
+
+    def begin(self, module: nn.Module, args: object) -> None:
+        """End calls that a KeyboardInterrupt has left open, as it runs no forward hooks."""
+        if module is self.root() and not self.thread.calls.running:
+            self.close()
+
+    def close(self) -> None:
+        if self.open.calls:
+            self.open.close(self.open.calls[0])
+
+    def enter(self, module: nn.Module, args: object) -> None:
+        # A recomputation gets no site here: the checkpoint has saved for the forward.
+        calls, opened = self.thread.calls, self.open.calls
+        call = calls.next(module)
+        place = call and Place(self.kind, call[:1], ref(module), call[1])
+        wanted = self.door.wants(place) if place and torch.is_grad_enabled() else ()
+        if not place or not wanted:
+            calls.enter(module, None)
+            return
+        if opened and any(one not in wanted for one in opened[-1].wanted):
+            self.door.refuse("nested modules", self.kind, place.site, outer=opened[-1].place.whole)
+        if module not in self.origins:
+            self.origins[module] = _Origins(module)
+        running = _OpenCall(place, self.origins[module], wanted)
+        running.outer = self.open.foreign_pair()
+        meet = partial(_meet, ref(self), running)
+        running.pair = _pair(self.door, self.kind, meet, running.outer)
+        opened.append(running)
+        calls.enter(module, running)
+        autograd.push_saved_tensor_hooks(running.pair)
+
+    def enter_compiled(self, module: nn.Module, args: object) -> None:
+        self.door.note(self.kind, COMPILED_SAVES)
+        self.enter(module, args)
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        call = self.thread.calls.leave(module)
+        if call is not None:
+            self.open.close(call)
+            if not call.count:
+                self.door.none(call.place, "saves no such tensor of its own")
+
+    def meet(self, call: _OpenCall, tensor: Tensor) -> Met | None:
+        """Return the hook of a saved tensor, None if it is left alone."""
+        if not call.origins.chooses(self.of, tensor):
+            return None
+        place, number = call.place, call.count
+        call.count += 1
+        key = (place.name, place.call or 0), number
+        if key not in self.met:
+            own = replace(place, item=str(number))
+            self.met[key] = self.door.meet(own), own.site
+        return self.met[key]
+
+
+def _meet(held: "ref[_Modules]", call: _OpenCall, tensor: Tensor) -> Met | None:
+    modules = held()  # weakly: graphs have this function, also after the surgery was closed
+    return None if modules is None else modules.meet(call, tensor)
+
+
+def _watch_modules(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook what is saved in calls of the modules; of nested ones in the innermost."""
+    _note_parametrized(kind, of, door)
+    modules, stack = _Modules(kind, of, door, shared), door.stack
+    stack.callback(modules.close)
+    begin = compiling.untraced(modules.begin)
+    stack.callback(door.model.register_forward_pre_hook(begin, prepend=True).remove)
+    first = compiling.untraced(modules.enter, modules.enter_compiled)
+    last = compiling.untraced(modules.leave)
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        stack.callback(module.register_forward_pre_hook(first).remove)
+        stack.callback(module.register_forward_hook(last, always_call=True).remove)
+
+
+def _note_parametrized(kind: Kind, of: Of, door: Door) -> None:
+    if of != "all" and any(map(is_parametrized, door.model.modules())):
+        door.note(kind, PARAMETRIZED)
+
+
+class _Stored(NamedTuple):
+    """What the graph keeps in the place of a tensor: itself, or what another pair stores."""
+
+    met: Met | None
+    stored: Any  # Any: what `outer` stores
+    version: int
+
+
+def _pair(
+    door: Door,
+    kind: Kind,
+    meet: Callable[[Tensor], Met | None],
+    outer: autograd.Pair | None = None,
+) -> autograd.Pair:
+    """Return hooks that store a saved tensor as `outer` does and transform it when read.
+
+    The graph keeps them: they hold the surgery weakly.
+    """
+    unpack_outer, held = outer[1] if outer is not None else None, ref(door)
+
+    def pack(tensor: Tensor) -> object:
+        met = meet(tensor)
+        if outer is not None:
+            return _Stored(met, outer[0](tensor), 0)
+        # Holding the tensor itself would leak it.
+        return _Stored(met, tensor.detach(), autograd.version_of(tensor))
+
+    def unpack(packed: _Stored) -> Tensor:
+        (hook, site), stored, version = packed.met or (None, ""), packed.stored, packed.version
+        tensor = stored if unpack_outer is None else unpack_outer(stored)
+        now = autograd.version_of(tensor)
+        if unpack_outer is None and now != version:
+            where = f" at site '{site}'" if site else ""
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {list(tensor.shape)} {tensor.dtype}{where} is at version "
+                f"{now}; expected version {version} instead"
+            )
+        # Reading a saved tensor outside a backward pass returns it unchanged.
+        result = hook.call(tensor) if hook is not None and autograd.in_backward() else None
+        if result is not None and torch.is_grad_enabled() and (open_door := held()):
+            open_door.refuse("double backward", kind, site)
+        return tensor if result is None else result
+
+    return pack, unpack
+
+
+class _Origins:
+    """Tells parameters, buffers and activations apart among the tensors saved in a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params, self.buffers = autograd.tensor_tables(module)
+
+    def chooses(self, of: Of, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is of a kind."""
+        if not tensor.is_floating_point():
+            return False
+        origin = self._of(tensor)
+        return origin == of or (of == "all" and origin != "buffers")
+
+    def _of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
+        base = autograd.base_of(tensor)
+        params = [param for table in self.params for param in table.values() if param is not None]
+        # Those of a functional_call.
+        given = [param for param in params if not isinstance(param, nn.Parameter)]
+        made = {param.grad_fn for param in given if param.grad_fn is not None}
+        node = tensor.grad_fn
+        while node is not None and node not in made and _is_view(node):
+            node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", None)
+        if (
+            isinstance(base, nn.Parameter)
+            or isinstance(leaf, nn.Parameter)
+            or (node is not None and node in made)
+            or any(param is base or param is leaf for param in given)
+        ):
+            return "parameters"
+        if tensor.requires_grad:
+            return "activations"
+        if any(buffer is base for table in self.buffers for buffer in table.values()):
+            return "buffers"
+        frozen = (param for param in params if not param.requires_grad)
+        is_cast = any(one.shape == base.shape and one.dtype != base.dtype for one in frozen)
+        return "parameters" if is_cast else "activations"
+
+
+def _is_view(node: Node) -> bool:
+    return plain(node.name()).removesuffix("Backward") in VIEWS
+
+
+def _block_of(model: nn.Module) -> list[Named]:
+    return [Named((BLOCK,), model, (model,))]
+
+
+def _kind(mode: str, of: Of) -> Kind:
+    watch = {BLOCK: _watch_block, "module": _watch_modules, "node": _watch_nodes}[mode]
+    things, known_at = (_block_of, "watch") if mode == BLOCK else (modules_of, "forward")
+
+    def begin(door: Door, found: Sequence[Named], shared: Shared) -> None:
+        watch(kind, of, door, found, shared)
+
+    kind = Kind("SavedTensors", f"{mode} {of}", things, begin, known_at=known_at)
+    return kind
+
+
+OFS: tuple[Of, ...] = ("activations", "parameters", "all")
+KINDS = {(mode, of): _kind(mode, of) for mode in (BLOCK, "module", "node") for of in OFS}
+
+
 @validated
 class SavedTensors(ModuleSelector):
-    """Stub."""
-    stages: ClassVar[Any] = ("backward",)
-    def __post_init__(self): raise ValueError("stub")
-    def kind_at(self, stage): raise ValueError("stub")
+    """The tensors saved by the forward of the selected modules, when backward reads them back.
+
+    The forward pass is unchanged; the backward pass computes with the transformed tensors, as with
+    activations stored in few bits. Every floating tensor saved during a call of a matching module
+    is a site, `name#call.number` in the order of saving; of nested modules it belongs to the
+    innermost that matches. `node` selects the tensors saved by one kind of autograd node: a name, a
+    pattern or a family, as for `Nodes`. Then the site is the node's with PyTorch's name for the
+    saved tensor, `act#0/ReluBackward[0].result`. The pattern `block` selects all tensors saved
+    while the block is open, also outside of modules, but only in the thread that attached; its one
+    site is `block`.
+
+    `of` is the kind of tensor: `parameters` are the weights, their views and casts, and the tensors
+    in their place in a `torch.func.functional_call`; `activations` are all other floating tensors
+    except buffers, so also the statistics of a norm, the mask of a dropout, and a weight that the
+    model computes: by a parametrization such as `weight_norm`, by pruning, by another network.
+    `all` is both. Integer tensors, such as indices, are never changed. The cast of a frozen weight
+    has no graph: such a tensor with the shape of a frozen weight in another dtype is taken for it.
+
+    The transform is a constant to autograd, so a backward pass with `create_graph` raises. A tensor
+    is read once in each backward pass, and counted then. A tensor changed in place since it was
+    saved raises the error that PyTorch would raise. Other saved-tensor hooks, as those of a
+    checkpoint or `save_on_cpu`, stay active: the transform gets the tensors that they return. Two
+    exceptions: with `node`, a saved tensor that has such hooks raises; with `block`, tensors packed
+    by them are not seen. Compiled code decides itself which tensors it saves; a warning on detach
+    says so.
+    """
+
+    node: Pattern | None = None
+    of: Literal["activations", "parameters", "all"] = "activations"
+
+    stages: ClassVar[tuple[Stage, ...]] = ("saved",)
+    changes: ClassVar[str] = "saved tensors"
+    compile_limit: ClassVar[str] = "what is compiled chooses by itself what it saves"
+
+    def __post_init__(self) -> None:
+        fields = ("types", "depth", "index", "call", "node")
+        asked = [name for name in fields if getattr(self, name) not in (None, "*")]
+        if self.pattern == BLOCK and asked:
+            raise Contradiction(asked[0], "pattern 'block' is all that is saved anywhere")
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"
+        return KINDS[mode, self.of]
+
+    def near(self, named: Named) -> Sequence[str]:
+        return named.names if self.pattern == BLOCK else super().near(named)
+
+    def offers(self, named: Named) -> Sequence[str]:
+        return named.names if self.pattern == BLOCK else super().offers(named)
+
+    def picks(self, place: Place) -> bool:
+        is_made = self.node is None or fits_node(place.node, self.node)
+        return is_made and super().picks(place)
+
+    def expected(self, name: str) -> str:
+        if self.node is not None:
+            return ""
+        return name if self.pattern == BLOCK else super().expected(name)
+
+    def check(self, things: Things, memory: Memory) -> None:
+        found = things[self.kind_at(memory.stage)]
+        (model, *_) = found[0].owners
+        if self.pattern != BLOCK:
+            near = {name for _, name in memory.near[self]}
+            if ROOT not in near and compiling.is_exported(model):
+                raise refusal(self, "torch.export")
+            super().check(things, memory)
+        elif any(BLOCK in named.names for named in modules_of(model)):
+            raise ValueError(
+                "SavedTensors: 'block' stands for all that is saved while the block is open, and "
+                "the model has a module of this name: write 're:block' for the module"
+            )
+
+    def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:
+        if self.node is None:
+            return super().nothing_met(memory, may_meet_nodes)
+        return None if may_meet_nodes else nothing_made(self, "node", described(self), memory)

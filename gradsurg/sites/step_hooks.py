@@ -1,9 +1,8 @@
 """The optimizers of a surgery, and functions that run around each of their steps."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from gradsurg.torch_internals import autograd
 from gradsurg.torch_internals.hook_tables import runs_step_hooks
-from gradsurg.transforms.base import Scope
 
 INNER = ("optimizer", "base_optimizer", "_base_optimizer", "_optimizer", "optim", "inner_optimizer")
 """The attributes in which a wrapper holds its optimizer: Accelerate, Lightning, timm, SAM ..."""
@@ -23,8 +21,6 @@ SCALED = (
     "stage 'step': the gradients are still times the loss scale; call scaler.unscale_(optimizer) "
     "before scaler.step(optimizer), for each optimizer before the first one steps"
 )
-
-Params = Mapping[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,24 @@ class StepActions:
 
 
 NO_ACTIONS = StepActions()
-Select = Callable[[], Params]
-Make = Callable[[Params, Sequence[Optimizer]], StepActions]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One intervention around the steps of the optimizers that hold its parameters.
+
+    `order` is its position among the others. `group` are the parameters, with their optimizers, of
+    a group that several optimizers hold, and `names` their names; it is acted on before the first
+    of them steps.
+    """
+
+    order: int
+    actions: Mapping[Optimizer, StepActions]
+    group: Mapping[nn.Parameter, Optimizer] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+Make = Callable[[], Sequence[Member]]
 
 
 class OptimizerSteps:
@@ -50,13 +62,19 @@ class OptimizerSteps:
     first one, or with `clock` if given.
 
     A step inside a step, as `super().step()` in an optimizer that extends another, belongs to the
-    outer one.
+    outer one. A group in several optimizers is acted on once in each round of steps: a new round
+    begins with an optimizer that has stepped in this one, or has got gradients since it began.
     """
 
     def __init__(self) -> None:
         self.clock: Optimizer | None = None  # the one whose steps are counted
         self._watched: dict[Optimizer, _Watched] = {}
-        self._members: list[_Member] = []
+        self._made: dict[Make, Sequence[Member]] = {}
+        self._made_for: list[tuple[int, bool]] = []
+        self._members: list[Member] = []  # in their order
+        self._waiting: dict[tuple[str, ...], set[Optimizer]] = {}  # to step, by names of a group
+        self._acting: Sequence[Optimizer] = ()  # whose step is being acted on
+        self._notices = ExitStack()  # the hooks that notice new gradients of groups
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -93,32 +111,67 @@ class OptimizerSteps:
         self.close()
         self.clock = counting
         for each in given:
-            self._watched[each] = _Watched(each, self._members, tick if each is counting else None)
+            self._watched[each] = _Watched(each, self, tick if each is counting else None)
 
-    def hook(self, select: Select, make: Make, scope: Scope, stack: ExitStack) -> Callable[[], str]:
-        """Run the functions that `make` returns around each step, until `stack` is closed.
+    def hook(self, members: Sequence[Member], make: Make, stack: ExitStack) -> None:
+        """Run the actions of interventions around each step, until `stack` is closed.
 
-        `make(params, optimizers)` is called once per optimizer with the selected parameters that it
-        holds; with scope `group` once for all optimizers together. It is called again whenever
-        parameters are added, replaced, frozen or thawed. Returns a function that gives the warning
-        for the end, empty if there is none. Raises ValueError if there is no optimizer yet, if two
-        hold a parameter, or if at first none does.
+        `make` returns them anew; it is called whenever parameters are added, replaced, frozen or
+        thawed.
         """
-        if not self._watched:
-            raise ValueError("stage 'step' needs the optimizer: bind(optimizer)")
-        member = _Member(self.optimizers, scope, select, make)
-        member.renew()
-        self._members.append(member)
-        stack.callback(self._members.remove, member)
-        stack.enter_context(member.handles)
-        return member.end_warning
+        self._made_for = self._holds()
+        self._made[make] = members
+        stack.callback(self._unhook, make)
+        self._arrange()
 
-    def skip(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have each optimizer find no gradient in its next step; they are back after it.
+    def is_hooked(self, make: Make) -> bool:
+        """Whether these actions are run."""
+        return make in self._made
 
-        Raises RuntimeError after a step that has changed a parameter nevertheless.
+    def holders(self) -> dict[nn.Parameter, list[Optimizer]]:
+        """Return the optimizers that hold each parameter."""
+        holders: dict[nn.Parameter, list[Optimizer]] = {}
+        for optimizer in self._watched:
+            for param in _params(optimizer):
+                holders.setdefault(param, []).append(optimizer)
+        return holders
+
+    def actions(self, optimizer: Optimizer) -> list[StepActions]:
+        """Return what is done around a step of an optimizer, in order."""
+        return [each.actions.get(optimizer, NO_ACTIONS) for each in self._members]
+
+    def renew(self) -> None:
+        """Make the actions anew if the optimizers hold other parameters than before."""
+        if self._made and (holds := self._holds()) != self._made_for:
+            self._made_for = holds
+            for make in [*self._made]:
+                self._made[make] = make()
+            self._arrange()
+
+    def act(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Act on the gradients before a step, on those of a group unless done in this round."""
+        done = {names for names, waiting in self._waiting.items() if optimizer in waiting}
+        for names in done:
+            self._waiting[names].discard(optimizer)
+        for member in self._members:
+            act, names = member.actions.get(optimizer, NO_ACTIONS).before, member.names
+            if act is None or names in done:
+                continue
+            others = {*member.group.values()} - {optimizer}
+            if others:
+                _check_unscaled(scaler or autograd.stepping_scaler(), others)
+            self._acting = (optimizer, *others)
+            act()
+            if others:
+                self._waiting[names] = others
+
+    def skip(self) -> None:
+        """Have the optimizers whose step is being acted on find no gradient in it.
+
+        The gradients are back after it. It raises RuntimeError if it has changed a parameter
+        nevertheless.
         """
-        for optimizer in optimizers:
+        for optimizer in self._acting:
             self._watched[optimizer].skip()
 
     def run_before(self, optimizer: object | None, scaler: torch.amp.GradScaler | None) -> None:
@@ -135,8 +188,31 @@ class OptimizerSteps:
         """Watch no optimizer any more."""
         for watched in self._watched.values():
             watched.close()
-        self._watched.clear()
-        self.clock = None
+        self._notices.close()
+        for table in (self._watched, self._made, self._waiting):
+            table.clear()
+        self._members, self._acting, self.clock = [], (), None
+
+    def _holds(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for each in self._watched for p in _params(each)]
+
+    def _unhook(self, make: Make) -> None:
+        self._made.pop(make, None)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Put the actions in order, and watch the gradients of groups."""
+        made = [member for members in self._made.values() for member in members]
+        self._members = sorted(made, key=lambda member: member.order)
+        self._notices.close()
+        for names, group in {each.names: each.group for each in made}.items():
+            for param, optimizer in group.items():
+                notice = partial(self._new_gradient, names, optimizer)
+                handle = param.register_post_accumulate_grad_hook(notice)
+                self._notices.callback(handle.remove)
+
+    def _new_gradient(self, names: tuple[str, ...], optimizer: Optimizer, _: Tensor) -> None:
+        self._waiting.get(names, set()).discard(optimizer)
 
 
 def unwrapped(optimizer: object) -> Optimizer:
@@ -178,90 +254,16 @@ def _check_unscaled(scaler: torch.amp.GradScaler | None, optimizers: Iterable[Op
             raise RuntimeError(SCALED)
 
 
-class _Member:
-    """One intervention: its actions around the steps of each optimizer.
-
-    A group in several optimizers is acted on before the first of them steps. A new round of steps
-    begins with an optimizer that has stepped in this one, or has got gradients since it began.
-    """
-
-    def __init__(
-        self, optimizers: Sequence[Optimizer], scope: Scope, select: Select, make: Make
-    ) -> None:
-        self._optimizers, self._scope, self._select, self._make = optimizers, scope, select, make
-        self.actions: dict[Optimizer, StepActions] = {}
-        self.handles = ExitStack()
-        self._joint: set[Optimizer] = set()  # that hold a group together
-        self._waiting: set[Optimizer] = set()  # to step in this round
-        self._made_for: list[tuple[int, bool]] | None = None
-
-    def renew(self) -> None:
-        """Make the actions anew if the optimizers hold other parameters than before."""
-        key = [(id(p), p.requires_grad) for each in self._optimizers for p in _params(each)]
-        if key == self._made_for:
-            return
-        params, is_first, self._made_for = self._select(), self._made_for is None, key
-        owned = {each: {*_params(each)} for each in self._optimizers}
-        parts = {
-            each: {name: param for name, param in params.items() if param in own}
-            for each, own in owned.items()
-            if not own.isdisjoint(params.values())
-        }
-        owners = Counter(name for part in parts.values() for name in part)
-        if several := [name for name, number in owners.items() if number > 1]:
-            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        if is_first and (missing := [name for name in params if name not in owners]):
-            raise ValueError(f"stage 'step': the optimizer does not have {', '.join(missing)}")
-        self.handles.close()
-        self._joint = {*parts} if self._scope == "group" and len(parts) > 1 else set()
-        self._waiting &= self._joint
-        if not self._joint:
-            self.actions = {each: self._make(part, (each,)) for each, part in parts.items()}
-            return
-        group = {name: param for name, param in params.items() if name in owners}
-        self.actions = dict.fromkeys(parts, self._make(group, tuple(parts)))
-        for each, part in parts.items():
-            for param in part.values():
-                hook = param.register_post_accumulate_grad_hook(partial(self._new_gradient, each))
-                self.handles.callback(hook.remove)
-
-    def end_warning(self) -> str:
-        """A warning of selected parameters that no optimizer holds, else empty."""
-        held = {param for each in self._optimizers for param in _params(each)}
-        missing = [name for name, param in self._select().items() if param not in held]
-        if not missing:
-            return ""
-        return (
-            "parameters were replaced, added or unfrozen while the block was open, and no "
-            f"optimizer of the surgery holds {', '.join(missing)}"
-        )
-
-    def before(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Act on the gradients, unless that was done in this round."""
-        act = self.actions.get(optimizer, NO_ACTIONS).before
-        if act is None or optimizer in self._waiting:
-            self._waiting.discard(optimizer)
-            return
-        others = self._joint - {optimizer}
-        if others:
-            _check_unscaled(scaler or autograd.stepping_scaler(), others)
-        act()
-        self._waiting = others
-
-    def _new_gradient(self, optimizer: Optimizer, _: Tensor) -> None:
-        self._waiting.discard(optimizer)
-
-
 class _Watched:
     """One optimizer: the hooks at the beginning and the end of its steps."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        members: Sequence[_Member],
+        steps: OptimizerSteps,
         tick: WeakMethod[Callable[[], object]] | None,
     ) -> None:
-        self._optimizer, self._members, self._tick = optimizer, members, tick
+        self._optimizer, self._steps, self._tick = optimizer, steps, tick
         self.depth = 0  # of steps that run: `super().step()` runs the same hooks once more
         self.has_run_before = False
         self._skipped: list[tuple[Tensor, Tensor | None, int]] = []  # with gradient and version
@@ -276,20 +278,16 @@ class _Watched:
             handle.remove()
         self._give_back()
 
-    def _actions(self) -> list[StepActions]:
-        return [each.actions.get(self._optimizer, NO_ACTIONS) for each in self._members]
-
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run what comes before a step, or put it into the closure."""
         # If one runs already, this is inside of it, or that one has raised and never ended.
         self.depth = autograd.depth_of_steps(optimizer) if self.depth else 1
-        if self.depth > 1 or not self._members:
+        if self.depth > 1:
             return None
-        for member in self._members:
-            member.renew()
-        actions = self._actions()
+        self._steps.renew()
+        actions = self._steps.actions(optimizer)
         for each in actions:
             if each.begin is not None:
                 each.begin()
@@ -309,7 +307,7 @@ class _Watched:
         if self.depth:
             return
         self.has_run_before = False
-        for each in self._actions() if self._members else ():
+        for each in self._steps.actions(self._optimizer):
             if each.after is not None:
                 each.after()
         skipped = self._give_back() if self._skipped else []
@@ -327,14 +325,13 @@ class _Watched:
         """Run what comes before a step. Raises RuntimeError if the gradients are still scaled."""
         if any(param.grad is not None for param, _, _ in self._skipped):
             self._skipped = []  # the step that was to be skipped was never made
-        for member in self._members:
-            member.renew()
+        steps, optimizer = self._steps, self._optimizer
+        steps.renew()
         # A fused optimizer unscales the gradients itself, after this.
-        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
-        if is_scaled and any(each.before is not None for each in self._actions()):
+        is_scaled = getattr(optimizer, "grad_scale", None) is not None
+        if is_scaled and any(each.before is not None for each in steps.actions(optimizer)):
             raise RuntimeError(SCALED)
-        for member in self._members:
-            member.before(self._optimizer, scaler)
+        steps.act(optimizer, scaler)
 
     def _call_and_run(self, closure: Callable[[], Any]) -> Any:
         """Call a closure, and run what comes before a step at its end, unless it did so itself."""

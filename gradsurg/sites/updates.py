@@ -1,15 +1,210 @@
-"""Stub."""
-from typing import ClassVar, Any
+"""Updates: the change that the optimizer makes to each parameter in a step."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.selectors import ModuleSelector
-@validated
-class Updates(ModuleSelector):
-    """Stub."""
-    stages: ClassVar[Any] = ("backward",)
-    def __post_init__(self): raise ValueError("stub")
-    def kind_at(self, stage): raise ValueError("stub")
+from gradsurg.sites.calls import Shared
+from gradsurg.sites.grads import (
+    Copies,
+    Params,
+    Steps,
+    forget_casts,
+    params_at,
+    write_value,
+)
+from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
+from gradsurg.sites.selectors import ParamSelector, params_of
+from gradsurg.sites.step_hooks import StepActions
+from gradsurg.transforms.base import Need
+from gradsurg.transforms.norm_matched import norm_matched
+
+
+def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    # Kept, as interventions may change during a step.
+    before: Copies = door.kept.setdefault(UPDATES, {})
+
+    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        hook.values = [partial(before.get, param) for param in params_at(hook)]
+        hook.gradients = [partial(_gradient, param) for param in params_at(hook)]
+        return StepActions(after=partial(_write_updates, hook, params, before, optimizers[0]))
+
+    Steps(door, UPDATES, make, before).hook(found)
+
+
+def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    before: Copies = door.kept.setdefault(MATCHED, {})
+
+    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        (optimizer,) = optimizers
+        hook.values = [place.held for place in hook.places]
+        key = f"optimizer{door.steps.optimizers.index(optimizer)}"
+        treated: dict[str, Tensor] = {}  # the gradients
+        return StepActions(
+            before=partial(_treat, hook, params, treated),
+            after=partial(_match, hook, params, before, treated, optimizer, key),
+        )
+
+    Steps(door, MATCHED, make, before).hook(found)
+
+
+UPDATES = Kind("Updates", "step", params_of, _watch_updates, known_at="watch")
+MATCHED = Kind("MatchedUpdates", "step", params_of, _watch_matched, known_at="watch")
 
 
 @validated
-class MatchedUpdates(Updates):
-    """Stub."""
+class Updates(ParamSelector):
+    """The updates of the parameters whose name fits `pattern`, a glob or `re:`.
+
+    Stage `step`: u = (value after the optimizer's step) - (value before it), with learning rate,
+    momentum and weight decay in it. The transform gets u, with the value before the step as
+    `context.value` and the gradient that the optimizer used as `context.gradient`. The parameter
+    becomes the value before the step + T(u). An entry of u that T leaves as it is keeps the bits
+    that the optimizer wrote. The state of the optimizer, as its momentum, is not changed.
+
+    The fields select as those of `Parameters`; a frozen parameter is skipped and reported in the
+    ledger, one without a gradient is left alone. With a closure the gradient is that of its last
+    call. LBFGS is refused: it computes curvature from its own updates. Where a `GradScaler` skips
+    a step, or a fused optimizer does so on the device, nothing is changed. A copy of the selected
+    parameters exists during each step.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    changes: ClassVar[str] = "updates"
+    group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    copies_params: ClassVar[bool] = True
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value", "gradient"})
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return UPDATES
+
+
+@validated
+class MatchedUpdates(ParamSelector):
+    """The updates of the selected parameters, each rescaled to the norm of a treated update.
+
+    The site of the control `update_norm_matched`. Stage `step`: the transform T gets each gradient
+    g that the optimizer is about to use; its result goes to a second optimizer alone, of the same
+    class and settings and with a state of its own, which steps from the same values. With u the
+    optimizer's update from g and v the second optimizer's from T(g), the parameter becomes the
+    value before the step + u |v| / |u|. Where v equals u, nothing is changed, bit for bit; where u
+    is zero, so is the result.
+
+    In steps in which the trigger does not fire the second optimizer gets g. Its state is part of
+    the surgery's `state_dict`; it and the copies of the parameters double the optimizer's memory.
+    LBFGS is refused, and an optimizer whose state holds anything but tensors.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    group_stages: ClassVar[tuple[Stage, ...]] = ("step",)
+    copies_params: ClassVar[bool] = True
+
+    @property
+    def provides(self) -> frozenset[Need]:
+        return frozenset({"value", "examples"})
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return MATCHED
+
+
+def _gradient(param: nn.Parameter) -> Tensor | None:
+    grad = param.grad
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+@torch.no_grad()
+def _write_updates(hook: ListHook, params: Params, before: Copies, optimizer: Optimizer) -> None:
+    # There is no copy if it was attached during the step.
+    updates = [
+        param - before[param]
+        if param is not None and param in before and param.grad is not None
+        else None
+        for param in params
+    ]
+    results = list(hook([*updates]))  # all of them, before a weight is written
+    for param, update, result in zip(params, updates, results, strict=True):
+        if param is None or update is None or result is None or result is update:
+            continue
+        keeps = result == update  # before + (after - before) is rounded, and is not `after`
+        write_value(optimizer, param, before[param] + result, keeps)
+    forget_casts()
+
+
+def _treat(hook: ListHook, params: Params, treated: dict[str, Tensor]) -> None:
+    results = hook([None if param is None else param.grad for param in params])
+    treated.clear()
+    for place, grad in zip(hook.places, results, strict=True):
+        if grad is not None:
+            treated[place.name] = grad.detach()
+
+
+@torch.no_grad()
+def _match(
+    hook: ListHook,
+    params: Params,
+    before: Copies,
+    treated: dict[str, Tensor],
+    optimizer: Optimizer,
+    key: str,
+) -> None:
+    """Rescale each update to the norm of that of the second optimizer."""
+    named = {
+        place.name: param
+        for place, param in zip(hook.places, params, strict=True)
+        if param is not None and param in before and place.name in treated
+    }
+    copies = {name: before[param].clone() for name, param in named.items()}
+    for name, copied in copies.items():
+        copied.grad = treated[name]
+    if copies:  # else attached during the step
+        _step_second(optimizer, named, copies, hook.state(key))
+    for name, copied in copies.items():
+        param = named[name]
+        update, wanted = param - before[param], copied - before[param]
+        keeps = (wanted == update).all()  # before + (after - before) is rounded
+        write_value(optimizer, param, before[param] + norm_matched(update, wanted), keeps)
+    forget_casts()
+
+
+def _step_second(
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    copies: Mapping[str, Tensor],
+    state: dict[str, Tensor],
+) -> None:
+    """Step the second optimizer, which has `state`, on copies of the parameters by their names."""
+    second = copy.copy(optimizer)  # without hooks, as Optimizer.__getstate__ leaves out
+    for attribute in ("grad_scale", "found_inf"):  # of a GradScaler, read by fused optimizers
+        setattr(second, attribute, getattr(optimizer, attribute, None))
+    by_param = {params[name]: copied for name, copied in copies.items()}
+    second.param_groups = [
+        {**group, "params": [by_param[p] for p in group["params"] if p in by_param]}
+        for group in optimizer.param_groups
+    ]
+    second.state = defaultdict(dict)
+    for key, entry in state.items():
+        name, _, part = key.rpartition(".")
+        if name in copies:  # Adam's `step` is on the CPU, also after a checkpoint was loaded
+            like = optimizer.state[params[name]].get(part, entry)
+            # A copy: optimizers write in place, and a `state_dict` has this tensor.
+            second.state[copies[name]][part] = entry.to(like.device, copy=True)
+    second.step()
+    for name, copied in copies.items():
+        for part, entry in second.state[copied].items():
+            if isinstance(entry, Tensor):
+                state[f"{name}.{part}"] = entry
+            elif entry is not None:  # as the momentum of SGD without momentum
+                raise TypeError(
+                    f"update_norm_matched needs an optimizer whose state is tensors, and "
+                    f"{type(optimizer).__name__} has {name}.{part} = {entry!r}"
+                )

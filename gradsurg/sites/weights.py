@@ -1,10 +1,96 @@
-"""Stub."""
-from typing import ClassVar, Any
+"""Weights: the values of the parameters."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.selectors import ModuleSelector
+from gradsurg.sites.calls import Shared
+from gradsurg.sites.grads import (
+    Params,
+    Steps,
+    forget_casts,
+    params_at,
+    places_of,
+    write_value,
+)
+from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
+from gradsurg.sites.selectors import ParamSelector, params_of
+from gradsurg.sites.step_hooks import StepActions
+from gradsurg.torch_internals import autograd, compiling
+
+
+def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+        return StepActions(after=_editor(hook, params, optimizers[0]))
+
+    Steps(door, STEP, make).hook(found)
+
+
+def _watch_forward(door: Door, found: Sequence[Named], shared: Shared) -> None:
+    hooks = door.meet_all(places_of(door, FORWARD, found))
+    edits = [_editor(hook, params_at(hook)) for hook in hooks]
+
+    @compiling.untraced
+    def before(module: nn.Module, args: tuple[object, ...]) -> None:
+        # The recomputation of a checkpoint needs the weights of its forward.
+        if module.training and not autograd.in_backward():
+            for edit in edits:
+                edit()
+
+    door.stack.callback(door.model.register_forward_pre_hook(before).remove)
+
+
+STEP = Kind("Weights", "step", params_of, _watch_step, known_at="watch")
+FORWARD = Kind("Weights", "forward", params_of, _watch_forward, known_at="watch")
+
+
 @validated
-class Weights(ModuleSelector):
-    """Stub."""
-    stages: ClassVar[Any] = ("backward",)
-    def __post_init__(self): raise ValueError("stub")
-    def kind_at(self, stage): raise ValueError("stub")
+class Weights(ParamSelector):
+    """The values of the parameters whose name fits `pattern`, a glob or `re:`.
+
+    Stages: `step`, after each step of the optimizer (the default), to project, clip or decay;
+    `forward`, before each call of the model in training mode. The fields select as those of
+    `Parameters`; a frozen parameter is skipped and reported in the ledger. If a `GradScaler` skips
+    a step, nothing is changed. At stage `forward`, PyTorch raises an error if a second forward runs
+    before the backward of the first, since its weights have changed.
+
+    The parameter is modified in place and stays the same object: the optimizer and all hooks would
+    keep the old one if `module.weight` were replaced by a new `nn.Parameter`. A value that the
+    transform returns unchanged is not written.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
+    changes: ClassVar[str] = "weights"
+    group_stages: ClassVar[tuple[Stage, ...]] = ("step", "forward")
+
+    def kind_at(self, stage: Stage | None) -> Kind:
+        return FORWARD if (stage or self.stage) == "forward" else STEP
+
+
+def _editor(
+    hook: ListHook, params: Params, optimizer: Optimizer | None = None
+) -> Callable[[], None]:
+    """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
+
+    @torch.no_grad()
+    def edit() -> None:
+        values = [None if param is None else param.detach() for param in params]
+        changed = False
+        results = list(hook([*values]))  # all of them, before a weight is written
+        for param, value, result in zip(params, values, results, strict=True):
+            if param is None or value is None or result is None or result is value:
+                continue
+            write_value(optimizer, param, result.clone() if _overlaps(result, value) else result)
+            changed = True
+        if changed:
+            forget_casts()
+
+    return edit
+
+
+def _overlaps(result: Tensor, value: Tensor) -> bool:
+    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()

@@ -378,15 +378,23 @@ push_function_mode: Callable[[Mode], None] = private("torch.overrides:_push_mode
 _pop_mode = private("torch.overrides:_pop_mode")
 
 
-def remove_function_mode(mode: Mode) -> None:
-    """Remove this torch-function mode, also if it is no longer the innermost."""
+def insert_function_mode(mode: Mode, inner: int) -> None:
+    """Push a torch-function mode below this number of modes that were pushed later."""
+    above = [_pop_mode() for _ in function_modes()[-inner:]] if inner else []
+    for other in (mode, *reversed(above)):
+        push_function_mode(other)
+
+
+def remove_function_mode(mode: Mode) -> int:
+    """Remove this torch-function mode; return the number of modes that were pushed later."""
     if all(other is not mode for other in function_modes()):
-        return
+        return 0
     inner: list[Mode] = []
     while (top := _pop_mode()) is not mode:
         inner.append(top)
     for other in reversed(inner):
         push_function_mode(other)
+    return len(inner)
 
 
 _global_hook_keywords: dict[int, bool]
