@@ -1,7 +1,7 @@
 """One intervention over a list of places, whose gradients are there together."""
 
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import NamedTuple
 
@@ -118,7 +118,10 @@ class ListHook:
             results, skips = self._stream(rows, present)
             if is_whole or skips or attachment.shadow:
                 results = list(results)
-        self._is_checked = True
+        if not self._is_checked:  # the results of a user's transform are all there
+            self._is_checked = True
+            for hook in hooks:
+                hook.is_tried = True
         if attachment.shadow:
             return grads
         if skips and self._skip is not None:
@@ -129,10 +132,11 @@ class ListHook:
     def _one_by_one(self, grads: MutableSequence[Tensor | None]) -> Iterator[Tensor | None]:
         """Send each gradient through its own hook: no link needs a group."""
         reads_value = not self.asks.isdisjoint({"value", "storage"}) and bool(self.values)
+        reads_gradient = "gradient" in self.asks and bool(self.gradients)
         for index, hook in enumerate(self.hooks):
             grad, grads[index] = grads[index], None
             value = self.values[index]() if reads_value and grad is not None else None
-            with _given_gradient(hook, self.gradients[index] if self.gradients else _no_tensor):
+            with _given_gradient(hook, self.gradients[index]) if reads_gradient else nullcontext():
                 result = hook.call(grad, value)
             yield grad if result is None else result
 

@@ -1,10 +1,10 @@
 """Read, transform and write the `.grad`s of parameters, and act around steps of optimizers."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 from weakref import ref
 
@@ -12,18 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.places import Door, Kind, ListHook, Named, Place, SiteFn
-from gradsurg.sites.step_hooks import Member, StepActions
+from gradsurg.sites.places import Door, Kind, ListHook, Named, Place, ReadTensor, SiteFn
+from gradsurg.sites.step_hooks import Action, Params, StepActions
 from gradsurg.torch_internals import autograd
-
-Params = Sequence[nn.Parameter | None]
-"""The parameters at the places of a list; None for one that is left alone."""
 
 Act = Callable[[Sequence[Tensor | None]], None]
 """Transforms the `.grad`s of parameters; None stands for one that is left alone."""
-
-Copies = dict[nn.Parameter, Tensor]
-"""The values of parameters before a step; empty except during one."""
 
 
 def places_of(
@@ -53,16 +47,17 @@ def params_at(hook: ListHook) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A kind of site at the steps of the optimizers, to which `make` says what is done.
+    """A kind of site at the steps of the optimizers, around which `make` says what is done.
 
-    `copies` gets the values before each step. Without `is_joint`, a group of parameters in several
-    optimizers is refused, as well as sharded parameters.
+    `make` gets an intervention with its parameters in some optimizers, and returns what is done
+    before and after a step. `copies` says that it needs the values before the step. Without
+    `is_joint`, a group of parameters in several optimizers is refused, as well as sharded ones.
     """
 
     door: Door
     kind: Kind
-    make: Callable[[ListHook, Params, Sequence[Optimizer]], StepActions]
-    copies: Copies | None = None
+    make: Callable[[ListHook, Params, Optimizer], tuple[Action | None, Action | None]]
+    copies: bool = False
     is_joint: bool = False
 
     def hook(self, found: Sequence[Named]) -> None:
@@ -72,84 +67,69 @@ class Steps:
         """
         steps = self.door.steps
         if steps.optimizers:
-            steps.hook(self._members(found), self.made_anew, self.door.stack)
+            steps.hook(self._made_anew, [*self._made(found)], self.door.stack)
             self.door.at_end(self.kind, self._check_held)
 
-    def made_anew(self) -> list[Member]:
-        """Return what is done, as the model and the optimizers are now."""
-        return self._members(self.door.found(self.kind))
-
-    def _members(self, found: Sequence[Named]) -> list[Member]:
-        places, holders = self._places(found), self.door.steps.holders()
-        if several := [each.name for each in places if len(holders.get(each.thing, ())) > 1]:
-            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
-        of = {param: optimizer for param, (optimizer, *_) in holders.items()}
-        hooks = self.door.meet_all(places, self.door.steps.skip)
-        members = [self._member(hook, of) for hook in hooks]
-        return members if self.copies is None else [*members, _copying(self.copies, places, of)]
+    def _made_anew(self) -> list[StepActions]:
+        return [*self._made(self.door.found(self.kind))]
 
     def _places(self, found: Sequence[Named]) -> list[Place]:
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
-    def _member(self, hook: ListHook, of: Mapping[nn.Parameter, Optimizer]) -> Member:
-        """Return what an intervention does; `of` has the optimizer of each parameter."""
-        missing, params = _not_in(of, hook), params_at(hook)
-        if hook.is_new and missing:
-            raise ValueError(f"stage 'step': the optimizer does not have {missing}")
-        held = {param: of[param] for param in params if param in of}
-        optimizers = [*dict.fromkeys(held.values())]
-        is_group = hook.scope == "group" and len(optimizers) > 1
-        if is_group and not self.is_joint:
-            self.door.refuse("several optimizers", self.kind)
-        is_lbfgs = any(isinstance(each, LBFGS) for each in optimizers)
-        if is_lbfgs and (self.copies is not None or "skip" in hook.asks):
-            self.door.refuse("LBFGS", self.kind)
-        actions: dict[Optimizer, StepActions] = {}
-        for each in [optimizers] if is_group else [[each] for each in optimizers]:
-            own = [param if held.get(param) in each else None for param in params]
-            actions |= dict.fromkeys(each, self.make(hook, own, each))
-        names = tuple(place.name for place in hook.places)
-        return Member(hook.order, actions, held if is_group else {}, names)
+    def _made(self, found: Sequence[Named]) -> Iterator[StepActions]:
+        steps, places = self.door.steps, self._places(found)
+        holders = steps.holders()
+        of = {place.name: holders.get(cast(Any, place.thing), []) for place in places}
+        if several := [name for name, some in of.items() if len(some) > 1]:
+            raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
+        for hook in self.door.meet_all(places, steps.skip):
+            names = tuple(place.name for place in hook.places)
+            if hook.is_new and (missing := [name for name in names if not of[name]]):
+                lacks = ", ".join(missing)
+                raise ValueError(f"stage 'step': the optimizer does not have {lacks}")
+            optimizers = [*dict.fromkeys(each for name in names for each in of[name])]
+            is_group = hook.scope == "group" and len(optimizers) > 1
+            if is_group and not self.is_joint:
+                self.door.refuse("several optimizers", self.kind)
+            is_lbfgs = any(isinstance(each, LBFGS) for each in optimizers)
+            if is_lbfgs and (self.copies or "skip" in hook.asks):
+                self.door.refuse("LBFGS", self.kind)
+            for some in [optimizers] if is_group else [[each] for each in optimizers]:
+                pairs = zip(names, params_at(hook), strict=True)
+                params = [param if {*of[name]} & {*some} else None for name, param in pairs]
+                before, after = self.make(hook, params, some[0])
+                yield StepActions(hook.order, some, names, params, before, after, self.copies)
 
     def _check_held(self) -> str:
         """Note which parameters no optimizer holds."""
-        if self.door.steps.is_hooked(self.made_anew):  # else the kind is watched anew
-            holders, places = self.door.steps.holders(), self._places(self.door.found(self.kind))
-            for hook in self.door.meet_all(places):
-                if missing := _not_in(holders, hook):
+        if self.door.steps.is_hooked(self._made_anew):  # else the kind is watched anew
+            holders = self.door.steps.holders()
+            for hook in self.door.meet_all(self._places(self.door.found(self.kind))):
+                pairs = zip(hook.places, params_at(hook), strict=True)
+                if missing := [place.name for place, param in pairs if param not in holders]:
                     hook.note(
                         "parameters were replaced, added or unfrozen while the block was open, and "
-                        f"no optimizer of the surgery holds {missing}"
+                        f"no optimizer of the surgery holds {', '.join(missing)}"
                     )
         return ""
 
 
-def _not_in(held: Mapping[Any, object], hook: ListHook) -> str:
-    """The names of the parameters that no optimizer holds. Any: also places have no parameter."""
-    return ", ".join(place.name for place in hook.places if place.thing not in held)
+@torch.no_grad()
+def edit(
+    hook: ListHook,
+    params: Params,
+    read: Callable[[nn.Parameter], Tensor | None],
+    write: Callable[[nn.Parameter, Tensor, Tensor], None],
+) -> None:
+    """Transform what is read of the parameters, and write the results once all are there.
 
-
-def _copying(
-    copies: Copies, places: Sequence[Place], of: Mapping[nn.Parameter, Optimizer]
-) -> Member:
-    """Return what keeps copies of parameters during the steps, until all have acted."""
-
-    def begin(params: Sequence[nn.Parameter]) -> None:
-        copies.update((param, param.detach().clone()) for param in params)
-
-    def after(params: Sequence[nn.Parameter]) -> None:
-        for param in params:
-            copies.pop(param, None)
-
-    held: dict[Optimizer, list[nn.Parameter]] = {each: [] for each in of.values()}
-    for param in [cast(nn.Parameter, place.thing) for place in places]:
-        if param in of:
-            held[of[param]].append(param)
-    actions = {
-        each: StepActions(begin=partial(begin, own), after=partial(after, own))
-        for each, own in held.items()
-    }
-    return Member(sys.maxsize, actions)
+    `write` gets a parameter, what was read and the result; not one that is unchanged.
+    """
+    values = [None if param is None else read(param) for param in params]
+    results = list(hook([*values]))
+    for param, value, result in zip(params, values, results, strict=True):
+        if param is not None and value is not None and not (result is None or result is value):
+            write(param, value, result)
 
 
 def write_value(
@@ -164,96 +144,86 @@ def write_value(
         skipped = found_inf.to(param.device) > 0
         keeps = skipped if keeps is None else keeps | skipped
     param.copy_(new if keeps is None else torch.where(keeps, param, new))
-
-
-def forget_casts() -> None:
-    """Clear the cache of autocast, which holds casts of the weights before they were changed."""
-    if torch.is_autocast_cache_enabled():
+    if torch.is_autocast_cache_enabled():  # it holds casts of the weights before
         torch.clear_autocast_cache()
-
-
-def _grad(param: Tensor) -> Tensor | None:
-    return param.grad
 
 
 def _set_grad(param: Tensor, grad: Tensor) -> None:
     param.grad = grad
 
 
-def _self(param: Tensor) -> Tensor:
-    return param
-
-
 @dataclass(frozen=True)
 class Access:
     """How hooks read a parameter and its gradient, and write a new gradient.
 
-    `around` is entered while hooks run.
+    `value` reads the parameter, which is handed over itself without it. `around` is entered while
+    hooks run.
     """
 
-    read: Callable[[Tensor], Tensor | None] = _grad
+    read: Callable[[Tensor], Tensor | None] = attrgetter("grad")
     write: Callable[[Tensor, Tensor], None] = _set_grad
-    value: Callable[[Tensor], Tensor | None] = _self
+    value: Callable[[Tensor], Tensor | None] | None = None
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-def actor(hook: ListHook, access: Access) -> Act:
+PLAIN = Access()
+
+
+def actor(hook: ListHook, access: Access = PLAIN) -> Act:
     """Return a function that transforms the `.grad`s of the parameters at the places of a hook.
 
     A transform of single tensors gets one after the other, a group transform all of them.
     """
-    if hook.scope == "group":
-        hook.values = [partial(_read, access.value, place.held) for place in hook.places]
-        return partial(_act_together, hook, access)
-    if access == Access():
-        return partial(_act_on_plain, hook.calls)
-    return partial(_act_on_each, hook.calls, access)
+    read, write, value = access.read, access.write, access.value
+    calls, hook.values = hook.calls, readers(hook, value)
+
+    def act_on_each(params: Sequence[Tensor | None]) -> None:
+        with access.around():
+            for param, call in zip(params, calls, strict=True):
+                if param is not None:
+                    result = call(read(param), param if value is None else value(param))
+                    if result is not None:
+                        write(param, result)
+
+    def act_together(params: Sequence[Tensor | None]) -> None:
+        grads = [None if param is None else read(param) for param in params]
+        with access.around():
+            results = hook(grads)
+            if results is grads:
+                return
+            del grads  # the hook frees each gradient when its result is there
+            for param, result in zip(params, results, strict=True):
+                if param is not None and result is not None:
+                    write(param, result)
+
+    return act_together if hook.scope == "group" else act_on_each
 
 
-def _read(value: Callable[[Tensor], Tensor | None], held: "ref[Any]") -> Tensor | None:
-    param = held()
-    return None if param is None else value(param)
+def readers(
+    hook: ListHook, value: Callable[[Tensor], Tensor | None] | None = None
+) -> list[ReadTensor]:
+    """Return functions that read the parameters at the places of a hook, by `value` if given."""
 
+    def read(held: "ref[Any]") -> Tensor | None:
+        param = held()
+        return param if param is None or value is None else value(param)
 
-def _act_together(hook: ListHook, access: Access, params: Sequence[Tensor | None]) -> None:
-    grads = [None if param is None else access.read(param) for param in params]
-    with access.around():
-        results = hook(grads)
-        if results is grads:
-            return
-        del grads  # the hook frees each gradient when its result is there
-        for param, result in zip(params, results, strict=True):
-            if param is not None and result is not None:
-                access.write(param, result)
-
-
-def _act_on_plain(calls: Sequence[SiteFn], params: Sequence[Tensor | None]) -> None:
-    for param, call in zip(params, calls, strict=True):
-        if param is not None and (result := call(param.grad, param)) is not None:
-            param.grad = result
-
-
-def _act_on_each(calls: Sequence[SiteFn], access: Access, params: Sequence[Tensor | None]) -> None:
-    with access.around():
-        for param, call in zip(params, calls, strict=True):
-            if param is not None:
-                result = call(access.read(param), access.value(param))
-                if result is not None:
-                    access.write(param, result)
+    return [partial(read, place.held) for place in hook.places]
 
 
 def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
     """Hook the `.grad` of each parameter, after each backward pass has added to it."""
     accesses = {hook.order: access_to(door, hook) for hook in door.meet_all(places)}
-    is_plain = all(access == Access() for access in accesses.values())
+    is_plain = all(access == PLAIN for access in accesses.values())
     for place in places:
         param, hook = cast(nn.Parameter, place.thing), door.meet(place)
         assert hook is not None
-        replace = partial(_replace_grad, hook.call)
-        if not is_plain:
+        if is_plain:
+            act = partial(_replace_grad, hook.call)
+        else:
             lists = door.meet_all([place])
-            replace = partial(_act_on, [actor(each, accesses[each.order]) for each in lists])
-        door.stack.callback(param.register_post_accumulate_grad_hook(replace).remove)
+            act = partial(_act_on, [actor(each, accesses[each.order]) for each in lists])
+        door.stack.callback(param.register_post_accumulate_grad_hook(act).remove)
 
 
 def _replace_grad(call: SiteFn, param: Tensor) -> None:
@@ -278,7 +248,7 @@ def access_to(door: Door, hook: ListHook) -> Access:
     params, kind = params_at(hook), hook.places[0].kind
     sharded = [cast(Any, param) for param in params if autograd.is_sharded(param)]
     if not sharded:
-        return Access()
+        return PLAIN
     meshes = {param.device_mesh for param in sharded}
     for mesh in meshes:
         if mesh.ndim != 1:

@@ -1,9 +1,10 @@
 """The optimizers of a surgery, and functions that run around each of their steps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakMethod
 
@@ -23,38 +24,31 @@ SCALED = (
 )
 
 
+Action = Callable[[], None]
+Params = Sequence[nn.Parameter | None]
+"""The parameters at the places of a list; None for one that is left alone."""
+
+
 @dataclass(frozen=True)
 class StepActions:
-    """What an intervention does around a step of an optimizer.
+    """What an intervention does around the steps of an optimizer, or of several that hold a group.
 
-    `begin` runs when a step begins. `before` runs when the gradients are there: with a closure, at
-    the end of each call of it. `after` runs after the step, before it is counted.
-    """
-
-    begin: Callable[[], None] | None = None
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
-
-
-NO_ACTIONS = StepActions()
-
-
-@dataclass(frozen=True)
-class Member:
-    """One intervention around the steps of the optimizers that hold its parameters.
-
-    `order` is its position among the others. `group` are the parameters, with their optimizers, of
-    a group that several optimizers hold, and `names` their names; it is acted on before the first
-    of them steps.
+    `order` is its position among the others, `names` are those of `params`. `before` runs when the
+    gradients are there: with a closure, at the end of each call of it; for a group, before the
+    first optimizer steps. `after` runs after the step, before it is counted. `copies` says that it
+    needs the values of the parameters before the step.
     """
 
     order: int
-    actions: Mapping[Optimizer, StepActions]
-    group: Mapping[nn.Parameter, Optimizer] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
+    optimizers: Sequence[Optimizer]
+    names: tuple[str, ...]
+    params: Params
+    before: Action | None = None
+    after: Action | None = None
+    copies: bool = False
 
 
-Make = Callable[[], Sequence[Member]]
+Make = Callable[[], Sequence[StepActions]]
 
 
 class OptimizerSteps:
@@ -64,14 +58,18 @@ class OptimizerSteps:
     A step inside a step, as `super().step()` in an optimizer that extends another, belongs to the
     outer one. A group in several optimizers is acted on once in each round of steps: a new round
     begins with an optimizer that has stepped in this one, or has got gradients since it began.
+
+    `clock` is the optimizer whose steps are counted, `copies` has the values of parameters before
+    the step that runs.
     """
 
     def __init__(self) -> None:
-        self.clock: Optimizer | None = None  # the one whose steps are counted
+        self.clock: Optimizer | None = None
+        self.copies: dict[nn.Parameter, Tensor] = {}
         self._watched: dict[Optimizer, _Watched] = {}
-        self._made: dict[Make, Sequence[Member]] = {}
+        self._made: dict[Make, Sequence[StepActions]] = {}
         self._made_for: list[tuple[int, bool]] = []
-        self._members: list[Member] = []  # in their order
+        self._actions: list[StepActions] = []  # in their order
         self._waiting: dict[tuple[str, ...], set[Optimizer]] = {}  # to step, by names of a group
         self._acting: Sequence[Optimizer] = ()  # whose step is being acted on
         self._notices = ExitStack()  # the hooks that notice new gradients of groups
@@ -113,14 +111,13 @@ class OptimizerSteps:
         for each in given:
             self._watched[each] = _Watched(each, self, tick if each is counting else None)
 
-    def hook(self, members: Sequence[Member], make: Make, stack: ExitStack) -> None:
-        """Run the actions of interventions around each step, until `stack` is closed.
+    def hook(self, make: Make, made: Sequence[StepActions], stack: ExitStack) -> None:
+        """Act around each step until `stack` is closed, at first as `made` says.
 
-        `make` returns them anew; it is called whenever parameters are added, replaced, frozen or
-        thawed.
+        `make` is called whenever parameters are added, replaced, frozen or thawed.
         """
         self._made_for = self._holds()
-        self._made[make] = members
+        self._made[make] = made
         stack.callback(self._unhook, make)
         self._arrange()
 
@@ -138,14 +135,13 @@ class OptimizerSteps:
 
     def actions(self, optimizer: Optimizer) -> list[StepActions]:
         """Return what is done around a step of an optimizer, in order."""
-        return [each.actions.get(optimizer, NO_ACTIONS) for each in self._members]
+        return [each for each in self._actions if optimizer in each.optimizers]
 
     def renew(self) -> None:
         """Make the actions anew if the optimizers hold other parameters than before."""
         if self._made and (holds := self._holds()) != self._made_for:
             self._made_for = holds
-            for make in [*self._made]:
-                self._made[make] = make()
+            self._made = {make: make() for make in self._made}
             self._arrange()
 
     def act(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
@@ -153,17 +149,16 @@ class OptimizerSteps:
         done = {names for names, waiting in self._waiting.items() if optimizer in waiting}
         for names in done:
             self._waiting[names].discard(optimizer)
-        for member in self._members:
-            act, names = member.actions.get(optimizer, NO_ACTIONS).before, member.names
-            if act is None or names in done:
+        for each in self.actions(optimizer):
+            others = {*each.optimizers} - {optimizer}
+            if each.before is None or (others and each.names in done):
                 continue
-            others = {*member.group.values()} - {optimizer}
             if others:
                 _check_unscaled(scaler or autograd.stepping_scaler(), others)
-            self._acting = (optimizer, *others)
-            act()
+            self._acting = each.optimizers
+            each.before()
             if others:
-                self._waiting[names] = others
+                self._waiting[each.names] = others
 
     def skip(self) -> None:
         """Have the optimizers whose step is being acted on find no gradient in it.
@@ -189,9 +184,9 @@ class OptimizerSteps:
         for watched in self._watched.values():
             watched.close()
         self._notices.close()
-        for table in (self._watched, self._made, self._waiting):
+        for table in (self._watched, self._made, self._waiting, self.copies):
             table.clear()
-        self._members, self._acting, self.clock = [], (), None
+        self._actions, self._acting, self.clock = [], (), None
 
     def _holds(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for each in self._watched for p in _params(each)]
@@ -202,14 +197,17 @@ class OptimizerSteps:
 
     def _arrange(self) -> None:
         """Put the actions in order, and watch the gradients of groups."""
-        made = [member for members in self._made.values() for member in members]
-        self._members = sorted(made, key=lambda member: member.order)
+        made = [each for actions in self._made.values() for each in actions]
+        self._actions = sorted(made, key=attrgetter("order"))
         self._notices.close()
-        for names, group in {each.names: each.group for each in made}.items():
-            for param, optimizer in group.items():
-                notice = partial(self._new_gradient, names, optimizer)
-                handle = param.register_post_accumulate_grad_hook(notice)
-                self._notices.callback(handle.remove)
+        holders = self.holders()
+        groups = {each.names: each.params for each in made if len(each.optimizers) > 1}
+        for names, params in groups.items():
+            for param in [param for param in params if param is not None]:
+                for optimizer in holders.get(param, ()):
+                    notice = partial(self._new_gradient, names, optimizer)
+                    handle = param.register_post_accumulate_grad_hook(notice)
+                    self._notices.callback(handle.remove)
 
     def _new_gradient(self, names: tuple[str, ...], optimizer: Optimizer, _: Tensor) -> None:
         self._waiting.get(names, set()).discard(optimizer)
@@ -288,9 +286,8 @@ class _Watched:
             return None
         self._steps.renew()
         actions = self._steps.actions(optimizer)
-        for each in actions:
-            if each.begin is not None:
-                each.begin()
+        copied = {param: None for each in actions if each.copies for param in each.params}
+        self._steps.copies |= {p: p.detach().clone() for p in copied if p is not None}
         if all(each.before is None for each in actions):
             return None
         if callable(closure := kwargs.get("closure")):
@@ -310,6 +307,8 @@ class _Watched:
         for each in self._steps.actions(self._optimizer):
             if each.after is not None:
                 each.after()
+        for param in _params(self._optimizer) if self._steps.copies else ():
+            self._steps.copies.pop(param, None)
         skipped = self._give_back() if self._skipped else []
         if any(autograd.version_of(param) != version for param, _, version in skipped):
             raise RuntimeError(

@@ -12,47 +12,69 @@ from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
-from gradsurg.sites.grads import (
-    Copies,
-    Params,
-    Steps,
-    forget_casts,
-    params_at,
-    write_value,
-)
+from gradsurg.sites.grads import Steps, edit, params_at, readers, write_value
 from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.sites.step_hooks import StepActions
+from gradsurg.sites.step_hooks import Action, Params
 from gradsurg.transforms.base import Need
 from gradsurg.transforms.norm_matched import norm_matched
 
 
 def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    # Kept, as interventions may change during a step.
-    before: Copies = door.kept.setdefault(UPDATES, {})
+    before = door.steps.copies
 
-    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
+    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
         hook.values = [partial(before.get, param) for param in params_at(hook)]
         hook.gradients = [partial(_gradient, param) for param in params_at(hook)]
-        return StepActions(after=partial(_write_updates, hook, params, before, optimizers[0]))
 
-    Steps(door, UPDATES, make, before).hook(found)
+        def read(param: nn.Parameter) -> Tensor | None:
+            # There is no copy if it was attached during the step.
+            has_update = param.grad is not None and param in before
+            return param - before[param] if has_update else None
+
+        def write(param: nn.Parameter, update: Tensor, result: Tensor) -> None:
+            # before + (after - before) is rounded, and is not `after`
+            write_value(optimizer, param, before[param] + result, keeps=result == update)
+
+        return None, partial(edit, hook, params, read, write)
+
+    Steps(door, UPDATES, make, copies=True).hook(found)
 
 
 def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    before: Copies = door.kept.setdefault(MATCHED, {})
+    before = door.steps.copies
 
-    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
-        (optimizer,) = optimizers
-        hook.values = [place.held for place in hook.places]
+    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
+        hook.values = readers(hook)
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
         treated: dict[str, Tensor] = {}  # the gradients
-        return StepActions(
-            before=partial(_treat, hook, params, treated),
-            after=partial(_match, hook, params, before, treated, optimizer, key),
-        )
 
-    Steps(door, MATCHED, make, before).hook(found)
+        def treat() -> None:
+            results = hook([None if param is None else param.grad for param in params])
+            treated.clear()
+            for place, grad in zip(hook.places, results, strict=True):
+                if grad is not None:
+                    treated[place.name] = grad.detach()
+
+        @torch.no_grad()
+        def match() -> None:
+            # None is there if it was attached during the step.
+            pairs = zip((place.name for place in hook.places), params, strict=True)
+            there = ((name, param) for name, param in pairs if param is not None)
+            named = {name: param for name, param in there if param in before and name in treated}
+            copies = {name: before[param].clone() for name, param in named.items()}
+            for name, copied in copies.items():
+                copied.grad = treated[name]
+            if copies:
+                _step_second(optimizer, named, copies, hook.state(key))
+            for name, param in named.items():
+                update, wanted = param - before[param], copies[name] - before[param]
+                keeps = (wanted == update).all()  # before + (after - before) is rounded
+                write_value(optimizer, param, before[param] + norm_matched(update, wanted), keeps)
+
+        return treat, match
+
+    Steps(door, MATCHED, make, copies=True).hook(found)
 
 
 UPDATES = Kind("Updates", "step", params_of, _watch_updates, known_at="watch")
@@ -120,60 +142,6 @@ class MatchedUpdates(ParamSelector):
 def _gradient(param: nn.Parameter) -> Tensor | None:
     grad = param.grad
     return grad.to_dense() if grad is not None and grad.is_sparse else grad
-
-
-@torch.no_grad()
-def _write_updates(hook: ListHook, params: Params, before: Copies, optimizer: Optimizer) -> None:
-    # There is no copy if it was attached during the step.
-    updates = [
-        param - before[param]
-        if param is not None and param in before and param.grad is not None
-        else None
-        for param in params
-    ]
-    results = list(hook([*updates]))  # all of them, before a weight is written
-    for param, update, result in zip(params, updates, results, strict=True):
-        if param is None or update is None or result is None or result is update:
-            continue
-        keeps = result == update  # before + (after - before) is rounded, and is not `after`
-        write_value(optimizer, param, before[param] + result, keeps)
-    forget_casts()
-
-
-def _treat(hook: ListHook, params: Params, treated: dict[str, Tensor]) -> None:
-    results = hook([None if param is None else param.grad for param in params])
-    treated.clear()
-    for place, grad in zip(hook.places, results, strict=True):
-        if grad is not None:
-            treated[place.name] = grad.detach()
-
-
-@torch.no_grad()
-def _match(
-    hook: ListHook,
-    params: Params,
-    before: Copies,
-    treated: dict[str, Tensor],
-    optimizer: Optimizer,
-    key: str,
-) -> None:
-    """Rescale each update to the norm of that of the second optimizer."""
-    named = {
-        place.name: param
-        for place, param in zip(hook.places, params, strict=True)
-        if param is not None and param in before and place.name in treated
-    }
-    copies = {name: before[param].clone() for name, param in named.items()}
-    for name, copied in copies.items():
-        copied.grad = treated[name]
-    if copies:  # else attached during the step
-        _step_second(optimizer, named, copies, hook.state(key))
-    for name, copied in copies.items():
-        param = named[name]
-        update, wanted = param - before[param], copied - before[param]
-        keeps = (wanted == update).all()  # before + (after - before) is rounded
-        write_value(optimizer, param, before[param] + norm_matched(update, wanted), keeps)
-    forget_casts()
 
 
 def _step_second(

@@ -1,31 +1,24 @@
 """Weights: the values of the parameters."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
-from gradsurg.sites.grads import (
-    Params,
-    Steps,
-    forget_casts,
-    params_at,
-    places_of,
-    write_value,
-)
+from gradsurg.sites.grads import Steps, edit, params_at, places_of, write_value
 from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
-from gradsurg.sites.step_hooks import StepActions
+from gradsurg.sites.step_hooks import Action, Params
 from gradsurg.torch_internals import autograd, compiling
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: ListHook, params: Params, optimizers: Sequence[Optimizer]) -> StepActions:
-        return StepActions(after=_editor(hook, params, optimizers[0]))
+    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
+        return None, _editor(hook, params, optimizer)
 
     Steps(door, STEP, make).hook(found)
 
@@ -76,21 +69,8 @@ def _editor(
 ) -> Callable[[], None]:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
 
-    @torch.no_grad()
-    def edit() -> None:
-        values = [None if param is None else param.detach() for param in params]
-        changed = False
-        results = list(hook([*values]))  # all of them, before a weight is written
-        for param, value, result in zip(params, values, results, strict=True):
-            if param is None or value is None or result is None or result is value:
-                continue
-            write_value(optimizer, param, result.clone() if _overlaps(result, value) else result)
-            changed = True
-        if changed:
-            forget_casts()
+    def write(param: nn.Parameter, value: Tensor, result: Tensor) -> None:
+        is_view = result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        write_value(optimizer, param, result.clone() if is_view else result)
 
-    return edit
-
-
-def _overlaps(result: Tensor, value: Tensor) -> bool:
-    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return partial(edit, hook, params, Tensor.detach, write)
