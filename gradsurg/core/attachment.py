@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
-from gradsurg.core.first_steps import ENOUGH, FirstSteps
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.list_hook import ListHook
 from gradsurg.core.operation import Operation
-from gradsurg.core.silence import ending
+from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
+from gradsurg.core.pitfalls.base import Pitfall, Texts
 from gradsurg.core.site_hook import Joint, SiteHook
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
@@ -24,7 +24,6 @@ from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
 from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.calls import Leaves, Shared
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import TRACED, one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -77,8 +76,9 @@ class Attachment:
         self.operations: list[Operation] = []
         self.aggregators: dict[str, Intervention] = {}  # by label
         self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
-        self.first_steps: FirstSteps | None = None
-        self.start = self.clock.step, self.clock.counted_epochs
+        self.at_first_steps: list[Callable[[], None]] = []
+        self._pitfalls: dict[type[Pitfall], Pitfall] = {}
+        self._listeners: dict[str, list[Callable[..., Texts]]] = {moment: [] for moment in MOMENTS}
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
@@ -146,6 +146,7 @@ class Attachment:
 
         multi_task = MultiTaskBackward(self, self.conflicts)
         self.at_tick.append(multi_task.after_step)
+        self.at_first_steps.append(multi_task.warn_unused)
         return multi_task
 
     @property
@@ -153,11 +154,14 @@ class Attachment:
         """Whether `multi_task` was needed."""
         return "multi_task" in vars(self)
 
-    def first_gradient(self, hook: SiteHook) -> None:
-        """Note the first gradient of a site, before the transform gets it."""
+    def tell(self, moment: str, *found: object) -> None:
+        """Let the pitfalls that listen at a moment know what was found, and warn of what they say.
 
-    def further_gradient(self, hook: SiteHook, call: int) -> None:
-        """Note a further gradient of the same step at one site; `call` counts from 0."""
+        The moments are methods of `Pitfall`.
+        """
+        for listener in self._listeners[moment]:
+            for text in listener(self, *found) or ():
+                self.warn_once(text)
 
     # Changes, for the handle.
 
@@ -209,7 +213,7 @@ class Attachment:
 
     def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""
-        self.removed += ending(operation)
+        self.removed += self.ending(operation)
         self._watch([each for each in self.operations if each is not operation])
         self.forget(operation)
 
@@ -272,12 +276,7 @@ class Attachment:
         clock.backwards = 0
         clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
-        if (first := self.first_steps) is not None:
-            if clock.step - self.start[0] <= ENOUGH:
-                first.count()
-            else:  # past them, also by a state that was loaded or a stack, which counts by itself
-                first.close()
-                self.first_steps = None
+        self.tell("step_ended")
         for operation in self.operations:
             operation.begin_step()
             if operation.examples is not None:
@@ -290,6 +289,7 @@ class Attachment:
             operation.set(operation.intervention)
             for hook in operation.hooks.values():
                 hook.forget_steps()
+        self.tell("state_loaded")
 
     def close(self) -> None:
         """Remove all hooks; those on built graphs pass gradients unchanged from now on."""
@@ -299,15 +299,25 @@ class Attachment:
             for each in (*self._stacks.values(), self._ended, self.leaves, self._shared):
                 stack.callback(each.close)
             stack.callback(self.steps.close)
-            if self.first_steps is not None:
-                stack.callback(self.first_steps.close)
+            for pitfall in self._pitfalls.values():
+                stack.callback(pitfall.stack.close)
             if self.has_multi_task:
                 stack.callback(vars(self).pop("multi_task").close)
             for operation in self.operations:
                 stack.callback(operation.close)
         self._model, self.scaler, self.operations = None, None, []
         self.at_tick.clear()
-        tables = self._stacks, self._met, self._wanted, self._joints, self._owners, self.kept
+        self.at_first_steps.clear()
+        tables = (
+            self._pitfalls,
+            self._listeners,
+            self._stacks,
+            self._met,
+            self._wanted,
+            self._joints,
+            self._owners,
+            self.kept,
+        )
         for table in tables:
             table.clear()
         self.clock.observations.clear()
@@ -421,8 +431,42 @@ class Attachment:
 
     # The ledger: near names at which no place was met.
 
-    def expect_unmet(self, operation: Operation) -> None:
-        """Enter into the ledger the near names at which no place was met."""
+    def expect_unmet(self) -> None:
+        """Enter into the ledger the near names of all interventions at which no place was met."""
+        for operation in self.operations:
+            self._expect_unmet(operation)
+
+    def end_warnings(self) -> Iterator[str]:
+        """Yield the warnings to emit when the surgery ends."""
+        if self.shadow and not self.effects.every:
+            return  # nothing acts and nothing is measured
+        for listener in self._listeners["closed"]:
+            yield from (text for text in listener(self) or () if text not in self.warned)
+        yield from self.removed
+        if self.has_multi_task:
+            yield from self.multi_task.closing_warnings()
+        for operation in self.operations:
+            yield from self.ending(operation)
+
+    def ending(self, operation: Operation) -> list[str]:
+        """Return the notes of an intervention that ends."""
+        for check in [*operation.end_checks]:
+            if text := check():
+                operation.note(text)
+        if operation.awaits_backward:
+            operation.note(
+                f"{operation.at.count} sites were expected, and no backward has run that would "
+                "show all of them"
+            )
+        entries = self.ledger.of(operation.label)
+        # Of silent sites the ledger warns.
+        if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
+            silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
+            if silent:
+                operation.note(f"nothing was selected by {silent}, a part of it")
+        return operation.notes
+
+    def _expect_unmet(self, operation: Operation) -> None:
         memory, ledger = operation.memory, self.ledger
         known = {place.site for place in memory.rejected} | {
             place.whole for place in memory.rejected
@@ -534,6 +578,19 @@ class Attachment:
         self._check_places()
         for operation in operations:
             operation.is_new = False
+        self._listen()
+        self.tell("attached")
+
+    def _listen(self) -> None:
+        """Let the pitfalls of the kinds that are attached listen."""
+        if self.shadow and not self.effects.every:
+            return  # nothing acts and nothing is measured
+        kinds = {f"{kind.name}.{kind.mode}" for each in self.operations for kind in each.kinds}
+        for pitfall in listening(kinds):
+            if pitfall not in self._pitfalls:
+                self._pitfalls[pitfall] = made = pitfall()
+                for moment, listener in listeners_of(made):
+                    self._listeners[moment].append(listener)
 
     def _near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""

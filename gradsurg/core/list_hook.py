@@ -105,7 +105,7 @@ class ListHook:
             if not self._is_checked or grad.layout is not torch.strided:
                 hook.check_dense(grad)
         if not self._is_checked:
-            attachment.first_gradient(hooks[0])
+            attachment.tell("first_gradient", hooks[0])
         rows = _Rows(
             hooks,
             fires,

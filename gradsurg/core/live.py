@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention
-from gradsurg.core.silence import end_warnings, expect_all
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.messages import nearest
@@ -66,7 +65,7 @@ class Live:
     @property
     def ledger(self) -> Ledger:
         """The gradients expected, seen and acted on at each site of each intervention."""
-        expect_all(self.attachment)
+        self.attachment.expect_unmet()
         return self.attachment.ledger
 
     @property
@@ -288,7 +287,7 @@ class Live:
         if not self._finalizer.alive:
             return
         try:
-            _warn(list(end_warnings(self.attachment)))
+            _warn(list(self.attachment.end_warnings()))
         finally:
             self.abort()
 

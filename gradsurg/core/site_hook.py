@@ -142,7 +142,7 @@ class SiteHook:
                 context.step, context.call = clock.step, 0
             else:
                 context.call += 1
-                operation.attachment.further_gradient(self, context.call)
+                operation.attachment.tell("further_gradient", self, context.call)
             try:
                 result = apply(grad, context)
             except Exception as error:  # whatever a user's transform raises
@@ -179,7 +179,7 @@ class SiteHook:
         if not self.count(fires) or operation.skips_transform:
             return None
         if self.checked_for is UNCHECKED:
-            attachment.first_gradient(self)
+            attachment.tell("first_gradient", self)
         on_device = fires if isinstance(fires, Tensor) else None
         sparse = None
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
@@ -292,7 +292,7 @@ class SiteHook:
             context.step, context.call = step, 0
         else:
             context.call += 1
-            self.operation.attachment.further_gradient(self, context.call)
+            self.operation.attachment.tell("further_gradient", self, context.call)
 
     def count(self, fires: bool | Tensor) -> bool:
         """Count a gradient by the trigger's decision; return whether to call the transform.

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
-from gradsurg.core.silence import watch_first_steps
+from gradsurg.core.pitfalls import refuse_at_once, visible_rows
 from gradsurg.effects.effects import Effects
-from gradsurg.sites.contexts import refuse_at_once, visible_rows
 from gradsurg.sites.model_tree import tree
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import inner_model, one_scan, params_of
@@ -245,7 +244,6 @@ class Surgery:
                     attachment.add_aggregator(item)
             self._live = live
             self.was_attached = True
-            watch_first_steps(attachment)
             undo.pop_all()
         return live
 

@@ -195,8 +195,11 @@ class MultiTaskBackward:
                 f"given. {effect}. Use attach(..., scaler=scaler).",
             )
 
-    def warn_unused(self, labels: Sequence[str]) -> None:
-        """Warn in the first steps if the losses of these interventions were not given."""
+    def warn_unused(self) -> None:
+        """Warn in the first steps if the losses of aggregators and of triggers were not given."""
+        operations, aggregators = self.attachment.operations, self.attachment.aggregators
+        waiting = (each for each in operations if each.named_tasks and each.answer is False)
+        labels = [*aggregators, *(each.label for each in waiting)]
         if labels and not self._tasks and not self._made_jacobian:
             self.attachment.warn_once(
                 f"{', '.join(labels)}: attached, and in the first steps live.backward(losses) was "

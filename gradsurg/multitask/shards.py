@@ -13,8 +13,8 @@ from gradsurg.aggregators.base import (
     LossWeighting,
     NormMatchedSum,
 )
+from gradsurg.core.pitfalls import refusal
 from gradsurg.multitask.shared_parameters import SharedParameters
-from gradsurg.sites.contexts import refusal
 from gradsurg.torch_internals.autograd import is_sharded, sharded
 from gradsurg.torch_internals.hook_tables import accumulate_hooks, set_accumulate_hooks
 

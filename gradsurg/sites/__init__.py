@@ -1,6 +1,6 @@
 """Hook points: places in a model or autograd graph to hook; one kind per file."""
 
-from gradsurg.sites.contexts import outcomes
+from gradsurg.core.pitfalls import outcomes
 from gradsurg.sites.model_tree import tree
 
 __all__ = ["outcomes", "tree"]

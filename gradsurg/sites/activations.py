@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import ROOT
 from gradsurg.sites.selectors import ModuleSelector

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.places import (
     NO_GRADIENT,
     Door,

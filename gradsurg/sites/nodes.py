@@ -10,11 +10,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.node_names import FAMILIES, PRODUCTS, fits_node, plain, residual_edge
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import (

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import is_parametrized
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.sites.calls import Call, Shared, modules_of
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.node_names import fits_node, plain
 from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
 from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.sites.calls import Leaves, Shared
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.places import (
     NO_GRADIENT,
     Ask,

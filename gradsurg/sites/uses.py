@@ -10,10 +10,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, Edge, follow
 from gradsurg.sites.calls import Shared, modules_of
-from gradsurg.sites.contexts import refusal
 from gradsurg.sites.nodes import changed_by
 from gradsurg.sites.places import (
     NO_GRADIENT,

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.contexts import refusal
+from gradsurg.core.pitfalls import refusal
 from gradsurg.sites.places import Selector
 from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
 from gradsurg.torch_internals import autograd, compiling

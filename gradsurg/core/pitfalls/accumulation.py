@@ -1,0 +1,71 @@
+"""The gradient of a step is the sum of several."""
+
+from typing import Any
+
+from gradsurg.core.pitfalls.base import RUNNING, AttachmentLike, Pitfall, SiteHook
+
+
+class RunningSum(Pitfall):
+    """A hook after accumulation gets the parameter, with the sum of all passes so far in `.grad`.
+
+    If it writes to `.grad`, the next pass adds to the result.
+
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> handle = weight.register_post_accumulate_grad_hook(lambda weight: print(weight.grad.item()))
+    >>> for _ in range(2): (3 * weight).backward()
+    3.0
+    6.0
+
+    https://github.com/pytorch/pytorch/issues/187268 is about the argument of the hook.
+    """
+
+    context, kinds, outcome = "accumulation", RUNNING, "warned"
+    why = "each pass acts on the running sum, with what it made of it in earlier passes"
+    instead = "Use stage='step' for the sum of all passes, or stage='backward' for each alone"
+
+
+class PartsOfASum(Pitfall):
+    """A hook of a parameter gets the gradient of each backward pass alone.
+
+    Unless a function is linear, its results for the parts do not add up to that for the sum.
+
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> handle = weight.register_hook(lambda grad: grad.clamp(max=1))
+    >>> for _ in range(2): (3 * weight).backward()
+    >>> weight.grad  # and not 1
+    tensor([2.])
+
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_hook.html
+    """
+
+    context, outcome = "accumulation, not linear", "warned"
+    kinds = f"{RUNNING} Parameters.backward"
+    why = (
+        "site '{site}' had {number} gradients in one {period} and the transform is not known to be "
+        "linear: acting on each is not acting on their sum"
+    )
+    instead = "Use stage='step' for the sum"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most: dict[Any, int] = {}  # Any: the operation; the last call at a site in this step
+
+    def further_gradient(self, attachment: AttachmentLike, hook: SiteHook, call: int) -> None:
+        self._most[hook.operation] = max(call, self._most.get(hook.operation, 0))
+
+    def step_ended(self, attachment: AttachmentLike) -> None:
+        for operation, most in self._most.items():
+            if operation.has_several_tasks or not operation.intervention.differs_from_sum:
+                continue
+            for hook in operation.hooks.values():
+                if hook.contexts[0].call == most:
+                    warn_of_parts(attachment, hook, most + 1, "optimizer step")
+                    break
+        self._most.clear()
+
+
+def warn_of_parts(attachment: AttachmentLike, hook: SiteHook, number: int, period: str) -> None:
+    """Warn once that acting on each of several gradients differs from acting on their sum."""
+    label = hook.operation.label
+    text = PartsOfASum.sentences(site=hook.entry.site, number=number, period=period)
+    attachment.warn_once(f"{label}: {text}", key=f"{label} acts on parts")

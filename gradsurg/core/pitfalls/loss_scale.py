@@ -1,0 +1,47 @@
+"""Gradients may be multiplied by a loss scale."""
+
+from collections.abc import Iterator
+
+from gradsurg.core.pitfalls.base import FULL_HOOKS, GRADIENTS, RUNNING, AttachmentLike, Pitfall
+from gradsurg.torch_internals import autograd
+
+
+class LossScale(Pitfall):
+    """With a GradScaler all hooks but those of the step get gradients times the loss scale.
+
+    >>> weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu", 8.0)
+    >>> handle = weight.register_hook(lambda grad: print(grad.item()))
+    >>> scaler.scale(3 * weight).backward()
+    24.0
+
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Working with Unscaled Gradients".
+    """
+
+    context, error = "loss scale", ValueError
+    kinds = f"{RUNNING} Parameters.backward {GRADIENTS} {FULL_HOOKS}"
+    why = "{transform} depends on the size of the gradient, which is times the loss scale here"
+    instead = "Use Parameters(stage='step')"
+
+
+class UnknownScaler(LossScale):
+    """A GradScaler leaves no mark on the model: its calls show it."""
+
+    context, outcome = "loss scale, not given to attach", "warned"
+    why = "a GradScaler makes the steps, and attach was not told of it. {error}"
+    instead = "Use Parameters(stage='step'), and attach(..., scaler=scaler)"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_stepped = False
+
+    def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
+        if self._has_stepped:
+            return
+        self._has_stepped, scaler = True, autograd.stepping_scaler()
+        if scaler is None or attachment.scaler is scaler:
+            return
+        attachment.scaler = scaler  # for interventions that are added
+        for operation in attachment.operations:
+            if error := operation.intervention.loss_scale_error():
+                yield f"{operation.label}: {self.sentences(error=error)}"
+                return

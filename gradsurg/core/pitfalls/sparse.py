@@ -1,0 +1,19 @@
+"""A gradient may be sparse."""
+
+from gradsurg.core.pitfalls.base import Pitfall
+
+
+class SparseGradient(Pitfall):
+    """A hook of a sparse embedding gets a sparse tensor, and a row may be in it several times.
+
+    >>> table = nn.Embedding(3, 1, sparse=True)
+    >>> handle = table.weight.register_hook(lambda grad: print(grad.layout, grad.is_coalesced()))
+    >>> table(torch.tensor([1, 1])).sum().backward()
+    torch.sparse_coo False
+
+    https://docs.pytorch.org/docs/stable/sparse.html, "Uncoalesced sparse COO tensors".
+    """
+
+    context, kinds, error = "sparse gradient", "Parameters Buckets Captured", ValueError
+    why = "{transform} does not act on the values of a sparse gradient alone"
+    instead = "Use an elementwise transform that keeps zero, or sparse=False"
