@@ -3,6 +3,7 @@
 from torch import nn
 
 from gradsurg.core.pitfalls.base import MODULES, Pitfall
+from gradsurg.torch_internals import compiling
 
 
 class OneNode(Pitfall):
@@ -52,7 +53,7 @@ class LateHooks(Pitfall):
     context, outcome = "torch.compile before it", "reported"
     kinds = f"{MODULES} SavedTensors"
     why = "compiled code does not see hooks that come later"
-    instead = "Attach before its first call, or call torch.compiler.reset() in the block"
+    instead = "attach before its first call, or call torch.compiler.reset() in the block"
 
     @classmethod
     def reason(cls, model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
@@ -61,18 +62,10 @@ class LateHooks(Pitfall):
         `is_compiled` says that the compiled form of the model was attached, `has_acted` that any
         hook ran. Empty if nothing explains it.
         """
-        names = (name.replace("_orig_mod.", "") for name, _ in model.named_modules())
-        inside = [f"'{name[: -len(SUFFIX)]}'" for name in names if name.endswith(SUFFIX)]
-        if not inside and has_acted and not is_compiled:
+        named = model.named_modules()
+        wrappers = [name for name, module in named if compiling.is_wrapper(module)]
+        if not wrappers and has_acted and not is_compiled:
             return ""
-        what = ", ".join(inside) or "code of this process, it may be the model,"
-        return HINT.format(what=what)
-
-
-SUFFIX = "._orig_mod"
-"""The end of the name of a compiled module's original."""
-
-HINT = (
-    " (torch.compile had compiled {what} before, and compiled code does not see hooks that come "
-    "later: attach before its first call, or call torch.compiler.reset() in the block)"
-)
+        inside = ", ".join(f"'{name.replace('._orig_mod', '')}'" for name in wrappers)
+        what = inside or "code of this process, it may be the model,"
+        return f" (torch.compile had compiled {what} before, and {cls.why}: {cls.instead})"

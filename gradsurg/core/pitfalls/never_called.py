@@ -73,6 +73,8 @@ class NeverCalled(Pitfall):
             if not attachment.ledger.of(label):
                 text = "attached, but none of its sites was met: was the model called?"
                 yield f"{label}: {text}{reason}"
+        if any(entry.calls for entry in attachment.ledger):
+            yield from uncounted(attachment, *self._start)
 
     def _see(self, param: Tensor) -> None:
         """Notice at a gradient of a watched parameter whether it has changed since the last."""

@@ -99,16 +99,9 @@ class Replaced(NewParameters):
 
     def _hooks(self, operation: Operation, names: tuple[str, ...], thing: object) -> bool:
         """Whether the hooks of an intervention reach a module or parameter."""
-        if not self._knows(operation, thing):
+        known = self._known.get(operation, {}).get(id(thing))
+        if known is None or known() is not thing:
             return False
         is_unfrozen = id(thing) in self._frozen[operation]
         uses = f"{names[0]}/"  # those of a frozen parameter are known once it has a gradient
         return not is_unfrozen or any(site.startswith(uses) for site in operation.placed)
-
-    def _knows(self, operation: Operation, thing: object) -> bool:
-        """Whether the module or parameter was there, then perhaps not compiled in place."""
-        known = self._known.get(operation, {}).get(id(thing))
-        if known is not None and known() is thing:
-            return True
-        compiled = vars(thing).get("_modules", {}).get("_orig_mod")
-        return compiled is not None and self._knows(operation, compiled)

@@ -22,17 +22,6 @@ class UncountedSteps(Pitfall):
     why = "{triggers}: no optimizer step was counted{since}"
     instead = "attach(model, optimizer), live.bind(optimizer) or call live.tick() after each step"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._start: tuple[int, int] | None = None
-
-    def attached(self, attachment: AttachmentLike) -> None:
-        self._start = self._start or (attachment.clock.step, 0)
-
-    def closed(self, attachment: AttachmentLike) -> Iterator[str]:
-        if self._start and any(entry.calls for entry in attachment.ledger):
-            yield from uncounted(attachment, *self._start)
-
 
 class UncountedEpochs(UncountedSteps):
     """PyTorch has no epochs: the training loop counts them."""
