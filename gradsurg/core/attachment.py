@@ -83,6 +83,8 @@ class Attachment:
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
+        self._base = ExitStack()  # the hooks that are no kind's
+        self._listens_to_forward = False
         self._ended = ExitStack()  # the hook that checks the places after the first forward
         self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
@@ -277,7 +279,7 @@ class Attachment:
         clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
         self.tell("step_ended")
-        for operation in self.operations:
+        for operation in self.operations if self.is_open else ():
             operation.begin_step()
             if operation.examples is not None:
                 operation.examples.end_step()
@@ -296,7 +298,13 @@ class Attachment:
         if self._model is None:
             return
         with ExitStack() as stack:  # all of them, also if removing one fails
-            for each in (*self._stacks.values(), self._ended, self.leaves, self._shared):
+            for each in (
+                *self._stacks.values(),
+                self._base,
+                self._ended,
+                self.leaves,
+                self._shared,
+            ):
                 stack.callback(each.close)
             stack.callback(self.steps.close)
             for pitfall in self._pitfalls.values():
@@ -305,7 +313,7 @@ class Attachment:
                 stack.callback(vars(self).pop("multi_task").close)
             for operation in self.operations:
                 stack.callback(operation.close)
-        self._model, self.scaler, self.operations = None, None, []
+        self._model = self.scaler = None
         self.at_tick.clear()
         self.at_first_steps.clear()
         tables = (
@@ -413,6 +421,7 @@ class Attachment:
         """See `Door.at_end`."""
         for operation in self._at(kind):
             operation.end_checks.append(check)
+            self.stack.callback(operation.end_checks.remove, check)
 
     @contextmanager
     def on_shards(
@@ -468,8 +477,8 @@ class Attachment:
 
     def _expect_unmet(self, operation: Operation) -> None:
         memory, ledger = operation.memory, self.ledger
-        known = {place.site for place in memory.rejected} | {
-            place.whole for place in memory.rejected
+        known = {
+            site for place in memory.rejected for site in (place.site, place.whole, place.name)
         }
         known |= {entry.site for entry in ledger.of(operation.label)}
         for site, why in operation.at.unmet(self.model, memory, operation.met):
@@ -591,6 +600,14 @@ class Attachment:
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment, listener in listeners_of(made):
                     self._listeners[moment].append(listener)
+        if self._listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
+            self._listens_to_forward = True
+
+            @compiling.untraced
+            def ended(module: nn.Module, args: object, output: object) -> None:
+                self.tell("forward_ended", output)
+
+            self._base.callback(self.model.register_forward_hook(ended).remove)
 
     def _near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""

@@ -302,7 +302,6 @@ class Operation:
         They keep this object, which must refer neither to the hooks nor to the attachment then.
         """
         self.is_on, self.is_idle, self.fast_path = False, True, None
-        self.end_checks.clear()
         self.observers.close()
         for hook in self.hooks.values():
             hook.close()

@@ -1,6 +1,7 @@
 """Buckets: the gradients that DistributedDataParallel sends, or those that it gets back."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Annotated, ClassVar, Literal, cast
@@ -42,7 +43,11 @@ def _kind(stage: Stage, average: Average) -> Kind:
             return
         met = [(cast(Tensor, place.thing), door.meet(place)) for place in places]
         hooks = {param: hook for param, hook in met if hook is not None}
-        part = _Part(door, kind, stage, average, hooks)
+        # A graph may be there already if it is watched anew: PowerSGD goes on, too.
+        powers: _Powers = door.kept.setdefault(Buckets, WeakKeyDictionary())
+        part = _Part(door, kind, stage, average, hooks, door.stack, powers)
+        for wrapper in [*powers]:
+            _join(part, wrapper)
         when_wrapped(door.model, door.stack, partial(_join, part))
 
     kind = Kind("Buckets", f"{stage} {average}", params_of, watch, known_at="watch")
@@ -80,6 +85,10 @@ class Buckets(ParamSelector):
         return _kind(stage or self.stage or "sent", (self.reduce, self.power_rank))
 
 
+_Powers = WeakKeyDictionary[DistributedDataParallel, powerSGD_hook.PowerSGDState | None]
+"""The wrappers that were met, with the state of PowerSGD."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Part:
     """What acts at one stage in a surgery: the hook of each parameter."""
@@ -89,6 +98,8 @@ class _Part:
     stage: Stage
     average: Average
     hooks: dict[Tensor, Hook]
+    stack: ExitStack
+    powers: _Powers
 
 
 _DISPATCHERS: "WeakKeyDictionary[DistributedDataParallel, _Dispatcher]" = WeakKeyDictionary()
@@ -115,16 +126,14 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
         if other.average != part.average:
             door.refuse("different averages", part.kind, found=other.average, own=part.average)
     reduce, rank = part.average
-    if not dispatcher.parts and reduce == "powerSGD":
-        # Kept, as the part is another one after a change of the interventions.
-        states = door.kept.setdefault(POWER_SGD_START, WeakKeyDictionary())
-        if wrapper not in states:
-            states[wrapper] = powerSGD_hook.PowerSGDState(
-                dispatcher.group, rank, start_powerSGD_iter=POWER_SGD_START
-            )
-        dispatcher.power_state = states[wrapper]
+    if wrapper not in part.powers:
+        is_power = reduce == "powerSGD"
+        make = partial(powerSGD_hook.PowerSGDState, start_powerSGD_iter=POWER_SGD_START)
+        part.powers[wrapper] = make(dispatcher.group, rank) if is_power else None
+    if not dispatcher.parts:
+        dispatcher.power_state = part.powers[wrapper]
     dispatcher.parts.append(part)
-    door.stack.callback(dispatcher.remove, part)
+    part.stack.callback(dispatcher.remove, part)
 
 
 def _average(state: "_Dispatcher", bucket: Bucket) -> torch.futures.Future[torch.Tensor]:

@@ -228,6 +228,9 @@ class Captured(ModuleSelector):
     def offers(self, named: Named) -> Sequence[str]:
         return named.names[:1] if isinstance(named.thing, Tensor) else super().offers(named)
 
+    def expected(self, name: str) -> str:
+        return ""  # only tensors that `torch.autograd.grad` is asked for get a gradient
+
     def picks(self, place: Place) -> bool:
         return place.call is None or super().picks(place)
 

@@ -139,7 +139,8 @@ class Combined(Selector):
     def fits(self, place: Place, memory: Memory) -> bool:
         # All parts are asked: those with a limit count the places that they let in.
         picked = [part.fits(place, memory) for part in self.of]
-        memory.picking.update(part for part, fits in zip(self.of, picked, strict=True) if fits)
+        for part, fits in zip(self.of, picked, strict=True):
+            (memory.picking if fits else memory.refusing).add(part)
         match self.by:
             case "any":
                 fits = any(picked)
@@ -152,7 +153,7 @@ class Combined(Selector):
 
     def unmatched(self, memory: Memory) -> Iterator[Selector]:
         for part in self.of:
-            if self.by != "all" and part not in memory.picking and memory.rejected:
+            if self.by != "all" and part in memory.refusing - memory.picking:
                 yield part
             else:
                 yield from part.unmatched(memory)

@@ -59,7 +59,7 @@ def _kind(mode: Mode) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
         _watch(kind, mode, door, found, shared)
 
-    kind = Kind("EveryModule", mode, _things, watch)
+    kind = Kind("EveryModule", mode, _things, watch, reaches_new=True)
     return kind
 
 

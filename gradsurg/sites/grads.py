@@ -101,16 +101,15 @@ class Steps:
                 yield StepActions(hook.order, some, names, params, before, after, self.copies)
 
     def _check_held(self) -> str:
-        """Note which parameters no optimizer holds."""
-        if self.door.steps.is_hooked(self._made_anew):  # else the kind is watched anew
-            holders = self.door.steps.holders()
-            for hook in self.door.meet_all(self._places(self.door.found(self.kind))):
-                pairs = zip(hook.places, params_at(hook), strict=True)
-                if missing := [place.name for place, param in pairs if param not in holders]:
-                    hook.note(
-                        "parameters were replaced, added or unfrozen while the block was open, and "
-                        f"no optimizer of the surgery holds {', '.join(missing)}"
-                    )
+        """Note for each intervention which of its parameters no optimizer holds."""
+        holders = self.door.steps.holders()
+        for hook in self.door.meet_all(self._places(self.door.found(self.kind))):
+            pairs = zip(hook.places, params_at(hook), strict=True)
+            if missing := [place.name for place, param in pairs if param not in holders]:
+                hook.note(
+                    "parameters were replaced, added or unfrozen while the block was open, and no "
+                    f"optimizer of the surgery holds {', '.join(missing)}"
+                )
         return ""
 
 

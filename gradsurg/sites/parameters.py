@@ -74,14 +74,13 @@ class Parameters(ParamSelector):
     frozen ones that are trained later. A group transform acts on those of all optimizers before
     the first of them steps.
 
-    At `backward_end` a transform needs no optimizer. It acts on the parameters that the pass has
-    reached; an older `.grad` of others is left alone. After a nested backward pass (reentrant
-    checkpoint) nothing is done: its parameters join the outer pass. The same holds after
-    `autograd.grad`, which adds to no `.grad`, or a backward pass that raises. Warnings on detach
-    report gradients added before the exception, and an optimizer that steps and clears `.grad`
-    inside the backward pass. In DistributedDataParallel it acts after the average, on all
-    parameters, and not in a backward pass of `no_sync` or one that does not reach the output of the
-    model.
+    At `backward_end`, which needs no optimizer, a transform acts on the parameters that the pass
+    has reached; an older `.grad` of others is left alone. The parameters of a nested backward pass
+    (reentrant checkpoint) join the outer one. Nothing is done after `autograd.grad`, which adds to
+    no `.grad`, or a pass that raises. Warnings on detach report gradients added before the
+    exception, and an optimizer that steps and clears `.grad` inside the pass. In
+    DistributedDataParallel it acts after the average, on all parameters, and not in a pass of
+    `no_sync` or one that does not reach the output of the model.
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("backward", "accumulated", "backward_end", "step")

@@ -116,9 +116,10 @@ class Kind:
     """A kind of site in one of its modes.
 
     `things` lists the modules or parameters of a model at which it may have places. `watch`
-    registers the hooks on the modules or parameters that a query may pick: it is called when a
-    surgery is attached, and again after each change of its interventions. `known_at` says
-    when all its places are known: at once, after a forward, or only after a backward pass.
+    registers the hooks on the modules or parameters that a selector may pick: it is called when a
+    surgery is attached, and again after each change of its interventions. `known_at` says when all
+    its places are known: at once, after a forward, or only after a backward pass. `reaches_new`
+    says that its hooks reach modules and parameters that come later.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Kind:
     known_at: Literal["watch", "forward", "backward"] = field(
         default="forward", compare=False, repr=False
     )
+    reaches_new: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ class Memory:
     `stage` is that of the intervention; None means the first one that a query may have. `near` has
     the names at which the query and each of its parts may pick places, `admitted` the places that
     each query with a limit has let in, `rejected` the places that the whole query has not picked;
-    `has_picked` says that it has picked one, `picking` are the parts that have done so.
+    `has_picked` says that it has picked one, `picking` are the parts that have done so, `refusing`
+    those that have not picked a place.
     """
 
     stage: Stage | None = None
@@ -208,6 +211,7 @@ class Memory:
     rejected: dict[Place, None] = field(default_factory=dict)
     has_picked: bool = False
     picking: "set[Selector]" = field(default_factory=set)
+    refusing: "set[Selector]" = field(default_factory=set)
 
 
 class Selector(ABC):

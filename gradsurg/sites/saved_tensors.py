@@ -301,7 +301,9 @@ def _kind(mode: str, of: Of) -> Kind:
     def begin(door: Door, found: Sequence[Named], shared: Shared) -> None:
         watch(kind, of, door, found, shared)
 
-    kind = Kind("SavedTensors", f"{mode} {of}", things, begin, known_at=known_at)
+    reaches_new = mode == BLOCK
+    name = f"{mode} {of}"
+    kind = Kind("SavedTensors", name, things, begin, known_at=known_at, reaches_new=reaches_new)
     return kind
 
 

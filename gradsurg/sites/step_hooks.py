@@ -116,14 +116,10 @@ class OptimizerSteps:
 
         `make` is called whenever parameters are added, replaced, frozen or thawed.
         """
-        self._made_for = self._holds()
+        self._made_for = self._made_for or self._holds()  # if older, it is made anew at a step
         self._made[make] = made
         stack.callback(self._unhook, make)
         self._arrange()
-
-    def is_hooked(self, make: Make) -> bool:
-        """Whether these actions are run."""
-        return make in self._made
 
     def holders(self) -> dict[nn.Parameter, list[Optimizer]]:
         """Return the optimizers that hold each parameter."""
@@ -184,9 +180,9 @@ class OptimizerSteps:
         for watched in self._watched.values():
             watched.close()
         self._notices.close()
-        for table in (self._watched, self._made, self._waiting, self.copies):
+        for table in (self._watched, self._made, self._waiting):
             table.clear()
-        self._actions, self._acting, self.clock = [], (), None
+        self._actions, self._made_for, self._acting, self.clock = [], [], (), None
 
     def _holds(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for each in self._watched for p in _params(each)]

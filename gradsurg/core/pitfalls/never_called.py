@@ -67,9 +67,11 @@ class NeverCalled(Pitfall):
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
         attachment.expect_unmet()
-        for operation in attachment.operations:
-            label, reason = operation.label, self._reason(attachment, operation)
-            yield from attachment.ledger.warnings(label, self._start[0], reason)
+        operations = {each.label: each for each in attachment.operations}
+        reasons = {label: self._reason(attachment, each) for label, each in operations.items()}
+        for label in [*attachment.ledger.sites]:
+            yield from attachment.ledger.warnings(label, self._start[0], reasons.get(label, ""))
+        for label, reason in reasons.items():
             if not attachment.ledger.of(label):
                 text = "attached, but none of its sites was met: was the model called?"
                 yield f"{label}: {text}{reason}"
