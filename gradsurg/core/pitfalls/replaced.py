@@ -92,6 +92,8 @@ class Replaced(NewParameters):
         }
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         for kind, listed in things.items():
+            if kind.reaches_new:
+                continue
             for names, thing, _ in listed:
                 is_frozen = isinstance(thing, Tensor) and not thing.requires_grad
                 if not isinstance(thing, cls) or is_frozen or self._hooks(operation, names, thing):
