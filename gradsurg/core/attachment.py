@@ -476,14 +476,11 @@ class Attachment:
         return operation.notes
 
     def _expect_unmet(self, operation: Operation) -> None:
-        memory, ledger = operation.memory, self.ledger
-        known = {
-            site for place in memory.rejected for site in (place.site, place.whole, place.name)
-        }
-        known |= {entry.site for entry in ledger.of(operation.label)}
-        for site, why in operation.at.unmet(self.model, memory, operation.met):
+        known = {entry.site for entry in self.ledger.of(operation.label)}
+        for site, why in operation.at.unmet(self.model, operation.memory, operation.met):
             if site not in known:
-                ledger.enter(operation.label, site, skipped=why).is_other_name = bool(why)
+                entry = self.ledger.enter(operation.label, site, skipped=why)
+                entry.is_other_name = bool(why)
 
     # Helpers.
 

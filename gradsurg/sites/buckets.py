@@ -91,7 +91,7 @@ _Powers = WeakKeyDictionary[DistributedDataParallel, powerSGD_hook.PowerSGDState
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """What acts at one stage in a surgery: the hook of each parameter."""
+    """The hooks of a surgery at one stage, by parameter."""
 
     door: Door
     kind: Kind
@@ -170,7 +170,7 @@ class _Dispatcher:
         return future
 
     def _transform(self, bucket: Bucket, stage: Stage) -> None:
-        """Apply what acts at a stage."""
+        """Call the hooks of a stage."""
         for part in self.parts:
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 hook = part.hooks.get(param)

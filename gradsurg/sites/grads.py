@@ -47,11 +47,11 @@ def params_at(hook: ListHook) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """A kind of site at the steps of the optimizers, around which `make` says what is done.
+    """A kind of site at the steps of the optimizers.
 
-    `make` gets an intervention with its parameters in some optimizers, and returns what is done
-    before and after a step. `copies` says that it needs the values before the step. Without
-    `is_joint`, a group of parameters in several optimizers is refused, as well as sharded ones.
+    `make` gets an intervention with its parameters in one or several optimizers, and returns the
+    functions that run before and after a step. `copies` says that they need the values before the
+    step. Without `is_joint`, a group in several optimizers is refused, and sharded parameters too.
     """
 
     door: Door
@@ -120,9 +120,9 @@ def edit(
     read: Callable[[nn.Parameter], Tensor | None],
     write: Callable[[nn.Parameter, Tensor, Tensor], None],
 ) -> None:
-    """Transform what is read of the parameters, and write the results once all are there.
+    """Transform a tensor for each parameter, and write the results once all are there.
 
-    `write` gets a parameter, what was read and the result; not one that is unchanged.
+    `write` gets a parameter, its tensor and the result, unless that is the tensor itself.
     """
     values = [None if param is None else read(param) for param in params]
     results = list(hook([*values]))

@@ -196,17 +196,16 @@ def _with_nodes(door: Notebook, walk: _Walk) -> list[SiteLine]:
         if not enters:
             # A gradient that leaves a node is summed to the shape of its source afterwards.
             shapeless.update(sites)
-        if not sites:
+        elif not sites:
             # The hooks are asked for in backward, at the outputs that get a gradient.
-            for site in (walk.edges.get(node) if enters else None) or [f"{node}.*"]:
+            for site in walk.edges.get(node) or [f"{node}.*"]:
                 door.write(site)
-    lines = [*door.lines.values()]
-    lines += (line for line in door.not_met() if line.site not in door.lines)
+    not_met = {line.site: line for line in door.not_met()}
     lines = [
         replace(line, tensor=tensors.get(line.site))
         if line.selected and line.tensor is None and line.site not in shapeless
         else line
-        for line in lines
+        for line in (not_met | door.lines).values()
     ]
     return sorted(lines, key=lambda line: (not line.selected, bool(line.same_as)))
 

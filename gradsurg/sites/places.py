@@ -295,8 +295,12 @@ class Selector(ABC):
     ) -> "Iterator[tuple[str, str]]":
         """Yield the site ids that are expected at near names at which no place was `met`.
 
-        Each with the reason why none will be, empty if that is not known.
+        Each with the reason why none will be, empty if that is not known. A place that was not
+        picked needs none; one with a negative `occurrence` stands for a place that there is not.
         """
+        settled: set[str] = set()
+        for place in memory.rejected:
+            settled |= {place.site, place.whole, *[place.name] * (place.occurrence >= 0)}
         for leaf in self.leaves:
             kind = leaf.kind_at(memory.stage)
             for named in () if kind.known_at == "watch" else kind.things(model):
@@ -305,7 +309,8 @@ class Selector(ABC):
                 if not near or any((kind, name) in met for name in named.names):
                     continue
                 is_other = near[0] != first and isinstance(named.thing, nn.Module)
-                if site := leaf.expected(near[0]):
+                site = leaf.expected(near[0])
+                if site and site not in settled:
                     yield site, f"another name of {first}, which names its first call" * is_other
 
     def nothing_met(self, memory: Memory, may_meet_nodes: bool) -> SelectionError | None:

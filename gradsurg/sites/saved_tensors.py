@@ -135,8 +135,8 @@ class _Modules:
         calls, opened = self.thread.calls, self.open.calls
         call = calls.next(module)
         place = call and Place(self.kind, call[:1], ref(module), call[1])
-        wanted = self.door.wants(place) if place and torch.is_grad_enabled() else ()
-        if not place or not wanted:
+        wanted = self.door.wants(place) if place else ()
+        if not place or not wanted or not torch.is_grad_enabled():
             calls.enter(module, None)
             return
         if opened and any(one not in wanted for one in opened[-1].wanted):

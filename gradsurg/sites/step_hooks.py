@@ -31,7 +31,7 @@ Params = Sequence[nn.Parameter | None]
 
 @dataclass(frozen=True)
 class StepActions:
-    """What an intervention does around the steps of an optimizer, or of several that hold a group.
+    """The actions of an intervention around steps of an optimizer, or of several with a group.
 
     `order` is its position among the others, `names` are those of `params`. `before` runs when the
     gradients are there: with a closure, at the end of each call of it; for a group, before the
@@ -130,7 +130,7 @@ class OptimizerSteps:
         return holders
 
     def actions(self, optimizer: Optimizer) -> list[StepActions]:
-        """Return what is done around a step of an optimizer, in order."""
+        """Return the actions around a step of an optimizer, in order."""
         return [each for each in self._actions if optimizer in each.optimizers]
 
     def renew(self) -> None:

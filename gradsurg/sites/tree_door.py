@@ -69,7 +69,7 @@ class Notebook:
                 kind.watch(self, picked, self.shared)
 
     def not_met(self) -> Iterator[SiteLine]:
-        """Yield the sites that were expected at modules and parameters where none was met."""
+        """Yield the sites that were expected at modules and parameters where no place was."""
         assert self.at is not None
         for site, why in self.at.unmet(self.model, self.memory, self._met):
             yield SiteLine(site, left_out=why or NOT_REACHED)

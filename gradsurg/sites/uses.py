@@ -42,8 +42,8 @@ Owners = tuple[Place, ...]
 class _Watched:
     """The uses in the graph of each outermost call of a module."""
 
-    def __init__(self, door: Door, found: Sequence[Named]) -> None:
-        self.door, self.has_acted = door, False
+    def __init__(self, door: Door, found: Sequence[Named], shared: Shared) -> None:
+        self.door, self.shared, self.has_acted = door, shared, False
         self.held = {name: ref(named.owners[0]) for named in found for name in named.names}
         self.params = [
             (Place(USES, named.names, ref(named.thing)), ref(named.owners[0]), named.is_frozen)
@@ -70,12 +70,12 @@ class _Watched:
             node.register_hook(changed_by(pairs))
         self.has_acted = self.has_acted or bool(hooks)
         unused = (place for edge in tensors if not counts[edge] for place in tensors[edge])
-        without += [(place, NO_USE) for place in unused if is_whole]
+        without += [(_use(place, 0), NO_USE) for place in unused if is_whole]
         for place, why in without:
-            if self.has_acted:
-                self.door.none(_use(place, 0), why)
-            else:  # an error that nothing is picked lists it
-                self.door.wants(_use(place, UNUSED))
+            if self.has_acted or self.shared.has_graphless:
+                self.door.none(place, why)
+            else:  # the error that nothing is picked lists it
+                self.door.wants(replace(place, occurrence=UNUSED))
 
     def _hook_at(self, owners: Owners, number: int) -> Hook | None:
         if (owners, number) not in self.hooks:
@@ -94,14 +94,14 @@ class _Watched:
             if edge[0] is not None:
                 tensors[edge].append(place)
             elif is_whole:
-                without.append((place, NO_GRADIENT))
+                without.append((_use(place, 0), NO_GRADIENT))
         for place, owner, is_frozen in self.params:
             # A functional_call may have replaced the parameter.
             tensor = getattr(owner(), place.name.rpartition(".")[2], place.thing)
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 without += [(place, "frozen")] * is_frozen
             elif autograd.in_functorch() and not autograd.is_wrapped(tensor):
-                without.append((place, CONSTANT))
+                without.append((_use(place, 0), CONSTANT))
             else:
                 tensors[get_gradient_edge(tensor)[:2]].append(place)
         return tensors, without
@@ -122,7 +122,7 @@ def _watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     # The modules around are needed to find the outermost call.
     around = {part for part in door.model.modules() if not owners.isdisjoint(part.modules())}
     followed = [named for named in modules_of(door.model) if named.thing in around]
-    follow(door, followed, shared, _Watched(door, found).take, chosen)
+    follow(door, followed, shared, _Watched(door, found, shared).take, chosen)
 
 
 USES = Kind("Uses", "", _things, _watch)
@@ -191,7 +191,7 @@ class Uses(Leaf):
         counts: Counter[str] = Counter()
         for place in memory.rejected:
             if (place.kind, place.name) in memory.near[self]:
-                counts[place.site.rpartition("/")[0]] += place.occurrence != UNUSED
+                counts[place.site.partition("/")[0]] += place.occurrence != UNUSED
         uses = ", ".join(f"{site}: {count}" for site, count in counts.items()) or "none"
         given = " What torch.func was not given is a constant there." * autograd.in_functorch()
         return SelectionError(

@@ -25,14 +25,14 @@ def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
 def _watch_forward(door: Door, found: Sequence[Named], shared: Shared) -> None:
     hooks = door.meet_all(places_of(door, FORWARD, found))
-    edits = [_editor(hook, params_at(hook)) for hook in hooks]
+    edit_all = [_editor(hook, params_at(hook)) for hook in hooks]
 
     @compiling.untraced
     def before(module: nn.Module, args: tuple[object, ...]) -> None:
         # The recomputation of a checkpoint needs the weights of its forward.
         if module.training and not autograd.in_backward():
-            for edit in edits:
-                edit()
+            for act in edit_all:
+                act()
 
     door.stack.callback(door.model.register_forward_pre_hook(before).remove)
 

@@ -87,9 +87,7 @@ class Replaced(NewParameters):
         """Yield names of selected modules or parameters that came after the intervention."""
         if operation.stage == "step":
             return  # parameters are looked for at each step
-        things = {
-            kind: kind.things(attachment.model) for kind in operation.kinds if not kind.reaches_new
-        }
+        things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         for kind, listed in things.items():
             if kind.reaches_new:
