@@ -10,7 +10,7 @@ import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
-from tests.contexts.table import README
+from tests.contexts.kinds import README
 from tests.nets import attached, gradients, num_hooks, sgd
 from tests.sites.points import (
     TEN,

@@ -1,0 +1,327 @@
+"""Every kind of site in contexts and situations, against hooks by hand in plain PyTorch."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import gradsurg as gs
+from tests.contexts.contexts import PROCESSES, STEPS, column
+from tests.contexts.contexts import outcome as outcome_in
+from tests.contexts.kinds import KINDS as IN_TABLE
+from tests.contexts.kinds import TABLE
+from tests.core.by_hand import SIGNS, by_hand, select, signs
+from tests.nets import COMPILES_LAYERS
+
+MODES = {
+    "Parameters": ("backward", "accumulated", "backward_end", "step"),
+    "Buckets": ("sent", "reduced"),
+    "Weights": ("step", "forward"),
+    "Updates": ("",),
+    "Captured": ("",),
+    "Uses": ("",),
+    "Outputs": ("",),
+    "Inputs": ("branch", "total"),
+    "Nodes": ("enter", "leave"),
+    "ModuleGradients": ("full_backward_pre", "full_backward"),
+    "EveryModule": ("forward_pre", "forward", "full_backward_pre", "full_backward"),
+    "Activations": ("", "input"),
+    "SavedTensors": ("", "node"),
+}
+KINDS = [f"{name} {mode}".rstrip() for name, modes in MODES.items() for mode in modes]
+OF_PARAMS = ("Parameters", "Buckets", "Weights", "Updates", "Captured")
+
+
+class Net(nn.Module):
+    """A module with two names, which is called twice, a tied weight, an identity, a container."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.act = nn.ReLU()
+        self.one = nn.Linear(6, 6)
+        self.two = self.one
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.one.weight
+        self.same = nn.Identity()
+        self.tail = nn.Sequential(OrderedDict(lin=nn.Linear(6, 6), tanh=nn.Tanh()))
+        self.last = nn.Linear(6, 3)
+        self.reentrant = reentrant
+        self.fails = False
+
+    def inner(self, x: Tensor) -> Tensor:
+        h = self.act(self.one(self.act(self.first(x))))
+        h = self.two(h) + self.same(h)
+        if self.fails:
+            raise ArithmeticError("in the forward")
+        return self.tail(self.tied(h)) * h
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.last(self.inner(x))
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+
+
+Make = Callable[[], Net]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A model that is trained with gradsurg, by hand, or without hooks; `calls` are counted."""
+
+    who: str
+    kind: str
+    pattern: str
+    make: Make
+    model: Net = field(init=False)
+    optimizer: Optimizer = field(init=False)
+    calls: list[int] = field(default_factory=list)
+    found: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        vars(self)["model"] = model = self.make()
+        vars(self)["optimizer"] = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+
+    @contextmanager
+    def attached(self, when: gs.Trigger | None = None, **kwargs: object) -> Iterator[None]:
+        """Attach gradsurg, or hooks by hand, to the model."""
+        if self.who == "gradsurg":
+            at = select(self.kind, self.pattern)
+            surgery = gs.Surgery(gs.Intervention(SIGNS, at, when or gs.Always()))
+            with surgery.attach(self.model, self.optimizer, **kwargs) as live:  # pyright: ignore[reportArgumentType] - as the test gives
+                yield
+                self.calls.append(sum(entry.calls for entry in live.ledger))
+            return
+        counted = 0
+
+        def act(grad: Tensor) -> Tensor:
+            nonlocal counted
+            counted += 1
+            return signs(grad) if self.who == "hand" else grad
+
+        with by_hand(self.kind, self.model, act, self.optimizer, self.pattern):
+            yield
+            self.calls.append(counted)
+
+    def backward(self, loss: Tensor, **kwargs: bool) -> None:
+        if self.kind != "Captured":
+            loss.backward(**kwargs)
+            return
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        for param, grad in zip(params, torch.autograd.grad(loss, params, **kwargs), strict=True):
+            param.grad = grad if param.grad is None else param.grad + grad
+
+    def loss(self, number: int) -> Tensor:
+        x = batch(number)
+        self.found.append(x)
+        return self.model(x).square().sum()
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(self.loss(number))
+        self.optimizer.step()
+
+
+# The situations
+
+
+def plain(arm: Arm) -> None:
+    with arm.attached():
+        for number in range(3):
+            arm.step(number)
+
+
+def attached_for_a_time(arm: Arm) -> None:
+    arm.step(0)
+    for number in (1, 2):
+        with arm.attached():
+            arm.step(number)
+    arm.step(3)
+
+
+def two_backward_passes_in_a_step(arm: Arm) -> None:
+    with arm.attached():
+        for number in range(2):
+            arm.optimizer.zero_grad()
+            for part in (0, 1):
+                arm.backward(arm.loss(2 * number + part))
+            arm.optimizer.step()
+
+
+def two_graphs_at_once(arm: Arm) -> None:
+    with arm.attached():
+        first, second = arm.loss(0), arm.loss(1)
+        arm.backward(second)
+        arm.backward(first)
+        arm.optimizer.step()
+        arm.step(2)
+
+
+def a_graph_is_used_twice(arm: Arm) -> None:
+    with arm.attached():
+        loss = arm.loss(0)
+        arm.backward(loss, retain_graph=True)
+        arm.backward(loss)
+        arm.optimizer.step()
+
+
+def evaluations_in_between(arm: Arm) -> None:
+    with arm.attached():
+        for number in range(2):
+            arm.model.eval()
+            with torch.no_grad():
+                arm.model(batch(7))
+            with torch.inference_mode():
+                arm.model(batch(8).detach())
+            arm.model.train()
+            arm.step(number)
+
+
+def a_forward_that_raises(arm: Arm) -> None:
+    with arm.attached():
+        for number in range(3):
+            arm.model.fails = number == 1
+            with suppress(ArithmeticError):
+                arm.step(number)
+
+
+def a_part_is_called_alone(arm: Arm) -> None:
+    with arm.attached():
+        arm.step(0)
+        arm.optimizer.zero_grad()
+        arm.backward(arm.loss(1) + arm.model.tail(batch(9) @ torch.ones(4, 6)).sum())
+        arm.optimizer.step()
+
+
+def a_frozen_layer(arm: Arm) -> None:
+    arm.model.first.requires_grad_(False)
+    plain(arm)
+
+
+def a_step_that_a_scaler_skips(arm: Arm) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with arm.attached(**({"scaler": scaler} if arm.who == "gradsurg" else {})):  # pyright: ignore[reportArgumentType] - for `attach`
+        for number in range(3):
+            arm.optimizer.zero_grad()
+            loss = arm.loss(number) * (float("inf") if number == 1 else 1.0)
+            arm.backward(scaler.scale(loss))
+            scaler.step(arm.optimizer)
+            scaler.update()
+
+
+def another_dtype(arm: Arm) -> None:
+    arm.model.to(torch.float64)
+    with arm.attached():
+        for number in range(2):
+            arm.optimizer.zero_grad()
+            arm.backward(arm.model(batch(number).double()).square().sum())
+            arm.optimizer.step()
+
+
+SITUATIONS: dict[str, tuple[Callable[[Arm], None], Make]] = {
+    run.__name__: (run, Net)
+    for run in (
+        *(plain, attached_for_a_time, two_backward_passes_in_a_step, two_graphs_at_once),
+        *(a_graph_is_used_twice, evaluations_in_between, a_forward_that_raises),
+        *(a_part_is_called_alone, a_frozen_layer, a_step_that_a_scaler_skips, another_dtype),
+    )
+}
+SITUATIONS |= {"checkpoint": (plain, lambda: Net(False))}
+SITUATIONS |= {"reentrant checkpoint": (plain, lambda: Net(True))}
+
+
+def outcome(arm: Arm, run: Callable[[Arm], None]) -> list[Tensor]:
+    """Return the weights and the gradients of the inputs after a situation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(arm)
+    grads = [x.grad for x in arm.found if x.grad is not None]
+    return [*(param.detach() for param in arm.model.parameters()), *grads]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    assert len(first) == len(second)
+    pairs = zip(first, second, strict=True)
+    return all(a.nan_to_num().equal(b.nan_to_num()) for a, b in pairs)
+
+
+OTHERWISE = {
+    # PyTorch raises by hand too.
+    ("Weights forward", "two_graphs_at_once"),
+    ("Captured", "reentrant checkpoint"),
+    ("SavedTensors node", "checkpoint"),
+    # The uses in a recomputation are in another graph than that of the forward.
+    ("Uses", "reentrant checkpoint"),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_site_acts_as_hooks_by_hand(kind: str, situation: str) -> None:
+    run, make = SITUATIONS[situation]
+    hooked, treated, plain = (Arm(who, kind, "*", make) for who in ("hand", "gradsurg", "plain"))
+    if (kind, situation) in OTHERWISE and kind != "Uses":
+        for arm in (hooked, treated):
+            with pytest.raises(RuntimeError):
+                outcome(arm, run)
+        return
+    expected = outcome(hooked, run)
+    assert not same(outcome(plain, run), expected)
+    assert same(outcome(treated, run), expected) != ((kind, situation) in OTHERWISE)
+    assert treated.calls == hooked.calls or (kind, situation) in OTHERWISE
+
+
+# The contexts of the table in the README of the sites
+
+UNNAMED = {
+    # PyTorch's own errors.
+    *(("in-place consumer", f"ModuleGradients {kind}") for kind in MODES["ModuleGradients"]),
+    ("in-place consumer", "EveryModule full_backward_pre"),
+    ("torch.func", "SavedTensors"),
+    # Nodes are known once there is a graph.
+    *((context, f"Nodes {side}") for context in ("no_grad", "deepcopy") for side in MODES["Nodes"]),
+}
+
+
+@pytest.mark.parametrize("kind", IN_TABLE)
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(context, marks=[pytest.mark.slow] if "compile" in context else [])
+        for context in STEPS
+        if context not in PROCESSES
+    ],
+)
+def test_a_kind_of_site_has_the_stated_outcome_in_a_context(kind: str, context: str) -> None:
+    measured, text = outcome_in(IN_TABLE[kind], context)
+    in_eager = "Nodes" in kind and context == COMPILED and not COMPILES_LAYERS
+    assert measured == ("acts" if in_eager else TABLE[kind][context]), text
+    if measured in ("refused", "warned", "reported") and (context, kind) not in UNNAMED:
+        name = IN_TABLE[kind].pattern
+        assert (name if name != "ReLU" else "act") in text or f"{kind.partition(' ')[0]}: " in text
+
+
+COMPILED = "torch.compile inside the block"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(context, marks=pytest.mark.full if context == "torchrun" else pytest.mark.slow)
+        for context in PROCESSES
+    ],
+)
+def test_kinds_of_sites_have_the_stated_outcomes_in_several_processes(context: str) -> None:
+    assert column(context) == {kind: cells[context] for kind, cells in TABLE.items()}
