@@ -123,6 +123,10 @@ def _parameters(hand: Hand, stage: str) -> None:
             hand.write(param)
         reached.clear()
 
+    def write(*_: object) -> None:
+        for param in hand.params:
+            hand.write(param)
+
     match stage:
         case "backward":
             hand.keep(*(param.register_hook(hand.f) for param in hand.params))
@@ -132,7 +136,6 @@ def _parameters(hand: Hand, stage: str) -> None:
             hand.keep(*(p.register_post_accumulate_grad_hook(reach) for p in hand.params))
         case "step":
             assert hand.optimizer is not None
-            write = lambda *_: [hand.write(param) for param in hand.params] and None  # noqa: E731
             hand.keep(hand.optimizer.register_step_pre_hook(write))
 
 
@@ -294,12 +297,12 @@ def _saved_tensors(hand: Hand, mode: str) -> None:
     def leave(*_: object) -> None:
         open_pairs.pop().__exit__(None, None, None)
 
-    for module in hand.leaves:
-        if mode == "node":
-            hand.keep(module.register_forward_hook(hook_node))
-        else:
-            hand.keep(module.register_forward_pre_hook(enter))
-            hand.keep(module.register_forward_hook(leave, always_call=True))
+    if mode == "node":
+        hand.keep(*(module.register_forward_hook(hook_node) for module in hand.leaves))
+        return
+    for module in hand.modules:
+        hand.keep(module.register_forward_pre_hook(enter))
+        hand.keep(module.register_forward_hook(leave, always_call=True))
 
 
 def _uses(hand: Hand, _: str) -> None:

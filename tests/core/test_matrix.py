@@ -1,15 +1,15 @@
 """Every kind of site in contexts and situations, against hooks by hand in plain PyTorch."""
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
@@ -77,43 +77,40 @@ def batch(step: int) -> Tensor:
 Make = Callable[[], Net]
 
 
-@dataclass(frozen=True)
 class Arm:
-    """A model that is trained with gradsurg, by hand, or without hooks; `calls` are counted."""
+    """A model that is trained with gradsurg, by hand, or without effect; `calls` are counted."""
 
-    who: str
-    kind: str
-    pattern: str
-    make: Make
-    model: Net = field(init=False)
-    optimizer: Optimizer = field(init=False)
-    calls: list[int] = field(default_factory=list)
-    found: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        vars(self)["model"] = model = self.make()
-        vars(self)["optimizer"] = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    def __init__(self, who: str, kind: str, pattern: str = "*", make: Make = Net) -> None:
+        self.who, self.kind, self.pattern = who, kind, pattern
+        self.model = make()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02, momentum=0.9)
+        self.is_on = who == "hand"
+        self.calls, self.inputs = list[int](), list[Tensor]()
+        self.norms = list[tuple[float, float]]()  # before and after
 
     @contextmanager
-    def attached(self, when: gs.Trigger | None = None, **kwargs: object) -> Iterator[None]:
+    def attached(self, when: gs.Trigger | None = None, **kwargs: Any) -> Iterator[None]:
         """Attach gradsurg, or hooks by hand, to the model."""
         if self.who == "gradsurg":
             at = select(self.kind, self.pattern)
             surgery = gs.Surgery(gs.Intervention(SIGNS, at, when or gs.Always()))
-            with surgery.attach(self.model, self.optimizer, **kwargs) as live:  # pyright: ignore[reportArgumentType] - as the test gives
+            with surgery.attach(self.model, self.optimizer, **kwargs) as live:
                 yield
                 self.calls.append(sum(entry.calls for entry in live.ledger))
+            rows = live.effects.rows()
+            self.norms += [(row["norm_before"], row["norm_after"]) for row in rows]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - numbers
             return
-        counted = 0
+        norms = self.norms = []
 
         def act(grad: Tensor) -> Tensor:
-            nonlocal counted
-            counted += 1
-            return signs(grad) if self.who == "hand" else grad
+            result = signs(grad) if self.is_on else grad
+            with torch.no_grad():
+                norms.append((grad.norm().item(), result.norm().item()))
+            return result
 
         with by_hand(self.kind, self.model, act, self.optimizer, self.pattern):
             yield
-            self.calls.append(counted)
+            self.calls.append(len(norms))
 
     def backward(self, loss: Tensor, **kwargs: bool) -> None:
         if self.kind != "Captured":
@@ -125,7 +122,7 @@ class Arm:
 
     def loss(self, number: int) -> Tensor:
         x = batch(number)
-        self.found.append(x)
+        self.inputs.append(x)
         return self.model(x).square().sum()
 
     def step(self, number: int) -> None:
@@ -212,7 +209,7 @@ def a_frozen_layer(arm: Arm) -> None:
 
 def a_step_that_a_scaler_skips(arm: Arm) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with arm.attached(**({"scaler": scaler} if arm.who == "gradsurg" else {})):  # pyright: ignore[reportArgumentType] - for `attach`
+    with arm.attached(scaler=scaler):
         for number in range(3):
             arm.optimizer.zero_grad()
             loss = arm.loss(number) * (float("inf") if number == 1 else 1.0)
@@ -247,7 +244,7 @@ def outcome(arm: Arm, run: Callable[[Arm], None]) -> list[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run(arm)
-    grads = [x.grad for x in arm.found if x.grad is not None]
+    grads = [x.grad for x in arm.inputs if x.grad is not None]
     return [*(param.detach() for param in arm.model.parameters()), *grads]
 
 
@@ -271,7 +268,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_site_acts_as_hooks_by_hand(kind: str, situation: str) -> None:
     run, make = SITUATIONS[situation]
-    hooked, treated, plain = (Arm(who, kind, "*", make) for who in ("hand", "gradsurg", "plain"))
+    hooked, treated, plain = (Arm(who, kind, make=make) for who in ("hand", "gradsurg", "plain"))
     if (kind, situation) in OTHERWISE and kind != "Uses":
         for arm in (hooked, treated):
             with pytest.raises(RuntimeError):
@@ -325,3 +322,119 @@ COMPILED = "torch.compile inside the block"
 )
 def test_kinds_of_sites_have_the_stated_outcomes_in_several_processes(context: str) -> None:
     assert column(context) == {kind: cells[context] for kind, cells in TABLE.items()}
+
+
+# Names, triggers, several interventions, changes, states, effects
+
+PATTERNS = ["first", "[ot][nw][eo]", "tied", "same", "tail", "tail.lin", "ta*", "last"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_and_parameters_are_selected_by_name(kind: str, pattern: str) -> None:
+    if kind.startswith(OF_PARAMS):
+        pattern += ".*" if pattern == "tail" else ".weight"
+    hooked, treated = (Arm(who, kind, pattern, Net) for who in ("hand", "gradsurg"))
+    expected = outcome(hooked, plain)
+    # An identity has no parameter and makes no node, a container neither.
+    with suppress(LookupError, ValueError) if hooked.calls == [0] else nullcontext():
+        assert same(outcome(treated, plain), expected)
+        assert treated.calls == hooked.calls
+
+
+def one_step(arm: Arm) -> None:
+    with arm.attached():
+        arm.step(0)
+
+
+def every_second(arm: Arm) -> None:
+    with arm.attached(gs.Every(2)):
+        for number in range(4):
+            arm.is_on = number % 2 == 0
+            arm.step(number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trigger_says_when_it_acts(kind: str) -> None:
+    hooked, treated = (Arm(who, kind) for who in ("hand", "gradsurg"))
+    assert same(outcome(treated, every_second), outcome(hooked, every_second))
+
+
+def steps(arm: Arm, *items: gs.Intervention, change: Callable[[gs.Live, int], None]) -> None:
+    with gs.Surgery(*items).attach(arm.model, arm.optimizer) as live:
+        for number in range(4):
+            change(live, number)
+            arm.step(number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interventions_change_between_steps(kind: str) -> None:
+    """In the steps 0 to 3: one, two in their order, the second with another field, the first."""
+    at = select(kind, "[fl]*")
+    first = gs.Intervention(SIGNS, at, names=("first",))
+    second = gs.Intervention(gs.ScaleBySign(-1.0, 1.0), at, names=("second",))
+    is_single = kind == "SavedTensors node"  # PyTorch takes one pair of hooks for a tensor
+
+    def by_surgery(arm: Arm) -> None:
+        with gs.Surgery(first).attach(arm.model, arm.optimizer) as live:
+            arm.step(0)
+            if is_single:
+                live.remove("first")
+            live.add(second)
+            arm.step(1)
+            live.set("second", negative=0.5)
+            arm.step(2)
+            live.remove("second")
+            if is_single:
+                live.add(first)
+            arm.step(3)
+
+    def by_hands(arm: Arm) -> None:
+        for number, negative in enumerate((None, 1.0, 0.5, None)):
+
+            def act(grad: Tensor, negative: float | None = negative) -> Tensor:
+                grad = grad if is_single and negative is not None else signs(grad)
+                if negative is None:
+                    return grad
+                scaled = torch.where(grad < 0, grad * negative, grad)
+                return torch.where(grad > 0, grad * -1.0, scaled)
+
+            with by_hand(kind, arm.model, act, arm.optimizer, "[fl]*"):
+                arm.step(number)
+
+    hooked, treated = (Arm(who, kind) for who in ("hand", "gradsurg"))
+    expected, found = outcome(hooked, by_hands), outcome(treated, by_surgery)
+    if kind == "Updates":  # of two surgeries; the update is rounded between them
+        torch.testing.assert_close(found, expected)
+    else:
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("SavedTensors")])
+def test_states_go_on_in_another_surgery(kind: str) -> None:
+    """Two steps, and two of a new surgery that has loaded the state, are four steps."""
+
+    def train(arm: Arm, parts: int, loads: bool = True) -> None:
+        state = None
+        for part in range(parts):
+            item = gs.Intervention(gs.Momentum(0.5), select(kind), gs.Every(2, offset=1))
+            surgery = gs.Surgery(item, seed=3)
+            if state is not None and loads:
+                surgery.load_state_dict(state)
+            with surgery.attach(arm.model, arm.optimizer):
+                for number in range(4 // parts):
+                    arm.step(number + part * 4 // parts)
+            state = copy.deepcopy(surgery.state_dict())
+
+    whole, halves, forgets = (Arm("gradsurg", kind) for _ in range(3))
+    expected = outcome(whole, lambda arm: train(arm, 1))
+    assert same(outcome(halves, lambda arm: train(arm, 2)), expected)
+    assert not same(outcome(forgets, lambda arm: train(arm, 2, loads=False)), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_effects_are_the_norms_that_hooks_by_hand_see(kind: str) -> None:
+    hooked, treated = (Arm(who, kind) for who in ("hand", "gradsurg"))
+    for arm in (hooked, treated):
+        outcome(arm, one_step)
+    torch.testing.assert_close(sorted(treated.norms), sorted(hooked.norms))
