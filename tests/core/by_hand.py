@@ -310,6 +310,9 @@ def _uses(hand: Hand, _: str) -> None:
     running: list[nn.Module] = []
 
     def enter(module: nn.Module, args: object) -> None:
+        if module is hand.model:  # a KeyboardInterrupt runs no forward hook
+            running.clear()
+            outputs.clear()
         running.append(module)
 
     def leave(module: nn.Module, args: object, output: Tensor | None) -> None:

@@ -55,13 +55,13 @@ class Net(nn.Module):
         self.tail = nn.Sequential(OrderedDict(lin=nn.Linear(6, 6), tanh=nn.Tanh()))
         self.last = nn.Linear(6, 3)
         self.reentrant = reentrant
-        self.fails = False
+        self.error: BaseException | None = None
 
     def inner(self, x: Tensor) -> Tensor:
         h = self.act(self.one(self.act(self.first(x))))
         h = self.two(h) + self.same(h)
-        if self.fails:
-            raise ArithmeticError("in the forward")
+        if self.error is not None:
+            raise self.error
         return self.tail(self.tied(h)) * h
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Arm:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02, momentum=0.9)
         self.is_on = who == "hand"
         self.calls, self.inputs = list[int](), list[Tensor]()
-        self.norms = list[tuple[float, float]]()  # before and after
+        self.norms = list[tuple[Any, Any]]()  # before and after
 
     @contextmanager
     def attached(self, when: gs.Trigger | None = None, **kwargs: Any) -> Iterator[None]:
@@ -189,9 +189,11 @@ def evaluations_in_between(arm: Arm) -> None:
 def a_forward_that_raises(arm: Arm) -> None:
     with arm.attached():
         for number in range(3):
-            arm.model.fails = number == 1
-            with suppress(ArithmeticError):
+            arm.model.error = (None, ArithmeticError("gone"), KeyboardInterrupt())[number]
+            with suppress(ArithmeticError, KeyboardInterrupt):
                 arm.step(number)
+        arm.model.error = None
+        arm.step(3)
 
 
 def a_part_is_called_alone(arm: Arm) -> None:
@@ -410,14 +412,32 @@ def test_interventions_change_between_steps(kind: str) -> None:
         assert same(found, expected)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("SavedTensors")])
-def test_states_go_on_in_another_surgery(kind: str) -> None:
+OF_ONE = gs.Chain(gs.Momentum(0.5), gs.AddNoise(sigma=0.01))
+OF_GROUP = gs.Chain(gs.Momentum(0.5), gs.Scheduled(gs.ClipGlobalNorm(0.1), steps=4))
+GROUPS = (
+    "Parameters backward_end",
+    "Parameters step",
+    "Weights step",
+    "Weights forward",
+    "Updates",
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transform"),
+    [
+        *((kind, OF_ONE) for kind in KINDS if not kind.startswith("SavedTensors")),
+        *((kind, OF_GROUP) for kind in GROUPS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value.links[1]).__name__,
+)
+def test_states_go_on_in_another_surgery(kind: str, transform: gs.Chain) -> None:
     """Two steps, and two of a new surgery that has loaded the state, are four steps."""
 
     def train(arm: Arm, parts: int, loads: bool = True) -> None:
         state = None
         for part in range(parts):
-            item = gs.Intervention(gs.Momentum(0.5), select(kind), gs.Every(2, offset=1))
+            item = gs.Intervention(transform, select(kind), gs.Every(2, offset=1))
             surgery = gs.Surgery(item, seed=3)
             if state is not None and loads:
                 surgery.load_state_dict(state)
@@ -430,6 +450,26 @@ def test_states_go_on_in_another_surgery(kind: str) -> None:
     expected = outcome(whole, lambda arm: train(arm, 1))
     assert same(outcome(halves, lambda arm: train(arm, 2)), expected)
     assert not same(outcome(forgets, lambda arm: train(arm, 2, loads=False)), expected)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_a_group_is_all_sites_at_once(kind: str) -> None:
+    """Each part of a group has a quarter of its norm if the norm of the whole is clipped so."""
+    hooked, treated = (Arm(who, kind) for who in ("hand", "gradsurg"))
+    hooked.is_on = False
+    outcome(hooked, one_step)
+    norm = sum(before**2 for before, _ in hooked.norms) ** 0.5
+    clip = gs.Intervention(gs.ClipGlobalNorm(norm / 4, eps=0.0), select(kind))
+
+    def by_surgery(arm: Arm) -> None:
+        with gs.Surgery(clip).attach(arm.model, arm.optimizer) as live:
+            arm.step(0)
+        arm.norms += [(row["norm_before"], row["norm_after"]) for row in live.effects.rows()]  # pyright: ignore[reportArgumentType] - numbers
+
+    outcome(treated, by_surgery)
+    torch.testing.assert_close(
+        sorted(treated.norms), sorted((before, before / 4) for before, _ in hooked.norms)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

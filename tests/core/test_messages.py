@@ -1,0 +1,521 @@
+"""Errors and warnings: each call, the class, and the names that the text must contain."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import gradsurg as gs
+from gradsurg.plugins.fields import FieldError
+from gradsurg.sites.base import Selector
+from tests.nets import batch, num_hooks, sgd, small
+from tests.sites.points import Answer, Double, InPlace, Made, recomputed
+
+P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
+ZERO, ALWAYS = gs.Zero(), gs.Always()
+Call = Callable[[], object]
+
+
+def item(*args: Any, **fields: Any) -> Call:
+    """Make an intervention."""
+    return lambda: gs.Intervention(*args, **fields)
+
+
+def attach(
+    at: Selector,
+    transform: Any = ZERO,
+    model: Callable[[], nn.Module] = small,
+    when: gs.Trigger = ALWAYS,
+    run: Callable[[nn.Module], object] | None = None,
+    **given: Any,
+) -> Call:
+    """Attach an intervention to a model and train a step; no hook may be left after an error."""
+
+    def call() -> None:
+        trained = model()
+        before = num_hooks(trained)
+        given.setdefault("optimizer", sgd(trained) if [*trained.parameters()] else None)
+        try:
+            with gs.Surgery(gs.Intervention(transform, at, when)).attach(trained, **given):
+                (run or step)(trained)
+        finally:
+            assert num_hooks(trained) == before
+
+    return call
+
+
+def forward(model: nn.Module) -> None:
+    model(batch()[0].requires_grad_())
+
+
+def step(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(batch()[0])  # nothing can be hooked here
+    model(batch()[0].requires_grad_()).sum().backward()
+
+
+def live(change: Callable[[gs.Live], object], *transforms: Any) -> Call:
+    """Change an attached surgery, which is as it was after an error."""
+
+    def call() -> None:
+        model = small()
+        with gs.Surgery(*map(gs.Intervention, transforms or (gs.Clip(1.0),))).attach(model) as live:
+            before = live.interventions, live.labels, num_hooks(model), [*live.ledger]
+            try:
+                change(live)
+            finally:
+                step(model)
+                assert (live.interventions, live.labels, num_hooks(model)) == before[:3]
+                assert [*live.ledger] == before[3]
+
+    return call
+
+
+def start(model: Any, *args: Any, **fields: Any) -> Call:
+    return lambda: gs.Surgery(gs.Intervention(gs.Zero(), P(stage="step"))).start(
+        model, *args, **fields
+    )
+
+
+def loaded(**changes: Any) -> Call:
+    def call() -> None:
+        surgery = gs.Surgery(gs.Intervention(gs.Scale(2.0)))
+        good = {"step": 0, "transforms": surgery.state_dict()["transforms"], "states": {}}
+        kept = {key: value for key, value in {**good, **changes}.items() if value is not KeyError}
+        surgery.load_state_dict(kept)
+
+    return call
+
+
+def frozen() -> nn.Module:
+    model = small()
+    model.first.requires_grad_(False)
+    return model
+
+
+def exported() -> nn.Module:
+    return torch.export.export(small(), (torch.ones(2, 6),)).module()
+
+
+class Blocks(nn.Module):
+    """A list of modules, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 3)])
+
+
+def with_block() -> nn.Module:
+    model = small()
+    model.append(nn.Identity())
+    model.block = nn.ReLU()
+    return model
+
+
+def beside_a_teacher() -> Made:
+    def forward(self: Made, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.teacher(x)
+        return (self.own(x) - y).sum()
+
+    return Made(forward, own=nn.Linear(6, 3), teacher=nn.Linear(6, 3))
+
+
+def bound(call: Callable[[gs.Live, SGD], object]) -> Call:
+    """Call with a surgery that waits for its optimizer, and one of a part of the model."""
+
+    def run() -> None:
+        model = small()
+        live = gs.Surgery(gs.Intervention(gs.Zero(), P(stage="step"))).start(model)
+        try:
+            call(live, part := SGD(model.first.parameters(), lr=0.1))
+            assert num_hooks(model, part) == 0
+        finally:
+            live.abort()
+
+    return run
+
+
+def two(first: str, last: str, clock: bool = False) -> Call:
+    """Start with optimizers of two parts of a model, or with one as the clock of the other."""
+
+    def call() -> None:
+        model = small()
+        one, other = (
+            SGD([*model.parameters()] if name == "*" else model.get_submodule(name).parameters())
+            for name in (first, last)
+        )
+        surgery = gs.Surgery(gs.Intervention(gs.Zero(), P(stage="step")))
+        surgery.start(model, one, clock=other) if clock else surgery.start(model, [one, other])
+
+    return call
+
+
+def written(*modules: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(Double(), *modules)
+
+
+def appending(self: Made, x: Tensor) -> Tensor:
+    tensors = [x * 1]
+    self.append(tensors)
+    return tensors[-1]
+
+
+def append() -> Made:
+    return Made(appending, append=Made(lambda self, tensors: tensors.append(tensors[-1] * 2)))
+
+
+def checkpointed() -> Made:
+    return Made(lambda self, x: recomputed(self.inner, x, False), inner=nn.Tanh())
+
+
+def returning(answer: Callable[[Tensor], Any]) -> Callable[[], Made]:
+    return lambda: Made(lambda self, x: self.m(x), m=Made(lambda self, x: answer(x * 2)))
+
+
+def by_keyword() -> Made:
+    return Made(lambda self, x: self.m(input=x * 2), m=nn.Identity())
+
+
+def deprecated() -> nn.Module:
+    model = small()
+    model.last.register_backward_hook(lambda module, entering, leaving: None)
+    return model
+
+
+def half_called() -> Made:
+    return Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
+
+
+class Thin(gs.Parameters):
+    """A subclass of users."""
+
+
+SCALER = torch.amp.GradScaler("cpu")
+RELU_VALUE = gs.ScaleBySign(of="value")
+CLIPS = gs.Chain(gs.Clip(), gs.ClipGlobalNorm())
+
+INTERVENTIONS = [
+    (item(3), TypeError, "3"),
+    (item(gs.Clip), TypeError, "Clip()"),
+    (item(gs.Zero(), at="*.weight"), TypeError, "selector"),
+    (item(gs.Zero(), when=5), TypeError, "trigger"),
+    (item(gs.Zero(), names=("a", "b")), ValueError, "1 2"),
+    *((item(gs.Zero(), names=(name,)), ValueError, "names /") for name in ("", "a/b", "/")),
+    (item(gs.ClipGlobalNorm(), M()), ValueError, "ClipGlobalNorm Outputs"),
+    (item(gs.ClipGlobalNorm(), N("Relu")), ValueError, "Nodes Parameters stage=step"),
+    (item(gs.ClipGlobalNorm(), P(stage="backward")), ValueError, "'backward' step"),
+    (item(CLIPS, P(stage="accumulated")), ValueError, "ClipGlobalNorm"),
+    (item(gs.Clip(), M(stage="step")), ValueError, "Outputs.stage 'step' backward"),
+    (item(gs.AGC(), N("Relu")), ValueError, "AGC Nodes value"),
+    (item(gs.Chain(gs.Clip(), RELU_VALUE), N("Relu")), ValueError, "ScaleBySign Nodes value"),
+    (item(RELU_VALUE, M("act") | N("Relu")), ValueError, "ScaleBySign value"),
+    (item(gs.Cautious()), FieldError, "Parameters Updates"),
+    (
+        item(gs.Clip(), gs.EveryModule(kind="forward", stage="backward")),
+        ValueError,
+        "'forward' 'backward'",
+    ),
+    (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), TypeError, "list Surgery(*interventions)"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.Surgery(gs.Zero()), TypeError, "Zero"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.hook(torch.ones(2), gs.ClipGlobalNorm()), ValueError, "ClipGlobalNorm"),
+    (lambda: gs.hook(None, gs.Zero()), TypeError, "None"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.hook((_leaf() * 2).grad_fn, gs.AGC()), ValueError, "AGC node"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.hook(_leaf(), gs.Cautious()), ValueError, "optimizer"),
+]
+
+
+def _leaf() -> Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+OTHERS: tuple[Any, ...] = (3, None, P, "first.*")
+
+COMBINATIONS = [
+    (lambda: P() & M(), FieldError, "Combined.of Parameters Outputs"),
+    (lambda: P() & N("Relu"), FieldError, "Parameters Nodes"),
+    (lambda: N("Relu") & N("Relu", side="leave"), FieldError, "Nodes"),
+    (lambda: P(stage="accumulated") & P(stage="step"), FieldError, "Parameters"),
+    (lambda: P("first.*", stage="backward") | P(), FieldError, "Parameters pattern='*'"),
+    (lambda: P(stage="backward") | Thin(), FieldError, "Thin stage"),
+    (item(gs.Zero(), P(stage="accumulated") | P(stage="step")), FieldError, "accumulated step"),
+    (lambda: P().expect(2) | M(), FieldError, "expect"),
+    (lambda: ~P().expect(2), FieldError, "expect"),
+    (lambda: P().first(0), FieldError, "Combined.limit 0"),
+    (lambda: P().expect(0), FieldError, "Combined.count 0"),
+    (lambda: P().where(3), FieldError, "Combined.test"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.Combined((P(),), stage="step"), FieldError, "Combined.stage"),
+    (lambda: gs.Combined(()), FieldError, "Combined.of"),
+    (lambda: gs.Combined((P(), 3)), FieldError, "Combined.of.1 Selector 3"),  # pyright: ignore[reportArgumentType]
+    (lambda: gs.Combined((P(),), by="most"), FieldError, "Combined.by 'any' 'all'"),  # pyright: ignore[reportArgumentType]
+    *((lambda other=other: P() | other, TypeError, "selector") for other in OTHERS),
+    *((lambda other=other: P() & other, TypeError, "selector") for other in OTHERS),
+    (lambda: P(stage="reduced"), ValueError, "Parameters.stage 'backward_end'"),
+    (lambda: P(depth=-1), FieldError, "Parameters.depth"),
+    (lambda: P(ndim=(1, 2, 3)), FieldError, "Parameters.ndim"),  # pyright: ignore[reportArgumentType]
+    (lambda: P(types=""), FieldError, "Parameters.types"),
+    (lambda: P(types="re:("), FieldError, "Parameters.types"),
+    (lambda: gs.SavedTensors("block", call=0), FieldError, "SavedTensors.call 'block'"),
+]
+
+ALL = "first.weight first.bias last.weight last.bias"
+NEAREST = {
+    "first": "'first.bias'",
+    "first.w": "'first.weight'",
+    "weight": "'last.weight'",
+    "re:first": "'re:first.bias'",
+    "FIRST.*": "'first.bias'",
+    "frst.*": "'first.*'",
+    "first.wieght": "'first.weight'",
+    "*.wieght": "'*.weight'",
+}
+KINDS = (M, gs.Inputs, gs.Activations, gs.SavedTensors, gs.ModuleGradients, gs.Captured)
+
+SELECTIONS = [
+    *((attach(P(name)), LookupError, f"'{name}' {near} {ALL}") for name, near in NEAREST.items()),
+    (attach(P("first.*"), model=frozen), LookupError, "'first.*' frozen first.weight"),
+    (attach(P(types=nn.Conv2d, depth=1)), LookupError, "'*' types=Conv2d depth=(1"),
+    (attach(M(types="Conv2d")), LookupError, "Outputs.types 'Conv2d' Linear ReLU"),
+    (attach(P("first.*") & P("last.*")), LookupError, f"Combined.by {ALL}"),
+    (attach(~P()), LookupError, f"Combined.by {ALL}"),
+    (attach(P() | ~P()), LookupError, f"Combined.by {ALL}"),
+    *(
+        (attach(at), LookupError, f"'nope' {ALL}")
+        for at in (
+            P("nope") | P("neither"),
+            P("nope") | P(),
+            (P() | P("nope")).first(2),
+            P("first.*") | (P() & (P("last.*") | P("nope"))),
+            P("first.*") | (P("last.*") | (P() | P("nope"))),
+        )
+    ),
+    (attach(P().expect(3)), LookupError, f"zero 3 4 {ALL}"),
+    (attach(P("first.*").first(1).expect(2)), LookupError, "2 1 first.weight"),
+    (attach(M().expect(2)), LookupError, "2 3 first#0 act#0 last#0"),
+    (attach((P("last.*") | M("act")).expect(2)), LookupError, "2 3 last.weight act#0"),
+    (attach(N("Addmm").expect(1)), LookupError, "1 2 first#0/AddmmBackward[0]"),
+    (attach(M().first(1).expect(2)), LookupError, "2 1 first#0"),
+    (attach(M(types="Linear").expect(2), model=half_called), LookupError, "2 1 used#0"),
+    *((attach(kind("*", call=1)), LookupError, "first#0 act#0 last#0") for kind in KINDS),
+    *((attach(kind("last").where(lambda _: False)), LookupError, "last#0") for kind in KINDS),
+    (attach(M(item="2")), LookupError, "item='2' first#0 act#0 last#0"),
+    (attach(N("Rleu")), LookupError, "'Rleu' 'Relu' activation matmul"),
+    (attach(N("Tanh", module="act")), LookupError, "activation rectifier Relu"),
+    (attach(N("Relu", module="first")), LookupError, "'first' 'Relu'"),
+    (attach(N("Relu", call=3)), LookupError, "call=3"),
+    (attach(N("Relu", occurrence=3)), LookupError, "occurrence=3"),
+    (attach(N("Addmm", side="leave", edge=9)), LookupError, "9 0 1 2"),
+    (attach(gs.Uses("act", use=3)), LookupError, "Uses.use 'act' use=3 act#0"),
+    (attach(gs.Uses("root")), LookupError, "root#0"),
+    (attach(N("Rleu"), model=beside_a_teacher), LookupError, "'Rleu'"),
+    (attach(M("blocks"), model=Blocks), LookupError, "blocks 'blocks'"),
+    *(
+        (attach(P("first.*", stage=stage), model=frozen), LookupError, "frozen first.weight")
+        for stage in ("accumulated", "backward_end")
+    ),
+    (attach(gs.SavedTensors("block"), model=with_block), ValueError, "'re:block'"),
+    (attach(M("first"), model=exported), LookupError, "Nodes Parameters first last GraphModule"),
+    (attach(gs.Inputs(types="Linear"), model=exported), LookupError, "GraphModule"),
+    *(
+        (attach(at, model=exported), LookupError, f"{type(at).__name__} exported")
+        for at in (gs.Captured("act"), N("*", module="act"), gs.SavedTensors("act"), gs.Uses("act"))
+    ),
+]
+
+RUNS = [
+    (attach(gs.Inputs("1"), model=written(InPlace())), RuntimeError, "'1#0.input' Outputs"),
+    (
+        attach(gs.Inputs("2", path="total"), model=written(nn.Flatten(0), InPlace())),
+        RuntimeError,
+        "'2#0.input'",
+    ),
+    *(
+        (attach(kind("1"), model=written(layer, InPlace())), RuntimeError, f"'{site}'")
+        for kind, site in ((gs.Inputs, "1#0.input"), (M, "1#0"))
+        for layer in (nn.Identity(),)
+    ),
+    (attach(gs.Inputs("append"), model=append), RuntimeError, "append#0.input container"),
+    (
+        attach(gs.SavedTensors(node="Tanh"), model=checkpointed),
+        RuntimeError,
+        "'inner#0/TanhBackward[0].result'",
+    ),
+    *(
+        (
+            attach(gs.ModuleGradients("m", kind=kind), model=model),
+            RuntimeError,
+            f"'m#0{'.input' * (kind == 'full_backward')}' {where} Outputs",
+        )
+        for model, kind, where in (
+            (returning(lambda x: {"a": x}), "full_backward_pre", "dict"),
+            (returning(lambda x: Answer(x, {})), "full_backward_pre", "Answer"),
+            (returning(lambda x: [x]), "full_backward_pre", "list"),
+            (returning(lambda x: ({"a": x},)), "full_backward_pre", "tuple"),
+            (by_keyword, "full_backward", "argument"),
+        )
+    ),
+    (attach(gs.ModuleGradients("last"), model=deprecated), ValueError, "'last' deprecated"),
+    (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), ValueError, "'block' GrokfastEMA"),
+    (attach(P(), gs.NormRescale(per="row col -> row")), ValueError, "'first.bias'"),
+    *(
+        (attach(at, gs.Clip(0.1), scaler=SCALER), ValueError, "Clip scale stage='step'")
+        for at in (P(), P(stage="accumulated"), M(), N("*"))
+    ),
+    *(
+        (
+            attach(P(), gs.GradientReversal(), when=when, scaler=SCALER),
+            ValueError,
+            "Threshold(above=1.0 scale",
+        )
+        for when in (
+            gs.Threshold(above=1.0),
+            gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"),
+        )
+    ),
+    (attach(P(stage="step"), optimizer=None), ValueError, "'step' optimizer attach start bind"),
+]
+
+GIVEN = [
+    (start(small(), 3), TypeError, "torch.optim.Optimizer 3"),
+    (start(SGD(small().parameters()), small()), TypeError, "SGD model"),
+    (start(nn.Linear), TypeError, "torch.nn.Module Linear"),
+    (start("mlp"), TypeError, "torch.nn.Module 'mlp'"),
+    (start(small(), effects_every=-1), ValueError, "effects_every 0 -1"),
+    (start(small(), effects_every="x"), ValueError, "effects_every 'x'"),
+    (start(small(), conflict_every=0), ValueError, "conflict_every 1 0"),
+    *(
+        (loaded(**changes), ValueError, "state")
+        for changes in (
+            {"transforms": ["Scale(factor=3.0)"]},
+            {"transforms": []},
+            {"transforms": KeyError, "step": KeyError},
+            {"step": "one"},
+            {"states": None},
+            {"states": KeyError},
+        )
+    ),
+    *(
+        (live(lambda live, wrong=wrong: live.bind(wrong)), TypeError, f"Optimizer {name}")
+        for wrong, name in ((None, "None"), (nn.Linear(1, 1), "Linear"), ("adam", "'adam'"))
+    ),
+]
+
+GIVEN += [
+    (bound(lambda live, part: live.bind(part)), ValueError, "last.weight"),
+    (bound(lambda live, part: live.before_step(part)), ValueError, "optimizer bind"),
+    (two("first", "*"), ValueError, "first.weight"),
+    (two("first", "last", clock=True), ValueError, "clock"),
+]
+
+
+def double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+CHAIN = gs.Chain(gs.Scale(2.0), gs.Clip(5.0))
+
+CHANGES = [
+    (live(lambda live: live.remove("clp")), LookupError, "'clp' 'clip'"),
+    (live(lambda live: live.set("clp", value=1.0)), LookupError, "'clp' 'clip'"),
+    (live(lambda live: live.remove("clip"), CHAIN), LookupError, "'clip' clip"),
+    (
+        live(lambda live: live.set("scale -> clip", factor=1.0), CHAIN),
+        LookupError,
+        "'scale -> clip' scale, clip",
+    ),
+    (live(lambda live: live.set("clip", vale=1.0)), FieldError, "clip.vale 'value'"),
+    (live(lambda live: live.set("clip", value=-1.0)), FieldError, "Clip.value 0"),
+    (live(lambda live: live.set("clip")), ValueError, "'clip'"),
+    (live(lambda live: live.set("clip", when=3)), TypeError, "when Steps"),  # pyright: ignore[reportArgumentType]
+    (live(lambda live: live.add(3)), TypeError, "Interventions 3"),  # pyright: ignore[reportArgumentType]
+    (
+        live(lambda live: live.add(gs.Intervention(gs.Zero(), P("frist.*")))),
+        LookupError,
+        "Parameters.pattern 'frist.*' 'first.*'",
+    ),
+    (
+        live(lambda live: live.add(gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x")))),
+        LookupError,
+        "'x' first act last root",
+    ),
+    (
+        live(lambda live: live.set("clip", when=gs.Threshold(1.0, source="output:x"))),
+        LookupError,
+        "'x' first act last root",
+    ),
+    (
+        live(lambda live: live.set("double", value=1.0), double),
+        LookupError,
+        "'double'",
+    ),
+    (
+        live(
+            lambda live: live.set("scheduled", of=gs.ClipGlobalNorm(1.0)),
+            gs.Scheduled(gs.Scale(1.0)),
+        ),
+        ValueError,
+        "'scheduled' 'backward' 'step'",
+    ),
+]
+
+ROWS: Sequence[tuple[Call, type[Exception], str]] = [
+    *INTERVENTIONS,
+    *COMBINATIONS,
+    *SELECTIONS,
+    *RUNS,
+    *GIVEN,
+    *CHANGES,
+]
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
+@pytest.mark.parametrize(("call", "error", "names"), ROWS, ids=range(len(ROWS)))
+def test_an_error_names_its_cause(call: Call, error: type[Exception], names: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    assert [name for name in names.split() if name not in text] == []
+    assert text.count("Did you mean") <= 1
+
+
+EVERY = gs.EveryModule
+KIND = {"full_backward_pre": "", "full_backward": ".input"}
+
+WARNED: Sequence[tuple[Call, str]] = [
+    (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
+    (attach(N("Relu") & ~N("Nope")), f"zero {N('Nope')!r}"),
+    (attach(P() & ~P("nope")), f"zero {P('nope')!r}"),
+    (attach(M() & ~(M("first") | M("head.*"))), f"zero {M('head.*')!r}"),
+    (attach(P("first.*") & ~P("last.*")), ""),
+    (attach(N("Relu") | N("Sigmoid") | N("Addmm")), f"zero {N('Sigmoid')!r}"),
+    (attach(N("Relu") | N("Addmm")), ""),
+    (attach(N("Relu") & ~N("Addmm")), ""),
+    (attach((N("Addmm") | N("Relu")).first(1)), ""),
+    (attach(P() | M("last", call=1)), "zero last#1"),
+    (
+        attach(EVERY("m", kind="full_backward"), model=by_keyword, run=forward),
+        "m#0.input.input full",
+    ),
+    (
+        attach(EVERY("m", kind="full_backward_pre"), model=returning(lambda x: [x]), run=forward),
+        "m#0.0 full",
+    ),
+    (attach(EVERY("Nope")), "zero met"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
+@pytest.mark.parametrize(("call", "names"), WARNED, ids=range(len(WARNED)))
+def test_a_warning_names_its_cause(call: Call, names: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    text = " ".join(
+        str(one.message) for one in caught if issubclass(one.category, gs.SurgeryWarning)
+    )
+    assert [name for name in names.split() if name not in text] == []
+    assert bool(text) == bool(names)
