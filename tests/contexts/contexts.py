@@ -5,15 +5,11 @@ python -m tests.contexts.contexts prints the cells of a context of several proce
 
 import copy
 import json
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -24,10 +20,8 @@ from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
-from tests.contexts.kinds import KINDS, TABLE, Kind, Nested, Net
+from tests.contexts.kinds import KINDS, TABLE, Kind, Net
 from tests.core.by_hand import SIGNS, by_hand, signs
-from tests.forks import Ranks, in_ranks
 from tests.sites.points import recomputed
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
@@ -160,40 +154,6 @@ def accumulation(kind: Kind, attach: Attach) -> Tensor:
         return _run(model, model(_x()).sum(), kind, optimizer)
 
 
-Order = Literal["never", "inside", "in place", "before"]
-
-
-def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Mapping[str, object]]:
-    """Return weights and ledger after some steps of a model whose modules pass on others' tensors.
-
-    `order` selects whether it is compiled before attaching or inside the block.
-    """
-    torch.manual_seed(0)
-    model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    called: Callable[[Tensor], Tensor] = model
-    if order == "before":
-        called = torch.compile(model, backend=backend)
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.5), at=at))
-    with surgery.attach(model, optimizer) as live:
-        if order == "inside":
-            called = torch.compile(model, backend=backend)
-        if order == "in place":
-            model.compile(backend=backend)
-        for _ in range(3):
-            params = list(model.parameters())
-            grads = torch.autograd.grad(called(_x()).square().sum(), params)
-            loss = called(_x()).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            if isinstance(at, gs.Captured):
-                for param, grad in zip(params, grads, strict=True):
-                    param.grad = grad
-            optimizer.step()
-        counts = {entry.site: (entry.calls, entry.fired, entry.aliases) for entry in live.ledger}
-    return [param.detach().clone() for param in model.parameters()], counts
-
-
 def torch_func(kind: Kind, attach: Attach) -> Tensor:
     model, optimizer = _ready()
     params = dict(model.named_parameters())
@@ -308,21 +268,6 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
         return "WRONG", text
     # One that is not linear warns of several gradients in a step, whatever the kind.
     return ("warned" if TABLE[kind.name][context] == "warned" and text else "acts"), text
-
-
-@cache
-def column(context: str) -> dict[str, str]:
-    """Return the measured outcomes in a context of two processes, by kind of site."""
-    if context == "torchrun":
-        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        command = [sys.executable, "-m", *launch, "-m", "tests.contexts.contexts"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    def work(ranks: Ranks, folder: Path) -> dict[str, str]:
-        return {name: outcome(kind, context)[0] for name, kind in KINDS.items()}
-
-    return in_ranks(2, work)
 
 
 def main() -> None:

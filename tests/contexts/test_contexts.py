@@ -4,9 +4,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ from gradsurg.plugins.registry import find, names
 from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
 from gradsurg.sites.contexts import CONTEXTS, ROWS
-from tests.contexts.contexts import STEPS, Order, trained
+from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import BEGIN, END, KINDS, README
 from tests.contexts.table import table
-from tests.nets import COMPILES_LAYERS, attached, num_hooks, small
+from tests.nets import attached, num_hooks, small
 from tests.sites.points import recomputed
 
 
@@ -202,51 +201,6 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
     told = "had 2 gradients in one backward pass, as of reentrant"
     assert any(told in text for text in _clipped(at, reentrant=True)[1])
-
-
-NOISE = (
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo detected a call to a `functools.lru_cache`",
-    "ignore:Using `torch.compile.module.` when there are global hooks",
-    "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
-    "ignore:.*not linear:gradsurg.SurgeryWarning",
-)
-FAST = ("Outputs", "Parameters backward")
-FIRST = {name.partition(" ")[0]: name for name in reversed(KINDS)}.values()
-"""The first kind of each class of sites."""
-
-
-def _mark(name: str, backend: str) -> list[pytest.MarkDecorator]:
-    if backend == "eager":
-        return [] if name in FAST else [pytest.mark.full]
-    return [pytest.mark.slow if name in FIRST else pytest.mark.full]
-
-
-@pytest.mark.filterwarnings(*NOISE)
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(name, backend, marks=_mark(name, backend))
-        for backend in ("eager", "aot_eager")
-        for name in KINDS
-    ],
-)
-def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
-    name: str, backend: str
-) -> None:
-    kind = KINDS[name].make()
-    # Nodes are those of one compiled graph: the table has them as refused.
-    at = kind if isinstance(kind, gs.Nodes) else replace(kind, pattern="*")
-    weights, counts = trained(at, "never", backend)
-    for order in get_args(Order)[1:]:
-        torch.compiler.reset()
-        if isinstance(kind, gs.Nodes) and backend != "eager" and COMPILES_LAYERS:
-            with pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"):
-                trained(at, order, backend)
-            continue
-        weights_here, counted = trained(at, order, backend)
-        assert counted == counts, order
-        torch.testing.assert_close(weights_here, weights)
 
 
 def test_a_model_without_parameters_is_not_taken_for_a_sharded_one() -> None:

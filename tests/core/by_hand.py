@@ -209,7 +209,7 @@ def _nodes(hand: Hand, side: str) -> None:
 
     def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         node = output.grad_fn
-        if node is not None and not isinstance(module, nn.Identity):
+        if node is not None and not isinstance(module, (nn.Identity, nn.Dropout)):
             node.register_prehook(hand.grads) if side == "enter" else node.register_hook(hand.grads)
 
     hand.keep(*(module.register_forward_hook(after) for module in hand.leaves))
@@ -283,7 +283,7 @@ def _saved_tensors(hand: Hand, mode: str) -> None:
     def hook_node(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         node = output.grad_fn
         names = [name for name in dir(node) if name.startswith("_raw_saved")]
-        for name in names if not isinstance(module, nn.Identity) else ():
+        for name in names if not isinstance(module, (nn.Identity, nn.Dropout)) else ():
             saved = getattr(node, name.removeprefix("_raw"))
             if isinstance(saved, Tensor) and pack(saved)[0]:
                 getattr(node, name).register_hooks(lambda x: x.detach(), hand.f)

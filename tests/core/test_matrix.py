@@ -1,24 +1,32 @@
 """Every kind of site in contexts and situations, against hooks by hand in plain PyTorch."""
 
 import copy
+import gc
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as process
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
+from gradsurg.plugins.registry import find, names
+from gradsurg.sites.base import Selector
 from tests.contexts.contexts import PROCESSES, STEPS, column
 from tests.contexts.contexts import outcome as outcome_in
 from tests.contexts.kinds import KINDS as IN_TABLE
 from tests.contexts.kinds import TABLE
 from tests.core.by_hand import SIGNS, by_hand, select, signs
-from tests.nets import COMPILES_LAYERS
+from tests.nets import COMPILES_LAYERS, num_hooks
+from tests.sites.points import Acts
 
 MODES = {
     "Parameters": ("backward", "accumulated", "backward_end", "step"),
@@ -51,7 +59,7 @@ class Net(nn.Module):
         self.two = self.one
         self.tied = nn.Linear(6, 6)
         self.tied.weight = self.one.weight
-        self.same = nn.Identity()
+        self.same, self.drop = nn.Identity(), nn.Dropout(0.2)
         self.tail = nn.Sequential(OrderedDict(lin=nn.Linear(6, 6), tanh=nn.Tanh()))
         self.last = nn.Linear(6, 3)
         self.reentrant = reentrant
@@ -62,7 +70,7 @@ class Net(nn.Module):
         h = self.two(h) + self.same(h)
         if self.error is not None:
             raise self.error
-        return self.tail(self.tied(h)) * h
+        return self.tail(self.drop(self.tied(h))) * h
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant is None:
@@ -77,11 +85,27 @@ def batch(step: int) -> Tensor:
 Make = Callable[[], Net]
 
 
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
+    """Return all that an attachment may leave behind: hooks, modes, flags and filters."""
+    global_hooks = [table for name, table in vars(process).items() if name.endswith("_hooks")]
+    return (
+        num_hooks(model, optimizer),
+        sum(map(len, global_hooks)),
+        len(vars(torch.overrides)["_get_current_function_mode_stack"]()),
+        vars(torch._C._autograd)["_top_saved_tensors_default_hooks"](True),
+        process._global_is_full_backward_hook,
+        [module._is_full_backward_hook for module in model.modules()],
+        len(warnings.filters),
+    )
+
+
 class Arm:
     """A model that is trained with gradsurg, by hand, or without effect; `calls` are counted."""
 
-    def __init__(self, who: str, kind: str, pattern: str = "*", make: Make = Net) -> None:
-        self.who, self.kind, self.pattern = who, kind, pattern
+    def __init__(
+        self, who: str, kind: str, pattern: str = "*", make: Make = Net, transform: Any = SIGNS
+    ) -> None:
+        self.who, self.kind, self.pattern, self.transform = who, kind, pattern, transform
         self.model = make()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02, momentum=0.9)
         self.is_on = who == "hand"
@@ -92,11 +116,14 @@ class Arm:
     def attached(self, when: gs.Trigger | None = None, **kwargs: Any) -> Iterator[None]:
         """Attach gradsurg, or hooks by hand, to the model."""
         if self.who == "gradsurg":
-            at = select(self.kind, self.pattern)
-            surgery = gs.Surgery(gs.Intervention(SIGNS, at, when or gs.Always()))
-            with surgery.attach(self.model, self.optimizer, **kwargs) as live:
-                yield
-                self.calls.append(sum(entry.calls for entry in live.ledger))
+            at, before = select(self.kind, self.pattern), hooks(self.model, self.optimizer)
+            surgery = gs.Surgery(gs.Intervention(self.transform, at, when or gs.Always()))
+            try:
+                with surgery.attach(self.model, self.optimizer, **kwargs) as live:
+                    yield
+                    self.calls.append(sum(entry.calls for entry in live.ledger))
+            finally:
+                assert hooks(self.model, self.optimizer) == before
             rows = live.effects.rows()
             self.norms += [(row["norm_before"], row["norm_after"]) for row in rows]  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - numbers
             return
@@ -120,10 +147,15 @@ class Arm:
         for param, grad in zip(params, torch.autograd.grad(loss, params, **kwargs), strict=True):
             param.grad = grad if param.grad is None else param.grad + grad
 
+    def compile(self) -> None:
+        if self.who == "gradsurg":
+            self.model.compile(backend="eager")
+
     def loss(self, number: int) -> Tensor:
+        torch.manual_seed(number)
         x = batch(number)
         self.inputs.append(x)
-        return self.model(x).square().sum()
+        return self.model(x.to(self.model.first.weight.dtype)).square().sum()
 
     def step(self, number: int) -> None:
         self.optimizer.zero_grad()
@@ -222,11 +254,23 @@ def a_step_that_a_scaler_skips(arm: Arm) -> None:
 
 def another_dtype(arm: Arm) -> None:
     arm.model.to(torch.float64)
+    plain(arm)
+
+
+def compiled_in_the_block(arm: Arm, before: bool = False) -> None:
+    torch.compiler.reset()
+    if before:
+        arm.compile()
     with arm.attached():
-        for number in range(2):
-            arm.optimizer.zero_grad()
-            arm.backward(arm.model(batch(number).double()).square().sum())
-            arm.optimizer.step()
+        if not before:
+            arm.compile()
+        for number in range(3):
+            arm.step(number)
+    torch.compiler.reset()
+
+
+def compiled_before_it(arm: Arm) -> None:
+    compiled_in_the_block(arm, before=True)
 
 
 SITUATIONS: dict[str, tuple[Callable[[Arm], None], Make]] = {
@@ -236,6 +280,9 @@ SITUATIONS: dict[str, tuple[Callable[[Arm], None], Make]] = {
         *(a_graph_is_used_twice, evaluations_in_between, a_forward_that_raises),
         *(a_part_is_called_alone, a_frozen_layer, a_step_that_a_scaler_skips, another_dtype),
     )
+}
+COMPILED: dict[str, tuple[Callable[[Arm], None], Make]] = {
+    run.__name__: (run, Net) for run in (compiled_in_the_block, compiled_before_it)
 }
 SITUATIONS |= {"checkpoint": (plain, lambda: Net(False))}
 SITUATIONS |= {"reentrant checkpoint": (plain, lambda: Net(True))}
@@ -266,10 +313,12 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(
+    "situation", [*SITUATIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_site_acts_as_hooks_by_hand(kind: str, situation: str) -> None:
-    run, make = SITUATIONS[situation]
+    run, make = (SITUATIONS | COMPILED)[situation]
     hooked, treated, plain = (Arm(who, kind, make=make) for who in ("hand", "gradsurg", "plain"))
     if (kind, situation) in OTHERWISE and kind != "Uses":
         for arm in (hooked, treated):
@@ -283,6 +332,13 @@ def test_a_kind_of_site_acts_as_hooks_by_hand(kind: str, situation: str) -> None
 
 
 # The contexts of the table in the README of the sites
+
+
+def test_every_kind_is_in_the_matrix_and_in_the_table() -> None:
+    kinds = {find("sites", stem).__name__ for stem in names("sites")} - {"Combined"}
+    assert {*MODES} == kinds == {kind.partition(" ")[0] for kind in TABLE}
+    assert {context for cells in TABLE.values() for context in cells} == {*STEPS}
+
 
 UNNAMED = {
     # PyTorch's own errors.
@@ -305,14 +361,14 @@ UNNAMED = {
 )
 def test_a_kind_of_site_has_the_stated_outcome_in_a_context(kind: str, context: str) -> None:
     measured, text = outcome_in(IN_TABLE[kind], context)
-    in_eager = "Nodes" in kind and context == COMPILED and not COMPILES_LAYERS
+    in_eager = "Nodes" in kind and context == INSIDE and not COMPILES_LAYERS
     assert measured == ("acts" if in_eager else TABLE[kind][context]), text
     if measured in ("refused", "warned", "reported") and (context, kind) not in UNNAMED:
         name = IN_TABLE[kind].pattern
         assert (name if name != "ReLU" else "act") in text or f"{kind.partition(' ')[0]}: " in text
 
 
-COMPILED = "torch.compile inside the block"
+INSIDE = "torch.compile inside the block"
 
 
 @pytest.mark.parametrize(
@@ -478,3 +534,216 @@ def test_effects_are_the_norms_that_hooks_by_hand_see(kind: str) -> None:
     for arm in (hooked, treated):
         outcome(arm, one_step)
     torch.testing.assert_close(sorted(treated.norms), sorted(hooked.norms))
+
+
+# What no hook by hand tells
+
+SITES = {
+    "Captured": "{}.weight",
+    "Uses": "{}.weight/use[0]",
+    "Nodes enter": "{}#0/AddmmBackward[0]",
+    "Nodes leave": "{}#0/AddmmBackward[0]",
+    "SavedTensors": "{}#0.0",
+    "SavedTensors node": "{}#0/AddmmBackward[0].mat1",
+    **dict.fromkeys(("Inputs branch", "Inputs total", "Activations input"), "{}#0.input"),
+    **dict.fromkeys(("ModuleGradients full_backward",), "{}#0.input"),
+    **dict.fromkeys(("EveryModule forward_pre", "EveryModule full_backward"), "{}#0.input"),
+}
+
+
+def site(kind: str, name: str) -> str:
+    default = "{}.weight" if kind.startswith(OF_PARAMS) else "{}#0"
+    return SITES.get(kind, default).format(name)
+
+
+def pattern(kind: str, name: str) -> str:
+    return f"{name}.weight" if kind.startswith((*OF_PARAMS, "Uses")) else name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transform_that_changes_nothing_leaves_training_bit_identical(kind: str) -> None:
+    """Nor does one in shadow change weights, or either the global random numbers."""
+    bare = Arm("gradsurg", kind)
+    for number in range(3):
+        bare.step(number)
+    expected, state = outcome(bare, lambda arm: None), torch.get_rng_state()
+    for transform, kwargs in ((gs.Identity(), {}), (SIGNS, {"shadow": True})):
+        arm = Arm("gradsurg", kind, transform=transform)
+        with arm.attached(**kwargs):
+            for number in range(3):
+                arm.step(number)
+        assert same(outcome(arm, lambda arm: None), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("function", "error"), [(lambda grad: 1 // 0, ArithmeticError), (lambda g: g[:1], TypeError)]
+)
+def test_an_error_of_a_transform_names_the_site(kind: str, function: Any, error: Any) -> None:
+    arm = Arm("gradsurg", kind, pattern(kind, "first"), transform=Acts(function))
+    with pytest.raises(error) as caught:
+        outcome(arm, one_step)
+    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert f"site '{site(kind, 'first')}" in told
+
+
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_tensors_of_a_step_nor_the_model_are_kept_alive(kind: str) -> None:
+    arm, held = Arm("gradsurg", kind), list[ref[Any]]()
+    arm.model.act.register_forward_hook(lambda *given: held.append(ref(given[2])))
+
+    def train(arm: Arm) -> None:
+        with arm.attached():
+            for is_read in (True, True, False):
+                loss = arm.loss(0)
+                held.extend([ref(loss), *map(ref, arm.inputs)])
+                if is_read:
+                    arm.backward(loss)
+                    arm.optimizer.step()
+                arm.inputs.clear()
+                del loss
+                gc.collect()
+                assert [one() for one in held] == [None] * len(held)
+
+    outcome(arm, train)
+    held = [ref(arm.model), *map(ref, arm.model.parameters()), ref(arm.optimizer)]
+    del arm
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
+
+
+CHANGES_VALUES = ("Activations", "EveryModule forward")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_after_the_block_is_that_of_pytorch(kind: str) -> None:
+    """Unless values were changed in the forward, which was in the block."""
+    arm, bare = Arm("gradsurg", kind), Arm("gradsurg", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with arm.attached():
+            arm.step(0)
+            loss = arm.loss(1)
+    bare.model.load_state_dict(arm.model.state_dict())
+    other = bare.loss(1)
+    for one, its_loss in ((arm, loss), (bare, other)):
+        one.model.zero_grad()
+        one.backward(its_loss)
+    grads, others = ([param.grad for param in one.model.parameters()] for one in (arm, bare))
+    assert same(grads, others) != kind.startswith(CHANGES_VALUES)  # pyright: ignore[reportArgumentType] - all have one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_selectors_combine_as_sets_and_their_sites_are_counted(kind: str) -> None:
+    def met(at: Selector) -> set[str]:
+        arm = Arm("gradsurg", kind)
+        surgery = gs.Surgery(gs.Intervention(gs.Identity(), at))
+        with surgery.attach(arm.model, arm.optimizer) as live:
+            arm.step(0)
+        return {entry.site for entry in live.ledger if entry.calls}
+
+    at_first, at_last, at_all = (
+        select(kind, pattern(kind, name)) for name in ("first", "last", "*")
+    )
+    first, last, every = met(at_first), met(at_last), met(at_all)
+    assert all(name.startswith(site(kind, "first")) for name in first)
+    assert met(at_first | at_last) == first | last < every
+    assert met(at_all & ~at_first) == every - first
+    assert met(at_all.where(lambda place: place.name.startswith("last"))) == last
+    assert met(at_all.first(1)) < every
+    assert met(at_all.expect(len(every))) == every
+    with pytest.raises(LookupError, match=str(len(every) + 1)):
+        met(at_all.expect(len(every) + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
+    told = pytest.raises(LookupError, match="Did you mean 'first")
+    if kind.startswith("EveryModule"):  # a module outside the model may have it
+        told = pytest.warns(gs.SurgeryWarning, match="met")
+    with told, Arm("gradsurg", kind, pattern(kind, "frist")).attached():
+        pass
+
+
+GIVES_GROUP = ("Parameters backward_end", "Parameters step", "Weights", "Updates")
+GIVES_VALUE = ("Parameters", "Buckets", "Updates", "Captured", "Outputs", "Inputs")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transform_that_needs_more_than_a_kind_gives_is_refused(kind: str) -> None:
+    at = select(kind)
+    for kinds, transform in ((GIVES_VALUE, gs.AGC()), (GIVES_GROUP, gs.ClipGlobalNorm())):
+        is_given = kind.startswith(kinds)
+        with nullcontext() if is_given else pytest.raises(ValueError, match="needs"):
+            gs.Intervention(transform, at)
+    stage = "captured" if kind != "Captured" else "step"
+    with pytest.raises(ValueError, match=f"cannot have stage '{stage}'"):
+        gs.Intervention(gs.Zero(), replace(at, stage=stage))  # pyright: ignore[reportArgumentType] - a dataclass
+
+
+OF_SUMS = ("Parameters accumulated", "Buckets")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Captured"])
+def test_two_threads_at_once_have_the_sites_and_gradients_of_one_after_another(kind: str) -> None:
+    def trained(at_once: bool) -> tuple[list[int], list[Tensor]]:
+        arm, barrier = Arm("gradsurg", kind), threading.Barrier(2)
+        arm.model.drop.p = 0.0  # threads share the random numbers
+        if kind.startswith(OF_PARAMS):  # the sum of two threads is written while it is read
+            arm.transform = gs.Identity()
+        # Two backward passes at once would write to a sum of gradients while it is transformed.
+        in_turn = threading.Lock() if kind.startswith(OF_SUMS) else nullcontext()
+
+        def work() -> None:
+            x = batch(0)
+            arm.inputs.append(x)
+            loss = arm.model(x).square().sum()
+            with in_turn:
+                loss.backward()
+
+        def wait(*_: object) -> None:
+            barrier.wait(timeout=10)
+
+        if at_once:
+            arm.model.one.register_forward_hook(wait)
+        with arm.attached(effects_every=0):
+            workers = [threading.Thread(target=work) for _ in range(2)]
+            for worker in workers:
+                worker.start() if at_once else worker.run()
+            for worker in workers if at_once else ():
+                worker.join()
+            arm.optimizer.step()
+        return arm.calls, [x.grad for x in arm.inputs if x.grad is not None]
+
+    (seen, grads), (expected, serial) = trained(True), trained(False)
+    assert seen == expected != [0]
+    torch.testing.assert_close(grads, serial)
+
+
+NUMBERED = ("Outputs", "Inputs", "Nodes", "ModuleGradients", "Activations", "SavedTensors")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(NUMBERED)])
+def test_call_picks_one_call_of_a_module_and_outside_the_model_it_is_0(kind: str) -> None:
+    def seen(run: Callable[[Arm], Any], call: int | None) -> set[str]:
+        arm = Arm("gradsurg", kind)
+        at = replace(select(kind, "act"), call=call)  # pyright: ignore[reportArgumentType] - a dataclass
+        with gs.Surgery(gs.Intervention(SIGNS, at)).attach(arm.model) as live:
+            arm.backward(run(arm))
+        return {entry.site.partition("/")[0][:5] for entry in live.ledger if entry.calls}
+
+    def of_model(arm: Arm) -> Tensor:
+        return arm.loss(0)
+
+    assert [seen(of_model, call) for call in (None, 0, 1)] == [
+        {"act#0", "act#1"},
+        {"act#0"},
+        {"act#1"},
+    ]
+    assert seen(
+        lambda arm: arm.model.act(torch.ones(2, 6, requires_grad=True) * 2).sum(), None
+    ) == {"act#0"}
+    with pytest.raises(LookupError):
+        seen(of_model, 7)

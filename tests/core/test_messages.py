@@ -52,6 +52,10 @@ def forward(model: nn.Module) -> None:
     model(batch()[0].requires_grad_())
 
 
+def of_no_gradient(model: nn.Module) -> None:
+    model(batch()[0]).sum().backward()
+
+
 def step(model: nn.Module) -> None:
     with torch.no_grad():
         model(batch()[0])  # nothing can be hooked here
@@ -483,7 +487,7 @@ def test_an_error_names_its_cause(call: Call, error: type[Exception], names: str
 
 
 EVERY = gs.EveryModule
-KIND = {"full_backward_pre": "", "full_backward": ".input"}
+KIND = ("full_backward_pre", "full_backward")
 
 WARNED: Sequence[tuple[Call, str]] = [
     (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
@@ -505,6 +509,15 @@ WARNED: Sequence[tuple[Call, str]] = [
         "m#0.0 full",
     ),
     (attach(EVERY("Nope")), "zero met"),
+    *(
+        (attach(at, model=frozen, run=of_no_gradient), "zero first#0 needs no gradient")
+        for at in (
+            *(M("first"), gs.Inputs("first"), gs.Inputs("first", path="total")),
+            *(gs.ModuleGradients("first", kind=kind) for kind in KIND),  # pyright: ignore[reportArgumentType]
+            *(EVERY("first", kind=kind) for kind in KIND),  # pyright: ignore[reportArgumentType]
+        )
+    ),
+    (attach(gs.SavedTensors("first"), model=frozen, run=of_no_gradient), "zero first#0 saves"),
 ]
 
 
@@ -519,3 +532,31 @@ def test_a_warning_names_its_cause(call: Call, names: str) -> None:
     )
     assert [name for name in names.split() if name not in text] == []
     assert bool(text) == bool(names)
+
+
+MODULES: dict[str, object] = {"call": -1, "depth": (2, 1), "index": "first", "types": "re:("}
+PARAMETERS: dict[str, object] = {"ndim": -1, "size": 1.5, "depth": True, "types": ""}
+INVALID: dict[str, dict[str, object]] = {
+    "Activations": MODULES | {"side": "both", "backward": "twice"},
+    "Buckets": PARAMETERS | {"reduce": "sum"},
+    "Captured": MODULES | {"ndim": -1},
+    "EveryModule": {"kind": "backward", "types": ""},
+    "Inputs": MODULES | {"path": "both"},
+    "ModuleGradients": MODULES | {"kind": "backward"},
+    "Nodes": {"module": "re:[", "side": "both", "edge": 1, "occurrence": -1},
+    "Outputs": MODULES,
+    "Parameters": PARAMETERS,
+    "SavedTensors": MODULES | {"node": "re:(", "of": "weights"},
+    "Updates": PARAMETERS,
+    "Uses": {"use": -1},
+    "Weights": PARAMETERS,
+}
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_fields_are_refused_by_name(kind: str) -> None:
+    make = getattr(gs, kind)
+    common = [("pattern", ""), ("pattern", "re:("), ("stage", "never")]
+    for field, wrong in [*common, *INVALID[kind].items()]:
+        with pytest.raises(FieldError, match=rf"^{kind}\.{field}: "):
+            make(**{"pattern": "*", field: wrong})

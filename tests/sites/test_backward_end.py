@@ -41,11 +41,6 @@ CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
 AT_ROOT = "a backward has failed, and the group was left as it is"
 
 
-def test_the_old_name_of_the_stage_names_the_new_one() -> None:
-    with pytest.raises(ValueError, match=r"^Parameters\.stage: .* use 'backward_end'$"):
-        gs.Parameters(stage="reduced")
-
-
 def test_the_group_is_what_a_backward_reaches_and_an_older_gradient_stays() -> None:
     model = Weighted()
     model.c.grad = torch.tensor([100.0])

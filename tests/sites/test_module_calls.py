@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
-from tests.sites.points import TEN, Answer, Double, Made, Named, passed, point
+from tests.sites.points import TEN, Double, Made, passed, point
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +129,3 @@ def test_a_selected_scripted_module_is_refused_and_its_siblings_act(
             passed(model, TEN, at)
     else:
         assert passed(model, TEN, at)[0] == [20.0]
-
-
-def test_tensors_are_found_in_containers_and_among_the_attributes_of_objects() -> None:
-    first, second, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
-    nested = Answer(first, {"loss": second, "index": whole})
-    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
-    named = Named(first, [second, second])
-    assert [path for path, _ in tensors_in(named)] == [".0", ".1.0", ".1.1"]
-    assert [path for path, _ in tensors_in([Plain(first)])] == [".0.h"]
-    assert [path for path, _ in tensors_in(first)] == [""]
-    nothing = (None, "text", Answer, whole, nn.Linear(1, 1), torch.ones, Plain(whole))
-    assert list(tensors_in(nothing)) == []

@@ -104,15 +104,6 @@ def test_items_of_an_output_are_selected_each_once(at: Selector, sites: list[str
     assert live.ledger.table().count("lstm") + live.ledger.table().count("first") == len(sites)
 
 
-def test_an_item_that_no_output_has_is_refused_in_the_first_forward() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
-    with (
-        pytest.raises(LookupError, match=r"item='2'.* There were: 0#0, 1#0.0, 1#0.1.0, 1#0.1.1"),
-        attached(model, gs.Identity(), gs.Outputs(item="2")),
-    ):
-        model(torch.ones(2, 1, 3))
-
-
 @pytest.mark.parametrize("at", [gs.Outputs("1", call=0), gs.Outputs("1", call=0, item="*.1")])
 def test_a_call_of_a_module_by_itself_has_no_number(at: Selector) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))

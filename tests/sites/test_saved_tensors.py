@@ -15,12 +15,10 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 import gradsurg as gs
-from gradsurg.plugins.fields import FieldError
 from gradsurg.torch_internals import autograd
 from tests.nets import (
     attached,
     batch,
-    small,
 )
 from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
@@ -211,18 +209,6 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
 
 
 # The block.
-
-
-def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name() -> None:
-    model = small()
-    with pytest.raises(ValueError, match=r"site 'block': it is many tensors, and GrokfastEMA"):
-        attached(model, gs.GrokfastEMA(), gs.SavedTensors("block"))
-    with pytest.raises(FieldError, match=r"SavedTensors\.call: pattern 'block'"):
-        gs.SavedTensors("block", call=0)
-    model.block = nn.ReLU()
-    with pytest.raises(ValueError, match="write 're:block' for the module"):
-        attached(model, gs.Zero(), gs.SavedTensors("block"))
-    assert gs.SavedTensors("re:block").find(model) == ["block"]
 
 
 def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:

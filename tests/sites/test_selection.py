@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Selector
-from gradsurg.sites.selection import names_of, one_scan
 from tests.nets import attached, small
 from tests.sites.points import met
 
@@ -73,70 +71,11 @@ def test_a_base_class_selects_its_subclasses() -> None:
     assert gs.Parameters(types=Mine).find(model) == ["0.weight", "0.bias"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"depth": -1}, "Parameters.depth: must be a number >= 0 or two of them, low and high"),
-        ({"ndim": (1, 2, 3)}, "Parameters.ndim: must be a number >= 0 or two of them"),
-        ({"types": ""}, "Parameters.types: must not be empty"),
-        ({"types": "re:("}, "Parameters.types: is not a regular expression"),
-    ],
-)
-def test_an_invalid_field_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(FieldError, match=re.escape(message)):
-        gs.Parameters(**fields)
-
-
 # What is said if nothing is selected
-
-
-def _frozen() -> nn.Module:
-    model = small()
-    model.first.requires_grad_(False)
-    return model
 
 
 def _exported() -> nn.Module:
     return torch.export.export(small(), (torch.ones(2, 6),)).module()
-
-
-PARAMS = "There are: first.weight, first.bias, last.weight, last.bias."
-NEAREST = {
-    "first": "first.bias",
-    "first.w": "first.weight",
-    "weight": "last.weight",
-    "re:first": "re:first.bias",
-    "FIRST.*": "first.bias",
-    "frst.*": "first.*",
-    "first.wieght": "first.weight",
-    "*.wieght": "*.weight",
-}
-GRAPH = "The model is a GraphModule, as torch.export makes it: its operations are nodes of one"
-
-
-@pytest.mark.parametrize(
-    ("make", "at", "message"),
-    [
-        *((small, gs.Parameters(pattern), f"'{pattern}'. Did you mean '{near}'? {PARAMS}")
-          for pattern, near in NEAREST.items()),
-        (_frozen, gs.Parameters("first.*"), "'first.*' matches is frozen: first.weight, "),
-        (small, gs.Parameters(types=nn.Conv2d, depth=1), "'*' with 'types=Conv2d, depth=(1, 1)'"),
-        (small, gs.Outputs(types="Conv2d"), "Outputs.types: nothing matches 'Conv2d'. There are: "),
-        (Net, gs.Outputs("blocks"), "of its own. There are: blocks, "),
-        (Net, gs.Outputs("blocks"), "called matches 'blocks'. 'blocks' is in the model and never "),
-        (_exported, gs.Outputs("first"), "Use Nodes or Parameters. There are: first, last"),
-        (_exported, gs.Outputs("first"), f"{GRAPH} forward, and 'first' only holds parameters. "),
-        (_exported, gs.Inputs(types="Linear"), GRAPH),
-    ],
-)  # fmt: skip
-def test_a_selection_of_nothing_lists_the_choices_and_gives_the_reason_or_the_nearest(
-    make: Callable[[], nn.Module], at: Selector, message: str
-) -> None:
-    with pytest.raises(LookupError, match=re.escape(message)) as caught:
-        attached(make(), gs.Zero(), at)
-    asked = f"Did you mean '{getattr(at, 'pattern', '')}'?"
-    assert asked not in str(caught.value)
-    assert str(caught.value).count("Did you mean") <= 1
 
 
 @pytest.mark.parametrize(
@@ -222,12 +161,3 @@ def test_a_model_is_scanned_once_while_a_surgery_attaches(monkeypatch: pytest.Mo
     for kind in (gs.Parameters, gs.Outputs, gs.Nodes):
         at = (lambda name: gs.Nodes("Addmm", name)) if kind is gs.Nodes else kind
         assert scans_with(9, at) <= scans_with(1, at) + 8  # the hooks of the model may ask again
-
-
-def test_a_scan_ends_with_its_block_and_is_of_one_model() -> None:
-    model, other = small(), small()
-    with one_scan(model):
-        assert names_of(model) is names_of(model)
-        assert [*names_of(other)] != [*names_of(model)]
-    model.append(nn.Linear(3, 3))
-    assert len(names_of(model)) == len(names_of(other)) + 1

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -79,50 +79,6 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live.close()
 
 
-def starting(model: Any, *args: Any, **fields: Any) -> Callable[[], object]:
-    return lambda: at_step(gs.Zero()).start(model, *args, **fields)
-
-
-NO_OPTIMIZER = r"must be a torch\.optim\.Optimizer, found "
-WHOLE = "_every: must be a whole number >= "
-LIST = r"found a list: did you mean Surgery\(\*interventions\)"
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (starting(small(), 3), NO_OPTIMIZER + "3"),
-    (starting(SGD(small().parameters()), small()), "found SGD; the model comes first, as in"),
-    (starting(nn.Linear), r"model: must be a torch.nn.Module, found <class .*Linear.*did you mean"),
-    (starting("mlp"), "model: must be a torch.nn.Module, found 'mlp'"),
-    (starting(small(), effects_every=-1), f"effects{WHOLE}0, found -1"),
-    (starting(small(), effects_every="x"), f"effects{WHOLE}0, found 'x'"),
-    (starting(small(), conflict_every=0), f"conflict{WHOLE}1, found 0"),
-    (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), LIST),
-    (lambda: gs.Surgery(gs.Zero()), "found Zero"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_argument_is_named(call: Callable[[], object], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        call()
-
-
-def test_what_is_no_optimizer_of_the_model_is_refused_and_none_is_bound() -> None:
-    model = small()
-    live = at_step(gs.Zero()).start(model)
-    part = SGD(model.first.parameters(), lr=0.1)
-    for wrong, text in (
-        (None, f"{NO_OPTIMIZER}None"),
-        (nn.Linear(1, 1), f"{NO_OPTIMIZER}the module Linear"),
-        ("adam", f"{NO_OPTIMIZER}'adam'"),
-        (part, "the optimizer does not have last.weight"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=text):
-            live.bind(wrong)
-    with pytest.raises(ValueError, match="no such optimizer; bind it first"):
-        live.before_step(part)
-    assert num_hooks(model, part) == 0
-    live.abort()
-
-
 def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
     model = small()
     live = at_step(gs.Zero()).start(model)
@@ -142,16 +98,6 @@ def test_of_two_optimizers_each_has_its_parameters_and_one_counts() -> None:
         assert live.step == num_steps
     assert all(map(torch.equal, before, model.parameters()))
     live.close()
-
-
-def test_a_parameter_of_two_optimizers_and_a_clock_that_is_none_of_them_are_refused() -> None:
-    model = small()
-    both = [SGD(part.parameters(), lr=1.0) for part in (model.first, model.last)]
-    with pytest.raises(ValueError, match="two optimizers have first.weight"):
-        at_step(gs.Zero()).start(model, [both[0], SGD(model.parameters(), lr=1.0)])
-    assert num_hooks(model, *both) == 0
-    with pytest.raises(ValueError, match="clock be one of them"):
-        at_step(gs.Zero()).start(model, both[0], clock=both[1])
 
 
 def test_before_step_acts_before_the_clipping_of_a_framework_and_only_once() -> None:
