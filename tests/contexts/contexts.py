@@ -5,10 +5,14 @@ python -m tests.contexts.contexts prints the cells of a context of several proce
 
 import copy
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsurg as gs
 from tests.contexts.kinds import KINDS, TABLE, Kind, Net
 from tests.core.by_hand import SIGNS, by_hand, signs
+from tests.forks import Ranks, in_ranks
 from tests.sites.points import recomputed
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
@@ -268,6 +273,21 @@ def outcome(kind: Kind, context: str) -> tuple[str, str]:
         return "WRONG", text
     # One that is not linear warns of several gradients in a step, whatever the kind.
     return ("warned" if TABLE[kind.name][context] == "warned" and text else "acts"), text
+
+
+@cache
+def column(context: str) -> dict[str, str]:
+    """Return the measured outcomes in a context of two processes, by kind of site."""
+    if context == "torchrun":
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = [sys.executable, "-m", *launch, "-m", "tests.contexts.contexts"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def work(ranks: Ranks, folder: Path) -> dict[str, str]:
+        return {name: outcome(kind, context)[0] for name, kind in KINDS.items()}
+
+    return in_ranks(2, work)
 
 
 def main() -> None:

@@ -77,16 +77,3 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x)))
-
-
-class Nested(nn.Module):
-    """Nested modules: a container, its last child and an identity return the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-        self.act = nn.ReLU()
-        self.last = nn.Sequential(nn.Linear(6, 2), nn.Identity())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)))

@@ -137,6 +137,19 @@ def test_an_exception_inside_a_group_transform_tells_the_step() -> None:
     assert caught.value.__notes__ == ["while later_group acted on 4 sites, step 1"]
 
 
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda later: gs.Chain(gs.Clip(), later),
+        gs.Scheduled,
+        lambda later: gs.NormMatched(gs.Chain(later, gs.Clip())),
+    ],
+)
+def test_a_wrapper_of_a_users_transform_is_checked_like_it(wrapped: Any) -> None:
+    with pytest.raises(RuntimeError, match="in place"):
+        _acted(wrapped(Later(lambda grad: grad.mul_(2.0), 2)), gs.Parameters("first.weight"))
+
+
 def test_a_link_of_a_chain_is_the_one_named() -> None:
     chain = gs.Chain(gs.Identity(), Later(lambda grad: grad[0], 0))
     with pytest.raises(TypeError, match=r"^later: Later"):

@@ -29,27 +29,6 @@ from tests.sites.points import (
 ROUND = Acts(torch.round)  # a quantisation: its derivative is zero
 
 
-@pytest.mark.parametrize(
-    ("transform", "how", "x", "value", "grad"),
-    [
-        (gs.Scale(2.0), "through", 1.0, 60.0, 60.0),
-        (gs.Scale(2.0), "straight", 1.0, 60.0, 30.0),
-        # 6 * 1.125 = 6.75, rounded 7, times 5: the gradient is blocked, or passes straight.
-        (ROUND, "through", 1.125, 35.0, 0.0),
-        (ROUND, "straight", 1.125, 35.0, 30.0),
-    ],
-)
-def test_the_value_is_transformed_and_the_gradient_follows_or_passes_straight_through(
-    transform: Any, how: Any, x: float, value: float, grad: float
-) -> None:
-    model, leaf = nn.Sequential(Times(6.0), Times(5.0)), point(x)
-    with attached(model, transform, gs.Activations("0", backward=how)) as live:
-        y = model(leaf)
-        y.sum().backward()
-    assert (y.tolist(), grad_of(leaf), calls_of(live)) == ([value], [grad], {"0#0": 1})
-    assert model(leaf).tolist() == [30.0 * x]
-
-
 def test_straight_through_adds_no_rounding_error_in_the_forward() -> None:
     values = (0.1, -0.3, 1e30, -0.0, float("inf"), 3.3e-7)
     model, x = nn.Sequential(Times(1.0)), point(*values)

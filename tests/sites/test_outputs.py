@@ -5,10 +5,10 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
 from tests.contexts.kinds import README
 from tests.nets import attached, gradients, num_hooks, sgd
@@ -68,7 +68,7 @@ def test_the_tensors_that_modules_return_are_sites(
 ) -> None:
     model.zero_grad()
     with attached(model, gs.Zero(), at) as live:
-        sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+        sum(tensor.sum() for tensor in tree_leaves(model(torch.ones(2, 1, 3)))).backward()
     assert names_of_sites(live) == sites
     assert not gradients(model)[next(iter(gradients(model)))].any()
 
@@ -97,7 +97,7 @@ def test_items_of_an_output_are_selected_each_once(at: Selector, sites: list[str
     model = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), lstm=nn.LSTM(3, 4)))
     with attached(model, gs.Identity(), at) as live:
         for _ in range(2):
-            sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+            sum(tensor.sum() for tensor in tree_leaves(model(torch.ones(2, 1, 3)))).backward()
     assert {str(row["site"]): row["calls"] for row in live.effects.rows()} == dict.fromkeys(
         sites, 2
     )

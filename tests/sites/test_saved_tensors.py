@@ -138,20 +138,6 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_
             y.sum().backward()
 
 
-def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
-    model, x = nn.Sequential(Square()), point(3.0)
-    with attached(model, DOUBLE, gs.SavedTensors("0")):
-        y = model(x).sum()
-        with pytest.raises(RuntimeError, match=r"site '0#0\.[01]': it is read back under"):
-            torch.autograd.grad(y, x, create_graph=True)
-        y.backward()
-        assert grad_of(x) == [12.0]
-    with attached(model, gs.Identity(), gs.SavedTensors("0")):
-        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first, x)
-    assert (first.tolist(), second.tolist()) == ([6.0], [2.0])
-
-
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import gradsurg as gs
 from gradsurg.experiment.execution import execute
-from tests.nets import attached, backward, small, train, weights
+from tests.nets import attached, backward, small, states_of, train, weights
 from tests.runs import a_run, lines, notes
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -119,14 +119,14 @@ def test_what_comes_later_does_not_act_in_a_skipped_step() -> None:
         gs.Intervention(gs.AddNoise(sigma=1.0), at=gs.Parameters(stage="step")),
         gs.Intervention(gs.AddNoise(sigma=1.0), at=gs.Updates()),
     )
-    with surgery.attach(model, optimizer) as live:
+    with surgery.attach(model, optimizer):
         train(model, optimizer, 1)
         optimizer.zero_grad()
         _spoil(model)
-        before, states = weights(model), copy.deepcopy(live.session.states)
+        before, states = weights(model), copy.deepcopy(states_of(surgery))
         optimizer.step()
         assert all(map(torch.equal, weights(model), before))
-        del states["skip_update/group"], (now := dict(live.session.states))["skip_update/group"]
+        del states["skip_update/group"], (now := states_of(surgery))["skip_update/group"]
         assert _same(now, states)
         train(model, optimizer, 1)
     assert all(weight.isfinite().all() for weight in weights(model))
