@@ -660,11 +660,16 @@ def test_selectors_combine_as_sets_and_their_sites_are_counted(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
+    """All or nothing: the hooks of the intervention before it are gone."""
     told = pytest.raises(LookupError, match="Did you mean 'first")
     if kind.startswith("EveryModule"):  # a module outside the model may have it
         told = pytest.warns(gs.SurgeryWarning, match="met")
-    with told, Arm("gradsurg", kind, pattern(kind, "frist")).attached():
-        pass
+    arm, wrong = Arm("gradsurg", kind), select(kind, pattern(kind, "frist"))
+    items = [gs.Intervention(gs.Identity(), at) for at in (select(kind), wrong)]
+    before = hooks(arm.model, arm.optimizer)
+    with told, gs.Surgery(*items).attach(arm.model, arm.optimizer):
+        arm.step(0)
+    assert hooks(arm.model, arm.optimizer) == before
 
 
 GIVES_GROUP = ("Parameters backward_end", "Parameters step", "Weights", "Updates")

@@ -17,7 +17,6 @@ from tests.nets import (
     batch,
     grad_of,
     gradients,
-    noisy,
     num_hooks,
     sgd,
     small,
@@ -25,25 +24,6 @@ from tests.nets import (
     train,
     trainee,
 )
-
-SITES = {
-    "parameters-backward": gs.Parameters(),
-    "parameters-accumulated": gs.Parameters(stage="accumulated"),
-    "parameters-step": gs.Parameters(stage="step"),
-    "outputs": gs.Outputs(),
-    "nodes-enter": gs.Nodes("*"),
-    "nodes-leave": gs.Nodes("*", side="leave"),
-}
-
-
-@pytest.mark.parametrize("at", SITES.values(), ids=SITES)
-def test_no_hook_is_left_if_the_second_intervention_cannot_be_attached(at: Selector) -> None:
-    model = noisy()
-    optimizer, nowhere = sgd(model), gs.Parameters("nowhere.*")
-    surgery = gs.Surgery(*(gs.Intervention(gs.Identity(), at=each) for each in (at, nowhere)))
-    with pytest.raises(LookupError), surgery.attach(model, optimizer):
-        pass
-    assert num_hooks(model, optimizer) == 0
 
 
 @pytest.mark.parametrize(
