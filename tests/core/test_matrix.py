@@ -742,13 +742,13 @@ def test_call_picks_one_call_of_a_module_and_outside_the_model_it_is_0(kind: str
     def of_model(arm: Arm) -> Tensor:
         return arm.loss(0)
 
-    assert [seen(of_model, call) for call in (None, 0, 1)] == [
-        {"act#0", "act#1"},
-        {"act#0"},
-        {"act#1"},
-    ]
-    assert seen(
-        lambda arm: arm.model.act(torch.ones(2, 6, requires_grad=True) * 2).sum(), None
-    ) == {"act#0"}
+    def alone(arm: Arm) -> Tensor:
+        return arm.model.act(torch.ones(2, 6, requires_grad=True) * 2).sum()
+
+    calls = [seen(of_model, call) for call in (None, 0, 1)]
+    assert calls == [{"act#0", "act#1"}, {"act#0"}, {"act#1"}]
+    assert seen(alone, None) == {"act#0"}
+    with pytest.raises(RuntimeError, match="'act' is called"):
+        seen(alone, 1)
     with pytest.raises(LookupError):
         seen(of_model, 7)

@@ -104,16 +104,6 @@ def test_items_of_an_output_are_selected_each_once(at: Selector, sites: list[str
     assert live.ledger.table().count("lstm") + live.ledger.table().count("first") == len(sites)
 
 
-@pytest.mark.parametrize("at", [gs.Outputs("1", call=0), gs.Outputs("1", call=0, item="*.1")])
-def test_a_call_of_a_module_by_itself_has_no_number(at: Selector) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
-    with (
-        pytest.raises(RuntimeError, match="'1' is called, but not the model that is attached"),
-        attached(model, gs.Identity(), at),
-    ):
-        model[1](torch.ones(2, 1, 3))
-
-
 def _residual(inner: nn.Module) -> Made:
     """A module that returns its input, or a list of it, with other uses of that input."""
 
