@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch.optim import SGD
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites.base import Selector
+from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.updates import MatchedUpdates
 from tests.nets import batch, num_hooks, sgd, small
 from tests.sites.points import Answer, Double, InPlace, Made, recomputed
 
@@ -224,6 +226,11 @@ INTERVENTIONS = [
         ValueError,
         "'forward' 'backward'",
     ),
+    (item(gs.SkipUpdate(), gs.Updates()), ValueError, "SkipUpdate Updates"),
+    (item(gs.SkipUpdate(), P(stage="backward_end")), ValueError, "SkipUpdate optimizer"),
+    (item(gs.SkipUpdate(), P(stage="backward")), ValueError, "SkipUpdate 'backward' step"),
+    (item(gs.ErrorFeedback(gs.SkipUpdate())), ValueError, "inside"),
+    (lambda: gs.SkipUpdate(0.0), ValueError, "max_norm"),
     (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), TypeError, "list Surgery(*interventions)"),  # pyright: ignore[reportArgumentType]
     (lambda: gs.Surgery(gs.Zero()), TypeError, "Zero"),  # pyright: ignore[reportArgumentType]
     (lambda: gs.hook(torch.ones(2), gs.ClipGlobalNorm()), ValueError, "ClipGlobalNorm"),
@@ -383,7 +390,74 @@ RUNS = [
     (attach(P(stage="step"), optimizer=None), ValueError, "'step' optimizer attach start bind"),
 ]
 
+
+def lbfgs(*args: Any) -> Call:
+    def call() -> None:
+        model = small()
+        gs.Surgery(gs.Intervention(*args)).start(model, torch.optim.LBFGS(model.parameters()))
+
+    return call
+
+
+def in_two(at: Selector) -> Call:
+    """Start a transform of a group at the parameters of two optimizers."""
+
+    def call() -> None:
+        model = small()
+        halves = [sgd(model.first), sgd(model.last)]
+        gs.Surgery(gs.Intervention(gs.ClipGlobalNorm(), at)).start(model, halves)
+
+    return call
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2))
+
+
+def first_call(place: Place) -> bool:
+    return place.call == 0
+
+
+def config(*args: Any) -> Call:
+    return gs.Surgery(gs.Intervention(gs.Clip()), gs.Intervention(*args)).to_config
+
+
+def times(grad: Tensor, factor: float) -> Tensor:
+    return grad * factor
+
+
+def of_closure() -> Callable[[Tensor], Tensor]:
+    def inner(grad: Tensor) -> Tensor:
+        return grad
+
+    return inner
+
+
+TWO = "interventions.1."
+
 GIVEN = [
+    (lbfgs(gs.Scale(2.0), gs.Updates()), ValueError, "Updates LBFGS"),
+    (lbfgs(gs.SkipUpdate()), ValueError, "LBFGS gradients"),
+    *(
+        (in_two(at), ValueError, f"{type(at).__name__} group optimizers")
+        for at in (gs.Updates(), MatchedUpdates(), gs.Weights())
+    ),
+    (
+        attach(P("0.weight"), gs.Scale(2.0), model=sparse, when=gs.Threshold(0.1)),
+        ValueError,
+        "Threshold '0.weight' sparse",
+    ),
+    (config(gs.Clip(), N("Relu").where(first_call)), TypeError, f"{TWO}site where(first_call)"),
+    (
+        config(gs.Clip(), N("Relu") | N("Mul").where(first_call)),
+        TypeError,
+        f"{TWO}site.of.1 where(first_call)",
+    ),
+    (config(lambda grad: grad), TypeError, f"{TWO}transform <lambda>"),
+    (config(of_closure()), TypeError, f"{TWO}transform inner"),
+    (config(gs.Chain(gs.Sign(), of_closure())), TypeError, f"{TWO}transform.links.1 inner"),
+    (config(partial(times, 0.1)), TypeError, f"{TWO}transform functools.partial("),
+    (config(nn.ReLU()), TypeError, f"{TWO}transform ReLU()"),
     (start(small(), 3), TypeError, "torch.optim.Optimizer 3"),
     (start(SGD(small().parameters()), small()), TypeError, "SGD model"),
     (start(nn.Linear), TypeError, "torch.nn.Module Linear"),

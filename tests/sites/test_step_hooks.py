@@ -251,13 +251,6 @@ def test_a_gan_whose_optimizers_take_turns(scaled: bool) -> None:
         torch.testing.assert_close(weight, expected)
 
 
-@pytest.mark.parametrize("at", [gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
-def test_other_kinds_refuse_a_group_in_two_optimizers(at: Any) -> None:
-    model = small()
-    with pytest.raises(ValueError, match="a whole group at once, and two optimizers share it"):
-        gs.Surgery(gs.Intervention(CLIP, at)).start(model, _two(model))
-
-
 # Exceptions, and a block that ends inside a step
 
 

@@ -97,7 +97,7 @@ def test_the_state_of_the_optimizer_is_untouched() -> None:
             assert torch.equal(tensor, other.state[theirs][key])
 
 
-def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
+def test_a_closure_is_allowed() -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
 
@@ -111,9 +111,6 @@ def test_a_closure_is_allowed_and_lbfgs_is_refused() -> None:
     with attached(model, gs.Scale(2.0), gs.Updates("weight"), optimizer):
         optimizer.step(closure)
     torch.testing.assert_close(model.weight, before * (1 - 2 * 0.2))
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ValueError, match="Updates: cannot act on LBFGS"):
-        attached(model, gs.Scale(2.0), gs.Updates(), lbfgs)
 
 
 def test_the_plan_has_the_size_of_the_copies() -> None:
