@@ -14,6 +14,7 @@ import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from gradsurg.sites.updates import MatchedUpdates
+from gradsurg.testing.transforms import context_with
 from tests.nets import batch, num_hooks, sgd, small
 from tests.sites.points import Answer, Double, InPlace, Made, recomputed
 
@@ -435,6 +436,41 @@ def of_closure() -> Callable[[Tensor], Tensor]:
 
 TWO = "interventions.1."
 
+
+def route(labels: Sequence[Any], shape: tuple[int, ...] = (2, 3), **fields: int) -> Call:
+    """Give labels, and train with a transform that reads them, at a linear layer of 4 units."""
+
+    def call() -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        transform = gs.Route(((0,), (1,)), **fields)
+        with gs.Surgery(gs.Intervention(transform, M("0"))).attach(model) as live:
+            for each in labels:
+                live.set_example_labels(each)
+            model(torch.ones(shape)).sum().backward()
+
+    return call
+
+
+def routed(*shape: int, **fields: int) -> Call:
+    return lambda: gs.Route(**fields).apply(torch.ones(shape), context_with(torch.ones(shape)))
+
+
+LABELS = [
+    (route([]), ValueError, "Route live.set_example_labels(labels)"),
+    (route([[0, 1]]), TypeError, "tensor integers"),
+    (route([torch.ones(2)]), TypeError, "[n] time] torch.float32"),
+    (route([torch.zeros(3, dtype=torch.long)]), ValueError, "3 labels"),
+    (route([torch.zeros(1, 3, dtype=torch.long)]), ValueError, "labels [1, 3]"),
+    (
+        route([torch.zeros(2, 3, dtype=torch.long)], (2, 3, 3), axis=1),
+        ValueError,
+        "Route.axis [2, 3] 1",
+    ),
+    (routed(3), ValueError, "axis 1 [3]"),
+    (routed(3, 4, axis=2), ValueError, "axis 2 [3, 4] 'a.weight'"),
+    (routed(3, 1), ValueError, "Route.groups 2 axis 1 [3, 1]"),
+]
+
 GIVEN = [
     (lbfgs(gs.Scale(2.0), gs.Updates()), ValueError, "Updates LBFGS"),
     (lbfgs(gs.SkipUpdate()), ValueError, "LBFGS gradients"),
@@ -546,6 +582,7 @@ ROWS: Sequence[tuple[Call, type[Exception], str]] = [
     *SELECTIONS,
     *RUNS,
     *GIVEN,
+    *LABELS,
     *CHANGES,
 ]
 
@@ -562,6 +599,20 @@ def test_an_error_names_its_cause(call: Call, error: type[Exception], names: str
 
 EVERY = gs.EveryModule
 KIND = ("full_backward_pre", "full_backward")
+
+
+def named_twice() -> Made:
+    inside = nn.Sequential(nn.Linear(6, 2))
+    return Made(lambda self, x: self.inner(x), inner=inside, linear=inside[0])
+
+
+def waiting() -> None:
+    gs.Surgery(gs.Intervention(gs.Zero(), P(stage="step"))).start(small()).close()
+
+
+def of_integers(model: nn.Module) -> None:
+    model(torch.ones(1, dtype=torch.long)).sum().backward()
+
 
 WARNED: Sequence[tuple[Call, str]] = [
     (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
@@ -583,6 +634,12 @@ WARNED: Sequence[tuple[Call, str]] = [
         "m#0.0 full",
     ),
     (attach(EVERY("Nope")), "zero met"),
+    (attach(M("linear") | M("inner"), model=named_twice), "linear#0 inner.0"),
+    (waiting, "live.bind(optimizer)"),
+    (
+        attach(gs.Inputs("0"), model=lambda: nn.Sequential(nn.Embedding(3, 2)), run=of_integers),
+        "0#0.input floating",
+    ),
     *(
         (attach(at, model=frozen, run=of_no_gradient), "zero first#0 needs no gradient")
         for at in (

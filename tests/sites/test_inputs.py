@@ -94,9 +94,6 @@ def test_the_gradient_of_a_branch_or_of_all_uses_is_transformed(
     assert names_of_sites(live) == [[f"{name}#0.input" for name in names] for names in sites]
 
 
-INTEGERS = torch.ones(1, dtype=torch.long)
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_tensor_given_twice_is_one_site_with_both_names_and_one_tensor(path: Any) -> None:
     def sums(self: Made, a: Tensor, again: Tensor) -> Tensor:
@@ -126,15 +123,6 @@ def test_a_parameter_as_input_can_be_a_branch_or_a_total() -> None:
         grads.append(gradients(model)["prompt"].item())
         assert num_hooks(model) == 0
     assert grads == [21.0, 30.0]
-
-
-def test_a_module_without_a_floating_input_is_reported() -> None:
-    model = nn.Sequential(nn.Embedding(3, 2))
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"0#0\.input \(takes no floating tensor\)"),
-        attached(model, gs.Zero(), gs.Inputs("0")),
-    ):
-        model(INTEGERS).sum().backward()
 
 
 @pytest.mark.parametrize("first", PATHS)

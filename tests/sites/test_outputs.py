@@ -165,13 +165,3 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_with_its_current_value(
             optimizer.step()
     assert calls_of(live) == {"soft#0": 2}
     assert num_hooks(model) == 0
-
-
-def test_a_name_that_is_not_the_first_of_a_module_is_told() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2))
-    model = Made(lambda self, x: self.inner(x), inner=inner, linear=inner[0])
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"linear#0 \(another name of inner\.0, which"),
-        attached(model, gs.Zero(), gs.Outputs("linear") | gs.Outputs("inner")),
-    ):
-        model(torch.ones(1, 2)).sum().backward()

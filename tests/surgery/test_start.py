@@ -78,13 +78,6 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live.close()
 
 
-def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
-    model = small()
-    live = at_step(gs.Zero()).start(model)
-    with pytest.warns(gs.SurgeryWarning, match=r"live\.bind\(optimizer\) was not called"):
-        live.close()
-
-
 def test_of_two_optimizers_each_has_its_parameters_and_one_counts() -> None:
     model = small()
     first = SGD(model.first.parameters(), lr=1.0)
