@@ -206,40 +206,6 @@ SCALER = torch.amp.GradScaler("cpu")
 RELU_VALUE = gs.ScaleBySign(of="value")
 CLIPS = gs.Chain(gs.Clip(), gs.ClipGlobalNorm())
 
-INTERVENTIONS = [
-    (item(3), TypeError, "3"),
-    (item(gs.Clip), TypeError, "Clip()"),
-    (item(gs.Zero(), at="*.weight"), TypeError, "selector"),
-    (item(gs.Zero(), when=5), TypeError, "trigger"),
-    (item(gs.Zero(), names=("a", "b")), ValueError, "1 2"),
-    *((item(gs.Zero(), names=(name,)), ValueError, "names /") for name in ("", "a/b", "/")),
-    (item(gs.ClipGlobalNorm(), M()), ValueError, "ClipGlobalNorm Outputs"),
-    (item(gs.ClipGlobalNorm(), N("Relu")), ValueError, "Nodes Parameters stage=step"),
-    (item(gs.ClipGlobalNorm(), P(stage="backward")), ValueError, "'backward' step"),
-    (item(CLIPS, P(stage="accumulated")), ValueError, "ClipGlobalNorm"),
-    (item(gs.Clip(), M(stage="step")), ValueError, "Outputs.stage 'step' backward"),
-    (item(gs.AGC(), N("Relu")), ValueError, "AGC Nodes value"),
-    (item(gs.Chain(gs.Clip(), RELU_VALUE), N("Relu")), ValueError, "ScaleBySign Nodes value"),
-    (item(RELU_VALUE, M("act") | N("Relu")), ValueError, "ScaleBySign value"),
-    (item(gs.Cautious()), FieldError, "Parameters Updates"),
-    (
-        item(gs.Clip(), gs.EveryModule(kind="forward", stage="backward")),
-        ValueError,
-        "'forward' 'backward'",
-    ),
-    (item(gs.SkipUpdate(), gs.Updates()), ValueError, "SkipUpdate Updates"),
-    (item(gs.SkipUpdate(), P(stage="backward_end")), ValueError, "SkipUpdate optimizer"),
-    (item(gs.SkipUpdate(), P(stage="backward")), ValueError, "SkipUpdate 'backward' step"),
-    (item(gs.ErrorFeedback(gs.SkipUpdate())), ValueError, "inside"),
-    (lambda: gs.SkipUpdate(0.0), ValueError, "max_norm"),
-    (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), TypeError, "list Surgery(*interventions)"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.Surgery(gs.Zero()), TypeError, "Zero"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.hook(torch.ones(2), gs.ClipGlobalNorm()), ValueError, "ClipGlobalNorm"),
-    (lambda: gs.hook(None, gs.Zero()), TypeError, "None"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.hook((_leaf() * 2).grad_fn, gs.AGC()), ValueError, "AGC node"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.hook(_leaf(), gs.Cautious()), ValueError, "optimizer"),
-]
-
 
 def _leaf() -> Tensor:
     return torch.ones(2, requires_grad=True)
@@ -247,32 +213,6 @@ def _leaf() -> Tensor:
 
 OTHERS: tuple[Any, ...] = (3, None, P, "first.*")
 
-COMBINATIONS = [
-    (lambda: P() & M(), FieldError, "Combined.of Parameters Outputs"),
-    (lambda: P() & N("Relu"), FieldError, "Parameters Nodes"),
-    (lambda: N("Relu") & N("Relu", side="leave"), FieldError, "Nodes"),
-    (lambda: P(stage="accumulated") & P(stage="step"), FieldError, "Parameters"),
-    (lambda: P("first.*", stage="backward") | P(), FieldError, "Parameters pattern='*'"),
-    (lambda: P(stage="backward") | Thin(), FieldError, "Thin stage"),
-    (item(gs.Zero(), P(stage="accumulated") | P(stage="step")), FieldError, "accumulated step"),
-    (lambda: P().expect(2) | M(), FieldError, "expect"),
-    (lambda: ~P().expect(2), FieldError, "expect"),
-    (lambda: P().first(0), FieldError, "Combined.limit 0"),
-    (lambda: P().expect(0), FieldError, "Combined.count 0"),
-    (lambda: P().where(3), FieldError, "Combined.test"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.Combined((P(),), stage="step"), FieldError, "Combined.stage"),
-    (lambda: gs.Combined(()), FieldError, "Combined.of"),
-    (lambda: gs.Combined((P(), 3)), FieldError, "Combined.of.1 Selector 3"),  # pyright: ignore[reportArgumentType]
-    (lambda: gs.Combined((P(),), by="most"), FieldError, "Combined.by 'any' 'all'"),  # pyright: ignore[reportArgumentType]
-    *((lambda other=other: P() | other, TypeError, "selector") for other in OTHERS),
-    *((lambda other=other: P() & other, TypeError, "selector") for other in OTHERS),
-    (lambda: P(stage="reduced"), ValueError, "Parameters.stage 'backward_end'"),
-    (lambda: P(depth=-1), FieldError, "Parameters.depth"),
-    (lambda: P(ndim=(1, 2, 3)), FieldError, "Parameters.ndim"),  # pyright: ignore[reportArgumentType]
-    (lambda: P(types=""), FieldError, "Parameters.types"),
-    (lambda: P(types="re:("), FieldError, "Parameters.types"),
-    (lambda: gs.SavedTensors("block", call=0), FieldError, "SavedTensors.call 'block'"),
-]
 
 ALL = "first.weight first.bias last.weight last.bias"
 NEAREST = {
@@ -286,110 +226,6 @@ NEAREST = {
     "*.wieght": "'*.weight'",
 }
 KINDS = (M, gs.Inputs, gs.Activations, gs.SavedTensors, gs.ModuleGradients, gs.Captured)
-
-SELECTIONS = [
-    *((attach(P(name)), LookupError, f"'{name}' {near} {ALL}") for name, near in NEAREST.items()),
-    (attach(P("first.*"), model=frozen), LookupError, "'first.*' frozen first.weight"),
-    (attach(P(types=nn.Conv2d, depth=1)), LookupError, "'*' types=Conv2d depth=(1"),
-    (attach(M(types="Conv2d")), LookupError, "Outputs.types 'Conv2d' Linear ReLU"),
-    (attach(P("first.*") & P("last.*")), LookupError, f"Combined.by {ALL}"),
-    (attach(~P()), LookupError, f"Combined.by {ALL}"),
-    (attach(P() | ~P()), LookupError, f"Combined.by {ALL}"),
-    *(
-        (attach(at), LookupError, f"'nope' {ALL}")
-        for at in (
-            P("nope") | P("neither"),
-            P("nope") | P(),
-            (P() | P("nope")).first(2),
-            P("first.*") | (P() & (P("last.*") | P("nope"))),
-            P("first.*") | (P("last.*") | (P() | P("nope"))),
-        )
-    ),
-    (attach(P().expect(3)), LookupError, f"zero 3 4 {ALL}"),
-    (attach(P("first.*").first(1).expect(2)), LookupError, "2 1 first.weight"),
-    (attach(M().expect(2)), LookupError, "2 3 first#0 act#0 last#0"),
-    (attach((P("last.*") | M("act")).expect(2)), LookupError, "2 3 last.weight act#0"),
-    (attach(N("Addmm").expect(1)), LookupError, "1 2 first#0/AddmmBackward[0]"),
-    (attach(M().first(1).expect(2)), LookupError, "2 1 first#0"),
-    (attach(M(types="Linear").expect(2), model=half_called), LookupError, "2 1 used#0"),
-    *((attach(kind("*", call=1)), LookupError, "first#0 act#0 last#0") for kind in KINDS),
-    *((attach(kind("last").where(lambda _: False)), LookupError, "last#0") for kind in KINDS),
-    (attach(M(item="2")), LookupError, "item='2' first#0 act#0 last#0"),
-    (attach(N("Rleu")), LookupError, "'Rleu' 'Relu' activation matmul"),
-    (attach(N("Tanh", module="act")), LookupError, "activation rectifier Relu"),
-    (attach(N("Relu", module="first")), LookupError, "'first' 'Relu'"),
-    (attach(N("Relu", call=3)), LookupError, "call=3"),
-    (attach(N("Relu", occurrence=3)), LookupError, "occurrence=3"),
-    (attach(N("Addmm", side="leave", edge=9)), LookupError, "9 0 1 2"),
-    (attach(gs.Uses("act", use=3)), LookupError, "Uses.use 'act' use=3 act#0"),
-    (attach(gs.Uses("root")), LookupError, "root#0"),
-    (attach(N("Rleu"), model=beside_a_teacher), LookupError, "'Rleu'"),
-    (attach(M("blocks"), model=Blocks), LookupError, "blocks 'blocks'"),
-    *(
-        (attach(P("first.*", stage=stage), model=frozen), LookupError, "frozen first.weight")
-        for stage in ("accumulated", "backward_end")
-    ),
-    (attach(gs.SavedTensors("block"), model=with_block), ValueError, "'re:block'"),
-    (attach(M("first"), model=exported), LookupError, "Nodes Parameters first last GraphModule"),
-    (attach(gs.Inputs(types="Linear"), model=exported), LookupError, "GraphModule"),
-    *(
-        (attach(at, model=exported), LookupError, f"{type(at).__name__} exported")
-        for at in (gs.Captured("act"), N("*", module="act"), gs.SavedTensors("act"), gs.Uses("act"))
-    ),
-]
-
-RUNS = [
-    (attach(gs.Inputs("1"), model=written(InPlace())), RuntimeError, "'1#0.input' Outputs"),
-    (
-        attach(gs.Inputs("2", path="total"), model=written(nn.Flatten(0), InPlace())),
-        RuntimeError,
-        "'2#0.input'",
-    ),
-    *(
-        (attach(kind("1"), model=written(layer, InPlace())), RuntimeError, f"'{site}'")
-        for kind, site in ((gs.Inputs, "1#0.input"), (M, "1#0"))
-        for layer in (nn.Identity(),)
-    ),
-    (attach(gs.Inputs("append"), model=append), RuntimeError, "append#0.input container"),
-    (
-        attach(gs.SavedTensors(node="Tanh"), model=checkpointed),
-        RuntimeError,
-        "'inner#0/TanhBackward[0].result'",
-    ),
-    *(
-        (
-            attach(gs.ModuleGradients("m", kind=kind), model=model),
-            RuntimeError,
-            f"'m#0{'.input' * (kind == 'full_backward')}' {where} Outputs",
-        )
-        for model, kind, where in (
-            (returning(lambda x: {"a": x}), "full_backward_pre", "dict"),
-            (returning(lambda x: Answer(x, {})), "full_backward_pre", "Answer"),
-            (returning(lambda x: [x]), "full_backward_pre", "list"),
-            (returning(lambda x: ({"a": x},)), "full_backward_pre", "tuple"),
-            (by_keyword, "full_backward", "argument"),
-        )
-    ),
-    (attach(gs.ModuleGradients("last"), model=deprecated), ValueError, "'last' deprecated"),
-    (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), ValueError, "'block' GrokfastEMA"),
-    (attach(P(), gs.NormRescale(per="row col -> row")), ValueError, "'first.bias'"),
-    *(
-        (attach(at, gs.Clip(0.1), scaler=SCALER), ValueError, "Clip scale stage='step'")
-        for at in (P(), P(stage="accumulated"), M(), N("*"))
-    ),
-    *(
-        (
-            attach(P(), gs.GradientReversal(), when=when, scaler=SCALER),
-            ValueError,
-            "Threshold(above=1.0 scale",
-        )
-        for when in (
-            gs.Threshold(above=1.0),
-            gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"),
-        )
-    ),
-    (attach(P(stage="step"), optimizer=None), ValueError, "'step' optimizer attach start bind"),
-]
 
 
 def lbfgs(*args: Any) -> Call:
@@ -455,136 +291,268 @@ def routed(*shape: int, **fields: int) -> Call:
     return lambda: gs.Route(**fields).apply(torch.ones(shape), context_with(torch.ones(shape)))
 
 
-LABELS = [
-    (route([]), ValueError, "Route live.set_example_labels(labels)"),
-    (route([[0, 1]]), TypeError, "tensor integers"),
-    (route([torch.ones(2)]), TypeError, "[n] time] torch.float32"),
-    (route([torch.zeros(3, dtype=torch.long)]), ValueError, "3 labels"),
-    (route([torch.zeros(1, 3, dtype=torch.long)]), ValueError, "labels [1, 3]"),
-    (
-        route([torch.zeros(2, 3, dtype=torch.long)], (2, 3, 3), axis=1),
-        ValueError,
-        "Route.axis [2, 3] 1",
-    ),
-    (routed(3), ValueError, "axis 1 [3]"),
-    (routed(3, 4, axis=2), ValueError, "axis 2 [3, 4] 'a.weight'"),
-    (routed(3, 1), ValueError, "Route.groups 2 axis 1 [3, 1]"),
-]
-
-GIVEN = [
-    (lbfgs(gs.Scale(2.0), gs.Updates()), ValueError, "Updates LBFGS"),
-    (lbfgs(gs.SkipUpdate()), ValueError, "LBFGS gradients"),
-    *(
-        (in_two(at), ValueError, f"{type(at).__name__} group optimizers")
-        for at in (gs.Updates(), MatchedUpdates(), gs.Weights())
-    ),
-    (
-        attach(P("0.weight"), gs.Scale(2.0), model=sparse, when=gs.Threshold(0.1)),
-        ValueError,
-        "Threshold '0.weight' sparse",
-    ),
-    (config(gs.Clip(), N("Relu").where(first_call)), TypeError, f"{TWO}site where(first_call)"),
-    (
-        config(gs.Clip(), N("Relu") | N("Mul").where(first_call)),
-        TypeError,
-        f"{TWO}site.of.1 where(first_call)",
-    ),
-    (config(lambda grad: grad), TypeError, f"{TWO}transform <lambda>"),
-    (config(of_closure()), TypeError, f"{TWO}transform inner"),
-    (config(gs.Chain(gs.Sign(), of_closure())), TypeError, f"{TWO}transform.links.1 inner"),
-    (config(partial(times, 0.1)), TypeError, f"{TWO}transform functools.partial("),
-    (config(nn.ReLU()), TypeError, f"{TWO}transform ReLU()"),
-    (start(small(), 3), TypeError, "torch.optim.Optimizer 3"),
-    (start(SGD(small().parameters()), small()), TypeError, "SGD model"),
-    (start(nn.Linear), TypeError, "torch.nn.Module Linear"),
-    (start("mlp"), TypeError, "torch.nn.Module 'mlp'"),
-    (start(small(), effects_every=-1), ValueError, "effects_every 0 -1"),
-    (start(small(), effects_every="x"), ValueError, "effects_every 'x'"),
-    (start(small(), conflict_every=0), ValueError, "conflict_every 1 0"),
-    *(
-        (loaded(**changes), ValueError, "state")
-        for changes in (
-            {"transforms": ["Scale(factor=3.0)"]},
-            {"transforms": []},
-            {"transforms": KeyError, "step": KeyError},
-            {"step": "one"},
-            {"states": None},
-            {"states": KeyError},
-        )
-    ),
-    *(
-        (live(lambda live, wrong=wrong: live.bind(wrong)), TypeError, f"Optimizer {name}")
-        for wrong, name in ((None, "None"), (nn.Linear(1, 1), "Linear"), ("adam", "'adam'"))
-    ),
-]
-
-GIVEN += [
-    (bound(lambda live, part: live.bind(part)), ValueError, "last.weight"),
-    (bound(lambda live, part: live.before_step(part)), ValueError, "optimizer bind"),
-    (two("first", "*"), ValueError, "first.weight"),
-    (two("first", "last", clock=True), ValueError, "clock"),
-]
-
-
 def double(grad: Tensor) -> Tensor:
     return grad * 2
 
 
 CHAIN = gs.Chain(gs.Scale(2.0), gs.Clip(5.0))
 
-CHANGES = [
-    (live(lambda live: live.remove("clp")), LookupError, "'clp' 'clip'"),
-    (live(lambda live: live.set("clp", value=1.0)), LookupError, "'clp' 'clip'"),
-    (live(lambda live: live.remove("clip"), CHAIN), LookupError, "'clip' clip"),
-    (
-        live(lambda live: live.set("scale -> clip", factor=1.0), CHAIN),
-        LookupError,
-        "'scale -> clip' scale, clip",
-    ),
-    (live(lambda live: live.set("clip", vale=1.0)), FieldError, "clip.vale 'value'"),
-    (live(lambda live: live.set("clip", value=-1.0)), FieldError, "Clip.value 0"),
-    (live(lambda live: live.set("clip")), ValueError, "'clip'"),
-    (live(lambda live: live.set("clip", when=3)), TypeError, "when Steps"),  # pyright: ignore[reportArgumentType]
-    (live(lambda live: live.add(3)), TypeError, "Interventions 3"),  # pyright: ignore[reportArgumentType]
-    (
-        live(lambda live: live.add(gs.Intervention(gs.Zero(), P("frist.*")))),
-        LookupError,
-        "Parameters.pattern 'frist.*' 'first.*'",
-    ),
-    (
-        live(lambda live: live.add(gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x")))),
-        LookupError,
-        "'x' first act last root",
-    ),
-    (
-        live(lambda live: live.set("clip", when=gs.Threshold(1.0, source="output:x"))),
-        LookupError,
-        "'x' first act last root",
-    ),
-    (
-        live(lambda live: live.set("double", value=1.0), double),
-        LookupError,
-        "'double'",
-    ),
-    (
-        live(
-            lambda live: live.set("scheduled", of=gs.ClipGlobalNorm(1.0)),
-            gs.Scheduled(gs.Scale(1.0)),
-        ),
-        ValueError,
-        "'scheduled' 'backward' 'step'",
-    ),
-]
 
-ROWS: Sequence[tuple[Call, type[Exception], str]] = [
-    *INTERVENTIONS,
-    *COMBINATIONS,
-    *SELECTIONS,
-    *RUNS,
-    *GIVEN,
-    *LABELS,
-    *CHANGES,
-]
+ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
+    TypeError: [
+        (item(3), "3"),
+        (item(gs.Clip), "Clip()"),
+        (item(gs.Zero(), at="*.weight"), "selector"),
+        (item(gs.Zero(), when=5), "trigger"),
+        (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), "list Surgery(*interventions)"),
+        (lambda: gs.Surgery(gs.Zero()), "Zero"),
+        (lambda: gs.hook(None, gs.Zero()), "None"),
+        *((lambda other=other: P() | other, "selector") for other in OTHERS),
+        *((lambda other=other: P() & other, "selector") for other in OTHERS),
+        (route([[0, 1]]), "tensor integers"),
+        (route([torch.ones(2)]), "[n] time] torch.float32"),
+        (config(gs.Clip(), N("Relu").where(first_call)), f"{TWO}site where(first_call)"),
+        (
+            config(gs.Clip(), N("Relu") | N("Mul").where(first_call)),
+            f"{TWO}site.of.1 where(first_call)",
+        ),
+        (config(lambda grad: grad), f"{TWO}transform <lambda>"),
+        (config(of_closure()), f"{TWO}transform inner"),
+        (config(gs.Chain(gs.Sign(), of_closure())), f"{TWO}transform.links.1 inner"),
+        (config(partial(times, 0.1)), f"{TWO}transform functools.partial("),
+        (config(nn.ReLU()), f"{TWO}transform ReLU()"),
+        (start(small(), 3), "torch.optim.Optimizer 3"),
+        (start(SGD(small().parameters()), small()), "SGD model"),
+        (start(nn.Linear), "torch.nn.Module Linear"),
+        (start("mlp"), "torch.nn.Module 'mlp'"),
+        *(
+            (live(lambda live, wrong=wrong: live.bind(wrong)), f"Optimizer {name}")
+            for wrong, name in ((None, "None"), (nn.Linear(1, 1), "Linear"), ("adam", "'adam'"))
+        ),
+        (live(lambda live: live.set("clip", when=3)), "when Steps"),
+        (live(lambda live: live.add(3)), "Interventions 3"),
+    ],
+    ValueError: [
+        (item(gs.Zero(), names=("a", "b")), "1 2"),
+        *((item(gs.Zero(), names=(name,)), "names /") for name in ("", "a/b", "/")),
+        (item(gs.ClipGlobalNorm(), M()), "ClipGlobalNorm Outputs"),
+        (item(gs.ClipGlobalNorm(), N("Relu")), "Nodes Parameters stage=step"),
+        (item(gs.ClipGlobalNorm(), P(stage="backward")), "'backward' step"),
+        (item(CLIPS, P(stage="accumulated")), "ClipGlobalNorm"),
+        (item(gs.Clip(), M(stage="step")), "Outputs.stage 'step' backward"),
+        (item(gs.AGC(), N("Relu")), "AGC Nodes value"),
+        (item(gs.Chain(gs.Clip(), RELU_VALUE), N("Relu")), "ScaleBySign Nodes value"),
+        (item(RELU_VALUE, M("act") | N("Relu")), "ScaleBySign value"),
+        (item(gs.Clip(), gs.EveryModule(kind="forward", stage="backward")), "'forward' 'backward'"),
+        (item(gs.SkipUpdate(), gs.Updates()), "SkipUpdate Updates"),
+        (item(gs.SkipUpdate(), P(stage="backward_end")), "SkipUpdate optimizer"),
+        (item(gs.SkipUpdate(), P(stage="backward")), "SkipUpdate 'backward' step"),
+        (item(gs.ErrorFeedback(gs.SkipUpdate())), "inside"),
+        (lambda: gs.SkipUpdate(0.0), "max_norm"),
+        (lambda: gs.hook(torch.ones(2), gs.ClipGlobalNorm()), "ClipGlobalNorm"),
+        (lambda: gs.hook((_leaf() * 2).grad_fn, gs.AGC()), "AGC node"),
+        (lambda: gs.hook(_leaf(), gs.Cautious()), "optimizer"),
+        (lambda: P(stage="reduced"), "Parameters.stage 'backward_end'"),
+        (attach(gs.SavedTensors("block"), model=with_block), "'re:block'"),
+        (attach(gs.ModuleGradients("last"), model=deprecated), "'last' deprecated"),
+        (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
+        (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
+        *(
+            (attach(at, gs.Clip(0.1), scaler=SCALER), "Clip scale stage='step'")
+            for at in (P(), P(stage="accumulated"), M(), N("*"))
+        ),
+        *(
+            (
+                attach(P(), gs.GradientReversal(), when=when, scaler=SCALER),
+                "Threshold(above=1.0 scale",
+            )
+            for when in (
+                gs.Threshold(above=1.0),
+                gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"),
+            )
+        ),
+        (attach(P(stage="step"), optimizer=None), "'step' optimizer attach start bind"),
+        (route([]), "Route live.set_example_labels(labels)"),
+        (route([torch.zeros(3, dtype=torch.long)]), "3 labels"),
+        (route([torch.zeros(1, 3, dtype=torch.long)]), "labels [1, 3]"),
+        (route([torch.zeros(2, 3, dtype=torch.long)], (2, 3, 3), axis=1), "Route.axis [2, 3] 1"),
+        (routed(3), "axis 1 [3]"),
+        (routed(3, 4, axis=2), "axis 2 [3, 4] 'a.weight'"),
+        (routed(3, 1), "Route.groups 2 axis 1 [3, 1]"),
+        (lbfgs(gs.Scale(2.0), gs.Updates()), "Updates LBFGS"),
+        (lbfgs(gs.SkipUpdate()), "LBFGS gradients"),
+        *(
+            (in_two(at), f"{type(at).__name__} group optimizers")
+            for at in (gs.Updates(), MatchedUpdates(), gs.Weights())
+        ),
+        (
+            attach(P("0.weight"), gs.Scale(2.0), model=sparse, when=gs.Threshold(0.1)),
+            "Threshold '0.weight' sparse",
+        ),
+        (start(small(), effects_every=-1), "effects_every 0 -1"),
+        (start(small(), effects_every="x"), "effects_every 'x'"),
+        (start(small(), conflict_every=0), "conflict_every 1 0"),
+        *(
+            (loaded(**changes), "state")
+            for changes in (
+                {"transforms": ["Scale(factor=3.0)"]},
+                {"transforms": []},
+                {"transforms": KeyError, "step": KeyError},
+                {"step": "one"},
+                {"states": None},
+                {"states": KeyError},
+            )
+        ),
+        (bound(lambda live, part: live.bind(part)), "last.weight"),
+        (bound(lambda live, part: live.before_step(part)), "optimizer bind"),
+        (two("first", "*"), "first.weight"),
+        (two("first", "last", clock=True), "clock"),
+        (live(lambda live: live.set("clip")), "'clip'"),
+        (
+            live(
+                lambda live: live.set("scheduled", of=gs.ClipGlobalNorm(1.0)),
+                gs.Scheduled(gs.Scale(1.0)),
+            ),
+            "'scheduled' 'backward' 'step'",
+        ),
+    ],
+    FieldError: [
+        (item(gs.Cautious()), "Parameters Updates"),
+        (lambda: P() & M(), "Combined.of Parameters Outputs"),
+        (lambda: P() & N("Relu"), "Parameters Nodes"),
+        (lambda: N("Relu") & N("Relu", side="leave"), "Nodes"),
+        (lambda: P(stage="accumulated") & P(stage="step"), "Parameters"),
+        (lambda: P("first.*", stage="backward") | P(), "Parameters pattern='*'"),
+        (lambda: P(stage="backward") | Thin(), "Thin stage"),
+        (item(gs.Zero(), P(stage="accumulated") | P(stage="step")), "accumulated step"),
+        (lambda: P().expect(2) | M(), "expect"),
+        (lambda: ~P().expect(2), "expect"),
+        (lambda: P().first(0), "Combined.limit 0"),
+        (lambda: P().expect(0), "Combined.count 0"),
+        (lambda: P().where(3), "Combined.test"),
+        (lambda: gs.Combined((P(),), stage="step"), "Combined.stage"),
+        (lambda: gs.Combined(()), "Combined.of"),
+        (lambda: gs.Combined((P(), 3)), "Combined.of.1 Selector 3"),
+        (lambda: gs.Combined((P(),), by="most"), "Combined.by 'any' 'all'"),
+        (lambda: P(depth=-1), "Parameters.depth"),
+        (lambda: P(ndim=(1, 2, 3)), "Parameters.ndim"),
+        (lambda: P(types=""), "Parameters.types"),
+        (lambda: P(types="re:("), "Parameters.types"),
+        (lambda: gs.SavedTensors("block", call=0), "SavedTensors.call 'block'"),
+        (live(lambda live: live.set("clip", vale=1.0)), "clip.vale 'value'"),
+        (live(lambda live: live.set("clip", value=-1.0)), "Clip.value 0"),
+    ],
+    LookupError: [
+        *((attach(P(name)), f"'{name}' {near} {ALL}") for name, near in NEAREST.items()),
+        (attach(P("first.*"), model=frozen), "'first.*' frozen first.weight"),
+        (attach(P(types=nn.Conv2d, depth=1)), "'*' types=Conv2d depth=(1"),
+        (attach(M(types="Conv2d")), "Outputs.types 'Conv2d' Linear ReLU"),
+        (attach(P("first.*") & P("last.*")), f"Combined.by {ALL}"),
+        (attach(~P()), f"Combined.by {ALL}"),
+        (attach(P() | ~P()), f"Combined.by {ALL}"),
+        *(
+            (attach(at), f"'nope' {ALL}")
+            for at in (
+                P("nope") | P("neither"),
+                P("nope") | P(),
+                (P() | P("nope")).first(2),
+                P("first.*") | (P() & (P("last.*") | P("nope"))),
+                P("first.*") | (P("last.*") | (P() | P("nope"))),
+            )
+        ),
+        (attach(P().expect(3)), f"zero 3 4 {ALL}"),
+        (attach(P("first.*").first(1).expect(2)), "2 1 first.weight"),
+        (attach(M().expect(2)), "2 3 first#0 act#0 last#0"),
+        (attach((P("last.*") | M("act")).expect(2)), "2 3 last.weight act#0"),
+        (attach(N("Addmm").expect(1)), "1 2 first#0/AddmmBackward[0]"),
+        (attach(M().first(1).expect(2)), "2 1 first#0"),
+        (attach(M(types="Linear").expect(2), model=half_called), "2 1 used#0"),
+        *((attach(kind("*", call=1)), "first#0 act#0 last#0") for kind in KINDS),
+        *((attach(kind("last").where(lambda _: False)), "last#0") for kind in KINDS),
+        (attach(M(item="2")), "item='2' first#0 act#0 last#0"),
+        (attach(N("Rleu")), "'Rleu' 'Relu' activation matmul"),
+        (attach(N("Tanh", module="act")), "activation rectifier Relu"),
+        (attach(N("Relu", module="first")), "'first' 'Relu'"),
+        (attach(N("Relu", call=3)), "call=3"),
+        (attach(N("Relu", occurrence=3)), "occurrence=3"),
+        (attach(N("Addmm", side="leave", edge=9)), "9 0 1 2"),
+        (attach(gs.Uses("act", use=3)), "Uses.use 'act' use=3 act#0"),
+        (attach(gs.Uses("root")), "root#0"),
+        (attach(N("Rleu"), model=beside_a_teacher), "'Rleu'"),
+        (attach(M("blocks"), model=Blocks), "blocks 'blocks'"),
+        *(
+            (attach(P("first.*", stage=stage), model=frozen), "frozen first.weight")
+            for stage in ("accumulated", "backward_end")
+        ),
+        (attach(M("first"), model=exported), "Nodes Parameters first last GraphModule"),
+        (attach(gs.Inputs(types="Linear"), model=exported), "GraphModule"),
+        *(
+            (attach(at, model=exported), f"{type(at).__name__} exported")
+            for at in (
+                gs.Captured("act"),
+                N("*", module="act"),
+                gs.SavedTensors("act"),
+                gs.Uses("act"),
+            )
+        ),
+        (live(lambda live: live.remove("clp")), "'clp' 'clip'"),
+        (live(lambda live: live.set("clp", value=1.0)), "'clp' 'clip'"),
+        (live(lambda live: live.remove("clip"), CHAIN), "'clip' clip"),
+        (
+            live(lambda live: live.set("scale -> clip", factor=1.0), CHAIN),
+            "'scale -> clip' scale, clip",
+        ),
+        (
+            live(lambda live: live.add(gs.Intervention(gs.Zero(), P("frist.*")))),
+            "Parameters.pattern 'frist.*' 'first.*'",
+        ),
+        (
+            live(
+                lambda live: live.add(
+                    gs.Intervention(gs.Zero(), when=gs.Shape(1, source="input:x"))
+                )
+            ),
+            "'x' first act last root",
+        ),
+        (
+            live(lambda live: live.set("clip", when=gs.Threshold(1.0, source="output:x"))),
+            "'x' first act last root",
+        ),
+        (live(lambda live: live.set("double", value=1.0), double), "'double'"),
+    ],
+    RuntimeError: [
+        (attach(gs.Inputs("1"), model=written(InPlace())), "'1#0.input' Outputs"),
+        (
+            attach(gs.Inputs("2", path="total"), model=written(nn.Flatten(0), InPlace())),
+            "'2#0.input'",
+        ),
+        *(
+            (attach(kind("1"), model=written(layer, InPlace())), f"'{site}'")
+            for kind, site in ((gs.Inputs, "1#0.input"), (M, "1#0"))
+            for layer in (nn.Identity(),)
+        ),
+        (attach(gs.Inputs("append"), model=append), "append#0.input container"),
+        (
+            attach(gs.SavedTensors(node="Tanh"), model=checkpointed),
+            "'inner#0/TanhBackward[0].result'",
+        ),
+        *(
+            (
+                attach(gs.ModuleGradients("m", kind=kind), model=model),
+                f"'m#0{'.input' * (kind == 'full_backward')}' {where} Outputs",
+            )
+            for model, kind, where in (
+                (returning(lambda x: {"a": x}), "full_backward_pre", "dict"),
+                (returning(lambda x: Answer(x, {})), "full_backward_pre", "Answer"),
+                (returning(lambda x: [x]), "full_backward_pre", "list"),
+                (returning(lambda x: ({"a": x},)), "full_backward_pre", "tuple"),
+                (by_keyword, "full_backward", "argument"),
+            )
+        ),
+    ],
+}
+
+ROWS = [(call, error, names) for error, rows in ERRORS.items() for call, names in rows]
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
