@@ -508,10 +508,11 @@ def test_states_go_on_in_another_surgery(kind: str, transform: gs.Chain) -> None
     assert not same(outcome(forgets, lambda arm: train(arm, 2, loads=False)), expected)
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("kind", GROUPS)
-def test_a_group_is_all_sites_at_once(kind: str) -> None:
+def test_a_group_is_all_sites_at_once(kind: str, reentrant: bool | None) -> None:
     """Each part of a group has a quarter of its norm if the norm of the whole is clipped so."""
-    hooked, treated = (Arm(who, kind) for who in ("hand", "gradsurg"))
+    hooked, treated = (Arm(who, kind, make=lambda: Net(reentrant)) for who in ("hand", "gradsurg"))
     hooked.is_on = False
     outcome(hooked, one_step)
     norm = sum(before**2 for before, _ in hooked.norms) ** 0.5
@@ -656,6 +657,8 @@ def test_selectors_combine_as_sets_and_their_sites_are_counted(kind: str) -> Non
     assert met(at_all.expect(len(every))) == every
     with pytest.raises(LookupError, match=str(len(every) + 1)):
         met(at_all.expect(len(every) + 1))
+    for at, sites in ((at_all, every), (at_first | at_last, first | last)):
+        assert {*gs.sites.tree(Net(), batch(0), at).sites} == sites
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -669,6 +672,9 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(kind: str) -> None:
     before = hooks(arm.model, arm.optimizer)
     with told, gs.Surgery(*items).attach(arm.model, arm.optimizer):
         arm.step(0)
+    if not kind.startswith("EveryModule"):
+        with pytest.raises(LookupError, match="Did you mean 'first"):
+            gs.sites.tree(arm.model, batch(0), wrong)
     assert hooks(arm.model, arm.optimizer) == before
 
 

@@ -97,7 +97,6 @@ def test_the_forward_of_a_reentrant_checkpoint_changes_the_state_once() -> None:
 # One tensor, one site.
 
 
-SAME = nn.Sequential(nn.Sequential(Times(3.0), nn.Identity(), nn.Dropout(0.5).eval()))
 FORK = Made(
     lambda self, x: self.left(x) + self.right(x), left=nn.Sequential(Times(3.0)), right=Times(5.0)
 )
@@ -113,8 +112,6 @@ MIX = Made(
 @pytest.mark.parametrize(
     ("model", "at", "factor", "value", "sites"),
     [
-        # A container, an identity and a dropout in evaluation do not change a value again.
-        (SAME, gs.Activations(), 10.0, 30.0, [["0.0#0", "0.1#0", "0.2#0", "0#0"]]),
         # An input passed to a child is changed once, and one passed to siblings at each.
         (FORK, gs.Activations(side="input"), 10.0, 80.0, FORKED),
         (FORK, gs.Activations(side="input"), 1.0, 8.0, FORKED),

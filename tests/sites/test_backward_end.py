@@ -89,23 +89,6 @@ def _norm(model: nn.Module) -> float:
     return torch.cat([grad.flatten() for grad in gradients(model).values()]).norm().item()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [(1,), (0,), (2,), (0, 2), (0, 1, 2)])
-def test_around_checkpoints_the_group_acts_once_on_all_parameters(
-    reentrant: bool, inside: tuple[int, ...]
-) -> None:
-    plain, model = _checkpointed(reentrant, ()), _checkpointed(reentrant, inside)
-    plain(_x()).backward()
-    with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), _at()) as live:
-        for _ in range(2):
-            model.zero_grad()
-            model(_x()).backward()
-            assert _norm(model) == pytest.approx(0.5)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
-    assert calls_of(live) == dict.fromkeys(gradients(plain), 2)
-
-
 def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:
     model, other = Weighted(), torch.ones(1, requires_grad=True)
 
