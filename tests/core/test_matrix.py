@@ -577,16 +577,41 @@ def test_a_transform_that_changes_nothing_leaves_training_bit_identical(kind: st
         assert torch.equal(torch.get_rng_state(), state)
 
 
+class Mishap(Exception):
+    """An exception that no library could know."""
+
+
+def fail(grad: Tensor) -> Tensor:
+    raise Mishap
+
+
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("function", "error"), [(lambda grad: 1 // 0, ArithmeticError), (lambda g: g[:1], TypeError)]
+    ("function", "error"), [(fail, Mishap), (lambda grad: grad[:1], TypeError)]
 )
-def test_an_error_of_a_transform_names_the_site(kind: str, function: Any, error: Any) -> None:
-    arm = Arm("gradsurg", kind, pattern(kind, "first"), transform=Acts(function))
+def test_an_error_of_a_transform_names_site_and_step(
+    kind: str, function: Any, error: Any, first: int
+) -> None:
+    """At once, or after gradients have passed."""
+    number = 0
+
+    def act(grad: Tensor) -> Tensor:
+        return function(grad) if number >= first else grad
+
+    def train(arm: Arm) -> None:
+        nonlocal number
+        with arm.attached():
+            for number in range(3):
+                arm.step(number)
+
+    arm = Arm("gradsurg", kind, pattern(kind, "first"), transform=Acts(act))
     with pytest.raises(error) as caught:
-        outcome(arm, one_step)
+        outcome(arm, train)
     told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert f"site '{site(kind, 'first')}" in told
+    assert f"step {first}" in told
+    assert "acts" in told
 
 
 @pytest.mark.usefixtures("frozen_heap")
