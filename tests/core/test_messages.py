@@ -18,6 +18,11 @@ from gradsurg.testing.transforms import context_with
 from tests.nets import batch, num_hooks, sgd, small
 from tests.sites.points import Answer, Double, InPlace, Made, recomputed
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:For backward hooks to be called"),  # of PyTorch
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
+]
+
 P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
 ZERO, ALWAYS = gs.Zero(), gs.Always()
 Call = Callable[[], object]
@@ -55,6 +60,10 @@ def forward(model: nn.Module) -> None:
     model(batch()[0].requires_grad_())
 
 
+def backward(model: nn.Module) -> None:
+    model(batch()[0].requires_grad_()).sum().backward()
+
+
 def of_no_gradient(model: nn.Module) -> None:
     model(batch()[0]).sum().backward()
 
@@ -62,7 +71,7 @@ def of_no_gradient(model: nn.Module) -> None:
 def step(model: nn.Module) -> None:
     with torch.no_grad():
         model(batch()[0])  # nothing can be hooked here
-    model(batch()[0].requires_grad_()).sum().backward()
+    backward(model)
 
 
 def live(change: Callable[[gs.Live], object], *transforms: Any) -> Call:
@@ -196,6 +205,11 @@ def deprecated() -> nn.Module:
 
 def half_called() -> Made:
     return Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
+
+
+def scripted() -> Made:
+    inner = torch.jit.script(nn.Sequential(nn.ReLU()))
+    return Made(lambda self, x: self.scripted(self.plain(x)), plain=Double(), scripted=inner)
 
 
 class Thin(gs.Parameters):
@@ -354,6 +368,15 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (lambda: gs.hook(_leaf(), gs.Cautious()), "optimizer"),
         (lambda: P(stage="reduced"), "Parameters.stage 'backward_end'"),
         (attach(gs.SavedTensors("block"), model=with_block), "'re:block'"),
+        *(
+            (attach(at, model=scripted), f"'{name}' ScriptModule Parameters")
+            for at, name in (
+                *((M(), "scripted"), (gs.EveryModule(), "scripted")),
+                (gs.EveryModule("plain", kind="full_backward_pre"), "scripted"),
+                (gs.Inputs("scripted.0"), "scripted.0"),
+                *((kind("scripted"), "scripted") for kind in (gs.Activations, gs.ModuleGradients)),
+            )
+        ),
         (attach(gs.ModuleGradients("last"), model=deprecated), "'last' deprecated"),
         (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
         (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
@@ -555,7 +578,6 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
 ROWS = [(call, error, names) for error, rows in ERRORS.items() for call, names in rows]
 
 
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
 @pytest.mark.parametrize(("call", "error", "names"), ROWS, ids=range(len(ROWS)))
 def test_an_error_names_its_cause(call: Call, error: type[Exception], names: str) -> None:
     with pytest.raises(error) as caught:
@@ -572,6 +594,15 @@ KIND = ("full_backward_pre", "full_backward")
 def named_twice() -> Made:
     inside = nn.Sequential(nn.Linear(6, 2))
     return Made(lambda self, x: self.inner(x), inner=inside, linear=inside[0])
+
+
+def traced(model: nn.Module) -> None:
+    x = torch.ones(2, 6)
+    torch.jit.trace(model, (x,), check_trace=False)(x).sum().backward()  # pyright: ignore[reportCallIssue] - a module
+
+
+def in_reentrant() -> Made:
+    return Made(lambda self, x: recomputed(self.inner, x, True).sum(), inner=small())
 
 
 def waiting() -> None:
@@ -603,6 +634,15 @@ WARNED: Sequence[tuple[Call, str]] = [
     ),
     (attach(EVERY("Nope")), "zero met"),
     (attach(M("linear") | M("inner"), model=named_twice), "linear#0 inner.0"),
+    *(
+        (attach(at, model=scripted, run=backward), "")
+        for at in (
+            *(kind("plain") for kind in (M, gs.Inputs, gs.Activations, gs.ModuleGradients)),
+            EVERY("plain", kind="forward"),
+        )
+    ),
+    *((attach(at, run=traced), "zero torch.jit.trace") for at in (M("first"), N("Relu"))),
+    (attach(M("inner.*").expect(3), model=in_reentrant, run=forward), "zero 3"),
     (waiting, "live.bind(optimizer)"),
     (
         attach(gs.Inputs("0"), model=lambda: nn.Sequential(nn.Embedding(3, 2)), run=of_integers),
@@ -620,7 +660,6 @@ WARNED: Sequence[tuple[Call, str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
 @pytest.mark.parametrize(("call", "names"), WARNED, ids=range(len(WARNED)))
 def test_a_warning_names_its_cause(call: Call, names: str) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -222,17 +222,6 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
                 model(torch.ones(2, 6, requires_grad=True)).backward()
 
 
-@pytest.mark.filterwarnings("ignore:scale. attached, but no gradient")
-def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
-    model = _recomputed(reentrant=True)
-    told = "scale: 3 sites were expected, and no backward has run that would show"
-    with (
-        pytest.warns(gs.SurgeryWarning, match=told),
-        attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
-    ):
-        model(torch.ones(2, 6, requires_grad=True))
-
-
 def test_tensors_without_a_gradient_do_not_count() -> None:
     model = small()
     model.first.requires_grad_(False)
