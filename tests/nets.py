@@ -114,6 +114,13 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.grad.clone() for name, param in named if param.grad is not None}
 
 
+def states_of(surgery: Surgery) -> dict[str, dict[str, Tensor]]:
+    """Return the states of a surgery, by label and site."""
+    states = surgery.state_dict()["states"]
+    assert isinstance(states, dict)
+    return states
+
+
 def num_hooks(model: nn.Module, *optimizers: Optimizer) -> int:
     """Count all hooks on a model's modules and parameters and on optimizers.
 

@@ -1,10 +1,19 @@
-"""Contexts in which users attach: training steps that return the gradient of a probe."""
+"""Contexts in which users attach: training steps that return the gradient of a probe.
+
+python -m tests.contexts.contexts prints the cells of a context of several processes to a test.
+"""
 
 import copy
-from collections.abc import Callable, Mapping
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,9 +24,9 @@ from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
-from gradsurg.sites.selection import params_of
-from tests.contexts.kinds import Kind, Nested, Net
+from tests.contexts.kinds import KINDS, TABLE, Kind, Net
+from tests.core.by_hand import SIGNS, by_hand, signs
+from tests.forks import Ranks, in_ranks
 from tests.sites.points import recomputed
 
 Attach = Callable[..., AbstractContextManager[gs.Live | None]]
@@ -44,7 +53,7 @@ def _ready(make: Callable[[], nn.Module] = Net) -> tuple[nn.Module, torch.optim.
 
 def _params(model: nn.Module) -> dict[str, nn.Parameter]:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return params_of(inner)
+    return {name.removeprefix("_orig_mod."): param for name, param in inner.named_parameters()}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -150,40 +159,6 @@ def accumulation(kind: Kind, attach: Attach) -> Tensor:
         return _run(model, model(_x()).sum(), kind, optimizer)
 
 
-Order = Literal["never", "inside", "in place", "before"]
-
-
-def trained(at: Selector, order: Order, backend: str) -> tuple[list[Tensor], Mapping[str, object]]:
-    """Return weights and ledger after some steps of a model whose modules pass on others' tensors.
-
-    `order` selects whether it is compiled before attaching or inside the block.
-    """
-    torch.manual_seed(0)
-    model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    called: Callable[[Tensor], Tensor] = model
-    if order == "before":
-        called = torch.compile(model, backend=backend)
-    surgery = gs.Surgery(gs.Intervention(gs.Scale(1.5), at=at))
-    with surgery.attach(model, optimizer) as live:
-        if order == "inside":
-            called = torch.compile(model, backend=backend)
-        if order == "in place":
-            model.compile(backend=backend)
-        for _ in range(3):
-            params = list(model.parameters())
-            grads = torch.autograd.grad(called(_x()).square().sum(), params)
-            loss = called(_x()).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            if isinstance(at, gs.Captured):
-                for param, grad in zip(params, grads, strict=True):
-                    param.grad = grad
-            optimizer.step()
-        counts = {entry.site: (entry.calls, entry.fired, entry.aliases) for entry in live.ledger}
-    return [param.detach().clone() for param in model.parameters()], counts
-
-
 def torch_func(kind: Kind, attach: Attach) -> Tensor:
     model, optimizer = _ready()
     params = dict(model.named_parameters())
@@ -254,3 +229,76 @@ STEPS: dict[str, Step] = {
 
 PROCESSES = ("DDP", "FSDP2", "torchrun")
 """Contexts that every process of a group enters."""
+
+
+FACTOR = 10.0
+
+
+def outcome(kind: Kind, context: str) -> tuple[str, str]:
+    """Return the measured outcome, `IGNORED` or `WRONG` if nothing was said of it, and messages.
+
+    It acts if it gives the result of hooks by hand, bit for bit; of several processes, and in
+    `torch.compile`, if it gives that of a factor.
+    """
+    is_exact = context not in PROCESSES and "compile" not in context
+    step, at, transform = STEPS[context], kind.make(), SIGNS if is_exact else gs.Scale(FACTOR)
+
+    def attach(model: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[gs.Live]:
+        return gs.Surgery(gs.Intervention(transform, at)).attach(model, *args, **kwargs)
+
+    def hook(model: nn.Module, optimizer: Any, **_: object) -> AbstractContextManager[None]:
+        return by_hand(kind.name, model, signs, optimizer, kind.pattern)
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            plain = step(kind, lambda *args, **kwargs: nullcontext())
+        except RuntimeError as error:
+            return "n/a", str(error)  # PyTorch itself does not do that
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            treated = step(kind, attach)
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            return "refused", str(error)
+    text = " ".join(str(item.message) for item in caught if item.category is gs.SurgeryWarning)
+    if torch.allclose(treated, plain, rtol=0.02):
+        return ("reported" if text else "IGNORED"), text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = step(kind, hook) if is_exact else FACTOR * plain
+    if not torch.allclose(treated, expected, rtol=0.0 if is_exact else 0.02, atol=0.0):
+        return "WRONG", text
+    # One that is not linear warns of several gradients in a step, whatever the kind.
+    return ("warned" if TABLE[kind.name][context] == "warned" and text else "acts"), text
+
+
+@cache
+def column(context: str) -> dict[str, str]:
+    """Return the measured outcomes in a context of two processes, by kind of site."""
+    if context == "torchrun":
+        launch = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = [sys.executable, "-m", *launch, "-m", "tests.contexts.contexts"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def work(ranks: Ranks, folder: Path) -> dict[str, str]:
+        return {name: outcome(kind, context)[0] for name, kind in KINDS.items()}
+
+    return in_ranks(2, work)
+
+
+def main() -> None:
+    """In a process of torchrun: print the cells of DistributedDataParallel."""
+    distributed.init_process_group("gloo")
+    cells = {name: outcome(kind, "torchrun")[0] for name, kind in KINDS.items()}
+    if not distributed.get_rank():
+        print(json.dumps(cells), flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,55 +1,69 @@
-"""One selection of each row of the table, and the expected effect of a factor of ten on a probe."""
+"""The table of contexts in the README of the sites, with one selection of each of its rows."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor, nn
 
-import gradsurg as gs
-from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
+from tests.core.by_hand import select
 
-FACTOR = 10.0
+README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"
+BEGIN, END = "<!-- contexts: begin -->", "<!-- contexts: end -->"
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """Return the outcomes by kind of site and context."""
+    text = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    (_, *contexts), *rows = lines
+    return {kind: dict(zip(contexts, cells, strict=True)) for kind, *cells in rows}
+
+
+TABLE = _table()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: `probe` names the parameter whose gradient is multiplied by FACTOR.
+    """A row of the table: where it acts, and the parameter on whose gradient that is seen.
 
     `of` selects the gradient, the value after a step, its change since the start, or the result of
     `autograd.grad`.
     """
 
-    make: Callable[[], Selector]
+    name: str
+    pattern: str
     probe: str = "first.weight"
     of: str = "gradient"
 
+    def make(self) -> Selector:
+        return select(self.name, self.pattern)
 
-FIELDS = {
-    "Inputs": ("act", "path"),
-    "Nodes": ("Relu", "side"),
-    "ModuleGradients": ("act", "kind"),
-    "EveryModule": ("*", "kind"),
-    "Outputs": ("first", ""),
-    "Uses": ("first", ""),
-    "Activations": ("act", ""),
-    "SavedTensors": ("last", ""),
+
+PATTERNS = {
+    "Inputs": "act",
+    "Nodes": "act",
+    "ModuleGradients": "act",
+    "EveryModule": "ReLU",  # a copy of the model has the names of classes
+    "Outputs": "first",
+    "Uses": "first",
+    "Activations": "act",
+    "SavedTensors": "last",
 }
-"""The pattern of a kind, and the field of its mode; other kinds select a parameter at a stage."""
+"""The pattern of a kind; other kinds select a parameter."""
 
-MORE = {"Nodes": {"module": "act"}, "EveryModule": {"types": "ReLU"}}  # a copy has other names
 PROBED = {"SavedTensors": "last.weight"}  # the parameter that is read; of others `first.weight`
 PROBES = {"Weights": "value", "Updates": "update", "Captured": "captured"}
 
 
-def _kind(name: str, mode: str) -> Kind:
-    pattern, field = FIELDS.get(name, ("first.weight", "stage"))
-    fields = MORE.get(name, {}) | ({field: mode} if mode else {})
-    probe, of = PROBED.get(name, "first.weight"), PROBES.get(name, "gradient")
-    return Kind(lambda: getattr(gs, name)(pattern, **fields), probe, of)
+def kind_of(label: str) -> Kind:
+    """Return the selection of a row, as "Nodes leave"."""
+    name = label.partition(" ")[0]
+    pattern, probe = PATTERNS.get(name, "first.weight"), PROBED.get(name, "first.weight")
+    return Kind(label, pattern, probe, PROBES.get(name, "gradient"))
 
 
-KINDS = {f"{name} {mode}".rstrip(): _kind(name, mode) for name, mode in contexts.KINDS}
+KINDS = {label: kind_of(label) for label in TABLE}
 
 
 class Net(nn.Module):
@@ -60,19 +74,6 @@ class Net(nn.Module):
         self.first = nn.Linear(4, 6)
         self.act = nn.ReLU(inplace=inplace)
         self.last = nn.Linear(6, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)))
-
-
-class Nested(nn.Module):
-    """Nested modules: a container, its last child and an identity return the same tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
-        self.act = nn.ReLU()
-        self.last = nn.Sequential(nn.Linear(6, 2), nn.Identity())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.act(self.first(x)))

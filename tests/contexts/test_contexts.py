@@ -4,9 +4,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -24,43 +23,11 @@ from gradsurg.plugins.registry import find, names
 from gradsurg.sites import contexts
 from gradsurg.sites.base import Selector
 from gradsurg.sites.contexts import CONTEXTS, ROWS
-from tests.contexts.contexts import PROCESSES, STEPS, Order, trained
-from tests.contexts.kinds import KINDS, Kind
-from tests.contexts.table import BEGIN, END, README, column, outcome, stated, table
-from tests.nets import COMPILES_LAYERS, attached, num_hooks, small
+from tests.contexts.contexts import STEPS
+from tests.contexts.kinds import BEGIN, END, KINDS, README
+from tests.contexts.table import table
+from tests.nets import attached, num_hooks, small
 from tests.sites.points import recomputed
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(context, marks=[pytest.mark.slow] if "compile" in context else [])
-        for context in STEPS
-        if context not in PROCESSES
-    ],
-)
-def test_a_kind_of_site_has_the_stated_outcome_in_a_context(name: str, context: str) -> None:
-    measured, text, error = outcome(KINDS[name], context)
-    in_eager = "Nodes" in name and context == COMPILED and not COMPILES_LAYERS
-    assert measured == ("acts" if in_eager else stated(name, context)), text
-    if error is not None and measured == "refused":
-        at = KINDS[name].make()
-        assert isinstance(error, contexts.row(at, context).error)
-        if text.startswith(f"{type(at).__name__}: "):
-            rows = contexts.rows_of(at)
-            assert any(of.instead and of.instead.lower() in text.lower() for of in rows)
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(context, marks=pytest.mark.full if context == "torchrun" else pytest.mark.slow)
-        for context in PROCESSES
-    ],
-)
-def test_kinds_of_sites_have_the_stated_outcomes_in_several_processes(context: str) -> None:
-    assert column(context) == {name: stated(name, context) for name in KINDS}
 
 
 def test_the_readme_has_the_table_and_its_reasons() -> None:
@@ -234,61 +201,6 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
 def test_acting_twice_at_a_site_in_a_backward_pass_is_told_in_it(at: Selector) -> None:
     told = "had 2 gradients in one backward pass, as of reentrant"
     assert any(told in text for text in _clipped(at, reentrant=True)[1])
-
-
-def test_a_site_that_silently_does_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = STEPS["eager"]
-
-    def ignoring(kind: Kind, attach: object) -> object:
-        return plain(kind, lambda *args, **kwargs: nullcontext())
-
-    monkeypatch.setitem(STEPS, "eager", ignoring)
-    assert outcome(KINDS["Outputs"], "eager")[0] == "IGNORED"
-
-
-NOISE = (
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:Dynamo detected a call to a `functools.lru_cache`",
-    "ignore:Using `torch.compile.module.` when there are global hooks",
-    "ignore:.*chooses by itself what it saves:gradsurg.SurgeryWarning",
-    "ignore:.*not linear:gradsurg.SurgeryWarning",
-)
-FAST = ("Outputs", "Parameters backward")
-FIRST = {name.partition(" ")[0]: name for name in reversed(KINDS)}.values()
-"""The first kind of each class of sites."""
-
-
-def _mark(name: str, backend: str) -> list[pytest.MarkDecorator]:
-    if backend == "eager":
-        return [] if name in FAST else [pytest.mark.full]
-    return [pytest.mark.slow if name in FIRST else pytest.mark.full]
-
-
-@pytest.mark.filterwarnings(*NOISE)
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(name, backend, marks=_mark(name, backend))
-        for backend in ("eager", "aot_eager")
-        for name in KINDS
-    ],
-)
-def test_every_kind_of_site_trains_a_compiled_model_like_an_eager_one(
-    name: str, backend: str
-) -> None:
-    kind = KINDS[name].make()
-    # Nodes are those of one compiled graph: the table has them as refused.
-    at = kind if isinstance(kind, gs.Nodes) else replace(kind, pattern="*")
-    weights, counts = trained(at, "never", backend)
-    for order in get_args(Order)[1:]:
-        torch.compiler.reset()
-        if isinstance(kind, gs.Nodes) and backend != "eager" and COMPILES_LAYERS:
-            with pytest.raises(LookupError, match="is compiled runs as one node: use Outputs"):
-                trained(at, order, backend)
-            continue
-        weights_here, counted = trained(at, order, backend)
-        assert counted == counts, order
-        torch.testing.assert_close(weights_here, weights)
 
 
 def test_a_model_without_parameters_is_not_taken_for_a_sharded_one() -> None:

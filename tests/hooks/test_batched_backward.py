@@ -15,7 +15,7 @@ from gradsurg.plugins.registry import name_of
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import links_of
-from tests.nets import attached
+from tests.nets import attached, states_of
 from tests.transforms.cases import build, config, names
 
 Mode = Literal["is_grads_batched", "vmap"]
@@ -114,7 +114,8 @@ def test_a_transform_with_a_state_is_refused_by_name_and_keeps_nothing(
     for with_batch in (False, True):
         model, transform = _model(), build(name)
         outputs = model(torch.linspace(-1, 1, 18).view(6, 3))
-        with attached(model, transform, gs.Parameters("0.weight")) as live:
+        surgery = gs.Surgery(gs.Intervention(transform, gs.Parameters("0.weight")))
+        with surgery.attach(model):
             for before in (False, True):  # without a state and with one
                 if with_batch:
                     name = type(links_of(transform)[0]).__name__
@@ -122,8 +123,8 @@ def test_a_transform_with_a_state_is_refused_by_name_and_keeps_nothing(
                     with pytest.raises(RuntimeError, match=text):
                         _batched(mode, outputs, model[0].weight, vectors)
                 results.append(_each(outputs, model[0].weight, vectors[:2]))
-                assert bool(live.session.states) or not before
-            states = live.session.states
+                assert bool(states_of(surgery)) or not before
+            states = states_of(surgery)
         results.append(torch.cat([own.float().view(-1) for own in _tensors(states)]))
     half = len(results) // 2
     for plain, after in zip(results[:half], results[half:], strict=True):
@@ -224,10 +225,11 @@ def test_a_trigger_on_the_gradient_decides_for_each_example(mode: Mode) -> None:
 def test_a_trigger_with_a_state_is_refused_and_keeps_nothing() -> None:
     model, vectors = _model(), torch.randn(EXAMPLES, 6, 2)
     when = gs.Threshold(above=2.0, measure="norm", release=1.0)
-    with attached(model, gs.Zero(), gs.Parameters("0.weight"), when=when) as live:
+    surgery = gs.Surgery(gs.Intervention(gs.Zero(), gs.Parameters("0.weight"), when))
+    with surgery.attach(model):
         outputs = model(torch.ones(6, 3))
         for mode in MODES:
             with pytest.raises(RuntimeError, match=r"Threshold.*one state .* site '0.weight'"):
                 _batched(mode, outputs, model[0].weight, vectors)
-            assert not live.session.states
+            assert not states_of(surgery)
         outputs.sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.transforms.base import GroupTransform, Need, TransformContext, TransformState
-from tests.nets import attached, backward, gradients, sgd, small, train, trainee
+from tests.nets import attached, backward, gradients, sgd, small, states_of, train, trainee
 
 STEP = gs.Parameters(stage="step")
 
@@ -164,19 +164,19 @@ def assert_same(found: Tensor | None, wanted: Tensor | None) -> None:
 def test_a_state_of_each_that_was_saved_together_goes_on() -> None:
     transform = gs.AdaptiveClip("ratio", 1.05, warmup=2, of="each")
     model, optimizer = trainee()
-    with attached(model, transform, STEP, optimizer) as live:
+    surgery = gs.Surgery(gs.Intervention(transform, STEP))
+
+    def load(state: dict[str, Tensor]) -> None:
+        surgery.load_state_dict(surgery.state_dict() | {"states": {"adaptive_clip/group": state}})
+
+    with surgery.attach(model, optimizer):
         train(model, optimizer, 3)
-        states = live.session.states
-        parts = [states.pop(key) for key in [*states]]
+        parts = [*states_of(surgery).values()]
         assert len(parts) == len([*model.parameters()])
         together = {key: torch.cat([part[key] for part in parts], -1) for key in parts[0]}
-        states["adaptive_clip/group"] = together
-        live.load_states()
+        load(together)
         train(model, optimizer, 1, start=3)
-        assert all(int(state["count"]) == 4 for state in states.values())
-        assert len(states) == len(parts)
-        states.clear()
-        states["adaptive_clip/group"] = {key: value[1:] for key, value in together.items()}
-        live.load_states()
+        assert [int(state["count"]) for state in states_of(surgery).values()] == [4] * len(parts)
+        load({key: value[1:] for key, value in together.items()})
         with pytest.raises(RuntimeError, match="begin with a step in which the same parameters"):
             train(model, optimizer, 1, start=4)

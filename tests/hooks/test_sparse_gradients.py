@@ -163,12 +163,6 @@ def test_a_sparse_gradient_is_refused_after_a_dense_one(transform: Transform, at
     assert not model.table._backward_hooks
 
 
-def test_a_trigger_that_reads_the_gradient_is_refused_when_attached() -> None:
-    model = _model()
-    with pytest.raises(ValueError, match=r"Threshold.*gradient of '0\.weight' is sparse"):
-        _gradient(model, gs.Scale(2.0), gs.Parameters("0.weight"), gs.Threshold(0.1))
-
-
 def test_a_mask_at_random_keeps_or_drops_values() -> None:
     model = _model()
     plain = _gradient(_model(), gs.Identity(), gs.Parameters("0.weight")).coalesce().values()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import Need, Transform
+from tests.nets import states_of
 from tests.transforms.cases import build, names
 
 RIGHT = [name for name in names() if "differentiable" in build(name).properties]
@@ -89,9 +90,8 @@ def test_p33_a_transform_of_your_own_is_not_refused() -> None:
 def test_p33_a_state_of_a_group_keeps_no_graph_of_earlier_steps(transform: Transform) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    with gs.Surgery(gs.Intervention(transform, at=gs.Parameters())).attach(
-        model, optimizer
-    ) as live:
+    surgery = gs.Surgery(gs.Intervention(transform, at=gs.Parameters()))
+    with surgery.attach(model, optimizer):
         step(model, optimizer, create_graph=True)
-        (state,) = live.session.states.values()
+        (state,) = states_of(surgery).values()
     assert {tensor.requires_grad for tensor in state.values()} == {False}

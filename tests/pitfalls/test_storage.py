@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.core.site_hook import is_trusted
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.base import Selector
 from gradsurg.transforms.base import (
@@ -178,10 +177,3 @@ def test_p08_captured_gradients_and_activations_do_not_share_a_transforms_state(
             seen.append(tensor.clone())
             tensor.zero_()
     torch.testing.assert_close(seen[1], 1.9 * seen[0])
-
-
-def test_a_wrapper_of_a_users_transform_is_checked_like_it() -> None:
-    item = gs.Intervention(gs.Chain(gs.Scale(2.0), torch.neg))
-    assert [is_trusted(link) for link in item.links] == [True, False]
-    for transform in (Mean(), gs.Scheduled(Mean()), gs.NormMatched(gs.Chain(gs.Clip(), Mean()))):
-        assert not is_trusted(transform)

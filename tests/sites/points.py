@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,8 +147,3 @@ class Answer:
     logits: Tensor
     extra: dict[str, Tensor]
     count: int = 3
-
-
-class Named(NamedTuple):
-    left: Tensor
-    right: list[Tensor]

@@ -41,11 +41,6 @@ CLIP = gs.ClipGlobalNorm(1.0, eps=0.0)
 AT_ROOT = "a backward has failed, and the group was left as it is"
 
 
-def test_the_old_name_of_the_stage_names_the_new_one() -> None:
-    with pytest.raises(ValueError, match=r"^Parameters\.stage: .* use 'backward_end'$"):
-        gs.Parameters(stage="reduced")
-
-
 def test_the_group_is_what_a_backward_reaches_and_an_older_gradient_stays() -> None:
     model = Weighted()
     model.c.grad = torch.tensor([100.0])
@@ -92,23 +87,6 @@ def _x() -> Tensor:
 
 def _norm(model: nn.Module) -> float:
     return torch.cat([grad.flatten() for grad in gradients(model).values()]).norm().item()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("inside", [(1,), (0,), (2,), (0, 2), (0, 1, 2)])
-def test_around_checkpoints_the_group_acts_once_on_all_parameters(
-    reentrant: bool, inside: tuple[int, ...]
-) -> None:
-    plain, model = _checkpointed(reentrant, ()), _checkpointed(reentrant, inside)
-    plain(_x()).backward()
-    with attached(model, gs.ClipGlobalNorm(0.5, eps=0.0), _at()) as live:
-        for _ in range(2):
-            model.zero_grad()
-            model(_x()).backward()
-            assert _norm(model) == pytest.approx(0.5)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(model)[name], grad * 0.5 / _norm(plain))
-    assert calls_of(live) == dict.fromkeys(gradients(plain), 2)
 
 
 def test_a_backward_called_by_a_hook_on_a_leaf_is_reported() -> None:

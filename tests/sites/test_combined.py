@@ -1,10 +1,8 @@
 """Combined: the algebra of selectors, and how many sites it must or may give."""
 
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ import gradsurg as gs
 from gradsurg.experiment.build import build
 from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.plugins.fields import FieldError
 from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 from tests.sites.points import Double, Made, recomputed
@@ -164,11 +161,6 @@ def test_a_subclass_that_selects_otherwise_combines_with_its_base(
     assert gradients(model)["bias"].tolist() == [factors[1]]
 
 
-def test_a_subclass_and_its_base_act_at_one_stage() -> None:
-    with pytest.raises(FieldError, match="give each of these Thin a stage, or none of them"):
-        gs.Parameters(stage="backward") | Thin()
-
-
 def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
     model = small()
     optimizer = sgd(model)
@@ -183,37 +175,6 @@ def test_a_group_transform_sees_all_sites_of_a_combination() -> None:
 
 
 # How many
-
-
-def _half_called() -> nn.Module:
-    return Made(lambda self, x: self.used(x), used=nn.Linear(6, 2), unused=nn.Linear(6, 2))
-
-
-@pytest.mark.parametrize(
-    ("make", "at", "message"),
-    [
-        (small, P().expect(3), "3 sites were expected, found 4: first.weight, first.bias, last.w"),
-        (small, P("first.*").first(1).expect(2), "2 sites were expected, found 1: first.weight"),
-        (small, M().expect(2), "2 sites were expected, found 3: first#0, act#0, last#0"),
-        (small, (P("last.*") | M("act")).expect(2), "2 sites were expected, found 3: last.weight"),
-        (small, N("Addmm").expect(1), "1 sites were expected, found 2: "),
-        (small, M().first(1).expect(2), "2 sites were expected, found 1: first#0"),
-        (_half_called, M(types="Linear").expect(2), "2 sites were expected, found 1: used#0"),
-    ],
-)
-def test_sites_are_counted_at_once_or_after_the_first_forward(
-    make: Callable[[], nn.Module], at: Selector, message: str
-) -> None:
-    model, parameters = make(), all(isinstance(kind, P) for kind in at.kinds)
-    with (
-        pytest.raises(LookupError, match=re.escape(f"zero: {message}")),
-        attached(model, gs.Zero(), at),
-    ):
-        assert not parameters
-        with torch.no_grad():
-            model(torch.ones(2, 6))  # nothing can be hooked here
-        model(torch.ones(2, 6))
-    assert num_hooks(model) == 0
 
 
 def _halves(both: bool) -> Made:
@@ -261,17 +222,6 @@ def test_nodes_that_a_checkpoint_makes_in_backward_are_counted_there(
                 model(torch.ones(2, 6, requires_grad=True)).backward()
 
 
-@pytest.mark.filterwarnings("ignore:scale. attached, but no gradient")
-def test_a_warning_says_if_no_backward_came_to_count_the_sites() -> None:
-    model = _recomputed(reentrant=True)
-    told = "scale: 3 sites were expected, and no backward has run that would show"
-    with (
-        pytest.warns(gs.SurgeryWarning, match=told),
-        attached(model, gs.Scale(1.0), M("inner.*").expect(3)),
-    ):
-        model(torch.ones(2, 6, requires_grad=True))
-
-
 def test_tensors_without_a_gradient_do_not_count() -> None:
     model = small()
     model.first.requires_grad_(False)
@@ -281,109 +231,6 @@ def test_tensors_without_a_gradient_do_not_count() -> None:
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: P() & M(), "Combined.of: nothing is at once a site of each of Parameters, Out"),
-        (lambda: P() & N("Relu"), "nothing is at once a site of each of Parameters, Nodes"),
-        (
-            lambda: N("Relu") & N("Relu", side="leave"),
-            "nothing is at once a site of each of Nodes",
-        ),
-        (
-            lambda: P(stage="accumulated") & P(stage="step"),
-            "nothing is at once a site of each of Parameters",
-        ),
-        (
-            lambda: P("first.*", stage="backward") | P(),
-            "give each of these Parameters a stage, or none of them; Parameters(pattern='*', ",
-        ),
-        (
-            lambda: gs.Intervention(gs.Zero(), P(stage="accumulated") | P(stage="step")),
-            "acts at one stage, and these are several: accumulated, step; make an",
-        ),
-        (lambda: P().expect(2) | M(), "a number that is expected belongs to the whole: expect"),
-        (lambda: ~P().expect(2), "a number that is expected belongs to the whole: expect last"),
-        (lambda: P().first(0), "Combined.limit: must be >= 1, found 0"),
-        (lambda: P().expect(0), "Combined.count: must be >= 1, found 0"),
-        (lambda: P().where(3), "Combined.test: "),  # pyright: ignore[reportArgumentType]
-        (lambda: gs.Combined((P(),), stage="step"), "Combined.stage: is that of the selectors"),
-        (lambda: gs.Combined(()), "Combined.of: "),
-        (lambda: gs.Combined((P(), 3)), "Combined.of.1: must be a Selector, found 3"),
-        (lambda: gs.Combined((P(),), by="most"), "Combined.by: must be one of 'any', 'all' or"),
-    ],
-)
-def test_invalid_combinations_are_refused_at_construction(
-    make: Callable[[], object], message: str
-) -> None:
-    with pytest.raises(FieldError, match=re.escape(message)):
-        make()
-
-
-@pytest.mark.parametrize("other", [3, None, P, gs.Always(), "first.*"])
-def test_selectors_combine_with_selectors_only(other: Any) -> None:
-    for combine in (lambda: P() | other, lambda: P() & other):
-        with pytest.raises(TypeError, match="a selector combines with selectors, found"):
-            combine()
-
-
-ALL = ", ".join([*FIRST, *LAST])
-
-
-@pytest.mark.parametrize(
-    ("at", "end"),
-    [
-        (P("first.*") & P("last.*"), "first.weight, first.bias; last.weight, last.bias"),
-        (~P(), ALL),
-        (P() | ~P(), ALL),
-        *(
-            (at, f"nothing matches 'nope'. There are: {ALL}.")
-            for at in (
-                P("nope") | P("neither"),
-                P("nope") | P(),
-                (P() | P("nope")).first(2),
-                P("first.*") | (P() & (P("last.*") | P("nope"))),
-                P("first.*") | (P("last.*") | (P() | P("nope"))),
-            )
-        ),
-    ],
-)
-def test_a_combination_that_selects_nothing_lists_the_sites_of_its_parts(
-    at: Selector, end: str
-) -> None:
-    """A part of a union that selects nothing is refused as it would be alone."""
-    with pytest.raises(LookupError) as caught, attached(small(), gs.Zero(), at):
-        pass
-    text = str(caught.value)
-    assert text.endswith(end)
-    if "nope" not in text:
-        assert text.startswith("Combined.by: nothing is selected by Combined(")
-        assert text.endswith(f" Its parts by themselves: {end}")
-
-
-@pytest.mark.parametrize(
-    ("at", "silent"),
-    [
-        (N("Nope") | N("Relu"), N("Nope")),
-        (N("Relu") & ~N("Nope"), N("Nope")),
-        (P() & ~P("nope"), P("nope")),
-        (M() & ~(M("first") | M("head.*")), M("head.*")),
-        (P("first.*") & ~P("last.*"), None),
-        (N("Relu") | N("Sigmoid") | N("Addmm"), N("Sigmoid")),
-        (N("Relu") | N("Addmm"), None),
-        (N("Relu") & ~N("Addmm"), None),
-        ((N("Addmm") | N("Relu")).first(1), None),
-    ],
-)
-def test_a_part_without_sites_is_reported_on_detach(at: Selector, silent: Selector | None) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with attached(small(), gs.Zero(), at) as live:
-            backward(live.session.model)
-    message = f"zero: nothing was selected by {silent!r}, a part of it"
-    assert [str(warning.message) for warning in caught] == ([message] if silent else [])
 
 
 def test_a_union_provides_what_all_of_its_parts_do_and_an_intersection_what_any_does() -> None:
@@ -413,20 +260,6 @@ def test_a_combination_is_hashable_and_its_repr_has_no_address() -> None:
     assert big != (P("a*") | M()).where(lambda place: True)
     assert " at 0x" not in repr(P().where(lambda place: True))
     assert repr(P("a").first(2)) == f"Combined(of=({P('a')!r},), by=all, limit=2)"
-
-
-def test_a_surgery_with_a_where_test_resumes_from_its_state() -> None:
-    def surgery() -> gs.Surgery:
-        return gs.Surgery(
-            gs.Intervention(gs.GrokfastEMA(), P().where(lambda place: "w" in place.name))
-        )
-
-    first, other = surgery(), surgery()
-    model = small()
-    with first.attach(model):
-        backward(model)
-    other.load_state_dict(first.state_dict())
-    assert other.state_dict()["transforms"] == first.state_dict()["transforms"]
 
 
 # From the command line

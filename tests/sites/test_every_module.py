@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules import module as process
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, batch, gradients, small
 from tests.sites.points import (
     TEN,
@@ -62,14 +61,6 @@ def test_a_plan_names_what_it_looks_for_outside_the_model() -> None:
     assert "what fits EveryModule(pattern='NLLLoss'" in plan
 
 
-def test_the_stage_follows_from_the_kind() -> None:
-    stages = {kind: gs.EveryModule(kind=kind).resolve("tensor") for kind in (*FORWARD, *BACKWARD)}
-    assert stages == dict.fromkeys(FORWARD, "forward") | dict.fromkeys(BACKWARD, "backward")
-    assert gs.EveryModule(kind="forward", stage="forward").resolve("tensor") == "forward"
-    with pytest.raises(ValueError, match="kind 'forward' cannot have stage 'backward'"):
-        gs.Intervention(gs.Clip(1.0), gs.EveryModule(kind="forward", stage="backward"))
-
-
 @pytest.mark.usefixtures("frozen_heap")
 def test_modules_outside_the_model_are_not_kept_alive() -> None:
     model = small()
@@ -82,26 +73,6 @@ def test_modules_outside_the_model_are_not_kept_alive() -> None:
             model(batch()[0])
             gc.collect()
             assert held() is None
-
-
-EVERY = gs.EveryModule
-
-
-@pytest.mark.parametrize(
-    ("at", "sites"),
-    [
-        (EVERY("first") | EVERY("MSELoss"), ["first#0", "MSELoss#0"]),
-        (EVERY() & ~EVERY(types="Linear"), ["act#0", "MSELoss#0"]),
-        (EVERY("MSELoss").first(1), ["MSELoss#0"]),
-    ],
-)
-def test_selectors_combine(at: Selector, sites: list[str]) -> None:
-    model = small()
-    with attached(model, gs.Identity(), at) as live:
-        nn.MSELoss()(model(batch()[0].requires_grad_()), torch.zeros(8, 3)).backward()
-    assert {site: calls for site, calls in calls_of(live).items() if calls} == dict.fromkeys(
-        sites, 1
-    )
 
 
 def test_global_hooks_of_the_deprecated_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

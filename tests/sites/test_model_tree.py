@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.sites import tree
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, noisy, num_hooks, small
+from tests.nets import attached, noisy, num_hooks, small
 from tests.sites.points import Made
 
 X = torch.linspace(-1, 1, 48).view(8, 6)
@@ -177,44 +177,6 @@ def test_a_table_of_a_real_model_is_aligned_and_fits_into_120_columns(
 IMAGES = torch.linspace(-1, 1, 48).view(8, 2, 3)
 
 
-@pytest.mark.parametrize(
-    "at",
-    [
-        gs.Parameters("*.weight"),
-        gs.Parameters(stage="step"),
-        gs.Outputs(),
-        gs.Outputs(types=["ReLU", "Linear"][0]),
-        gs.Outputs().first(2),
-        gs.Outputs() & ~gs.Outputs("act"),
-        gs.Nodes("*"),
-        gs.Nodes("norm"),
-        gs.Nodes("*", side="leave"),
-        gs.Nodes("matmul") | gs.Parameters("last.*") | gs.Outputs("act"),
-        gs.Outputs().where(lambda place: isinstance(place.thing, nn.BatchNorm1d)),
-        gs.Inputs("act"),
-        gs.Activations("act"),
-        gs.Weights("*.bias"),
-        gs.SavedTensors("last"),
-        gs.SavedTensors("last", node="matmul"),
-        gs.SavedTensors("block"),
-        gs.Uses("act"),
-        gs.ModuleGradients("act"),
-        gs.Parameters("*.weight", stage="backward_end"),
-        gs.EveryModule("act"),
-    ],
-)
-def test_the_tree_marks_the_sites_that_attaching_hooks(at: Selector) -> None:
-    seen = _sites(noisy(), IMAGES, at)
-    model = noisy()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attached(model, gs.Identity(), at, optimizer) as live:
-        backward(model)
-        optimizer.step()
-    fired = sorted(entry.site for entry in live.ledger if entry.calls)
-    assert seen == fired
-    assert seen
-
-
 def test_node_outputs_that_get_a_gradient_are_sites() -> None:
     def forward(self: Made, x: Tensor) -> Tensor:
         first, _, last = self.linear(x).split(2, dim=1)
@@ -258,22 +220,6 @@ def test_the_end_of_the_table_tells_of_sites_elsewhere_and_of_a_wrong_number() -
     wrong, right = (str(tree(small(), X, gs.Outputs().expect(number))) for number in (12, 3))
     assert "3 sites selected (*) where 12 are expected" in wrong
     assert "expected" not in right
-
-
-@pytest.mark.parametrize(
-    ("at", "message"),
-    [
-        (gs.Outputs("frst"), "nothing matches 'frst'"),
-        (gs.Nodes("Rlu"), "no node is selected by 'Rlu'"),
-        (gs.Outputs("first", call=5), "nothing that was called .*call=5.*There are: root#0, fir"),
-        (gs.Outputs("act") & gs.Outputs("last"), "nothing is selected by"),
-    ],
-)
-def test_an_empty_selection_is_refused(at: Selector, message: str) -> None:
-    model = small()
-    with pytest.raises(LookupError, match=message):
-        tree(model, X, at)
-    assert num_hooks(model) == 0
 
 
 def test_predicates_see_the_modules_of_the_model_itself() -> None:

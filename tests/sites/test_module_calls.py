@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
-from tests.sites.points import TEN, Answer, Double, Made, Named, passed, point
+from tests.sites.points import TEN, Made, passed, point
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,46 +97,3 @@ def test_a_module_returns_or_takes_any_holder_of_tensors(at: Any, held: str) -> 
     if changes_values:
         with gs.Surgery(gs.Intervention(TEN, at)).attach(model):
             assert model(point()).item() == 60.0
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
-@pytest.mark.parametrize(
-    ("at", "refused"),
-    [
-        (gs.Outputs(), "scripted"),
-        (gs.EveryModule(), "scripted"),
-        (gs.EveryModule("plain", kind="full_backward_pre"), "scripted"),
-        (gs.Inputs("scripted.0"), "scripted.0"),
-        (gs.Activations("scripted"), "scripted"),
-        (gs.ModuleGradients("scripted"), "scripted"),
-        (gs.Outputs("plain"), ""),
-        (gs.Inputs("plain"), ""),
-        (gs.Activations("plain"), ""),
-        (gs.ModuleGradients("plain"), ""),
-        (gs.EveryModule("plain", kind="forward"), ""),
-    ],
-    ids=repr,
-)
-def test_a_selected_scripted_module_is_refused_and_its_siblings_act(
-    at: Selector, refused: str
-) -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.ReLU()))
-    model = Made(lambda self, x: self.scripted(self.plain(x)), plain=Double(), scripted=scripted)
-    if refused:
-        message = rf"site '{refused}': it is a ScriptModule.*Act at Parameters"
-        with pytest.raises(ValueError, match=message):
-            passed(model, TEN, at)
-    else:
-        assert passed(model, TEN, at)[0] == [20.0]
-
-
-def test_tensors_are_found_in_containers_and_among_the_attributes_of_objects() -> None:
-    first, second, whole = torch.ones(1), torch.ones(2), torch.ones(1, dtype=torch.long)
-    nested = Answer(first, {"loss": second, "index": whole})
-    assert [path for path, _ in tensors_in(nested)] == [".logits", ".extra.loss"]
-    named = Named(first, [second, second])
-    assert [path for path, _ in tensors_in(named)] == [".0", ".1.0", ".1.1"]
-    assert [path for path, _ in tensors_in([Plain(first)])] == [".0.h"]
-    assert [path for path, _ in tensors_in(first)] == [""]
-    nothing = (None, "text", Answer, whole, nn.Linear(1, 1), torch.ones, Plain(whole))
-    assert list(tensors_in(nothing)) == []

@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.sites.base import Selector
 from tests.nets import attached, backward, num_hooks, small
-from tests.sites.points import TEN, Answer, Double, Made, calls_of, grad_of, passed, point
+from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point
 
 KINDS = ("full_backward_pre", "full_backward")
 
@@ -45,40 +44,6 @@ def test_tensors_have_a_path_and_unseen_ones_are_reported(kind: Any) -> None:
     tail = _tail(kind)
     assert calls_of(live) == {f"several#0{tail}.0": 1, f"several#0{tail}.1": 1, hidden: 0}
     assert f"{hidden}  (a full backward hook does not see it)" in live.ledger.table()
-
-
-def _returning(answer: Callable[[Tensor], Any]) -> Made:
-    return Made(lambda self, x: self.m(x), m=Made(lambda self, x: answer(x * 2)))
-
-
-BY_KEYWORD = Made(lambda self, x: self.m(input=x * 2), m=nn.Identity())
-
-
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called")  # of PyTorch
-@pytest.mark.parametrize(
-    ("model", "kind", "where"),
-    [
-        (_returning(lambda x: {"a": x}), "full_backward_pre", "a dict"),
-        (_returning(lambda x: Answer(x, {})), "full_backward_pre", "a Answer"),
-        (_returning(lambda x: [x]), "full_backward_pre", "a list"),
-        (_returning(lambda x: ({"a": x},)), "full_backward_pre", "a tuple"),
-        (BY_KEYWORD, "full_backward", "an argument"),
-    ],
-)
-def test_tensors_that_the_hook_would_not_see_are_refused_or_reported(
-    model: Made, kind: Any, where: str
-) -> None:
-    message = rf"'m#0{_tail(kind)}': .* inside {where}\. Use Outputs"
-    with (
-        pytest.raises(RuntimeError, match=message),
-        attached(model, gs.Zero(), gs.ModuleGradients("m", kind=kind)),
-    ):
-        model(point())
-    with (
-        pytest.warns(gs.SurgeryWarning, match="a full backward hook does not see it"),
-        attached(model, gs.Zero(), gs.EveryModule("m", kind=kind)),
-    ):
-        model(point())
 
 
 @pytest.mark.parametrize(

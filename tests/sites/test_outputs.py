@@ -5,12 +5,12 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from gradsurg.sites.module_calls import tensors_in
 from gradsurg.transforms.base import Transform
-from tests.contexts.table import README
+from tests.contexts.kinds import README
 from tests.nets import attached, gradients, num_hooks, sgd
 from tests.sites.points import (
     TEN,
@@ -68,7 +68,7 @@ def test_the_tensors_that_modules_return_are_sites(
 ) -> None:
     model.zero_grad()
     with attached(model, gs.Zero(), at) as live:
-        sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+        sum(tensor.sum() for tensor in tree_leaves(model(torch.ones(2, 1, 3)))).backward()
     assert names_of_sites(live) == sites
     assert not gradients(model)[next(iter(gradients(model)))].any()
 
@@ -97,30 +97,11 @@ def test_items_of_an_output_are_selected_each_once(at: Selector, sites: list[str
     model = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), lstm=nn.LSTM(3, 4)))
     with attached(model, gs.Identity(), at) as live:
         for _ in range(2):
-            sum(tensor.sum() for _, tensor in tensors_in(model(torch.ones(2, 1, 3)))).backward()
+            sum(tensor.sum() for tensor in tree_leaves(model(torch.ones(2, 1, 3)))).backward()
     assert {str(row["site"]): row["calls"] for row in live.effects.rows()} == dict.fromkeys(
         sites, 2
     )
     assert live.ledger.table().count("lstm") + live.ledger.table().count("first") == len(sites)
-
-
-def test_an_item_that_no_output_has_is_refused_in_the_first_forward() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
-    with (
-        pytest.raises(LookupError, match=r"item='2'.* There were: 0#0, 1#0.0, 1#0.1.0, 1#0.1.1"),
-        attached(model, gs.Identity(), gs.Outputs(item="2")),
-    ):
-        model(torch.ones(2, 1, 3))
-
-
-@pytest.mark.parametrize("at", [gs.Outputs("1", call=0), gs.Outputs("1", call=0, item="*.1")])
-def test_a_call_of_a_module_by_itself_has_no_number(at: Selector) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 4))
-    with (
-        pytest.raises(RuntimeError, match="'1' is called, but not the model that is attached"),
-        attached(model, gs.Identity(), at),
-    ):
-        model[1](torch.ones(2, 1, 3))
 
 
 def _residual(inner: nn.Module) -> Made:
@@ -151,7 +132,6 @@ BY_VALUE = gs.ScaleBySign(positive=10.0, negative=0.0, of="value")
         (_residual(nn.Dropout(0.5).eval()), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
         (_residual(nn.Dropout(0.5, inplace=True).eval()), TEN, "inner", (1.0,), [62.0]),
         (_residual(nn.Flatten(0)), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
-        (_residual(nn.Sequential(nn.Identity())), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
         (_residual(Made(lambda self, x: [x, 1])), TEN, "inner", (1.0,), [2 + 2 * 3 * 10]),
         # An in-place ReLU has a site of its own; the value is that before a later change in place.
         (RELU, gs.Clip(1.0), "1", (3.0, -3.0), [2.0, 0.0]),
@@ -184,13 +164,3 @@ def test_a_parameter_returned_by_a_module_is_hooked_once_with_its_current_value(
             optimizer.step()
     assert calls_of(live) == {"soft#0": 2}
     assert num_hooks(model) == 0
-
-
-def test_a_name_that_is_not_the_first_of_a_module_is_told() -> None:
-    inner = nn.Sequential(nn.Linear(2, 2))
-    model = Made(lambda self, x: self.inner(x), inner=inner, linear=inner[0])
-    with (
-        pytest.warns(gs.SurgeryWarning, match=r"linear#0 \(another name of inner\.0, which"),
-        attached(model, gs.Zero(), gs.Outputs("linear") | gs.Outputs("inner")),
-    ):
-        model(torch.ones(1, 2)).sum().backward()

@@ -84,32 +84,6 @@ def test_stages_follow_one_another_whatever_the_order_of_attaching() -> None:
         assert num_hooks(model, optimizer) == 0
 
 
-@pytest.mark.filterwarnings("ignore:clip. site 'w' had 2 gradients")
-@pytest.mark.parametrize(
-    ("stage", "before", "summed", "used"),
-    [
-        ("backward", 0.0, 0.0, 0.0),  # 1 - 1
-        ("backward", 100.0, 100.0, 100.0),
-        ("accumulated", 0.0, -1.0, -1.0),  # 1 - 2.5, clipped
-        ("backward_end", 0.0, -1.0, -1.0),
-        ("step", 0.0, 0.5, 0.5),  # 3 - 2.5
-        ("step", 100.0, 100.5, 1.0),
-    ],
-)
-def test_a_stage_acts_on_one_backward_or_on_the_sum(
-    stage, before: float, summed: float, used: float
-) -> None:
-    model = Sums()
-    optimizer = sgd(model, lr=1.0)
-    model.w.grad = torch.tensor([before])
-    with attached(model, gs.Clip(1.0), gs.Parameters(stage=stage), optimizer):
-        for gradient in (3.0, -2.5):
-            model(torch.tensor([gradient])).backward()
-        assert grad_of(model.w) == [summed]
-        optimizer.step()
-    assert model.w.tolist() == [-used]
-
-
 # Hooks of others
 
 

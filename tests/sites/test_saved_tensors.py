@@ -15,12 +15,10 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 import gradsurg as gs
-from gradsurg.plugins.fields import FieldError
 from gradsurg.torch_internals import autograd
 from tests.nets import (
     attached,
     batch,
-    small,
 )
 from tests.sites.points import TEN, Acts, Made, grad_of, passed, point, recomputed
 
@@ -140,20 +138,6 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_
             y.sum().backward()
 
 
-def test_a_double_backward_is_refused_where_the_transform_acts() -> None:
-    model, x = nn.Sequential(Square()), point(3.0)
-    with attached(model, DOUBLE, gs.SavedTensors("0")):
-        y = model(x).sum()
-        with pytest.raises(RuntimeError, match=r"site '0#0\.[01]': it is read back under"):
-            torch.autograd.grad(y, x, create_graph=True)
-        y.backward()
-        assert grad_of(x) == [12.0]
-    with attached(model, gs.Identity(), gs.SavedTensors("0")):
-        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first, x)
-    assert (first.tolist(), second.tolist()) == ([6.0], [2.0])
-
-
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")
@@ -211,18 +195,6 @@ def test_foreign_saved_tensor_hooks_stay_active(outside: bool) -> None:
 
 
 # The block.
-
-
-def test_the_block_pattern_refuses_states_other_fields_and_a_module_of_its_name() -> None:
-    model = small()
-    with pytest.raises(ValueError, match=r"site 'block': it is many tensors, and GrokfastEMA"):
-        attached(model, gs.GrokfastEMA(), gs.SavedTensors("block"))
-    with pytest.raises(FieldError, match=r"SavedTensors\.call: pattern 'block'"):
-        gs.SavedTensors("block", call=0)
-    model.block = nn.ReLU()
-    with pytest.raises(ValueError, match="write 're:block' for the module"):
-        attached(model, gs.Zero(), gs.SavedTensors("block"))
-    assert gs.SavedTensors("re:block").find(model) == ["block"]
 
 
 def test_the_block_pattern_is_limited_to_its_thread_and_modules_are_not() -> None:

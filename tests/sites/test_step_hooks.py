@@ -128,14 +128,6 @@ def test_layers_thawed_after_attach_join(added: bool, pattern: str, kind: str) -
     assert not torch.equal(results[0][0], small().first.weight)
 
 
-@pytest.mark.parametrize("stage", ["backward", "accumulated", "backward_end", None])
-def test_frozen_parameters_alone_are_refused_at_other_stages(stage: Any) -> None:
-    model = small()
-    model.first.requires_grad_(False)
-    with pytest.raises(LookupError, match="'first.*' matches is frozen: first.weight, "):
-        attached(model, gs.Clip(1.0), gs.Parameters("first.*", stage=stage))
-
-
 # Several optimizers
 
 
@@ -257,13 +249,6 @@ def test_a_gan_whose_optimizers_take_turns(scaled: bool) -> None:
         assert live.step == 4
     for weight, expected in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(weight, expected)
-
-
-@pytest.mark.parametrize("at", [gs.Updates(), MatchedUpdates(), gs.Weights()], ids=repr)
-def test_other_kinds_refuse_a_group_in_two_optimizers(at: Any) -> None:
-    model = small()
-    with pytest.raises(ValueError, match="a whole group at once, and two optimizers share it"):
-        gs.Surgery(gs.Intervention(CLIP, at)).start(model, _two(model))
 
 
 # Exceptions, and a block that ends inside a step

@@ -1,6 +1,5 @@
 """Uses: the gradient of each use of a tensor, which no hook on the tensor itself ever sees."""
 
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +9,7 @@ from torch import Tensor, func, nn
 
 import gradsurg as gs
 from gradsurg.sites.base import Selector
-from tests.nets import attached, backward, num_hooks, small
+from tests.nets import attached, backward, small
 from tests.sites.points import (
     TEN,
     Made,
@@ -186,24 +185,6 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
 
 
 # What there is not
-
-
-@pytest.mark.parametrize(
-    ("at", "message"),
-    [
-        (
-            gs.Uses("part", use=3),
-            "Uses.use: no use is selected by 'part' (use=3). Uses inside the model's call: "
-            "part#0: 3. One in the loss is not found. Nor is one in what is compiled.",
-        ),
-        (gs.Uses("root"), "root#0: 0. One in the loss is not found"),
-    ],
-)
-def test_a_missing_use_is_refused_with_the_choices(at: gs.Uses, message: str) -> None:
-    model = _reused()
-    with pytest.raises(LookupError, match=re.escape(message)):
-        passed(model, TEN, at)
-    assert num_hooks(model) == 0
 
 
 def test_an_output_without_a_gradient_is_skipped_with_the_reason() -> None:

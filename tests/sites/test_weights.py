@@ -34,12 +34,6 @@ def _one(value: float = 1.0) -> nn.Linear:
     return model
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.full((1, 2), 3.0)).sum().backward()
-    optimizer.step()
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "no stale cast"])
 def test_at_stage_forward_they_are_edited_before_each_call_in_training_mode(autocast: bool) -> None:
     model = _one(8.0)
@@ -74,19 +68,6 @@ def test_a_result_that_is_a_view_of_the_weight_is_copied_correctly() -> None:
     with attached(model, Acts(Tensor.t), gs.Weights(stage="forward")):
         model(torch.ones(1, 64))
     assert torch.equal(model.weight, expected)
-
-
-def test_a_group_transform_sees_all_weights_together() -> None:
-    for stage in ("step", "forward"):
-        first, last = _one(3.0), nn.Linear(1, 1, bias=False)
-        nn.init.constant_(last.weight, 4.0)
-        model = nn.Sequential(first, last)
-        optimizer = sgd(model, lr=0.0)
-        with attached(model, gs.ClipGlobalNorm(1.0), gs.Weights(stage=stage), optimizer):
-            _step(model, optimizer)
-        # sqrt(3^2 + 3^2 + 4^2) = sqrt(34).
-        assert first.weight.tolist() == [[pytest.approx(3 / 34**0.5, rel=1e-4)] * 2]
-        assert last.weight.item() == pytest.approx(4 / 34**0.5, rel=1e-4)
 
 
 def test_the_step_number_is_that_of_the_last_step() -> None:

@@ -14,21 +14,6 @@ from gradsurg.sites.base import Place, Selector
 from tests.nets import attached, backward, batch, grad_of, num_hooks, small
 
 CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
-KINDS = [*CHECKPOINTED, gs.ModuleGradients, gs.Captured]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_met_is_an_error_that_lists_the_calls_that_are(
-    kind: Callable[..., Selector],
-) -> None:
-    model = small()
-    for at, text in (
-        (kind(call=1), r"identity: nothing .* There were: .*first#0, act#0, last#0$"),
-        (kind("last").where(lambda place: False), r"test=.*There were: .*last#0$"),
-    ):
-        with pytest.raises(LookupError, match=text), attached(model, gs.Identity(), at):
-            backward(model)
-        assert num_hooks(model) == 0
 
 
 class Turns(nn.Module):

@@ -250,6 +250,6 @@ def test_several_backward_passes_without_an_optimizer_are_not_parts_of_one() -> 
     with attached(model, gs.Scale(1.0)):
         _run(model)
         _run(model)
-    with attached(small(), gs.Clip(1.0)) as live:
+    with attached(clipped := small(), gs.Clip(1.0)):
         for step in range(3):
-            backward(live.session.model, step)
+            backward(clipped, step)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.testing.transforms import context_with
 from gradsurg.transforms import Stateless, validated
 from gradsurg.transforms.base import TransformContext
 from tests.nets import attached
@@ -48,14 +47,6 @@ def test_each_label_trains_its_units_as_with_a_mask_of_the_activations(
         torch.testing.assert_close(param.grad, oracle.grad)
 
 
-def test_units_on_an_axis_of_the_labels_are_refused() -> None:
-    model = _model()
-    message = r"Route.axis: must be of units, behind those of labels \[2, 3\], found 1"
-    with pytest.raises(ValueError, match=message), _routed(model) as live:
-        live.set_batch(labels=torch.zeros(2, 3, dtype=torch.long))
-        model(torch.ones(2, 3, 3)).sum().backward()
-
-
 def test_a_transform_reads_the_batch_which_is_released_at_the_end_of_the_step() -> None:
     model, seen = _model(), list[dict[str, Tensor]]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,24 +84,6 @@ def test_units_are_those_of_the_given_axis(axis: int, expected: list[float]) -> 
     torch.testing.assert_close(conv.bias.grad, torch.tensor(expected))
 
 
-@pytest.mark.parametrize(
-    ("labels", "kind", "message"),
-    [
-        ([], ValueError, r"Route needs the labels .* call live.set_example_labels\(labels\)"),
-        ([[0, 1]], TypeError, "tensor of integers, found"),
-        ([torch.ones(2)], TypeError, r"shape \[n\] or \[n, time\], found torch.float32"),
-        ([torch.zeros(3, dtype=torch.long)], ValueError, "found 3 labels"),
-        ([torch.zeros(1, 3, dtype=torch.long)], ValueError, r"found labels \[1, 3\] and the shape"),
-    ],
-)
-def test_wrong_labels_are_refused(labels: list[Any], kind: type[Exception], message: str) -> None:
-    model = _model()
-    with pytest.raises(kind, match=message), _routed(model) as live:
-        for each in labels:
-            live.set_example_labels(each)
-        model(torch.ones(2, 3)).sum().backward()
-
-
 def test_labels_are_forgotten_at_the_end_of_a_step() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,19 +93,3 @@ def test_labels_are_forgotten_at_the_end_of_a_step() -> None:
         optimizer.step()
         with pytest.raises(ValueError, match="call live.set_example_labels"):
             model(torch.ones(2, 3)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("shape", "fields", "message"),
-    [
-        ((3,), {}, r"needs a gradient with axes of examples and, axis 1, of units, found .*\[3\]"),
-        ((3, 4), {"axis": 2}, r"axis 2, of units, found the shape \[3, 4\] at the site 'a.weight'"),
-        ((3, 1), {}, r"Route.groups: needs at least 2 units on axis 1, .* shape \[3, 1\]"),
-    ],
-)
-def test_gradients_without_units_are_refused(
-    shape: tuple[int, ...], fields: dict[str, int], message: str
-) -> None:
-    grad: Tensor = torch.ones(shape)
-    with pytest.raises(ValueError, match=message):
-        gs.Route(**fields).apply(grad, context_with(grad))

@@ -4,8 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -79,57 +78,6 @@ def test_the_optimizer_may_come_later_wrapped_and_be_replaced() -> None:
     live.close()
 
 
-def starting(model: Any, *args: Any, **fields: Any) -> Callable[[], object]:
-    return lambda: at_step(gs.Zero()).start(model, *args, **fields)
-
-
-NO_OPTIMIZER = r"must be a torch\.optim\.Optimizer, found "
-WHOLE = "_every: must be a whole number >= "
-LIST = r"found a list: did you mean Surgery\(\*interventions\)"
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (starting(small(), 3), NO_OPTIMIZER + "3"),
-    (starting(SGD(small().parameters()), small()), "found SGD; the model comes first, as in"),
-    (starting(nn.Linear), r"model: must be a torch.nn.Module, found <class .*Linear.*did you mean"),
-    (starting("mlp"), "model: must be a torch.nn.Module, found 'mlp'"),
-    (starting(small(), effects_every=-1), f"effects{WHOLE}0, found -1"),
-    (starting(small(), effects_every="x"), f"effects{WHOLE}0, found 'x'"),
-    (starting(small(), conflict_every=0), f"conflict{WHOLE}1, found 0"),
-    (lambda: gs.Surgery([gs.Intervention(gs.Zero())]), LIST),
-    (lambda: gs.Surgery(gs.Zero()), "found Zero"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_argument_is_named(call: Callable[[], object], text: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=text):
-        call()
-
-
-def test_what_is_no_optimizer_of_the_model_is_refused_and_none_is_bound() -> None:
-    model = small()
-    live = at_step(gs.Zero()).start(model)
-    part = SGD(model.first.parameters(), lr=0.1)
-    for wrong, text in (
-        (None, f"{NO_OPTIMIZER}None"),
-        (nn.Linear(1, 1), f"{NO_OPTIMIZER}the module Linear"),
-        ("adam", f"{NO_OPTIMIZER}'adam'"),
-        (part, "the optimizer does not have last.weight"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=text):
-            live.bind(wrong)
-    with pytest.raises(ValueError, match="no such optimizer; bind it first"):
-        live.before_step(part)
-    assert num_hooks(model, part) == 0
-    live.abort()
-
-
-def test_without_an_optimizer_stage_step_says_that_it_waited() -> None:
-    model = small()
-    live = at_step(gs.Zero()).start(model)
-    with pytest.warns(gs.SurgeryWarning, match=r"live\.bind\(optimizer\) was not called"):
-        live.close()
-
-
 def test_of_two_optimizers_each_has_its_parameters_and_one_counts() -> None:
     model = small()
     first = SGD(model.first.parameters(), lr=1.0)
@@ -142,16 +90,6 @@ def test_of_two_optimizers_each_has_its_parameters_and_one_counts() -> None:
         assert live.step == num_steps
     assert all(map(torch.equal, before, model.parameters()))
     live.close()
-
-
-def test_a_parameter_of_two_optimizers_and_a_clock_that_is_none_of_them_are_refused() -> None:
-    model = small()
-    both = [SGD(part.parameters(), lr=1.0) for part in (model.first, model.last)]
-    with pytest.raises(ValueError, match="two optimizers have first.weight"):
-        at_step(gs.Zero()).start(model, [both[0], SGD(model.parameters(), lr=1.0)])
-    assert num_hooks(model, *both) == 0
-    with pytest.raises(ValueError, match="clock be one of them"):
-        at_step(gs.Zero()).start(model, both[0], clock=both[1])
 
 
 def test_before_step_acts_before_the_clipping_of_a_framework_and_only_once() -> None:
@@ -362,22 +300,6 @@ def test_numbers_are_those_since_the_last_call_under_names_for_any_logger() -> N
         assert all(type(value) is float for value in (effects | conflicts).values())
         assert -1 <= conflicts["conflict/pcgrad/shared/cosine/a~b"] <= 1
         assert live.effects.numbers() == live.conflicts.numbers() == {}
-
-
-@pytest.mark.parametrize(
-    "kind", [gs.Outputs, gs.Inputs, gs.ModuleGradients, gs.Activations, gs.SavedTensors, gs.Nodes]
-)
-def test_calls_of_a_module_without_its_model_are_not_numbered(kind: Any) -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
-    x = torch.ones(2, 3, requires_grad=True)
-    where = {"pattern": "*", "module": "0.0"} if kind is gs.Nodes else {"pattern": "0.0"}
-    with (
-        warnings.catch_warnings(),
-        gs.Surgery(gs.Intervention(gs.Scale(2.0), at=kind(**where, call=1))).attach(model),
-        pytest.raises(RuntimeError, match=r"'0\.0' is called, but not the model that is attached"),
-    ):
-        warnings.simplefilter("ignore", gs.SurgeryWarning)  # that no gradient has passed
-        model[0](model[0](x)).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -166,34 +166,6 @@ def first(place: Place) -> bool:
     return place.call == 0
 
 
-def of_closure() -> Any:
-    def inner(grad: Tensor) -> Tensor:
-        return grad
-
-    return inner
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ((gs.Clip(1.0), gs.Nodes("Relu").where(first)), r"1\.site: where\(first\) is code, which "),
-        (
-            (gs.Clip(1.0), gs.Nodes("Relu") | gs.Nodes("Mul").where(first)),
-            r"1\.site\.of\.1: where\(first\) is code",
-        ),
-        ((lambda grad: grad, gs.Parameters()), r"1\.transform: <lambda> cannot be imported els"),
-        ((of_closure(), gs.Parameters()), r"1\.transform: of_closure\.<locals>\.inner cannot be "),
-        ((gs.Chain(gs.Sign(), of_closure()), gs.Parameters()), r"1\.transform\.links\.1: of_clos"),
-        ((partial(times, 0.1), gs.Parameters()), r"1\.transform: functools.partial\("),
-        ((nn.ReLU(), gs.Parameters()), r"1\.transform: ReLU\(\) cannot be imported elsewhere"),
-    ],
-)
-def test_what_no_config_holds_is_refused_by_its_key(item: Any, message: str) -> None:
-    surgery = gs.Surgery(gs.Intervention(gs.Clip(1.0)), gs.Intervention(*item))
-    with pytest.raises(TypeError, match=f"^interventions\\.{message}"):
-        surgery.to_config()
-
-
 def test_a_class_of_the_main_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shrink, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Shrink", Shrink, raising=False)
