@@ -21,7 +21,7 @@ from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.sites.base import Selector
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Chance, Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -71,6 +71,9 @@ class Wrapped(Task):
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         return Digits().metrics(outputs, targets)
+
+    def chance(self, targets: Tensor) -> Chance | None:
+        return Digits().chance(targets)
 
 
 def make_model(data: Data) -> nn.Module:
