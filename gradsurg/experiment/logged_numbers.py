@@ -156,7 +156,8 @@ class RunLog:
             "skipped_steps": self.skipped,
         }
         if data.start is None:  # a point in the plane is tested at no examples
-            outcome["test_examples"] = len(data.test_targets)
+            for part in dict.fromkeys((data.watched, "test")):
+                outcome[f"{part}_examples"] = len(data.part(part)[1])
         outcome |= metrics
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
