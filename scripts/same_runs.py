@@ -10,7 +10,7 @@ import torch
 CHECKPOINT, SUMMARY = "checkpoint.pt", "summary.json"
 ROWS = ("metrics.jsonl", "effects.jsonl", "conflicts.jsonl")
 STATE = ("step", "model", "optimizer", "lr_schedule", "scaler", "surgery", "generators")
-WORDS = ("time/", "hardware", "notes", "learned_nothing")
+WORDS = ("time/", "hardware", "note", "learned_nothing")
 
 
 def differences(one: Path, other: Path) -> Iterator[str]:

@@ -20,8 +20,9 @@ from gradsurg.experiment.run import Run, Schedule
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
+from gradsurg.report.load import read_runs
 from gradsurg.sites.base import Selector
-from gradsurg.tasks.base import Data, Task
+from gradsurg.tasks.base import Chance, Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -71,6 +72,9 @@ class Wrapped(Task):
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         return Digits().metrics(outputs, targets)
+
+    def chance(self, targets: Tensor) -> Chance | None:
+        return Digits().chance(targets)
 
 
 def make_model(data: Data) -> nn.Module:
@@ -198,9 +202,9 @@ MIXED = gs.Chain(gs.GrokfastEMA(), gs.AddNoise(0.001), gs.Clip(0.05))
 
 
 def notes(record: Record) -> list[str]:
-    found = record.summary["notes"]
-    assert isinstance(found, list)
-    return found
+    """Return the notes of a run with their details."""
+    (run,) = read_runs(record.directory.parent, [record.directory.name])
+    return [*run.notes.values()]
 
 
 def data(size: int = 4, accumulate: int = 1, count: int = 26) -> Batches:

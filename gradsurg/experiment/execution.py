@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from gradsurg.experiment.run_directory import (
     METRICS,
     RunDirectory,
 )
-from gradsurg.experiment.run_identity import RESUMED, environment_changes
+from gradsurg.experiment.run_identity import environment_changes
 from gradsurg.experiment.run_reader import known
 from gradsurg.experiment.settings import Config
 from gradsurg.loggers.base import GuardedLogger, Logger, RunEnd, RunInfo
@@ -102,11 +102,10 @@ def execute(
         except Exception:  # the task, model and transforms are a user's: they may raise anything
             directory.write_error(traceback.format_exc())
             raise
-        notes = cast("list[str]", summary["notes"])
-        resumed = [note for note in notes if note.startswith(RESUMED)]
         action: Action = "trained" if checkpoint is None else "resumed"
         action = "retried" if state == "failed" else action
-        return Record(run, directory.path, summary, action, fault, "; ".join(resumed))
+        note = "" if checkpoint is None else environment_changes(checkpoint["made_with"])
+        return Record(run, directory.path, summary, action, fault, note)
 
 
 def _skipped(run: Run, directory: RunDirectory) -> Record:
@@ -240,7 +239,7 @@ class _OpenRun:
         self.log.replay()
         self.timer = CheckpointTimer(run.schedule)
         self._examined: dict[str, float] = {}
-        self._notes: list[str] = []
+        self._notes: dict[str, str] = {}
         self._is_idle = False
 
     def _restored(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -366,7 +365,7 @@ class _OpenRun:
             if item.category is not SurgeryWarning:
                 place = item.filename, item.lineno
                 warnings.warn_explicit(item.message, item.category, *place, registry=registry)
-        notes = self._notes + self._surgery_warnings()
+        notes = self._notes | dict.fromkeys(self._surgery_warnings(), "")
         outcome = self.log.summary(self.data, self.model, self._examined, notes)
         return outcome | ({"idle": True} if self._is_idle else {})
 

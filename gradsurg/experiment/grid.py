@@ -33,6 +33,11 @@ class Axis:
     values: tuple[Any, ...]  # Any: what a YAML file can hold
     by_log: bool = False
 
+    @property
+    def is_rate(self) -> bool:
+        """Whether it is a learning rate, also as an option of a script, such as `--lr`."""
+        return self.key.lstrip("-") in RATES
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -79,7 +84,7 @@ class Grid:
         """Return a grid of `count` points: more learning rates in the same range, equally spaced on
         a logarithmic scale. None if no rate is an axis, or if there is no such number of rates.
         """
-        rates = next((axis.values for axis in self.axes if axis.key in RATES), ())
+        rates = next((axis.values for axis in self.axes if axis.is_rate), ())
         number, rest = divmod(count * len(rates), len(self))
         if not rates or rest or min(rates) <= 0:
             return None
@@ -88,7 +93,7 @@ class Grid:
 
     def _with_rates(self, values: Callable[[Axis], tuple[Any, ...]]) -> "Grid":  # Any: as above
         axes = (
-            Axis(axis.key, values(axis), by_log=True) if axis.key in RATES else axis
+            Axis(axis.key, values(axis), by_log=True) if axis.is_rate else axis
             for axis in self.axes
         )
         return Grid(tuple(axes))

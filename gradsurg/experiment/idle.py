@@ -12,17 +12,19 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)  # of |g|, in the note on a transform that cha
 MAX_BOUND = 0.9  # of the largest entry or norm: still below it when rounded to two digits
 
 
-def idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[list[str], bool]:
+def idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[dict[str, str], bool]:
     """Return a note for each transform that changed no entry at the steps that were measured, and
     for each that may skip steps; and whether none of all transforms changed an entry.
 
-    A note has quantiles of |g| and bounds that would have changed some gradients.
+    Each note is given with its details: quantiles of |g| and bounds that would have changed some
+    gradients, or the number of steps.
     """
     where = f" at the steps measured, one in {effects_every}" if effects_every > 1 else ""
-    skipped, notes = live.skipped_steps, []
+    skipped, notes = live.skipped_steps, dict[str, str]()
     for label, number in skipped.items():
-        count = f"steps of the optimizer. {number} of {live.step} in the first of these"
-        notes.append(f"{label} skipped {count if number else 'no step of the optimizer'}")
+        steps = "steps" if number else "no step"
+        details = f"{number} of {live.step} in the first of these" if number else ""
+        notes[f"{label} skipped {steps} of the optimizer"] = details
     identities = {  # which should change nothing
         label
         for item, labels in zip(surgery.interventions, surgery.labels, strict=True)
@@ -46,9 +48,18 @@ def idle_notes(surgery: Surgery, live: Live, effects_every: int) -> tuple[list[s
             each = zip(QUANTILES, quantiles, strict=True)
             shown = ", ".join(f"{share:.0%} {value:.2g}" for share, value in each)
             reach = f"norms from {min(norms):.2g} to {max(norms):.2g}"
-            text = f"{transform} changed nothing{where}. Quantiles of |g|: {shown}; {reach}. "
-            notes.append(text + suggested_bounds(quantiles, norms))
+            details = f"Quantiles of |g|: {shown}; {reach}. {suggested_bounds(quantiles, norms)}"
+            notes[f"{transform} changed nothing{where}"] = details
     return notes, idle
+
+
+def note_fields(notes: Mapping[str, str]) -> dict[str, object]:
+    """Return the fields of a summary for notes with their details.
+
+    Details have numbers of the run, so that notes of several runs can be equal without them.
+    """
+    details = {note: text for note, text in notes.items() if text}
+    return {"notes": [*notes], **({"note_details": details} if details else {})}
 
 
 def suggested_bounds(quantiles: Sequence[float], norms: Sequence[float]) -> str:

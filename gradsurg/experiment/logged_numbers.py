@@ -19,6 +19,7 @@ from gradsurg.core.live import Live
 from gradsurg.effects.effects import NonFinite
 from gradsurg.effects.summary import Row, effects_by_path
 from gradsurg.experiment import processes
+from gradsurg.experiment.idle import note_fields
 from gradsurg.experiment.loop import Step, outputs_of
 from gradsurg.experiment.run import Run
 from gradsurg.experiment.run_directory import CONFLICTS, EFFECTS, METRICS, RunDirectory
@@ -135,11 +136,16 @@ class RunLog:
             logger.log(done, values)
 
     def summary(
-        self, data: Data, model: nn.Module, examined: Mapping[str, float], notes: list[str]
+        self,
+        data: Data,
+        model: nn.Module,
+        examined: Mapping[str, float],
+        notes: Mapping[str, str],
     ) -> dict[str, object]:
         """Return the outcome, with metrics on all examples of each part.
 
-        A run has diverged too if one of its last numbers is not finite.
+        A run has diverged too if one of its last numbers is not finite. `notes` are given with
+        their details.
         """
         run, schedule = self.run, self.run.schedule
         metrics: dict[str, float] = {}
@@ -156,7 +162,8 @@ class RunLog:
             "skipped_steps": self.skipped,
         }
         if data.start is None:  # a point in the plane is tested at no examples
-            outcome["test_examples"] = len(data.test_targets)
+            for part in dict.fromkeys((data.watched, "test")):
+                outcome[f"{part}_examples"] = len(data.part(part)[1])
         outcome |= metrics
         if self.bad_step is not None:
             outcome["diverged_step"] = self.bad_step
@@ -175,7 +182,7 @@ class RunLog:
             "time/train_s": self.trained_s,
             "hardware": hardware(run.device),
             "effects_every": every,
-            "notes": notes,
+            **note_fields(notes),
         }
 
     def _times(self, every: int) -> dict[str, float | None]:

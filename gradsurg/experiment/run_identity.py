@@ -43,7 +43,6 @@ from gradsurg.plugins.registry import named
 
 MAX_LABEL = 80
 PACKAGE = Path(__file__).parents[1]
-RESUMED = "resumed from a checkpoint made with "
 
 ADDED = {"reduce": "mean", "on_nonfinite": "propagate"}
 """Fields of `shared` that are later than others: their defaults are not part of an identity."""
@@ -151,7 +150,7 @@ def environment_changes(before: Mapping[str, str]) -> str:
         return ""
     old, new = (", ".join(f"{x} {of.get(x, 'unknown')}" for x in changed) for of in (before, now))
     rule = "the result may differ in some bits from an uninterrupted run"
-    return f"{RESUMED}{old}, now {new}: {rule}"
+    return f"resumed from a checkpoint made with {old}, now {new}: {rule}"
 
 
 def edited_modules(before: Config, now: Config) -> list[str]:

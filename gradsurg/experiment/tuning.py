@@ -8,12 +8,12 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from gradsurg.effects.numbers import TASK_METRICS
 from gradsurg.experiment.compose import GROUPS
 from gradsurg.experiment.files import finite, locked, replace_file
-from gradsurg.experiment.grid import RATES, Grid
+from gradsurg.experiment.grid import Grid
 from gradsurg.experiment.run import Pair, Run, paired
 from gradsurg.experiment.run_directory import LOCK, TUNING, RunDirectory
 from gradsurg.experiment.run_reader import read_bytes
@@ -27,6 +27,28 @@ TUNABLE = ("lr", "batch_size", "accumulate", "steps", "precision", "shared")
 """The short keys that can be tuned, beside the fields of groups."""
 HEADLINE = ("accuracy", "loss")
 Values = dict[str, Any]  # Any: what a YAML file can hold
+Scores = Sequence[float | None]
+"""A number for each tuning seed; None diverged."""
+
+
+class ComparedRun(Protocol):
+    """A run of a task or of a script."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def arm(self) -> str: ...
+
+
+class Configuration(Protocol):
+    """The values of one point of a grid; `names` are those of its runs, by role."""
+
+    @property
+    def values(self) -> Values: ...
+    def names(self, seed: int) -> Mapping[str, str]: ...
+
+
+Tried = TypeVar("Tried", bound=Configuration)
 
 
 @dataclass(frozen=True)
@@ -36,25 +58,83 @@ class Candidate:
     values: Values
     pair: Callable[[int], Pair]
 
+    def names(self, seed: int) -> Mapping[str, str]:
+        return {role: run.name for role, run in self.pair(seed).roles.items()}
+
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[Tried]):
     """The candidate that one arm has chosen, with the score of every candidate and tuning seed."""
 
-    candidate: Candidate
-    rows: tuple[Mapping[str, object], ...]
+    grid: Grid
+    candidate: Tried
+    rows: Sequence[Mapping[str, object]]
+
+    def write(
+        self,
+        folder: Path,
+        arm_hash: str,
+        metric: str,
+        lower: bool,
+        runs: Mapping[str, ComparedRun],
+    ) -> Path:
+        """Write the choice for reports; `runs` are those with the chosen values, by name."""
+        axes, first = self.grid.axes, next(iter(runs.values()))
+        content = {
+            "label": first.label,
+            "role": first.arm,
+            "metric": metric,
+            "lower": lower,
+            "axes": [
+                {"key": axis.key, "values": list(axis.values), "by_log": axis.by_log}
+                for axis in axes
+            ],
+            "rows": self.rows,
+            "chosen": {axis.key: self.candidate.values[axis.key] for axis in axes},
+            "runs": [*runs],
+        }
+        file = folder / f"{first.label}-{arm_hash}.json"
+        text = json.dumps(finite(content), indent=1).encode()
+        if file.is_symlink() or read_bytes(file) != text:
+            with locked(folder / LOCK, wait=True):
+                replace_file(file, text)
+        return file
 
 
 @dataclass(frozen=True)
-class TunedArm:
+class TunedArm(Generic[Tried]):
     """The configurations that an arm tries; `grid` has the keys that change its runs.
 
     `is_finer`: it has more rates than the grid of the command, to try as many as the others.
     """
 
     grid: Grid
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Tried, ...]
     is_finer: bool = False
+
+    def choose(
+        self,
+        seeds: Sequence[int],
+        scores: Sequence[Scores],
+        lower: bool,
+        losses: Sequence[Scores] = (),
+    ) -> Choice[Tried]:
+        """Return the candidate with the best mean score; `scores` are those of each candidate.
+
+        A candidate with a diverged seed is worse than any without, and of equal ones that with the
+        lower mean of `losses`, then the first, is chosen.
+        """
+        ranks, rows = [], []
+        for place, (each, own) in enumerate(zip(self.candidates, scores, strict=True)):
+            mean = _mean(own) * (1 if lower else -1)
+            loss = _mean(losses[place]) if losses else inf
+            ranks.append((own.count(None), mean, loss, place))
+            values = {axis.key: each.values[axis.key] for axis in self.grid.axes}
+            rows += [
+                {"place": place, "values": values, "seed": seed, "score": score}
+                for seed, score in zip(seeds, own, strict=True)
+            ]
+        return Choice(self.grid, self.candidates[min(ranks)[-1]], rows)
 
 
 @dataclass(frozen=True)
@@ -67,7 +147,7 @@ class Tuning:
     metric: str
     lower: bool
     seeds: Sequence[int]
-    arms: Mapping[str, TunedArm]
+    arms: Mapping[str, TunedArm[Candidate]]
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -88,31 +168,19 @@ class Tuning:
         chosen = {role: choice.candidate for role, choice in self.choices(out).items()}
         return tuple(_compared(seed, chosen) for seed in settings.all_seeds)
 
-    def choices(self, out: Path) -> dict[str, Choice]:
-        """Return each arm's choice, once all tuning runs have ended.
-
-        The best mean score; a value with a diverged seed is worse than any without, and of equal
-        values the one with the lower loss, then the first, is chosen.
-        """
-        directories = {run.name: run.directory(out) for run in self.runs}
+    def choices(self, out: Path) -> dict[str, Choice[Candidate]]:
+        """Return each arm's choice, once all tuning runs have ended."""
+        summaries = {run.name: RunDirectory(run.directory(out)).read_summary() for run in self.runs}
         choices = {}
         for role, arm in self.arms.items():
-            rows, ranks = [], []
-            for place, each in enumerate(arm.candidates):
-                names = [each.pair(seed).roles[role].name for seed in self.seeds]
-                summaries = [RunDirectory(directories[name]).read_summary() for name in names]
-                scores, losses = (
-                    [score(summary, key) for summary in summaries]
-                    for key in (self.metric, f"{VALIDATION}loss")
-                )
-                mean = _mean(scores) * (1 if self.lower else -1)
-                ranks.append((scores.count(None), mean, _mean(losses), place))
-                values = {axis.key: each.values[axis.key] for axis in arm.grid.axes}
-                rows += [
-                    {"place": place, "values": values, "seed": seed, "score": score}
-                    for seed, score in zip(self.seeds, scores, strict=True)
+            scores, losses = (
+                [
+                    [score(summaries[each.names(seed)[role]], key) for seed in self.seeds]
+                    for each in arm.candidates
                 ]
-            choices[role] = Choice(arm.candidates[min(ranks)[-1]], tuple(rows))
+                for key in (self.metric, f"{VALIDATION}loss")
+            )
+            choices[role] = arm.choose(self.seeds, scores, self.lower, losses)
         return choices
 
     def write(self, settings: Settings) -> list[Path]:
@@ -120,26 +188,9 @@ class Tuning:
         folder, pairs = settings.study_folder / TUNING, self.pairs(settings) or ()
         files = []
         for role, choice in self.choices(settings.out_folder).items():
-            runs, axes = [pair.roles[role] for pair in pairs], self.arms[role].grid.axes
-            content = {
-                "label": runs[0].label,
-                "role": runs[0].arm,
-                "metric": self.metric,
-                "lower": self.lower,
-                "axes": [
-                    {"key": axis.key, "values": list(axis.values), "by_log": axis.by_log}
-                    for axis in axes
-                ],
-                "rows": choice.rows,
-                "chosen": {axis.key: choice.candidate.values[axis.key] for axis in axes},
-                "runs": [run.name for run in runs],
-            }
-            file = folder / f"{runs[0].label}-{self._arm_hash(role)}.json"
-            text = json.dumps(finite(content), indent=1).encode()
-            if file.is_symlink() or read_bytes(file) != text:
-                with locked(folder / LOCK, wait=True):
-                    replace_file(file, text)
-            files.append(file)
+            runs = {run.name: run for run in (pair.roles[role] for pair in pairs)}
+            about = self._arm_hash(role), self.metric, self.lower
+            files.append(choice.write(folder, *about, runs))
         return files
 
     def budget(self, compared: Sequence[int]) -> str:
@@ -158,7 +209,7 @@ class Tuning:
         texts = [f"{tried} = {len(self.runs)} runs ({own}), {then}"]
         for role in (role for role, arm in self.arms.items() if arm.is_finer):
             axes = self.arms[role].grid.axes
-            rates = next(axis.values for axis in axes if axis.key in RATES)
+            rates = next(axis.values for axis in axes if axis.is_rate)
             text = f"{self._name(role)} tries {len(rates)} rates from {rates[0]:g} to {rates[-1]:g}"
             texts.append(f"{text}, to have as many configurations as the others")
         return "; ".join(texts)
@@ -186,25 +237,25 @@ class Tuning:
 
 
 def tuned_arms(
-    grid: Grid, seed: int, candidate: Callable[[Values], Candidate]
-) -> dict[str, TunedArm]:
+    grid: Grid, seed: int, candidate: Callable[[Values], Tried]
+) -> dict[str, TunedArm[Tried]]:
     """Return the configurations that each arm tries; `candidate` makes that of a point of the grid.
 
     Only points whose runs differ count: a plain control has no transform to tune. If a rate is
     tuned, such an arm tries more rates in the same range, so that all choose among as many.
     """
     points = [candidate(values) for values in grid.combinations()]
-    arms: dict[str, dict[str, Candidate]] = {}
+    arms: dict[str, dict[str, Tried]] = {}
     for each in points:
-        for role, run in each.pair(seed).roles.items():
-            arms.setdefault(role, {}).setdefault(run.name, each)
+        for role, name in each.names(seed).items():
+            arms.setdefault(role, {}).setdefault(name, each)
     most = max(map(len, arms.values()))
     return {role: _tuned_arm(grid, [*own.values()], most, candidate) for role, own in arms.items()}
 
 
 def _tuned_arm(
-    grid: Grid, own: Sequence[Candidate], most: int, candidate: Callable[[Values], Candidate]
-) -> TunedArm:
+    grid: Grid, own: Sequence[Tried], most: int, candidate: Callable[[Values], Tried]
+) -> TunedArm[Tried]:
     first = own[0].values
     acting = [
         axis for axis in grid.axes if any(each.values[axis.key] != first[axis.key] for each in own)
@@ -298,7 +349,7 @@ def score(summary: Mapping[str, object], key: str) -> float | None:
     return float(value)
 
 
-def _mean(scores: Sequence[float | None]) -> float:
+def _mean(scores: Scores) -> float:
     """Return the mean of the numbers that there are; infinity without any."""
     known = [score for score in scores if score is not None]
     return fmean(known) if known else inf

@@ -100,6 +100,14 @@ class LoadedRun:
         return isinstance(site, Mapping) and site.get("name") == "updates"
 
     @property
+    def notes(self) -> dict[str, str]:
+        """Each note by itself, and with its details if it has any."""
+        summary = self.summary or {}
+        details = summary.get("note_details") or {}
+        notes = summary.get("notes") or []
+        return {note: f"{note}. {details[note]}" if note in details else note for note in notes}
+
+    @property
     def test_examples(self) -> int | None:
         """The number of test examples; None if it is not known."""
         number = self.number("test_examples")

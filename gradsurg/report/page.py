@@ -390,7 +390,7 @@ def _costs(study: Study, effort: Sequence[str]) -> Iterator[Section]:
 def _runs(study: Study, metrics: Sequence[str]) -> dict[str, Any]:  # Any: what JSON can hold
     """The runs as columns of the table that the script makes; repeated texts are written once."""
     runs, states = study.all_runs, list(study.states)
-    notes = [" ".join([run.reason, *((run.summary or {}).get("notes") or [])]) for run in runs]
+    notes = [" ".join([run.reason, *run.notes.values()]) for run in runs]
     texts = {note: place for place, note in enumerate(dict.fromkeys(notes))}
     numbers = [[charts.short(run.number(key)) for run in runs] for key in (*metrics, STEP_MS)]
     return {

@@ -214,12 +214,12 @@ def _job_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _notes(study: Study) -> list[str]:
-    """Return a line for each different first sentence of the notes, worded as in its first run."""
+    """Return a line for each different note, with the details of its first run."""
     kinds: dict[str, list[str]] = {}
     for run in study.all_runs:
-        for note in (run.summary or {}).get("notes") or []:
-            kinds.setdefault(note.partition(". ")[0], []).append(note)
-    return [f"Note ({count(len(notes), 'run')}): {notes[0]}" for notes in kinds.values()]
+        for note, text in run.notes.items():
+            kinds.setdefault(note, []).append(text)
+    return [f"Note ({count(len(texts), 'run')}): {texts[0]}" for texts in kinds.values()]
 
 
 def _conflicts(study: Study) -> str:

@@ -102,20 +102,20 @@ class Script:
             return
         self.has_ended = True
         watcher, steps = self.watcher, self.watcher.step
-        notes, idle = list[str](), [True]
+        notes, idle = dict.fromkeys(self.warned, ""), [True]
         nonfinite, weights = None, ""
         for each in watcher.attached:
             nonfinite = nonfinite or each.live.effects.first_nonfinite
             self._write_effects(each)
             if self.spec["surgery"] is not None:
                 told, is_idle = idle_notes(each.surgery, each.live, self.spec["effects_every"])
-                notes += told
+                notes |= told
                 idle.append(is_idle)
             weights = digest(each.model.parameters())
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", SurgeryWarning)
                 each.live.abort() if error or refused else each.live.close()
-            notes += [str(item.message) for item in caught]
+            notes |= {str(item.message): "" for item in caught}
         content = {
             "code": code,
             "error": error,
@@ -129,7 +129,7 @@ class Script:
             "weights": weights,
             "nonfinite": nonfinite,
             "idle": self.spec["surgery"] is not None and len(idle) > 1 and all(idle),
-            "notes": [*dict.fromkeys([*self.warned, *notes])],
+            "notes": notes,
             "step_ms": 1000 * median(timed) if (timed := self.times[FIRST_STEPS:]) else None,
             "train_s": perf_counter() - self._began,
             "hardware": hardware(_device(watcher.attached[-1].model if watcher.attached else None)),

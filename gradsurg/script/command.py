@@ -20,6 +20,7 @@ from gradsurg.experiment.run_directory import (
 )
 from gradsurg.experiment.run_directory import (
     RunDirectory,
+    first_control,
     remove_leftovers,
 )
 from gradsurg.loggers.base import GuardedLogger, Logger
@@ -82,16 +83,16 @@ class _Study:
         self.written.look()
         arms, tuning = self._arms(), None
         if self.command.tune is not None:
-            tuning = Tuning(self.command, arms)
+            tuning = Tuning(self.command, [*arms])
             self._train(tuning.runs, "tuning: ")
             if self.metric is None or any(run.name in self.failed for run in tuning.runs):
                 tell("tuning runs failed: nothing is chosen")
                 return FAILED
-            arms = tuning.chosen(self.ended, self.metric)
+            arms = tuning.choose(self.ended, self.metric)
         runs = [run for seed in self.settings.all_seeds for run in _runs(arms, seed)]
         self._train(runs)
         if tuning is not None:
-            files = tuning.write(arms, runs)
+            files = tuning.write(runs)
             print("\n".join(tuning_text(*read_tunings(files))), end="\n\n")
         self._report(runs)
         return FAILED if self.failed else 0
@@ -258,7 +259,7 @@ class _Study:
         if text := self.written.warning():
             tell(text)
         pairs = [
-            Runs(done.get(run.name), done.get(run.facts["control"] or ""))  # type: ignore[arg-type]
+            Runs(done.get(run.name), done.get(first_control(run.controls) or ""))
             for run in told
             if run.kind == "treated"
         ] or [Runs(None, done.get(run.name)) for run in told]

@@ -18,6 +18,7 @@ from typing import Any
 
 from gradsurg.effects.summary import AUTO, effects_by_path
 from gradsurg.experiment.controls import ArmKind
+from gradsurg.experiment.idle import note_fields
 from gradsurg.experiment.processes import Team, launched, tell_others
 from gradsurg.experiment.run_directory import (
     EFFECTS,
@@ -263,7 +264,7 @@ class Ended:
                 "time/train_s": content["train_s"],
                 "hardware": content["hardware"],
                 "effects_every": run.command.settings.effects_every,
-                "notes": content["notes"],
+                **note_fields(content["notes"]),
                 **({"idle": True} if content["idle"] else {}),
                 **({"nonfinite": content["nonfinite"]} if content["nonfinite"] else {}),
             }

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,7 @@ class Watcher:
 
     def _name(self, value: object, name: str) -> None:
         if _is_module(value):
-            self._names.setdefault(value, name)  # type: ignore[arg-type]  # as _is_module says
+            self._names.setdefault(value, name)
 
     # Steps.
 
@@ -434,7 +434,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[nn.Module]:
     """By its type: `isinstance` asks lazy objects for their class, and some then warn."""
     return issubclass(type(value), nn.Module)
 

@@ -95,7 +95,7 @@ def test_test_metrics_are_logged_when_due_and_at_the_last_step(tmp_path: Path) -
     assert tested == {key: value for key, value in rows[-1].items() if key.startswith("test/")}
 
 
-def test_a_summary_has_the_hardware_the_time_and_the_number_of_test_examples(
+def test_a_summary_has_the_hardware_the_time_and_the_number_of_examples(
     tmp_path: Path,
 ) -> None:
     record = execute(evaluated(0), tmp_path, [])
@@ -103,6 +103,10 @@ def test_a_summary_has_the_hardware_the_time_and_the_number_of_test_examples(
     assert 0 < kept_in(record.directory)["seconds"] <= summary["time/train_s"]
     assert summary["hardware"] == hardware(torch.device("cpu"))
     assert (summary["skipped_steps"], summary["test_examples"]) == (0, 450)
+    assert "validation_examples" not in summary
+    (pair,) = built("validation=0.2", "steps=2", "seeds=1", "control=none", "transform=none").pairs
+    summary = ended(execute(pair.runs[0], tmp_path, []))
+    assert (summary["validation_examples"], summary["test_examples"]) == (270, 450)
     run = built("task=quadratics_toy", "model=point", "steps=2").pairs[0].runs[0]
     assert "test_examples" not in ended(execute(run, tmp_path, []))  # the task moves a point
 

@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-REFERENCE = "7e1ad7c05633c7dee27419f93290ce874be4c634"
+REFERENCE = "f170ac1a1af102a24e41013f6ec3eb1054df5169"
 """The commit that the working tree must agree with."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]

@@ -81,8 +81,6 @@ class Line:
         keys = {word.partition("=")[0] for word in words}
         keys |= {"seeds"} if "seed" in keys else set()  # they exclude one another
         defaults = ["steps=12", "seeds=2", "log_every=4", "logger=none", "report=false"]
-        if "optimizer" not in keys:
-            defaults.append("optimizer.lr=0.1")  # of SGD in any task of the reference
         return words + [word for word in defaults if word.partition("=")[0] not in keys]
 
 

@@ -132,13 +132,18 @@ def by_dose(folder: Path, gains: Mapping[float, float], n: int = 6) -> Study:
     return read_study(folder)
 
 
-def lengths(folder: Path, label: str, before: float, after: float, **more: object) -> Study:
-    """Clip whose gradients keep their direction, at one site with these norms."""
+def lengths(
+    folder: Path, label: str, before: float, after: float, scaled: bool = False, **more: object
+) -> Study:
+    """Clip whose gradients keep their direction, at two sites of other norms.
+
+    `scaled`: the norms of both change by the same factor, else to the same norm.
+    """
     for seed, points in enumerate(CLIP):
         control = studies.whole(folder, "none", seed, 0.5, **more)
         place = studies.plan(folder, label, seed, control, **more)
         for site, share in zip(studies.SITES, (1.0, 2.0), strict=True):
-            norms = {"norm_before": before * share, "norm_after": after}
+            norms = {"norm_before": before * share, "norm_after": after * share**scaled}
             place.append("effects.jsonl", [studies.effect(label, site, 10, cosine=0.9999, **norms)])
         studies.end(place, label, 0.5 + points / 100)
     return read_study(folder)
@@ -282,6 +287,9 @@ CASES: Mapping[str, Callable[[Path], str]] = {
     ),
     "shorter steps": lambda folder: told(lengths(folder, "clip", 8.0, 1.0, **SGD)),
     "longer steps": lambda folder: told(lengths(folder, "scale", 1.0, 4.0, **SGD)),
+    "steps longer by one factor": lambda folder: told(
+        lengths(folder, "scale", 1.0, 4.0, scaled=True, **SGD)
+    ),
     "scaled gradients of Adam": lambda folder: told(lengths(folder, "scale", 1.0, 4.0, **ADAM)),
     "both controls": lambda folder: told(with_both_controls(folder)),
     "sooner at a target": lambda folder: told(

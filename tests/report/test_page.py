@@ -72,6 +72,7 @@ def test_the_verdict_comes_first_then_each_arm_cautions_and_sections(tmp_path: P
         "It falls with the dose.",
         "<li>One split",
         'id="outcome"',
+        "p and q know nothing of the number of metrics",
         "<h3>Difference in train loss AUC</h3>",
         "<dt>task</dt>",
         ">python -m",

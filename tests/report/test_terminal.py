@@ -138,10 +138,9 @@ def test_a_job_tells_links_and_each_kind_of_note_once(tmp_path: Path) -> None:
     for seed in range(2):
         places = {run.label: run.path for run in study.all_runs if run.seed == seed}
         content = json.loads((places["clip+noise"] / SUMMARY).read_text("utf-8"))
-        notes = [f"clip changed nothing. Quantiles: {seed}", "noise: \x1b[31m"][: 2 - seed]
-        (places["clip+noise"] / SUMMARY).write_text(
-            json.dumps({**content, "notes": notes}), "utf-8"
-        )
+        content["notes"] = ["clip changed nothing", f"noise. \x1b[31m. {seed}"]
+        content["note_details"] = {"clip changed nothing": f"Quantiles: {seed}"}
+        (places["clip+noise"] / SUMMARY).write_text(json.dumps(content), "utf-8")
         without = {"clip": places["noise"], "noise": places["clip"]}
         runs.append(Runs(places["clip+noise"], places["none"], without))
     text = report(runs)
@@ -149,7 +148,8 @@ def test_a_job_tells_links_and_each_kind_of_note_once(tmp_path: Path) -> None:
     assert row_of(text, "noise")[1:3] == ["-12.00 pp", "-14.00 to -10.00 pp"]
     assert [line for line in text.splitlines() if line.startswith("Note")] == [
         "Note (2 runs): clip changed nothing. Quantiles: 0",
-        r"Note (1 run): noise: \x1b[31m",
+        r"Note (1 run): noise. \x1b[31m. 0",
+        r"Note (1 run): noise. \x1b[31m. 1",
     ]
     assert "8 runs in" in text
 

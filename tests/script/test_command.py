@@ -120,9 +120,10 @@ def test_each_arm_chooses_an_option_of_the_script(folder: Path) -> None:
     control, treated = sorted(
         (json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda x: x["role"]
     )
-    assert control["chosen"] == {"--lr": 0.3}
+    assert control["chosen"] == {"--lr": 0.3}  # of four rates, to try as many as the treated arm
+    assert [row["values"]["--lr"] for row in control["rows"]] == [0.01, 0.03107, 0.09655, 0.3]
     assert treated["chosen"] == {"--lr": 0.3, "transform.clip.value": 0.02}
-    assert [len(one["rows"]) for one in (control, treated)] == [2, 4]
+    assert len(treated["rows"]) == 4
     assert control["runs"] == [ended.runs("train")["none-seed0"].name]
 
 
