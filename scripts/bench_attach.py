@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 
 
 def model_of(num_params: int) -> nn.Sequential:

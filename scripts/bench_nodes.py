@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 
 BLOCKS, TOKENS, WIDTH, BATCH = 12, 16, 128, 8
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.effects.tables import aligned
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 
 BOUND = 0.001
 LAYERS = 24

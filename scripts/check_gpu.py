@@ -19,7 +19,7 @@ import gradsurg as gs
 from gradsurg.effects import sums
 from gradsurg.effects.tables import aligned
 from gradsurg.plugins.reductions import norm
-from gradsurg.sites.base import Stage
+from gradsurg.sites.places import Stage
 from gradsurg.transforms.base import Transform
 
 BOUND = 0.001

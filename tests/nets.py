@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsurg.core.first_steps import FirstSteps
+from gradsurg.core.pitfalls.never_called import NeverCalled
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.live import Live
 from gradsurg.core.surgery import Surgery
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.sites.parameters import Parameters
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
@@ -140,4 +140,4 @@ def num_watching(model: nn.Module) -> int:
     """Count the hooks of the first steps on a model's parameters."""
     tables = [getattr(param, "_post_accumulate_grad_hooks", None) for param in model.parameters()]
     hooks = [hook for table in tables if table for hook in table.values()]
-    return sum(isinstance(getattr(hook, "__self__", None), FirstSteps) for hook in hooks)
+    return sum(isinstance(getattr(hook, "__self__", None), NeverCalled) for hook in hooks)

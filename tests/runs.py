@@ -21,7 +21,7 @@ from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.loggers.base import Logger, RunEnd, RunInfo
 from gradsurg.models.mlp import MLP
 from gradsurg.report.load import read_runs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Chance, Data, Task
 from gradsurg.tasks.digits import Digits
 from gradsurg.transforms.base import Transform

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradsurg as gs
 from gradsurg import packaging
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import small
 
 THEIRS = """

@@ -442,7 +442,7 @@ class Attachment:
 
     def expect_unmet(self) -> None:
         """Enter into the ledger the near names of all interventions at which no place was met."""
-        for operation in self.operations:
+        for operation in self.operations if self.is_open else ():
             self._expect_unmet(operation)
 
     def end_warnings(self) -> Iterator[str]:

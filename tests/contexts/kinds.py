@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.core.by_hand import select
 
 README = Path(__file__).parents[2] / "gradsurg" / "sites" / "README.md"

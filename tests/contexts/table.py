@@ -1,14 +1,14 @@
 """Write the table of contexts and its reasons: python -m tests.contexts.table
 
-Into gradsurg/sites/README.md, from the rows of gradsurg/sites/contexts.py.
+Into gradsurg/sites/README.md, from the rows of gradsurg/core/pitfalls.
 """
 
 import re
 from collections.abc import Iterable
 from itertools import groupby
 
-from gradsurg.sites import contexts
-from gradsurg.sites.contexts import CONTEXTS, ROWS, Row, rows_of
+from gradsurg.core import pitfalls
+from gradsurg.core.pitfalls import CONTEXTS, ROWS, Row, rows_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
 
@@ -21,7 +21,7 @@ def stated(name: str, context: str) -> str:
 def table() -> str:
     """Return the stated table in Markdown, with a row for each kind, and the reasons below it."""
     lines = [f"| site | {' | '.join(CONTEXTS)} |", f"|{'---|' * (1 + len(CONTEXTS))}"]
-    for name in (f"{kind} {mode}".rstrip() for kind, mode in contexts.KINDS):
+    for name in (f"{kind} {mode}".rstrip() for kind, mode in pitfalls.KINDS):
         lines.append(f"| {' | '.join([name, *(stated(name, context) for context in CONTEXTS)])} |")
     lines.append("")
     for context, meaning in CONTEXTS.items():

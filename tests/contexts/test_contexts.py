@@ -19,10 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
+from gradsurg.core import pitfalls
+from gradsurg.core.pitfalls import CONTEXTS, ROWS
 from gradsurg.plugins.registry import find, names
-from gradsurg.sites import contexts
-from gradsurg.sites.base import Selector
-from gradsurg.sites.contexts import CONTEXTS, ROWS
+from gradsurg.sites.places import Selector
+from gradsurg.core.pitfalls import CONTEXTS, ROWS
 from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import BEGIN, END, KINDS, README
 from tests.contexts.table import table
@@ -37,12 +38,12 @@ def test_the_readme_has_the_table_and_its_reasons() -> None:
 
 def test_every_kind_and_context_is_in_the_table_once() -> None:
     kinds = {find("sites", stem).__name__ for stem in names("sites")} - {"Combined"}
-    assert {kind for kind, _ in contexts.KINDS} == kinds
+    assert {kind for kind, _ in pitfalls.KINDS} == kinds
     assert [*STEPS] == [*CONTEXTS]
     assert {of.kind for of in ROWS} <= kinds | {"*", "SharedParameters", "MatchedUpdates"}
-    assert {of.outcome for of in ROWS} == {"acts", "warned", "reported", "refused", "n/a"}
+    assert {of.outcome for of in ROWS} == {"warned", "reported", "refused", "n/a"}
     for kind in KINDS.values():
-        cells = Counter(of.context for of in contexts.rows_of(kind.make()))
+        cells = Counter(of.context for of in pitfalls.rows_of(kind.make()))
         assert [context for context, number in cells.items() if number > 1] == []
 
 
@@ -57,14 +58,15 @@ def test_outcomes_of_a_selector_are_shown_with_their_reasons() -> None:
 
 def test_a_refusal_names_kind_site_reason_and_way_out() -> None:
     found = {"made": 2, "found": 3}
-    error = contexts.refusal(gs.Parameters(), "FSDP2, resumed", site="a", **found)
+    error = pitfalls.refusal(gs.Parameters(), "FSDP2, resumed", site="a", **found)
     assert type(error) is ValueError
     assert str(error).startswith("Parameters: site 'a': the surgery has the state of 2 processes, ")
     assert str(error).endswith("; found 3 processes.")
-    error = contexts.refusal(gs.Outputs(), "TorchScript", site="a#0")
-    assert str(error).endswith(f"hooks. {contexts.row(gs.Outputs(), 'TorchScript').instead}.")
+    error = pitfalls.refusal(gs.Outputs(), "TorchScript", site="a#0")
+    pitfall = pitfalls.row(gs.Outputs(), "TorchScript").pitfall
+    assert str(error).endswith(f"hooks. {pitfall.instead}.")
     with pytest.raises(KeyError, match="Parameters in FSDP2"):
-        contexts.row(gs.Parameters(), "FSDP2", stage="step")
+        pitfalls.row(gs.Parameters(), "FSDP2", stage="step")
 
 
 def _wrapped(reentrant: bool) -> nn.Module:
@@ -113,13 +115,13 @@ VISIBLE: dict[str, tuple[Callable[[], Any], list[str]]] = {  # Any: PyTorch's wr
 @pytest.mark.parametrize("name", VISIBLE)
 def test_contexts_of_a_model_are_seen_when_it_is_attached(name: str) -> None:
     make, expected = VISIBLE[name]
-    assert contexts.visible_contexts(make()) == expected
+    assert pitfalls.visible_contexts(make()) == expected
 
 
-@pytest.mark.parametrize("at", [gs.Outputs("act"), gs.Inputs("act"), gs.Nodes("Relu")], ids=repr)
-def test_a_plan_has_the_cells_of_the_contexts_that_are_seen(at: Selector) -> None:
-    surgery, row = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), contexts.row(at, COMPILED)
-    expected = f"  {row.kind} {row.outcome} in {COMPILED}: {row.why}. {row.instead}".rstrip()
+def test_a_plan_has_the_cells_of_the_contexts_that_are_seen() -> None:
+    at = gs.Nodes("Relu")
+    surgery, row = gs.Surgery(gs.Intervention(gs.Scale(2.0), at)), pitfalls.row(at, COMPILED)
+    expected = f"  {row.kind} {row.outcome} in {COMPILED}: {row.sentences}"
     assert expected in surgery.plan(torch.compile(small(), backend="eager"))  # type: ignore[arg-type]
     assert COMPILED not in surgery.plan(small())
 
@@ -136,10 +138,10 @@ def test_what_the_table_refuses_is_refused_before_the_optimizer_is_known(
     make: Callable[[], nn.Module], transform: Any, at: Selector
 ) -> None:
     model = make()
-    context = contexts.visible_contexts(model)[-1]
-    with pytest.raises(contexts.row(at, context).error) as caught:
+    context = pitfalls.visible_contexts(model)[-1]
+    with pytest.raises(pitfalls.row(at, context).pitfall.error) as caught:
         gs.Surgery(gs.Intervention(transform, at)).start(model)
-    assert str(caught.value) == str(contexts.refusal(at, context))
+    assert str(caught.value) == str(pitfalls.refusal(at, context))
     assert num_hooks(model) == num_hooks(make())
 
 
@@ -194,7 +196,7 @@ def test_a_weight_used_twice_under_reentrant_checkpoints(
     assert checkpointed == pytest.approx(expected)
     assert (plain != checkpointed) == (at in SEVERAL)
     with nullcontext() if at in SEVERAL else pytest.raises(KeyError):
-        assert contexts.row(at, "shared weight, reentrant checkpoint").outcome == "warned"
+        assert pitfalls.row(at, "shared weight, reentrant checkpoint").outcome == "warned"
 
 
 @pytest.mark.parametrize("at", [*[*SEVERAL][:2], gs.Uses("part.weight")], ids=repr)

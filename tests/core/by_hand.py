@@ -15,7 +15,7 @@ from torch.nn.modules import module as process
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 
 Function = Callable[[Tensor], Tensor]
 

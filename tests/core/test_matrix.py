@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.plugins.registry import find, names
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.contexts.contexts import PROCESSES, STEPS, column
 from tests.contexts.contexts import outcome as outcome_in
 from tests.contexts.kinds import KINDS as IN_TABLE

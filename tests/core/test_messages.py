@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import gradsurg as gs
 from gradsurg.plugins.fields import FieldError
-from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.places import Place, Selector
 from gradsurg.sites.updates import MatchedUpdates
 from gradsurg.testing.transforms import context_with
 from tests.nets import batch, num_hooks, sgd, small

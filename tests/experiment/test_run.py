@@ -212,7 +212,7 @@ def test_only_float16_needs_a_scaler() -> None:
     ids=str,
 )
 def test_surgery_on_a_compiled_model_equals_that_on_an_eager_one(
-    at: gs.sites.base.Selector,
+    at: gs.sites.places.Selector,
 ) -> None:
     def run(switches: ComputeOptions) -> tuple[list[Tensor], object, object]:
         model = small()
@@ -271,7 +271,7 @@ def test_compiling_keeps_the_hooks_of_the_surgery() -> None:
     ],
     ids=lambda at: type(at).__name__,
 )
-def test_sites_that_compiling_changes_are_refused(at: gs.sites.base.Selector) -> None:
+def test_sites_that_compiling_changes_are_refused(at: gs.sites.places.Selector) -> None:
     with pytest.raises(ValueError, match="cannot act in a compiled model: "):
         check_compiled(at)
     check_compiled(gs.Outputs() | gs.Parameters())

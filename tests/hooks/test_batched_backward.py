@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 import gradsurg as gs
 from gradsurg.plugins.registry import name_of
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.chain import links_of
 from tests.nets import attached, states_of

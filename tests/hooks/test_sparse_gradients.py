@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.testing.transforms import context_with
 from gradsurg.transforms.base import Transform
 from tests.nets import attached, grad_of, sgd

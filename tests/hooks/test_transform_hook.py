@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import (
     GroupTransform,
     Stateless,

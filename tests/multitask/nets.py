@@ -16,7 +16,7 @@ from gradsurg.aggregators.base import (
     Weighting,
 )
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 
 WIDTH = 6
 ENGINES = {"full": {}, "feature": {"engine": "feature", "features": "trunk"}}

@@ -55,8 +55,8 @@ def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> Non
         with pytest.raises(RuntimeError, match="in the middle"):
             live.backward(losses_of(model))
         assert live.clock.task == ""
-        assert all(own.firing.is_on for own in live._attached)
-        assert not any(own.firing.skipped_nodes for own in live._attached)
+        assert all(own.is_on for own in live.attachment.operations)
+        assert not any(own.skipped_nodes for own in live.attachment.operations)
         assert all(param.grad is None for param in model.parameters())
         net = losses_of(model.net)
         live.backward(net)

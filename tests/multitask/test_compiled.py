@@ -311,5 +311,5 @@ def test_a_block_restores_the_compiler_settings() -> None:
     with gs.Surgery(at_shared(Uneven())).attach(Losing()) as live:
         assert not functorch.donated_buffer
         assert compiler.cache_key_tag != before[1]
-        live.backward(Losing()(batch(8)) | live.session.model(batch(8)))
+        live.backward(Losing()(batch(8)) | live.attachment.model(batch(8)))
     assert (functorch.donated_buffer, compiler.cache_key_tag) == before

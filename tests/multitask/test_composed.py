@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import gradsurg as gs
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
 from tests.multitask.nets import (
     ENGINES,

@@ -82,7 +82,7 @@ def test_an_aggregator_cannot_be_changed_while_attached(action: str) -> None:
             call()
         with pytest.raises(TypeError, match="attached when the block begins"):
             live.add(at_shared(Running()))
-        live.backward(losses_of(Net()) | losses_of(live.session.model))
+        live.backward(losses_of(Net()) | losses_of(live.attachment.model))
 
 
 def test_the_switch_of_an_aggregator_is_flipped() -> None:

@@ -156,7 +156,7 @@ def test_a_group_with_a_state_may_have_the_name_solver() -> None:
     with surgery.attach(model) as live:
         first, second = model(torch.ones(1, 3))[0]
         live.backward({"first": first.square(), "second": (first + second).square()})
-        assert {key.partition("/")[2] for key in live.session.states} >= {"solver"}
+        assert {key.partition("/")[2] for key in live.attachment.states} >= {"solver"}
 
 
 def test_fallbacks_are_counted_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:

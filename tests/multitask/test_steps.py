@@ -152,7 +152,7 @@ def overflowing(aggregator: Aggregator, where: str, steps: int = 3) -> tuple[Liv
             scaler.step(optimizer)
             scaler.update()
             handle.remove()
-            learnt.append(bool(live.session.states))
+            learnt.append(bool(live.attachment.states))
     return live, learnt
 
 

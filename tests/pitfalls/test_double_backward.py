@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Need, Transform
 from tests.nets import states_of
 from tests.transforms.cases import build, names

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.forks import Ranks, in_ranks
 from tests.nets import attached, backward, num_hooks, sgd, small
 

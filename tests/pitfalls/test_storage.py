@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import (
     GroupTransform,
     Need,

@@ -13,7 +13,7 @@ import yaml
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.loggers.base import Logger
 from gradsurg.plugins.registry import GROUPS, find, name_of, names
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.tasks.base import Task
 from gradsurg.transforms.base import Transform
 from gradsurg.transforms.norm_rescale import NormRescale

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Need, Stateless, Transform, TransformContext, TransformProperty
 from tests.nets import attached
 

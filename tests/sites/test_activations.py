@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.triggers.base import Trigger
 from tests.nets import attached
 from tests.sites.points import (

@@ -14,7 +14,7 @@ import gradsurg as gs
 from gradsurg.experiment.build import build
 from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.places import Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 from tests.sites.points import Double, Made, recomputed
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.sites import tree
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import attached, noisy, num_hooks, small
 from tests.sites.points import Made
 

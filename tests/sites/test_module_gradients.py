@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import attached, backward, num_hooks, small
 from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import attached, small
 from tests.sites.points import met
 

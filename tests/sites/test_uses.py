@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, func, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import attached, backward, small
 from tests.sites.points import (
     TEN,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import (
     COMPILES_LAYERS,
     attached,

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurg as gs
 from gradsurg.multitask.losses import paused
-from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.places import Place, Selector
 from tests.nets import attached, backward, batch, grad_of, num_hooks, small
 
 CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
@@ -100,7 +100,7 @@ def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> Non
     with pytest.warns(gs.SurgeryWarning, match="no gradient ever passed"):
         live = gs.Surgery(gs.Intervention(gs.Zero(), gs.Outputs("act"))).start(model)
         loss = model(batch()[0]).sum()
-        with paused(live._attached):
+        with paused(live.attachment.operations):
             live.close()
     loss.backward()
     assert grad_of(model.first.weight).any()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from tests.nets import attached, backward, small, train, trainee
 
 Change = Callable[[nn.Sequential], object]

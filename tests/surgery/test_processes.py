@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurg as gs
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.base import Decision, Trigger, TriggerContext
 from tests.forks import Ranks, in_ranks

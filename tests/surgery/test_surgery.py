@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector, Stage
+from gradsurg.sites.places import Selector, Stage
 from gradsurg.transforms.base import Stateless, Transform, TransformContext
 from tests.nets import (
     attached,

@@ -19,7 +19,7 @@ import gradsurg as gs
 from gradsurg.experiment.making import make
 from gradsurg.multitask.aggregation import check_trigger
 from gradsurg.plugins.registry import CONFIG_DIR
-from gradsurg.sites.base import Place, Selector
+from gradsurg.sites.places import Place, Selector
 from gradsurg.transforms import Stateless, validated
 from gradsurg.triggers.base import Trigger
 from tests.aggregators import cases as aggregators

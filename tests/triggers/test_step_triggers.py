@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradsurg as gs
-from gradsurg.sites.base import Selector
+from gradsurg.sites.places import Selector
 from gradsurg.triggers.base import Clock, TriggerContext
 from tests.nets import attached, backward, gradients, sgd, small, train
 
