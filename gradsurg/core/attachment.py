@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.list_hook import ListHook
+from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
 from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
 from gradsurg.core.pitfalls.base import Pitfall, Texts
@@ -156,6 +157,11 @@ class Attachment:
         """Whether `multi_task` was needed."""
         return "multi_task" in vars(self)
 
+    def tell_scaler(self) -> None:
+        """Warn that a GradScaler is in use that the aggregators do not know."""
+        if self.has_multi_task:
+            self.multi_task.warn_unknown_scaler()
+
     def tell(self, moment: str, *found: object) -> None:
         """Let the pitfalls that listen at a moment know what was found, and warn of what they say.
 
@@ -240,6 +246,7 @@ class Attachment:
             for key in [key for key in self.states if key.startswith(prefix)]:
                 if key.endswith("/when"):
                     del self.states[key]
+        observed_modules(intervention.forward_triggers, self.model)  # which raises an error
         if intervention.operator != operation.intervention.operator:
             self.warned.discard(f"{operation.label} acts on parts")
         operation.set(intervention)
@@ -340,7 +347,7 @@ class Attachment:
             return self._wanted[place]
         with self._lock:
             picking: list[Operation] = []
-            for operation in self.operations:
+            for operation in self._at(place.kind):
                 if operation.at.fits(place, operation.memory):
                     operation.memory.has_picked = True
                     operation.met.add((place.kind, place.names[0]))

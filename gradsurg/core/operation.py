@@ -69,7 +69,7 @@ class Operation:
         self.observers = ExitStack()  # the forward hooks for the trigger and the transform
         self.was_compiled = compiling.has_compiled()  # something, before the hooks were there
         self.awaits_backward = False  # whether a backward pass will show the number of its places
-        self.is_on = True
+        self.is_on, self.is_closed = True, False
         self.skipped_nodes: Collection[Node] = ()
         self.set(intervention)
 
@@ -138,7 +138,7 @@ class Operation:
 
     def switch(self, on: bool) -> None:
         """Neither act on nor count gradients while off; once detached it stays off."""
-        if self.attachment.is_open:
+        if not self.is_closed:
             self.is_on = on
             self.reevaluate()
 
@@ -251,7 +251,7 @@ class Operation:
 
         None once it is closed.
         """
-        if "attachment" not in vars(self):
+        if self.is_closed:
             return None
         item, clock = self.intervention, self.attachment.clock
         return item.operator, item.when, clock.step, clock.epoch, tuple(clock.flags.items())
@@ -301,7 +301,7 @@ class Operation:
 
         They keep this object, which must refer neither to the hooks nor to the attachment then.
         """
-        self.is_on, self.is_idle, self.fast_path = False, True, None
+        self.is_on, self.is_closed, self.is_idle, self.fast_path = False, True, True, None
         self.observers.close()
         for hook in self.hooks.values():
             hook.close()

@@ -47,9 +47,9 @@ class Combined(Selector):
             raise Contradiction("stage", "is that of the selectors: give it to each of them")
         if any(query.count is not None for query in self.of):
             raise Contradiction("of", "a number that is expected belongs to the whole: expect last")
-        staged = {type(leaf) for leaf in self.leaves if leaf.stage is not None}
+        staged = {leaf.kind_at(None).name for leaf in self.leaves if leaf.stage is not None}
         for leaf in self.leaves:
-            if leaf.stage is None and type(leaf) in staged:
+            if leaf.stage is None and leaf.kind_at(None).name in staged:
                 name = type(leaf).__name__
                 raise Contradiction(
                     "of", f"give each of these {name} a stage, or none of them; {leaf!r} has none"
@@ -112,6 +112,8 @@ class Combined(Selector):
                     for named in things[kind]
                     for name in leaf.offers(named)
                 )
+                whole = (p for p in self.of if isinstance(p, Leaf) and p.picks_all)
+                near = near.difference(*(memory.near[part] for part in whole))
         memory.near[self] = near
         # A limit inside counts the places that other parts reject, too.
         has_limit = any(isinstance(part, Combined) and part.counts_places for part in self.of)
@@ -153,7 +155,8 @@ class Combined(Selector):
 
     def unmatched(self, memory: Memory) -> Iterator[Selector]:
         for part in self.of:
-            if self.by != "all" and part in memory.refusing - memory.picking:
+            is_near = isinstance(part, Leaf) and part.picks_all and bool(memory.near[part])
+            if self.by != "all" and part in memory.refusing - memory.picking and not is_near:
                 yield part
             else:
                 yield from part.unmatched(memory)

@@ -136,16 +136,18 @@ def _leaving(door: Door, place: Place) -> Register:
     """Return the function that hooks the gradients leaving a node at a place."""
 
     @cache
-    def posthook(edges: tuple[int, ...]) -> Callable[..., object] | None:
+    def posthook(edges: tuple[int, ...]) -> Callable[..., object]:
         met = [(edge, door.meet(replace(place, item=str(edge)))) for edge in edges]
         hooks = [(edge, hook) for edge, hook in met if hook is not None]
-        return changed_by(hooks) if hooks else None
+        if not hooks:
+            listed = ", ".join(map(str, edges)) or "none"
+            door.refuse("edges of a node", place.kind, place.site, edges=listed)
+        return changed_by(hooks)
 
     def register(node: Node) -> None:
         sources = enumerate(node.next_functions)
-        hook = posthook(tuple([edge for edge, (source, _) in sources if source is not None]))
-        if hook is not None:
-            node.register_hook(hook)
+        edges = tuple([edge for edge, (source, _) in sources if source is not None])
+        node.register_hook(posthook(edges))
 
     return register
 

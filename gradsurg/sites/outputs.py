@@ -109,6 +109,10 @@ class Outputs(ModuleSelector):
         return OUTPUTS
 
     @property
+    def picks_all(self) -> bool:
+        return super().picks_all and not self.picks_items
+
+    @property
     def picks_items(self) -> bool:
         return self.item != "*"
 

@@ -408,6 +408,11 @@ class Leaf(Selector):
         return self.changes
 
     @property
+    def picks_all(self) -> bool:
+        """Whether it picks every place with a near name."""
+        return False
+
+    @property
     def picks_items(self) -> bool:
         """Whether it tells the tensors of one call apart."""
         return False

@@ -367,6 +367,10 @@ class SavedTensors(ModuleSelector):
         is_made = self.node is None or fits_node(place.node, self.node)
         return is_made and super().picks(place)
 
+    @property
+    def picks_all(self) -> bool:
+        return super().picks_all and self.node is None
+
     def expected(self, name: str) -> str:
         if self.node is not None:
             return ""

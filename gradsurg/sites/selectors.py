@@ -93,6 +93,10 @@ class ModuleSelector(NamedSelector):
             raise unnumbered(place.name)
         return self.call in (None, place.call)
 
+    @property
+    def picks_all(self) -> bool:
+        return self.call is None
+
     def expected(self, name: str) -> str:
         return f"{name}#{self.call or 0}{self.suffix}"
 
@@ -147,6 +151,10 @@ class ParamSelector(NamedSelector):
         return named.names[:1]
 
     def picks(self, place: Place) -> bool:
+        return True
+
+    @property
+    def picks_all(self) -> bool:
         return True
 
     def check(self, things: Things, memory: Memory) -> None:

@@ -120,6 +120,13 @@ class Surgery:
         self.states: dict[str, Any] = {}
         self.shadow, self.is_compiled, self.processes, self.scaler = False, False, 2, None
         self.told: dict[str, str] = {}
+        self.at_first_steps: list[Callable[[], None]] = []
+
+    def expect_unmet(self) -> None:
+        """All sites were met."""
+
+    def tell_scaler(self) -> None:
+        """There are no aggregators."""
 
     def warn_once(self, text: str, key: str = "") -> None:
         self.told.setdefault(key or text, text)

@@ -60,8 +60,8 @@ def test_after_an_error_no_task_is_set_and_no_hook_is_paused(engine: str) -> Non
         assert all(param.grad is None for param in model.parameters())
         net = losses_of(model.net)
         live.backward(net)
-        assert live._multi_task is not None
-        assert live._multi_task._builder.pending == {}
+        assert live.attachment.has_multi_task
+        assert live.attachment.multi_task._builder.pending == {}
     found = grads_of(model.net)
     with gs.Surgery(
         scaled(2.0, gs.Parameters("*")),

@@ -153,8 +153,8 @@ def test_gradients_of_large_parameters_are_combined_without_a_copy_of_all(
                 optimizer.zero_grad()
                 live.backward({name: losses.pop(name) for name in ("a", "b")}, aggregate=False)
                 live.backward(losses_of(model))
-                assert live._multi_task is not None
-                collected = live._multi_task._builder._jacobian
+                assert live.attachment.has_multi_task
+                collected = live.attachment.multi_task._builder._jacobian
                 assert collected is not None
                 assert not any(collected._grads)
                 optimizer.step()

@@ -33,8 +33,9 @@ class AttachmentLike(Protocol):
 
     `is_compiled` says that the compiled form of the model was attached, `scaler` is the GradScaler
     that was given to `attach`, `warn_once` tells a text at once, and once for each `key`.
-    `expect_unmet` enters into the ledger the names at which no site was met. `at_first_steps` is
-    called once when it is told what has not acted in the first steps.
+    `tell_scaler` tells the aggregators of a scaler that was found. `expect_unmet` enters into the
+    ledger the names at which no site was met. `at_first_steps` are called once, when it is told
+    what has not acted in the first steps.
     """
 
     clock: Clock
@@ -58,6 +59,8 @@ class AttachmentLike(Protocol):
     def at_first_steps(self) -> list[Callable[[], None]]: ...
 
     def expect_unmet(self) -> None: ...
+
+    def tell_scaler(self) -> None: ...
 
     def warn_once(self, text: str, key: str = "") -> None: ...
 

@@ -26,7 +26,7 @@ class LossScale(Pitfall):
 class UnknownScaler(LossScale):
     """A GradScaler leaves no mark on the model: its calls show it."""
 
-    context, outcome = "loss scale, not given to attach", "warned"
+    context, kinds, outcome = "loss scale, not given to attach", "*", "warned"
     why = "a GradScaler makes the steps, and attach was not told of it. {error}"
     instead = "Use Parameters(stage='step'), and attach(..., scaler=scaler)"
 
@@ -41,6 +41,7 @@ class UnknownScaler(LossScale):
         if scaler is None or attachment.scaler is scaler:
             return
         attachment.scaler = scaler  # for interventions that are added
+        attachment.tell_scaler()
         for operation in attachment.operations:
             if error := operation.intervention.loss_scale_error():
                 yield f"{operation.label}: {self.sentences(error=error)}"

@@ -18,3 +18,12 @@ class NoGradient(Pitfall):
     kinds = f"{PARAMETERS} {GRADIENTS} {FULL_HOOKS} SavedTensors"
     why = "no gradient is computed, so nothing passes"
     instead = "Run a backward pass in the block"
+
+
+class MissingEdge(NoGradient):
+    """An edge of a node without a next one belongs to an input that needs no gradient."""
+
+    context, kinds, outcome = "edges of a node", "Nodes.leave", "refused"
+    error = LookupError
+    why = "it has no such edge that takes a gradient"
+    instead = "There are: {edges}"

@@ -90,11 +90,14 @@ class Replaced(NewParameters):
         things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         for kind, listed in things.items():
-            if kind.reaches_new:
-                continue
-            for names, thing, _ in listed:
+            for named in listed:
+                names, thing, _ = named
                 is_frozen = isinstance(thing, Tensor) and not thing.requires_grad
                 if not isinstance(thing, cls) or is_frozen or self._hooks(operation, names, thing):
+                    continue
+                # Hooks of the process select a new module by the name of its class.
+                by_class = named._replace(names=(type(thing).__name__,), owners=(thing,))
+                if kind.reaches_new and any(leaf.near(by_class) for leaf in operation.leaves):
                     continue
                 if any((kind, name) in near for name in names):
                     yield names[0]

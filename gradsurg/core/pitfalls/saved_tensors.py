@@ -41,3 +41,14 @@ class DoubleBackward(Pitfall):
     context, kinds = "double backward", "SavedTensors"
     why = "it is read back under create_graph, and PyTorch cannot differentiate what is done"
     instead = "Use Activations, or no create_graph"
+
+
+class InnermostAlone(OnePair):
+    """The pair of a module around another one is not called for what the inner one saves."""
+
+    context = "nested modules"
+    why = (
+        "another intervention selects {outer} around it and not the module itself, and a saved "
+        "tensor belongs to the innermost module alone"
+    )
+    instead = "Let both select the same modules"
