@@ -1,6 +1,7 @@
 """Statistics: numbers worked out by hand, scipy's own as oracles, and properties."""
 
 import random
+import re
 import subprocess
 import sys
 from itertools import product
@@ -168,6 +169,19 @@ def test_a_margin_that_is_no_positive_number_is_refused(text):
         parse_margin(text)
     with pytest.raises(ValueError, match="Found -1"):
         margin_verdict(0.0, 1.0, -1, "higher")
+
+
+def test_the_q_of_an_arm_beside_others_on_the_page_is_that_of_the_report() -> None:
+    text = (Path(__file__).parents[1] / "docs/studies.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| [\d.]+ \((\d) seeds\) \| no q: p counts \| (.*) \|$", text, re.MULTILINE
+    )
+    assert [int(n) for n, _ in rows] == [8, 5, 3]
+    for n, cells in rows:
+        p = sign_flip_p_value([1.0 + seed for seed in range(int(n))])
+        found = [benjamini_hochberg([p] + [1.0] * (arms - 1))[0] for arms in (3, 6)]
+        assert cells.split(" | ") == [f"{q:.3g}" for q in found]
+        assert benjamini_hochberg([p] * 6) == [p] * 6
 
 
 def test_the_detectable_effect_of_six_seeds_computed_by_hand():
