@@ -640,6 +640,19 @@ def test_neither_tensors_of_a_step_nor_the_model_are_kept_alive(kind: str) -> No
     assert [one() for one in held] == [None] * len(held)
 
 
+@pytest.mark.usefixtures("frozen_heap")
+@pytest.mark.parametrize("kind", KINDS)
+def test_attaching_again_and_again_piles_up_no_objects(kind: str) -> None:
+    arm, counts = Arm("gradsurg", kind), list[int]()
+    for _ in range(12):
+        outcome(arm, one_step)
+        for kept in (arm.norms, arm.calls, arm.inputs):
+            kept.clear()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    assert counts[-1] - counts[3] < 8
+
+
 CHANGES_VALUES = ("Activations", "EveryModule forward")
 
 
