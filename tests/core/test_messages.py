@@ -635,7 +635,7 @@ WARNED: Sequence[tuple[Call, str]] = [
     (attach(EVERY("Nope")), "zero met"),
     (attach(M("linear") | M("inner"), model=named_twice), "linear#0 inner.0"),
     *(
-        (attach(at, model=scripted, run=backward), "")
+        (attach(at, gs.Scale(2.0), model=scripted), "")
         for at in (
             *(kind("plain") for kind in (M, gs.Inputs, gs.Activations, gs.ModuleGradients)),
             EVERY("plain", kind="forward"),
