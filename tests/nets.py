@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from gradsurg.core.pitfalls.never_called import NeverCalled
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.live import Live
+from gradsurg.core.pitfalls.never_called import NeverCalled
 from gradsurg.core.surgery import Surgery
-from gradsurg.sites.places import Selector
 from gradsurg.sites.parameters import Parameters
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Transform
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Trigger

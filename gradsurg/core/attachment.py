@@ -29,6 +29,7 @@ from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
 from gradsurg.sites.selection import TRACED, one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -323,17 +324,8 @@ class Attachment:
         self._model = self.scaler = None
         self.at_tick.clear()
         self.at_first_steps.clear()
-        tables = (
-            self._pitfalls,
-            self._listeners,
-            self._stacks,
-            self._met,
-            self._wanted,
-            self._joints,
-            self._owners,
-            self.kept,
-        )
-        for table in tables:
+        tables = self._stacks, self._met, self._wanted, self._joints, self._owners, self.kept
+        for table in (*tables, self._pitfalls, *self._listeners.values()):
             table.clear()
         self.clock.observations.clear()
         self.clock.error, self.clock.batch = None, {}
@@ -488,6 +480,22 @@ class Attachment:
             if site not in known:
                 entry = self.ledger.enter(operation.label, site, skipped=why)
                 entry.is_other_name = bool(why)
+        self._note_foreign(operation)
+
+    def _note_foreign(self, operation: Operation) -> None:
+        """Note in the ledger the hooks of others at the places of an intervention."""
+        entries = self.ledger.of(operation.label)
+        for kind in operation.kinds:
+            for names, thing, _ in self._near(kind, kind.things(self.model)):
+                is_module = isinstance(thing, nn.Module)
+                tables = call_tables(thing) if is_module else tensor_tables(thing)
+                if kind.reaches_new:
+                    tables = (*tables, *module_hooks.global_hooks())
+                if others := foreign_hooks(*tables):
+                    for entry in entries:
+                        name = entry.site.partition("#")[0]
+                        if name in names:
+                            entry.foreign = others
 
     # Helpers.
 

@@ -142,7 +142,10 @@ class Combined(Selector):
         # All parts are asked: those with a limit count the places that they let in.
         picked = [part.fits(place, memory) for part in self.of]
         for part, fits in zip(self.of, picked, strict=True):
-            (memory.picking if fits else memory.refusing).add(part)
+            if fits:
+                memory.picking.add(part)
+            elif any(leaf.kind_at(memory.stage) == place.kind for leaf in part.leaves):
+                memory.refusing.add(part)
         match self.by:
             case "any":
                 fits = any(picked)

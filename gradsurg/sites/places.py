@@ -105,6 +105,11 @@ class Named(NamedTuple):
     thing: nn.Module | Tensor
     owners: tuple[nn.Module, ...]
 
+    def place(self, kind: "Kind") -> "Place":
+        """The place of a parameter."""
+        thing = self.thing
+        return Place(kind, self.names, ref(thing) if isinstance(thing, Tensor) else ref(thing))
+
     @property
     def is_frozen(self) -> bool:
         """Whether it is a parameter that needs no gradient."""
@@ -271,7 +276,10 @@ class Selector(ABC):
             for kind, found in things.items()
             for named in found
             for name in named.names
-            if (kind, name) in near and not named.is_frozen
+            if (kind, name) in near
+            and not named.is_frozen
+            # A parameter is wholly known, a module only once it is called.
+            and (kind.known_at != "watch" or self.fits(named.place(kind), memory))
         ]
 
     @abstractmethod

@@ -23,7 +23,6 @@ from gradsurg.core import pitfalls
 from gradsurg.core.pitfalls import CONTEXTS, ROWS
 from gradsurg.plugins.registry import find, names
 from gradsurg.sites.places import Selector
-from gradsurg.core.pitfalls import CONTEXTS, ROWS
 from tests.contexts.contexts import STEPS
 from tests.contexts.kinds import BEGIN, END, KINDS, README
 from tests.contexts.table import table

@@ -498,7 +498,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
         (attach(N("Relu", module="first")), "'first' 'Relu'"),
         (attach(N("Relu", call=3)), "call=3"),
         (attach(N("Relu", occurrence=3)), "occurrence=3"),
-        (attach(N("Addmm", side="leave", edge=9)), "9 0 1 2"),
+        (attach(N("Addmm", side="leave", edge=9)), "0 1 2"),
         (attach(gs.Uses("act", use=3)), "Uses.use 'act' use=3 act#0"),
         (attach(gs.Uses("root")), "root#0"),
         (attach(N("Rleu"), model=beside_a_teacher), "'Rleu'"),

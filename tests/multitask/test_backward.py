@@ -197,11 +197,6 @@ def test_a_group_that_is_frozen_for_some_steps_is_left_out_of_them() -> None:
             assert ("trunk.0.*" in live.conflicts.table()) != frozen
 
 
-def test_groups_respect_the_place_filter() -> None:
-    at = gs.SharedParameters("trunk.*", granularity=("trunk.0.*", "*"))
-    assert {*at.groups(Net(), lambda place: True)} > {*at.groups(Net())} == {*TRUNK}
-
-
 def test_an_aggregator_that_never_acted_warns_once_and_not_for_each_group() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

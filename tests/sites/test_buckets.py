@@ -299,12 +299,6 @@ def _repeated(ranks: Ranks, folder: Path) -> list[list[str]]:
     return texts
 
 
-def test_power_sgd_tells_that_its_state_is_lost() -> None:
-    first, second = in_ranks(2, _repeated)
-    assert first == []
-    assert ["reduce='powerSGD' began anew" in text for text in second] == [True]
-
-
 def _copied(ranks: Ranks, folder: Path) -> list[float]:
     wrapped = DistributedDataParallel(Vote())
     with _surgery(gs.Clip(2.0), stage="reduced").attach(wrapped):

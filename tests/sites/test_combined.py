@@ -1,7 +1,7 @@
 """Combined: the algebra of selectors, and how many sites it must or may give."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +14,7 @@ import gradsurg as gs
 from gradsurg.experiment.build import build
 from gradsurg.experiment.compose import CONFIG_DIR, compose_config, plain, register
 from gradsurg.experiment.errors import ConfigError
-from gradsurg.sites.places import Place, Selector
+from gradsurg.sites.places import Named, Place, Selector
 from tests.nets import attached, backward, gradients, num_hooks, sgd, small, train
 from tests.sites.points import Double, Made, recomputed
 
@@ -131,7 +131,7 @@ def test_selectors_combine_by_set_operations(
     """A tied parameter is one element of the set; a module that stands twice has two sites."""
     met = sites(make(), at, X if make is _shared else None)
     assert sorted(met) == sorted(expected)
-    if all(isinstance(kind, P) for kind in at.kinds):
+    if all(isinstance(kind, P) for kind in at.leaves):
         assert at.find(make()) == met == expected
 
 
@@ -139,7 +139,9 @@ class Thin(gs.Parameters):
     """The parameters with fewer than two dimensions."""
 
     def near(self, named: Named) -> Sequence[str]:
-        return super().near(named) if isinstance(named.thing, Tensor) and named.thing.ndim < 2 else ()
+        return (
+            super().near(named) if isinstance(named.thing, Tensor) and named.thing.ndim < 2 else ()
+        )
 
 
 @pytest.mark.parametrize(

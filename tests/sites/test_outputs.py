@@ -86,7 +86,7 @@ HALF = gs.Outputs("lstm", item="1.*")
         (HALF & gs.Outputs(item="*.1"), ["lstm#0.1.1"]),
         (gs.Outputs("lstm") & ~HALF, ["lstm#0.0"]),
         (HALF.first(1), ["lstm#0.1.0"]),
-        (HALF.where(lambda place: place.label == "lstm#0.1.1"), ["lstm#0.1.1"]),
+        (HALF.where(lambda place: place.site == "lstm#0.1.1"), ["lstm#0.1.1"]),
         (
             gs.Outputs("lstm", item="?*", call=0).expect(3),
             [f"lstm#0.{x}" for x in ("0", "1.0", "1.1")],

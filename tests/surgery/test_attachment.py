@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gradsurg as gs
 from gradsurg.multitask.losses import paused
 from gradsurg.sites.places import Place, Selector
-from tests.nets import attached, backward, batch, grad_of, num_hooks, small
+from tests.nets import attached, backward, batch, grad_of, small
 
 CHECKPOINTED = [gs.Outputs, gs.Inputs, gs.Activations, gs.SavedTensors]
 
@@ -82,17 +82,6 @@ def test_what_is_kept_inside_a_reentrant_checkpoint_is_not_missed(
     with attached(model, gs.Identity(), kind().where(lambda place: place.name == "inside")) as live:
         _run(model)
     assert sum(entry.calls for entry in live.ledger if entry.site.startswith("inside"))
-
-
-@pytest.mark.parametrize(
-    ("at", "looking"), [(gs.Outputs("last", call=0), 1), (gs.Outputs("last"), 0)], ids=repr
-)
-def test_a_hook_looks_at_the_first_forward_where_it_is_needed(at: Selector, looking: int) -> None:
-    model = small()
-    with attached(model, gs.Identity(), at):
-        before = num_hooks(model)
-        backward(model)
-        assert num_hooks(model) == before - looking
 
 
 def test_a_surgery_that_is_closed_while_it_is_paused_does_not_act_again() -> None:

@@ -87,6 +87,9 @@ class Replaced(NewParameters):
         """Yield names of selected modules or parameters that came after the intervention."""
         if operation.stage == "step":
             return  # parameters are looked for at each step
+        limit = getattr(operation.at, "limit", None)
+        if limit and len(operation.memory.admitted.get(operation.at, ())) >= limit:
+            return  # more places are not picked
         things = {kind: kind.things(attachment.model) for kind in operation.kinds}
         near = operation.at.search(things, type(operation.memory)(operation.stage))
         for kind, listed in things.items():
