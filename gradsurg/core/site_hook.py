@@ -433,6 +433,8 @@ class Joint:
         """Note that PyTorch has these hooks; return them."""
         for hook in self.hooks:
             hook.operation.placed[hook.entry.site] = None
+            # It was forgotten if the site was another name of a place at first.
+            hook.operation.attachment.ledger.keep(hook.entry)
             hook.entry.skipped = ""
         return self
 

@@ -116,6 +116,10 @@ class Ledger:
             self.forget(intervention, alias)
         return entry
 
+    def keep(self, entry: Entry) -> None:
+        """Add an entry again that was removed."""
+        self.sites.setdefault(entry.intervention, {}).setdefault(entry.site, entry)
+
     def forget(self, intervention: str, site: str) -> None:
         """Remove the entry of a site, unless it has seen a gradient."""
         entries = self.sites.get(intervention, {})

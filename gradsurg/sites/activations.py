@@ -94,9 +94,12 @@ class Flow:
 
     def _change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the present call to its new value."""
-        if autograd.backward_task() != -1 and module in self.records:
-            return self._repeat(self.records[module])
         name, calls = self.name_of(module), self.thread.calls
+        if autograd.backward_task() != -1:
+            if module in self.records:
+                return self._repeat(self.records[module])
+            if autograd.in_recomputation():  # the module was not hooked in the forward
+                name = ""
         if not name:
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)

@@ -107,8 +107,8 @@ class Named(NamedTuple):
 
     def place(self, kind: "Kind") -> "Place":
         """The place of a parameter."""
-        thing = self.thing
-        return Place(kind, self.names, ref(thing) if isinstance(thing, Tensor) else ref(thing))
+        held: Any = ref(self.thing)  # Any: of a module or of a tensor, which are two types
+        return Place(kind, self.names, held)
 
     @property
     def is_frozen(self) -> bool:

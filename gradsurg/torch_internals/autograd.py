@@ -337,6 +337,13 @@ def in_checkpoint() -> bool:
     return top is not None and top[0].__qualname__.startswith("_checkpoint_hook")
 
 
+def in_recomputation() -> bool:
+    """Whether a checkpoint runs its forward again, of either kind."""
+    top, node = saved_tensor_hooks(), running_node()
+    is_packed = top is not None and top[0].__qualname__.startswith("_recomputation_hook")
+    return is_packed or type(node).__name__ == "CheckpointFunctionBackward"
+
+
 def running_functions() -> list[BackwardCFunction]:
     """The autograd functions whose forward runs in this thread, innermost first.
 

@@ -105,7 +105,7 @@ OF_TIED = [
     (~P("encoder.*"), ["head.weight"]),
     (P().first(2), ["encoder.weight", "head.weight"]),
     (P("re:head.*|decoder.*").first(1), ["encoder.weight"]),
-    (P().where(lambda place: any(alias.name == "decoder.weight" for alias in place.aliases)),
+    (P().where(lambda place: "decoder.weight" in place.names),
      ["encoder.weight"]),
 ]  # fmt: skip
 OF_SHARED = [
