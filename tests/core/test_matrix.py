@@ -189,6 +189,13 @@ def two_backward_passes_in_a_step(arm: Arm) -> None:
             arm.optimizer.step()
 
 
+def a_gradient_from_before(arm: Arm) -> None:
+    arm.backward(arm.loss(9))
+    with arm.attached():
+        arm.backward(arm.loss(0))
+        arm.optimizer.step()
+
+
 def two_graphs_at_once(arm: Arm) -> None:
     with arm.attached():
         first, second = arm.loss(0), arm.loss(1)
@@ -276,7 +283,8 @@ def compiled_before_it(arm: Arm) -> None:
 SITUATIONS: dict[str, tuple[Callable[[Arm], None], Make]] = {
     run.__name__: (run, Net)
     for run in (
-        *(plain, attached_for_a_time, two_backward_passes_in_a_step, two_graphs_at_once),
+        *(plain, a_gradient_from_before, attached_for_a_time, two_backward_passes_in_a_step),
+        *(two_graphs_at_once,),
         *(a_graph_is_used_twice, evaluations_in_between, a_forward_that_raises),
         *(a_part_is_called_alone, a_frozen_layer, a_step_that_a_scaler_skips, another_dtype),
     )
@@ -570,7 +578,11 @@ def test_a_transform_that_changes_nothing_leaves_training_bit_identical(kind: st
     for number in range(3):
         bare.step(number)
     expected, state = outcome(bare, lambda arm: None), torch.get_rng_state()
-    for transform, kwargs in ((gs.Identity(), {}), (SIGNS, {"shadow": True})):
+    cases: list[tuple[Any, dict[str, Any]]] = [(gs.Identity(), {}), (SIGNS, {"shadow": True})]
+    cases += [(SIGNS, {"shadow": True, "effects_every": 0})]
+    if kind in GROUPS:
+        cases += [(gs.ClipGlobalNorm(1e-3), {"shadow": True})]
+    for transform, kwargs in cases:
         arm = Arm("gradsurg", kind, transform=transform)
         with arm.attached(**kwargs):
             for number in range(3):

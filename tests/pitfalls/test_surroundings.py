@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurg as gs
-from tests.nets import attached, backward, small
+from tests.nets import attached, backward, sgd, small, train
 
 
 class Reused(nn.Module):
@@ -38,6 +38,25 @@ def test_a_full_backward_hooks_wrapper_node_does_not_hide_the_inner_nodes() -> N
         with attached(model, gs.Scale(2.0), gs.Nodes("Addmm", module="last")) as live:
             backward(model)
     assert [entry.site for entry in live.ledger] == ["last#0/AddmmBackward[0]"]
+
+
+def test_the_global_random_generator_is_not_used() -> None:
+    model = small()
+    before = torch.get_rng_state()
+    optimizer, chance = sgd(model), gs.Probability(p=1.0)
+    with attached(model, gs.AddNoise(sigma=1.0), optimizer=optimizer, when=chance):
+        train(model, optimizer, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_leaf_input_is_hooked_once_and_not_once_a_call() -> None:
+    model, x = Reused(), torch.ones(1, requires_grad=True)
+    with attached(model, gs.Scale(2.0), gs.Inputs("part", path="total")):
+        for _ in range(3):
+            x.grad = None
+            model(x).sum().backward()
+            assert x.grad is not None
+            assert x.grad.item() == 20.0
 
 
 def test_attaching_the_same_surgery_twice_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import gradsurg as gs
 from tests.nets import attached
-from tests.sites.points import TEN, Made, Times, grad_of, met, names_of_sites
+from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, met, names_of_sites
 
 
 class Chain(Made):
@@ -113,6 +113,23 @@ def test_a_tensor_changed_in_place_is_left_alone_with_a_warning() -> None:
 
 
 # What `torch.autograd.grad` can be asked for
+
+
+def test_create_graph_goes_through_the_transform() -> None:
+    w = nn.Parameter(torch.tensor([2.0]))
+    model = nn.ParameterDict({"w": w})
+    with attached(model, TEN, gs.Captured("w")):
+        (first,) = torch.autograd.grad(w**3, w, create_graph=True)
+        # 10 * 3 w^2; of that 10 * 6 w, times 10 for being captured again.
+        assert first.item() == 120.0
+        assert torch.autograd.grad(first, w)[0].item() == 1200.0
+    with attached(model, TimesValue(), gs.Captured("w")):
+        (bare,) = torch.autograd.grad(w**3, w)
+        (first,) = torch.autograd.grad(w**3, w, create_graph=True)
+    assert bare.item() == first.item() == 24.0
+    assert not bare.requires_grad  # the value has a graph only under create_graph
+    # 3 w^2 w; of that 9 w^2.
+    assert torch.autograd.grad(first, w)[0].item() == 36.0
 
 
 def test_an_unused_input_has_no_gradient_and_is_skipped() -> None:

@@ -138,6 +138,14 @@ def test_a_weight_changed_between_forward_and_backward_is_refused_even_if_it_is_
             y.sum().backward()
 
 
+def test_it_may_be_read_under_create_graph_where_nothing_is_changed() -> None:
+    model, x = nn.Sequential(Square()), point(3.0)
+    with attached(model, gs.Identity(), gs.SavedTensors("0")):
+        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x)
+    assert (first.tolist(), second.tolist()) == ([6.0], [2.0])
+
+
 def test_a_foreign_hook_that_raises_before_a_module_leaves_no_hooks_active() -> None:
     def refuse(module: nn.Module, args: object) -> None:
         raise OSError("gone")

@@ -97,6 +97,21 @@ def test_the_state_of_the_optimizer_is_untouched() -> None:
             assert torch.equal(tensor, other.state[theirs][key])
 
 
+@pytest.mark.parametrize("at", [gs.Updates(), gs.Weights()], ids=repr)
+def test_a_step_that_a_fused_optimizer_skips_changes_nothing(at: gs.Updates) -> None:
+    model = small()
+    optimizer = Adam(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    surgery = gs.Surgery(gs.Intervention(gs.AddNoise(sigma=1.0), at=at))
+    with surgery.attach(model, optimizer, scaler=scaler):
+        train(model, optimizer, 1)
+        before = weights(model)
+        scaler.scale(model(torch.full((2, 6), torch.inf)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(map(torch.equal, weights(model), before))
+
+
 def test_a_closure_is_allowed() -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
