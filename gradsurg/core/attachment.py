@@ -342,7 +342,6 @@ class Attachment:
             for operation in self._at(place.kind):
                 if operation.at.fits(place, operation.memory):
                     operation.memory.has_picked = True
-                    operation.met.add((place.kind, place.names[0]))
                     picking.append(operation)
                 else:
                     operation.memory.rejected[place] = None
@@ -409,6 +408,7 @@ class Attachment:
     def none(self, place: Place, why: str) -> None:
         """See `Door.none`."""
         for operation in self.wants(place):
+            operation.met.add((place.kind, place.names[0]))
             self.ledger.enter(operation.label, place.site, place.names[1:], skipped=why)
 
     def note(self, kind: Kind, text: str) -> None:

@@ -39,7 +39,7 @@ class Operation:
     task of `live.backward`; `has_several_tasks` says that it sends one gradient a task.
 
     `hooks` are those of the sites met, `near` the names whose places must be met, `met` those at
-    which one was picked, `placed` the sites at which PyTorch has a hook, `members` those of each
+    which one was, `placed` the sites at which PyTorch has a hook, `members` those of each
     group whose state is of them alone. `is_new` says that it is just being attached, or gets other
     optimizers.
     """
@@ -270,6 +270,7 @@ class Operation:
         """
         site = place.site
         if site not in self.hooks:
+            self.met.add((place.kind, place.names[0]))
             self.hooks[site] = SiteHook(self, site, place.aliases)
         return self.hooks[site]
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
-from gradsurg.sites.call_graphs import CallGraph, follow
+from gradsurg.sites.call_graphs import FORWARD, CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import FAMILIES, PRODUCTS, fits_node, plain, residual_edge
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Memory, Named, Place, Stage, Things
@@ -68,6 +68,9 @@ def watch_nodes(
     def registers(graph: CallGraph) -> Iterator[tuple[int, Register]]:
         for index, name, call, occurrence in graph.made():
             place = Place(kind, call[:1], held[call[0]], call[1], node=name, occurrence=occurrence)
+            if graph.task == FORWARD and graph.owners[0] and graph.owners[0][0] != ROOT:
+                # The calls of a part of the model have no numbers of their own: an error if asked.
+                door.wants(replace(place, call=OUTSIDE))
             is_compiled = plain(name) == compiling.COMPILED
             if door.wants(place):
                 if is_compiled:

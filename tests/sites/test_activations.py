@@ -117,7 +117,7 @@ MIX = Made(
         (FORK, gs.Activations(side="input"), 1.0, 8.0, FORKED),
         # -3 becomes 3, which relu leaves as it is and the transform makes -3.
         (WRITTEN, gs.Activations("re:[01]"), -1.0, -3.0, [["0#0"], ["1#0"]]),
-        (nn.Sequential(Times(3.0)), BOTH, 10.0, 300.0, [["0#0"], ["0#0.input"]]),
+        (nn.Sequential(Times(3.0)), BOTH, 10.0, 300.0, [["0#0.input"], ["0#0"]]),
         # Nested values and keyword inputs are rebuilt, and integers left.
         (MIX, gs.Activations("mix"), 10.0, 70.0, [["mix#0.sum"]]),
         (

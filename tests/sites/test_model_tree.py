@@ -427,7 +427,7 @@ def test_an_attached_surgery_does_not_see_the_tree() -> None:
     model = small()
     calls: list[int] = []
     with attached(model, gs.Scale(2.0), gs.Activations("act")) as live:
-        before, plain = num_hooks(model), model(X)
+        plain, before = model(X), num_hooks(model)
         model.register_forward_hook(lambda *_: calls.append(1))
         counted = [(entry.site, entry.calls) for entry in live.ledger]
         shown = tree(model, X, gs.Activations())
