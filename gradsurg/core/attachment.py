@@ -85,7 +85,7 @@ class Attachment:
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
         self._shared = Shared(model)
-        self._base = ExitStack()  # the hooks that are no kind's
+        self._watching = ExitStack()  # the hooks that are no kind's
         self._listens_to_forward = False
         self._ended = ExitStack()  # the hook that checks the places after the first forward
         self._lock = RLock()  # two threads may meet a place for the first time
@@ -308,7 +308,7 @@ class Attachment:
         with ExitStack() as stack:  # all of them, also if removing one fails
             for each in (
                 *self._stacks.values(),
-                self._base,
+                self._watching,
                 self._ended,
                 self.leaves,
                 self._shared,
@@ -475,7 +475,8 @@ class Attachment:
         return operation.notes
 
     def _expect_unmet(self, operation: Operation) -> None:
-        known = {entry.site for entry in self.ledger.of(operation.label)}
+        entries = self.ledger.of(operation.label)
+        known = {site for entry in entries for site in (entry.site, *entry.aliases)}
         for site, why in operation.at.unmet(self.model, operation.memory, operation.met):
             if site not in known:
                 entry = self.ledger.enter(operation.label, site, skipped=why)
@@ -619,7 +620,7 @@ class Attachment:
             def ended(module: nn.Module, args: object, output: object) -> None:
                 self.tell("forward_ended", output)
 
-            self._base.callback(self.model.register_forward_hook(ended).remove)
+            self._watching.callback(self.model.register_forward_hook(ended).remove)
 
     def _near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""

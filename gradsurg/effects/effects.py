@@ -240,7 +240,9 @@ class Effects:
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
         """Load a state; the `ledger` must have been resumed before."""
         for saved in state["slots"]:
-            entry = ledger.enter(saved["intervention"], saved["site"])
+            entry = ledger.sites.get(saved["intervention"], {}).get(saved["site"])
+            if entry is None:  # another name of a site
+                continue
             slot = self._slots[self.slot(saved["transform"], entry)]
             slot.fetched_fired, slot.fetched_calls = saved["fetched_fired"], saved["fetched_calls"]
             slot.totals = np.array(saved["totals"])

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed, nn
@@ -34,7 +35,6 @@ from gradsurg.aggregators.rows import (
     products_of,
 )
 from gradsurg.aggregators.solvers import NotConverged
-from gradsurg.core.attachment import Attachment
 from gradsurg.multitask.conflict import Conflicts, Measurement
 from gradsurg.multitask.features import module_of
 from gradsurg.multitask.shared_parameters import SHARED, SharedParameters
@@ -46,6 +46,9 @@ from gradsurg.torch_internals import random_state
 from gradsurg.torch_internals.autograd import without_autocast
 from gradsurg.triggers.base import TensorTrigger, Trigger, TriggerContext
 from gradsurg.triggers.for_task import ForTask
+
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
 
 SOLVER = "/solver"
 """End of the key of the state that counts the updates of a group without an exact solution."""
@@ -135,7 +138,7 @@ class Aggregation:
         aggregator: Aggregator,
         at: SharedParameters,
         trigger: Trigger,
-        attachment: Attachment,
+        attachment: "Attachment",
         conflicts: Conflicts,
     ) -> None:
         self.label = label

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from functools import partial, reduce
 from math import isfinite
 from operator import add
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
@@ -13,8 +14,6 @@ from torch.optim import Optimizer
 
 from gradsurg.aggregators.base import Aggregator
 from gradsurg.aggregators.rows import across
-from gradsurg.core.attachment import Attachment
-from gradsurg.core.operation import Operation
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint, check_trigger
 from gradsurg.multitask.conflict import Conflicts
 from gradsurg.multitask.features import OutputMarker, are_disjoint, check_dense, find_cut
@@ -41,6 +40,10 @@ from gradsurg.torch_internals import compiling
 from gradsurg.torch_internals.autograd import is_sharded
 from gradsurg.triggers.base import Trigger
 
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
+    from gradsurg.core.operation import Operation
+
 MAX_WITHOUT_STEP = 10  # updates without an optimizer step before a warning
 UNUSED = "live.backward"  # the key of the warning that it was not called
 
@@ -48,7 +51,7 @@ UNUSED = "live.backward"  # the key of the warning that it was not called
 class MultiTaskBackward:
     """The aggregators of an attached surgery, and the backward passes of its losses."""
 
-    def __init__(self, attachment: Attachment, conflicts: Conflicts) -> None:
+    def __init__(self, attachment: "Attachment", conflicts: Conflicts) -> None:
         self.attachment = attachment
         self.conflicts = conflicts
         self.aggregations: list[Aggregation] = []
@@ -114,7 +117,7 @@ class MultiTaskBackward:
     def backward(
         self,
         losses: Losses,
-        interventions: Sequence[Operation],
+        interventions: "Sequence[Operation]",
         scale: float,
         aggregate: bool,
         retain_graph: bool,
@@ -154,7 +157,7 @@ class MultiTaskBackward:
             else:
                 self._backward_of_tasks(aggregation, call)
 
-    def jacobian(self, losses: Losses, interventions: Sequence[Operation]) -> dict[str, Tensor]:
+    def jacobian(self, losses: Losses, interventions: "Sequence[Operation]") -> dict[str, Tensor]:
         """Implement `Live.jacobian`."""
         if any(map(is_sharded, self.attachment.model.parameters())):
             raise TypeError("live.jacobian: the parameters are sharded, and it returns whole rows")

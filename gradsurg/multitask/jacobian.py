@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise, product
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradsurg.aggregators.rows import Block, is_finite, summed, uninitialized
-from gradsurg.core.attachment import Attachment
 from gradsurg.multitask.aggregation import Aggregation, check_disjoint
 from gradsurg.multitask.features import REENTRANT
 from gradsurg.multitask.graph import has_single_use_graph, leaf_ids, leaf_of, nodes_of
@@ -22,6 +21,9 @@ from gradsurg.sites.selection import owned_params
 from gradsurg.torch_internals.autograd import version_of
 from gradsurg.torch_internals.compiling import COMPILED
 from gradsurg.torch_internals.random_state import preserved
+
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
 
 Key = TypeVar("Key", int, Tensor)
 
@@ -362,7 +364,7 @@ class JacobianBuilder:
     A step may have several `live.backward` calls, of which only the last has `aggregate=True`.
     """
 
-    def __init__(self, attachment: Attachment, aggregations: Sequence[Aggregation]) -> None:
+    def __init__(self, attachment: "Attachment", aggregations: Sequence[Aggregation]) -> None:
         self.pending: dict[str, float] = {}  # the losses so far of a step that has not ended
         self.compiled = False  # whether the last graph had compiled parts
         # The sharded parameters; between forward and backward pass the model may have others.

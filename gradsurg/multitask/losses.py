@@ -4,16 +4,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from gradsurg.core.operation import Operation
 from gradsurg.plugins.fields import FieldError, SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.triggers.base import Clock
+
+if TYPE_CHECKING:
+    from gradsurg.core.operation import Operation
 
 Losses = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 """Scalar losses by task name, or in order as a sequence or a 1-D tensor."""
@@ -33,7 +36,7 @@ class BackwardCall:
     """
 
     losses: Mapping[str, Tensor]
-    interventions: Sequence[Operation]
+    interventions: "Sequence[Operation]"
     last: bool
     retain_graph: bool
 
@@ -43,17 +46,17 @@ class BackwardCall:
         return next(iter(self.losses.values())).device
 
     @cached_property
-    def task_specific(self) -> list[Operation]:
+    def task_specific(self) -> "list[Operation]":
         """The interventions whose trigger names a task."""
         return [each for each in self.interventions if each.named_tasks]
 
     @cached_property
-    def task_independent(self) -> list[Operation]:
+    def task_independent(self) -> "list[Operation]":
         """The interventions that act on the gradients of all tasks."""
         return [each for each in self.interventions if not each.named_tasks]
 
     @property
-    def at_leaves(self) -> list[Operation]:
+    def at_leaves(self) -> "list[Operation]":
         """The interventions that acted on each task's gradient at the leaves, and so must not act
         on the combined one."""
         return [each for each in self.interventions if each.stage == "backward"]
@@ -112,7 +115,7 @@ class BackwardCall:
 
 
 @contextmanager
-def paused(interventions: Sequence[Operation]) -> Iterator[None]:
+def paused(interventions: "Sequence[Operation]") -> Iterator[None]:
     """Pause the interventions: their hooks neither act nor count."""
     for each in interventions:
         each.switch(False)
@@ -124,7 +127,7 @@ def paused(interventions: Sequence[Operation]) -> Iterator[None]:
 
 
 @contextmanager
-def skipping(interventions: Sequence[Operation], nodes: Collection[Node]) -> Iterator[None]:
+def skipping(interventions: "Sequence[Operation]", nodes: Collection[Node]) -> Iterator[None]:
     """Make the hooks of the interventions neither act nor count at these nodes."""
     for each in interventions:
         each.skip_nodes(nodes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from math import nan
 from operator import add
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from gradsurg.aggregators.base import (
     needs_rows,
 )
 from gradsurg.aggregators.rows import cancels, gramian_of
-from gradsurg.core.attachment import Attachment
 from gradsurg.effects.tables import aligned
 from gradsurg.multitask.aggregation import aggregate
 from gradsurg.per_example.layers import (
@@ -37,6 +37,9 @@ from gradsurg.sites.selection import params_of
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import Transform, TransformContext, Wrapper
 from gradsurg.transforms.per_sample import PerSample
+
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """Largest distance of the sum of the rows from the gradient, relative to the rows' joint norm."""
@@ -74,7 +77,7 @@ class ExampleSource:
     estimate of |G|² is not positive.
     """
 
-    def __init__(self, recorder: Recorder, attachment: Attachment, transform: Transform) -> None:
+    def __init__(self, recorder: Recorder, attachment: "Attachment", transform: Transform) -> None:
         self.recorder = recorder
         self.attachment = attachment
         while isinstance(transform, Wrapper):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
-from gradsurg.sites.calls import Call, Calls, Shared
+from gradsurg.sites.calls import Call, CallNumbers, Shared
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.places import Door, Named
 from gradsurg.sites.tensors import tensors_in
@@ -183,7 +183,7 @@ class _Graphs:
                 graph.end(output)
                 self.take(graph)
 
-    def _running(self, calls: Calls, module: nn.Module, task: int) -> CallGraph | None:
+    def _running(self, calls: CallNumbers, module: nn.Module, task: int) -> CallGraph | None:
         """The graph of the call around this one, in the same backward pass or in none."""
         note = calls.running[-1][1] if calls.running else None
         graph: CallGraph | None = note[0] if note is not None and note[0].task == task else None

@@ -22,7 +22,7 @@ Call = tuple[str, int]
 """A call of a module: the name that it goes by, and its index among those, or OUTSIDE."""
 
 
-class Calls:
+class CallNumbers:
     """The calls of the modules of a model in one thread, as one kind of site numbers them.
 
     `depth` is the number of calls of the model that run, one inside the other. `running` are the
@@ -130,7 +130,7 @@ class ThreadCalls(threading.local):
     """The `calls` of each thread: sequence numbers and running calls are those of a thread."""
 
     def __init__(self, names: Mapping[int, tuple[str, ...]]) -> None:
-        self.calls = Calls(names)
+        self.calls = CallNumbers(names)
 
 
 class Shared:

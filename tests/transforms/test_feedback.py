@@ -200,7 +200,7 @@ def test_feedback_weights_are_refused_elsewhere_than_at_a_products_input(
     ids=repr,
 )
 def test_feedback_weights_act_at_the_input_of_a_product(at: Selector) -> None:
-    edge, bias = at.kinds[0].mechanism[-1], "Mm" not in repr(at)
+    edge, bias = at.leaves[0].edge, "Mm" not in repr(at)
     kind = "Addmm" if bias else "Mm"
     assert square(at, gs.FeedbackWeights(), bias) == {
         f"{layer}#0/{kind}Backward[0].{edge}": 1 for layer in (2, 1)
