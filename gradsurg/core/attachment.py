@@ -16,7 +16,7 @@ from gradsurg.core.list_hook import ListHook
 from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
 from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
-from gradsurg.core.pitfalls.base import Pitfall, Texts
+from gradsurg.core.pitfalls.base import Pitfall
 from gradsurg.core.site_hook import Joint, SiteHook
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
@@ -80,7 +80,7 @@ class Attachment:
         self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
         self.at_first_steps: list[Callable[[], None]] = []
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
-        self._listeners: dict[str, list[Callable[..., Texts]]] = {moment: [] for moment in MOMENTS}
+        self._listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}  # Any: methods
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
@@ -168,9 +168,11 @@ class Attachment:
 
         The moments are methods of `Pitfall`.
         """
-        for listener in self._listeners[moment]:
+        for listener in [*self._listeners[moment]]:
             for text in listener(self, *found) or ():
                 self.warn_once(text)
+            if moment in listener.__self__.done:
+                self._listeners[moment].remove(listener)
 
     # Changes, for the handle.
 
@@ -190,11 +192,12 @@ class Attachment:
         """
         operations, labels = [*self.operations], self.labels
         for intervention in interventions:
-            self.check(intervention, operations)
+            if self.scaler is not None or intervention.is_checked_at_attach:
+                self.check(intervention, operations)
             labels.append(labels_of(intervention, labels))
             operations.append(operation := Operation(self, intervention, labels[-1]))
-            if (changed := intervention.at.changed_tensors) != "gradients":
-                self.effects.others[operation.label] = changed
+            if intervention.changed_tensors != "gradients":
+                self.effects.others[operation.label] = intervention.changed_tensors
         if any(each.named_tasks for each in operations):
             self.multi_task.keep_buffers()
         before = self.operations
@@ -287,7 +290,7 @@ class Attachment:
         clock.error, clock.batch = None, {}
         self.effects.begin(clock.step)
         self.tell("step_ended")
-        for operation in self.operations if self.is_open else ():
+        for operation in self.operations if self._model is not None else ():
             operation.begin_step()
             if operation.examples is not None:
                 operation.examples.end_step()
@@ -339,7 +342,9 @@ class Attachment:
             return self._wanted[place]
         with self._lock:
             picking: list[Operation] = []
-            for operation in self._at(place.kind):
+            for operation in self.operations:
+                if place.kind not in operation.kinds:
+                    continue
                 if operation.at.fits(place, operation.memory):
                     operation.memory.has_picked = True
                     picking.append(operation)

@@ -82,7 +82,8 @@ class Intervention:
     the parts of the trigger that read the batch or a module's tensors, and `checking_links` those
     whose `check_parameters` is not empty; `asks` is what its hooks need besides the gradient,
     `has_own_trigger` says that the trigger, or a part of it, is a user's, `checks_sites` that not
-    every site will do, `dense` is the part that refuses sparse gradients. Raises ValueError if the
+    every site will do, `dense` is the part that refuses sparse gradients, `observes` says that the trigger or
+    the transform reads something of each forward. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
     """
 
@@ -101,6 +102,9 @@ class Intervention:
     has_own_trigger: bool = field(init=False, repr=False, compare=False)
     checks_sites: bool = field(init=False, repr=False, compare=False)
     dense: Transform | Trigger | None = field(init=False, repr=False, compare=False)
+    observes: bool = field(init=False, repr=False, compare=False)
+    changed_tensors: str = field(init=False, repr=False, compare=False)
+    is_checked_at_attach: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -147,16 +151,22 @@ class Intervention:
             "skip": "skip" in self.needs,
             "whole": not takes_parts,
         }
+        dense = self._dense_part()
+        checks_sites = bool(
+            self.checking_links
+            or "examples" in self.needs
+            or any(isinstance(getattr(link, "per", None), str) for link in self.links)
+        )
         vars(self).update(
             facts=tuple(map(_facts_of, self.links)),
+            observes=bool(self.flags or self.forward_triggers)
+            or not self.needs.isdisjoint({"error", "examples"}),
+            changed_tensors=self.at.changed_tensors,
+            is_checked_at_attach=bool(checks_sites or dense is not None or self.flags),
             asks=frozenset(ask for ask, is_asked in asks.items() if is_asked),
             reads_gradient="grad" in sources,
-            dense=self._dense_part(),
-            checks_sites=bool(
-                self.checking_links
-                or "examples" in self.needs
-                or any(isinstance(getattr(link, "per", None), str) for link in self.links)
-            ),
+            dense=dense,
+            checks_sites=checks_sites,
             has_own_trigger=any(
                 type(part).__module__.partition(".")[0] != "gradsurg" for part in self.when.parts
             ),
@@ -198,13 +208,6 @@ class Intervention:
         parts = (part for part in self.when.parts if isinstance(part, TensorTrigger))
         return not self.needs.isdisjoint({"value", "layer"}) or any(
             part.source == "value" for part in parts
-        )
-
-    @property
-    def observes(self) -> bool:
-        """Whether the trigger or the transform reads something of each forward."""
-        return bool(self.flags or self.forward_triggers) or not self.needs.isdisjoint(
-            {"error", "examples"}
         )
 
     @property

@@ -13,7 +13,7 @@ from gradsurg.core.observers import observe, observe_output_gradient
 from gradsurg.core.site_hook import SiteHook, many_at_once
 from gradsurg.sites.places import AVERAGED, Kind, Memory, Near, Place, Stage
 from gradsurg.sites.wrapped_models import of_first_process
-from gradsurg.torch_internals import autograd, compiling, random_state
+from gradsurg.torch_internals import autograd, random_state
 from gradsurg.triggers.always import Always
 from gradsurg.triggers.base import Decision, TriggerContext
 from gradsurg.triggers.for_task import ForTask
@@ -67,7 +67,6 @@ class Operation:
         self.examples: ExampleSource | None = None
         self.has_several_tasks = False
         self.observers = ExitStack()  # the forward hooks for the trigger and the transform
-        self.was_compiled = compiling.has_compiled()  # something, before the hooks were there
         self.awaits_backward = False  # whether a backward pass will show the number of its places
         self.is_on, self.is_closed = True, False
         self.skipped_nodes: Collection[Node] = ()
@@ -271,7 +270,7 @@ class Operation:
         site = place.site
         if site not in self.hooks:
             self.met.add((place.kind, place.names[0]))
-            self.hooks[site] = SiteHook(self, site, place.aliases)
+            self.hooks[site] = SiteHook(self, site, place.aliases if place.names[1:] else ())
         return self.hooks[site]
 
     def observe(self, model: nn.Module) -> None:

@@ -432,10 +432,12 @@ class Joint:
     def placed(self) -> "Joint":
         """Note that PyTorch has these hooks; return them."""
         for hook in self.hooks:
-            hook.operation.placed[hook.entry.site] = None
-            # It was forgotten if the site was another name of a place at first.
-            hook.operation.attachment.ledger.keep(hook.entry)
-            hook.entry.skipped = ""
+            operation, entry = hook.operation, hook.entry
+            if entry.site not in operation.placed:
+                operation.placed[entry.site] = None
+                # It was forgotten if the site was another name of a place at first.
+                operation.attachment.ledger.keep(entry)
+            entry.skipped = ""
         return self
 
     @property

@@ -107,10 +107,12 @@ class Effects:
     def slot(self, transform: str, entry: Entry) -> int:
         """The number of the slot of one transform at one site."""
         place = transform, entry.intervention, entry.site
-        if place not in self._places:  # a resumed run has it already
+        if place not in self._places:
             self._places[place] = len(self._slots)
             self._slots.append(_Slot(transform, entry))
-        return self._places[place]
+        number = self._places[place]
+        self._slots[number].entry = entry  # a resumed run has the slot already
+        return number
 
     def add(self, slot: int, before: Tensor, after: Tensor) -> None:
         """Sum a pair of gradients. One inside vmap stands for many, and is not measured."""
@@ -240,9 +242,9 @@ class Effects:
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
         """Load a state; the `ledger` must have been resumed before."""
         for saved in state["slots"]:
-            entry = ledger.sites.get(saved["intervention"], {}).get(saved["site"])
-            if entry is None:  # another name of a site
-                continue
+            name, site = saved["intervention"], saved["site"]
+            # Another name of a site has no entry in the ledger.
+            entry = ledger.sites.get(name, {}).get(site) or Entry(name, site)
             slot = self._slots[self.slot(saved["transform"], entry)]
             slot.fetched_fired, slot.fetched_calls = saved["fetched_fired"], saved["fetched_calls"]
             slot.totals = np.array(saved["totals"])

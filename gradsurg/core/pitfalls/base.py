@@ -80,7 +80,8 @@ class Pitfall:
     A pitfall may listen at moments of a surgery: it overrides their methods, and others are not
     entered. Its object is made for one attachment of which a kind is one of `kinds`, and none in
     `shadow` without effects. Texts that a method returns are told at once, each once. `stack`
-    takes the removals of hooks; it is closed with the surgery, also if that is dropped.
+    takes the removals of hooks; it is closed with the surgery, also if that is dropped. `done` are
+    the moments at which it need not listen any more.
     """
 
     context: ClassVar[str] = ""
@@ -103,6 +104,7 @@ class Pitfall:
 
     def __init__(self) -> None:
         self.stack = ExitStack()
+        self.done: set[str] = set()
 
     def attached(self, attachment: AttachmentLike) -> Texts:
         """All is hooked; again after each change of the interventions."""

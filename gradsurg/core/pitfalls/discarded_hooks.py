@@ -35,6 +35,7 @@ class DiscardedHooks(Pitfall):
     def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
         self._steps += 1
         if self._steps == ENOUGH:
+            self.done.add("step_ended")
             yield from self.texts(attachment)
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:

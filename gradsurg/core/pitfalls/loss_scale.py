@@ -30,14 +30,9 @@ class UnknownScaler(LossScale):
     why = "a GradScaler makes the steps, and attach was not told of it. {error}"
     instead = "Use Parameters(stage='step'), and attach(..., scaler=scaler)"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_stepped = False
-
     def step_ended(self, attachment: AttachmentLike) -> Iterator[str]:
-        if self._has_stepped:
-            return
-        self._has_stepped, scaler = True, autograd.stepping_scaler()
+        self.done.add("step_ended")
+        scaler = autograd.stepping_scaler()
         if scaler is None or attachment.scaler is scaler:
             return
         attachment.scaler = scaler  # for interventions that are added

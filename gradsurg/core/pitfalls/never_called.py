@@ -63,6 +63,7 @@ class NeverCalled(Pitfall):
     def step_ended(self, attachment: AttachmentLike) -> None:
         self._counted += 1
         if self._counted == ENOUGH:
+            self.done.add("step_ended")
             self._tell()
 
     def closed(self, attachment: AttachmentLike) -> Iterator[str]:
