@@ -77,14 +77,20 @@ class Intervention:
     `live.backward(losses)`. They are summed while its trigger does not fire.
 
     `names` labels the transform, or each link of a `Chain`, in logs. `stage` is the selector's, by
-    default the first for the transform's scope; an aggregator has none. `link_names` are the
-    `names` or their defaults, `flags` the switches that the trigger reads, `forward_triggers`
-    the parts of the trigger that read the batch or a module's tensors, and `checking_links` those
-    whose `check_parameters` is not empty; `asks` is what its hooks need besides the gradient,
-    `has_own_trigger` says that the trigger, or a part of it, is a user's, `checks_sites` that not
-    every site will do, `dense` is the part that refuses sparse gradients, `observes` says that the trigger or
-    the transform reads something of each forward. Raises ValueError if the
+    default the first for the transform's scope; an aggregator has none. Raises ValueError if the
     transform cannot act at the selector's stage or needs something that the sites do not provide.
+
+    The other fields are found once, when it is made:
+
+    - `link_names`: the `names` or their defaults; `facts`: what hooks need to know of each link;
+    - `flags`: the switches that the trigger reads; `forward_triggers`: its parts that read the
+      batch or a module's tensors; `reads_gradient`: whether it reads the gradient;
+      `has_own_trigger`: whether it, or a part of it, is a user's;
+    - `asks`: what hooks need besides the gradient; `observes`: whether something of each forward;
+    - `changed_tensors`: as those of the selector;
+    - `checking_links`: the links that check parameters; `dense`: the part that refuses sparse
+      gradients; `checks_sites`: whether not every site will do; `is_checked_at_attach`: whether one
+      of these, or a switch, can be wrong for a model.
     """
 
     transform: Transform | Aggregator | GradCallable
