@@ -48,8 +48,8 @@ Shared by all threads, as a backward pass may run in another one.
 class Flow:
     """Transforms the tensors of each call of the modules, and repeats that in a recomputation.
 
-    `like` is a query of this kind of site, `name_of` returns the name of a module, empty for one to
-    be left alone.
+    `like` is a selector of this kind of site, `name_of` returns the name of a module, empty for one
+    to be left alone.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Combined: unions, intersections and complements of queries."""
+"""Combined: unions, intersections and complements of selectors."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ from gradsurg.transforms.base import Need, Scope
 
 @validated
 class Combined(Selector):
-    """The places that any, all or none (field `by`) of the queries `of` pick.
+    """The places that any, all or none (field `by`) of the selectors `of` pick.
 
     `limit` keeps the places of that many calls or nodes, in the order in which they are reached.
     `count` is the required number, checked when attaching for parameters, else after the first

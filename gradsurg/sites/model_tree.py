@@ -1,4 +1,4 @@
-"""List the module calls of a model in order, with the sites that a query would pick."""
+"""List the module calls of a model in order, with the sites that a selector would pick."""
 
 import re
 from collections import Counter
@@ -59,7 +59,7 @@ def tree(model: nn.Module, example_input: Any, at: Selector | None = None) -> Tr
 
 
 class _Walk:
-    """The calls and nodes of a forward without a query; `modules` are the rows' modules."""
+    """The calls and nodes of a forward without a selector; `modules` are the rows' modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -264,7 +264,7 @@ def _assigned(
 
 
 def _reaches_outside(at: Selector | None) -> bool:
-    """Whether a query also picks modules outside the model."""
+    """Whether a selector also picks modules outside the model."""
     return at is not None and any(leaf.kind_at(None).name == "EveryModule" for leaf in at.leaves)
 
 

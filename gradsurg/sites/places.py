@@ -187,13 +187,13 @@ class Place:
         return f"{self.whole}.{self.item}" if self.item else self.whole
 
 
-# Queries.
+# Selectors.
 
 ELSEWHERE = "what is called outside the model"
 """Stands for the names of modules that are not in the model, and unknown until they are called."""
 
 Near = frozenset[tuple[Kind, str]]
-"""Names of modules and parameters at which a query may pick places of a kind."""
+"""Names of modules and parameters at which a selector may pick places of a kind."""
 
 Things = Mapping[Kind, Sequence[Named]]
 """The modules or parameters of a model, by the kind that may have places at them."""
@@ -201,11 +201,11 @@ Things = Mapping[Kind, Sequence[Named]]
 
 @dataclass(eq=False)
 class Memory:
-    """What one attached intervention remembers of its query, which is a constant by itself.
+    """What one attached intervention remembers of its selector, which is a constant by itself.
 
-    `stage` is that of the intervention; None means the first one that a query may have. `near` has
-    the names at which the query and each of its parts may pick places, `admitted` the places that
-    each query with a limit has let in, `rejected` the places that the whole query has not picked;
+    `stage` is that of the intervention; None means the first one that a selector may have. `near`
+    has the names at which the selector and each of its parts may pick places, `admitted` the places
+    that each part with a limit has let in, `rejected` those that the whole selector has not picked;
     `has_picked` says that it has picked one, `picking` are the parts that have done so, `refusing`
     those that have not picked a place.
     """
@@ -220,11 +220,11 @@ class Memory:
 
 
 class Selector(ABC):
-    """Picks places. A query is a tree, whose leaves test the fields of one kind of site.
+    """Picks places. A selector is a tree, whose leaves test the fields of one kind of site.
 
-    Queries combine: `a | b` picks the places of either, `a & b` those of both, `~a` those that `a`
-    does not pick; `a.expect(n)` requires n places, `a.first(n)` keeps the first n in the order in
-    which they are reached, `a.where(test)` keeps each `Place` for which a function returns True.
+    Selectors combine: `a | b` picks the places of either, `a & b` those of both, `~a` those that
+    `a` does not pick; `a.expect(n)` requires n places, `a.first(n)` keeps the first n in the order
+    in which they are reached, `a.where(test)` keeps each `Place` for which a function returns True.
     """
 
     for_aggregators: ClassVar[bool] = False  # whether aggregators act here, and no transforms
@@ -363,7 +363,7 @@ def _combined(
     queries = tuple(query for query in of if isinstance(query, Selector))
     if len(queries) < len(of):
         raise TypeError(f"a selector combines with selectors, found {of[-1]!r}")
-    # Found by name, as every plug-in: `Combined` is itself a query and imports this module.
+    # Found by name, as every plug-in: `Combined` is itself a selector and imports this module.
     return find("sites", "combined")(queries, by=by, **fields)
 
 
@@ -374,7 +374,7 @@ def things_of(model: nn.Module, leaves: "Sequence[Leaf]", stage: Stage | None) -
 
 
 class Leaf(Selector):
-    """A query on the fields of one kind of site; `stage` is the timing of its hooks."""
+    """A selector of one kind of site, by its fields; `stage` is the timing of its hooks."""
 
     stages: ClassVar[tuple[Stage, ...]]  # of tensor transforms, the default first
     group_stages: ClassVar[tuple[Stage, ...]] = ()  # of group transforms
@@ -394,7 +394,7 @@ class Leaf(Selector):
 
     @abstractmethod
     def offers(self, named: Named) -> Sequence[str]:
-        """Return the names that places may have which the complement of the query picks."""
+        """Return the names that places may have which the complement of the selector picks."""
 
     @abstractmethod
     def picks(self, place: Place) -> bool:

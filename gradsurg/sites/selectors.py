@@ -1,4 +1,4 @@
-"""Queries on modules and parameters by name, class, position and shape."""
+"""Base classes of selectors of modules and parameters, by name, class, position and shape."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar

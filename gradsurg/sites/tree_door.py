@@ -30,7 +30,7 @@ NOT_REACHED = "not met"
 
 
 class Notebook:
-    """A door whose hooks change nothing, for one query; without one it gives no hooks.
+    """A door whose hooks change nothing, for one selector; without one it gives no hooks.
 
     `lines` are the sites met, `nodes` the picked autograd nodes, with whether gradients that enter
     them are asked for.
@@ -57,7 +57,7 @@ class Notebook:
     def watch(self) -> None:
         """Have the kinds of site register their hooks.
 
-        Raises LookupError, listing the choices, if the query picks no names.
+        Raises LookupError, listing the choices, if the selector picks no names.
         """
         assert self.at is not None
         things = things_of(self.model, self.at.leaves, self.memory.stage)

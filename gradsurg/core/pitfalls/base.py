@@ -25,7 +25,7 @@ ENOUGH = 2
 
 SiteHook = Any
 Operation = Any
-"""Classes of `new_site_hook.py`. Any: sites raise errors of pitfalls, so the core is above them."""
+"""Classes of `gradsurg.core`. Any: sites raise errors of pitfalls, so the core is above them."""
 
 
 class AttachmentLike(Protocol):
