@@ -171,7 +171,9 @@ class _Graphs:
         owner = next(around, None)
         graph.change(owner)
         if id(module) in self.returning:
-            graph.returned += (Returned(note[1], *each) for each in _edges(output))
+            for path, tensor in tensors_in(output):
+                edge = get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)
+                graph.returned.append(Returned(note[1], path, edge))
         if owner is None:
             if graph.task == FORWARD and module is not self.root():
                 calls.depth = 0  # a part of the model was called by itself
@@ -228,8 +230,3 @@ def after_backward(output: object, call: Callable[[], None]) -> None:
 def _nodes_of(value: object) -> set[Node]:
     """Return the nodes that made the tensors in a nested value."""
     return {tensor.grad_fn for _, tensor in tensors_in(value) if tensor.grad_fn is not None}
-
-
-def _edges(output: object) -> Iterator[tuple[str, Edge]]:
-    for path, tensor in tensors_in(output):
-        yield path, get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)

@@ -89,7 +89,7 @@ class _Watched:
                     autograd.hook_first(own, hook.call)
                     running.keep(own, site, self.is_branch)
                     return ((own,), kwargs) if self.is_branch else None
-        return self._hooked_arguments(module, call, running, args, kwargs)
+        return self._hooked_arguments(module, call, running, (args, kwargs))
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Check that a call has not written to its inputs."""
@@ -102,14 +102,10 @@ class _Watched:
             running.layers[0].watch(output)
 
     def _hooked_arguments(
-        self,
-        module: nn.Module,
-        call: Call,
-        running: _Running,
-        args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, call: Call, running: _Running, arguments: Arguments
     ) -> Arguments | None:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
+        args, kwargs = arguments
         is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         base = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
         given: dict[int, Tensor] = {}  # to the module, by the id of the tensor in the arguments

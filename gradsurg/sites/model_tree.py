@@ -191,14 +191,11 @@ def _with_nodes(door: Notebook, walk: _Walk) -> list[SiteLine]:
             # The hooks are asked for in backward, at the outputs that get a gradient.
             for site in walk.edges.get(node) or [f"{node}.*"]:
                 door.write(site)
-    not_met = {line.site: line for line in door.not_met()}
-    lines = [
-        replace(line, tensor=tensors.get(line.site))
-        if line.selected and line.tensor is None and line.site not in shapeless
-        else line
-        for line in (not_met | door.lines).values()
-    ]
-    return sorted(lines, key=lambda line: (not line.selected, bool(line.same_as)))
+    lines = {line.site: line for line in door.not_met()} | door.lines
+    for site, line in lines.items():
+        if line.selected and line.tensor is None and site not in shapeless:
+            lines[site] = replace(line, tensor=tensors.get(site))
+    return sorted(lines.values(), key=lambda line: (not line.selected, bool(line.same_as)))
 
 
 def _run(door: Notebook, example: Any) -> None:  # Any: the inputs of a model

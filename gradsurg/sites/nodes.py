@@ -148,9 +148,7 @@ def changed_by(hooks: Sequence[tuple[int, Hook | None]]) -> Callable[..., object
 
 
 def _changed(
-    grads: Sequence[Tensor | None],
-    hooks: Sequence[tuple[int, Hook | None]],
-    entering: Grads = (),
+    grads: Sequence[Tensor | None], hooks: Sequence[tuple[int, Hook | None]], entering: Grads = ()
 ) -> Grads | None:
     """Apply hooks to the gradients with these indices; return None if all are unchanged."""
     changed: list[Tensor | None] | None = None
