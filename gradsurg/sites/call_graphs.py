@@ -25,10 +25,6 @@ Edge = tuple[Node | None, int]
 """A node and the index of one of its outputs, as a tensor's place in the graph; the node is None
 for a tensor without a gradient."""
 
-Made = tuple[int, str, Call, int]
-"""A node: its index among those reached, its name, the call that made it, and its occurrence among
-the nodes of that name, without overload, in the call."""
-
 
 class Returned(NamedTuple):
     """A tensor that a call of a module has returned, by its path in the output."""
@@ -82,21 +78,21 @@ class CallGraph:
     def pattern(self) -> tuple[object, ...]:
         """The calls and the names of the nodes: equal in forwards that make the same nodes."""
         begin = self.numbers[0]
-        numbers = [number - begin for number in self.numbers]
-        return (
-            self.owners,
-            numbers,
-            [(number - begin, node.name()) for number, node in self.reached],
-        )
+        nodes = [(number - begin, node.name()) for number, node in self.reached]
+        return self.owners, [number - begin for number in self.numbers], nodes
 
-    def made(self) -> Iterator[Made]:
-        """Yield the nodes in the order in which they were made."""
+    def made(self) -> Iterator[tuple[int, str, Call, int]]:
+        """Yield the nodes in the order in which they were made.
+
+        Each as its index among those reached, its name, the call that made it, and its occurrence
+        among the nodes of that name, without overload, in the call.
+        """
         counts: Counter[tuple[Call, str]] = Counter()
-        nodes = ((number, index) for index, (number, _) in enumerate(self.reached))
-        for number, index in sorted(nodes, key=itemgetter(0)):
+        for index in sorted(range(len(self.reached)), key=lambda i: self.reached[i][0]):
+            number, node = self.reached[index]
             call = self.owners[bisect_right(self.numbers, number) - 1]
             if call is not None:
-                name = self.reached[index][1].name()
+                name = node.name()
                 yield index, name, call, counts[call, plain(name)]
                 counts[call, plain(name)] += 1
 
@@ -171,11 +167,13 @@ class _Graphs:
         if note is None:
             return
         graph: CallGraph = note[0]
-        around = (other for _, other in reversed(calls.running) if other and other[0] is graph)
-        owner = next(around, (graph, None))[1]
+        around = (other[1] for _, other in reversed(calls.running) if other and other[0] is graph)
+        owner = next(around, None)
         graph.change(owner)
         if id(module) in self.returning:
-            graph.returned += (Returned(note[1], *each) for each in _edges(output))
+            for path, tensor in tensors_in(output):
+                edge = get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)
+                graph.returned.append(Returned(note[1], path, edge))
         if owner is None:
             if graph.task == FORWARD and module is not self.root():
                 calls.depth = 0  # a part of the model was called by itself
@@ -207,9 +205,8 @@ def meets_more(output: object, by_gradient: bool) -> bool:
     pending = [*seen]
     while pending:
         node = pending.pop()
-        if isinstance(node, BackwardCFunction) and node.name() != WRAPPER:
-            return True
-        if by_gradient and len(autograd.outputs_of(node)) > 1:
+        is_checkpoint = isinstance(node, BackwardCFunction) and node.name() != WRAPPER
+        if is_checkpoint or (by_gradient and len(autograd.outputs_of(node)) > 1):
             return True
         sources = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= sources
@@ -233,8 +230,3 @@ def after_backward(output: object, call: Callable[[], None]) -> None:
 def _nodes_of(value: object) -> set[Node]:
     """Return the nodes that made the tensors in a nested value."""
     return {tensor.grad_fn for _, tensor in tensors_in(value) if tensor.grad_fn is not None}
-
-
-def _edges(output: object) -> Iterator[tuple[str, Edge]]:
-    for path, tensor in tensors_in(output):
-        yield path, get_gradient_edge(tensor)[:2] if tensor.requires_grad else (None, 0)

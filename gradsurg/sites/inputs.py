@@ -14,7 +14,15 @@ from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_scripted, register
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import alias_of, is_new, layout, original, rebuilt, tensors_in
+from gradsurg.sites.tensors import (
+    alias_of,
+    is_new,
+    layout,
+    original,
+    rebuilt,
+    tensors_in,
+    unwritten,
+)
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import LayerCall, Need
 
@@ -27,15 +35,13 @@ Arguments = tuple[tuple[object, ...], dict[str, Any]]  # Any: a user's values
 class _Running:
     """A call that runs: tensors and copies of containers that it must not write to, and itself for
     each input whose hook asks for the layer.
-
-    Each tensor is there with its version and its site, each copy with its layout and its site.
     """
 
     __slots__ = ("containers", "layers", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: list[tuple[Tensor, int, str]] = []
-        self.containers: list[tuple[object, object, str]] = []
+        self.tensors: list[tuple[Tensor, int, str]] = []  # with its version and its site
+        self.containers: list[tuple[object, object, str]] = []  # with its layout and its site
         self.layers: list[LayerCall] = []
 
     def keep(self, tensor: Tensor, site: str, is_alias: bool) -> None:
@@ -67,24 +73,23 @@ class _Watched:
         if call is None:
             return None
         given = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(given, Tensor):
-            return self._hooked_arguments(module, call, running, args, kwargs)
-        if not (given.requires_grad and torch.is_grad_enabled()):
-            self._note_none(module, call, given)
-            return None
-        if call not in self.single:
-            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
-        known = self.single[call]
-        if known is None:
-            return None
-        hook, site = known
-        is_plain = type(given) is Tensor if self.is_branch else is_new(given)
-        if not is_plain or not hook.asks.isdisjoint({"value", "layer"}):
-            return self._hooked_arguments(module, call, running, args, kwargs, is_bare=True)
-        own = alias_of(given) if self.is_branch else given
-        autograd.hook_first(own, hook.call)
-        running.keep(own, site, is_alias=own is not given)
-        return ((own,), kwargs) if own is not given else None
+        if isinstance(given, Tensor):
+            if not (given.requires_grad and torch.is_grad_enabled()):
+                if call in self.noted:
+                    return None
+                self.noted.add(call)
+            elif call in self.single:
+                known = self.single[call]
+                if known is None:
+                    return None
+                hook, site = known
+                is_plain = type(given) is Tensor if self.is_branch else is_new(given)
+                if is_plain and hook.asks.isdisjoint({"value", "layer"}):
+                    own = alias_of(given) if self.is_branch else given
+                    autograd.hook_first(own, hook.call)
+                    running.keep(own, site, self.is_branch)
+                    return ((own,), kwargs) if self.is_branch else None
+        return self._hooked_arguments(module, call, running, (args, kwargs))
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Check that a call has not written to its inputs."""
@@ -97,15 +102,11 @@ class _Watched:
             running.layers[0].watch(output)
 
     def _hooked_arguments(
-        self,
-        module: nn.Module,
-        call: Call,
-        running: _Running,
-        args: tuple[object, ...],
-        kwargs: dict[str, Any],
-        is_bare: bool = False,
+        self, module: nn.Module, call: Call, running: _Running, arguments: Arguments
     ) -> Arguments | None:
         """Hook the tensors in the arguments; return the arguments to call the module with."""
+        args, kwargs = arguments
+        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         base = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
         given: dict[int, Tensor] = {}  # to the module, by the id of the tensor in the arguments
 
@@ -139,38 +140,22 @@ class _Watched:
         same = all(map(operator.is_, [*new, *by_key.values()], [*args, *kwargs.values()]))
         return None if same else (tuple(new), by_key)
 
-    def _note_none(self, module: nn.Module, call: Call, given: Tensor) -> None:
-        """Note once that no gradient passes at the only input of a call."""
-        if call not in self.noted:
-            self.noted.add(call)
-            place = Place(self.kind, call[:1], ref(module), call[1], suffix=SUFFIX)
-            is_float = given.is_floating_point()
-            self.door.none(place, NO_GRADIENT if is_float else NO_TENSOR)
-
     def _hooked(self, module: nn.Module, running: _Running, tensor: Tensor, place: Place) -> Tensor:
         """Hook a tensor or an alias of it; return the one to pass to the module."""
         assert place.call is not None
-        call = place.name, place.call
-        if not self.is_branch:
-            source = original(tensor)
-            is_first = not module_hooks.hooks_of(source)
-            if (hook := self.door.meet(place, source, own=True)) is not None:
+        given = alias_of(tensor) if self.is_branch else tensor
+        source = given if self.is_branch else original(tensor)
+        is_first = not module_hooks.hooks_of(source)
+        if (hook := self.door.meet(place, source, own=True)) is not None:
+            if "layer" in hook.asks:
+                layer = LayerCall(module, given.detach().clone())
+                running.layers.append(layer)
+                given.register_hook(partial(hook.call, value=layer.input, layer=layer))
+            else:
                 hook_tensor(self.door, source, hook)
-                if is_first and not place.item:
-                    self.single[call] = hook, place.site
-            running.keep(tensor, place.site, is_alias=False)
-            return tensor
-        hook, given = self.door.meet(place), alias_of(tensor)
-        assert hook is not None
-        if "layer" in hook.asks:
-            layer = LayerCall(module, given.detach().clone())
-            running.layers.append(layer)
-            given.register_hook(partial(hook.call, value=layer.input, layer=layer))
-        else:
-            hook_tensor(self.door, given, hook)
-        if not place.item:
-            self.single[call] = hook, place.site
-        running.keep(given, place.site, is_alias=True)
+            if is_first and not place.item:
+                self.single[place.name, place.call] = hook, place.site
+        running.keep(given, place.site, self.is_branch)
         return given
 
     def _check_unwritten(self, running: _Running, output: object) -> None:
@@ -184,29 +169,26 @@ class _Watched:
                 for _, other in tensors_in(output):
                     if module_hooks.base_of(other) is base:
                         returned = other.detach()  # it must not keep the graph
-                        calls.at_end.append(partial(self._check_later, returned, version, site))
+                        calls.at_end.append(
+                            unwritten(self.door, self.kind, site, returned, version)
+                        )
         for copy, before, site in running.containers:
             if layout(copy) != before:
                 self._refuse(site, "wrote to a container that it took, and got a copy of it")
-
-    def _check_later(self, returned: Tensor, version: int, site: str) -> None:
-        if autograd.version_of(returned) != version:
-            self._refuse(site, "returned its input, which was then written to in place")
 
     def _refuse(self, site: str, fault: str) -> None:
         self.door.refuse("in-place write", self.kind, site, fault=fault)
 
 
-def _watch_branches(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    _Watched(BRANCH, door, found, shared)
+def _kind(mode: str) -> Kind:
+    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
+        _Watched(kind, door, found, shared)
+
+    kind = Kind("Inputs", mode, modules_of, watch)
+    return kind
 
 
-def _watch_totals(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    _Watched(TOTAL, door, found, shared)
-
-
-BRANCH = Kind("Inputs", "branch", modules_of, _watch_branches)
-TOTAL = Kind("Inputs", "total", modules_of, _watch_totals)
+KINDS = {mode: _kind(mode) for mode in ("branch", "total")}
 
 
 @validated
@@ -240,7 +222,7 @@ class Inputs(ModuleSelector):
         return frozenset({"value", "error", "labels", *layer})
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return BRANCH if self.path == "branch" else TOTAL
+        return KINDS[self.path]
 
     @property
     def suffix(self) -> str:

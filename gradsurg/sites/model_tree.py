@@ -1,8 +1,8 @@
 """List the module calls of a model in order, with the sites that a selector would pick."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import CallGraph, follow
-from gradsurg.sites.calls import ThreadCalls, modules_of
+from gradsurg.sites.calls import modules_of
 from gradsurg.sites.node_names import plain
 from gradsurg.sites.places import Selector
 from gradsurg.sites.selection import ROOT, inner_model, is_container, names_of, params_of
@@ -62,11 +62,12 @@ class _Walk:
     """The calls and nodes of a forward without a selector; `modules` are the rows' modules."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.names = names_of(model)
+        self.model, self.names = model, names_of(model)
+        self.door = Notebook(model)
+        self.thread = self.door.shared.follow(self.door.stack)
         self.rows: list[Row] = []
         self.modules: list[nn.Module] = []
-        self.nodes: dict[str, Counter[str]] = {}  # by the call that they were made in
+        self.nodes = defaultdict[str, Counter[str]](Counter)  # by the call that they were made in
         self.tensors: dict[str, TensorSpec | None] = {}  # by possible site
         self.edges: dict[str, list[str]] = {}  # the outputs of each node that get a gradient
         self.has_graph = self.hides_nodes = False
@@ -75,9 +76,8 @@ class _Walk:
 
     def run(self, example: Any) -> None:  # Any: the inputs of a model
         """Run a forward, then add a row for each module that was not called."""
-        door = Notebook(self.model)
-        thread = door.shared.follow(door.stack)
-        enter, leave = self._hooks(thread)
+        door, running = self.door, self.thread.calls.running
+        enter, leave = self._enter, self._leave
         try:
             for module in self.names:
                 handle = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -86,17 +86,16 @@ class _Walk:
             follow(door, modules_of(self.model), door.shared, self._take, [self.model])
             _run(door, example)
         except Exception as error:  # any error of the user's forward gets a note, re-raised
-            if thread.calls.running:
-                label = self.rows[thread.calls.running[-1][1]].label
+            if running:
+                label = self.rows[running[-1][1]].label
                 error.add_note(f"in {label}, called with the example input")
             raise
         finally:
             door.close()
         called = {*self.modules}
         for module, (name, *_) in self.names.items():
-            if module not in called and not (is_container(module) and not _own_size(module)):
+            if module not in called and (_own_size(module) or not is_container(module)):
                 self._add(module, name, None, 0)
-        self.nodes |= {row.label: Counter() for row in self.rows if row.label not in self.nodes}
 
     def _add(self, module: nn.Module, name: str, call: int | None, depth: int) -> None:
         row = Row(name, call, depth, type(module).__name__, num_params=_own_size(module))
@@ -104,29 +103,24 @@ class _Walk:
         self.rows.append(replace(row, again=module in self.modules, no_grad=no_grad))
         self.modules.append(module)
 
-    def _hooks(self, thread: ThreadCalls) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks before and after the call of a module."""
+    # Any: a user's keyword inputs
+    def _enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        calls = self.thread.calls
+        named = None if autograd.in_backward() else calls.next(module)
+        if named is None:
+            return
+        if not torch.is_grad_enabled():
+            self._repeating.update(autograd.running_functions())
+        self._add(module, *named, len(calls.running))
+        calls.enter(module, len(self.rows) - 1)
+        inputs = args[0] if len(args) == 1 and not kwargs else dict(enumerate(args)) | kwargs
+        self._note_tensors(f"{self.rows[-1].label}.input", _specs(inputs))
 
-        # Any: a user's keyword inputs
-        def enter(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-            calls = thread.calls
-            named = None if autograd.in_backward() else calls.next(module)
-            if named is None:
-                return
-            if not torch.is_grad_enabled():
-                self._repeating.update(autograd.running_functions())
-            self._add(module, *named, len(calls.running))
-            calls.enter(module, len(self.rows) - 1)
-            inputs = args[0] if len(args) == 1 and not kwargs else dict(enumerate(args)) | kwargs
-            self._note_tensors(f"{self.rows[-1].label}.input", _specs(inputs))
-
-        def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            index = None if autograd.in_backward() else thread.calls.leave(module)
-            if index is not None:
-                row = self.rows[index] = replace(self.rows[index], outputs=_specs(output))
-                self._note_tensors(row.label, row.outputs)
-
-        return enter, leave
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        index = None if autograd.in_backward() else self.thread.calls.leave(module)
+        if index is not None:
+            row = self.rows[index] = replace(self.rows[index], outputs=_specs(output))
+            self._note_tensors(row.label, row.outputs)
 
     def _note_tensors(self, site: str, specs: Sequence[tuple[str, TensorSpec | None]]) -> None:
         self.tensors |= {f"{site}{path}": spec for path, spec in specs}
@@ -141,7 +135,7 @@ class _Walk:
         for index, name, call, occurrence in graph.made():
             node, label = nodes[index], f"{call[0]}#{call[1]}"
             site = f"{label}/{plain(name)}[{occurrence}]"
-            self.nodes.setdefault(label, Counter())[plain(name).removesuffix("Backward")] += 1
+            self.nodes[label][plain(name).removesuffix("Backward")] += 1
             specs = [
                 None if one.is_nested_tensor else TensorSpec(tuple(one.shape), one.dtype)
                 for one in autograd.outputs_of(node)
@@ -173,11 +167,8 @@ def _site_lines(model: nn.Module, example: Any, at: Selector, walk: _Walk) -> li
             error = at.nothing_met(door.memory, may_meet_nodes=False)
             assert error is not None
             raise error
-        pattern = str(getattr(at, "pattern", "*"))
-        labels = [row.label for row in walk.rows]
-        raise LookupError(
-            f"nothing that was called is selected by {at!r}. {nearest(pattern, labels)}"
-        )
+        listed = nearest(str(getattr(at, "pattern", "*")), [row.label for row in walk.rows])
+        raise LookupError(f"nothing that was called is selected by {at!r}. {listed}")
     return lines
 
 
@@ -200,14 +191,11 @@ def _with_nodes(door: Notebook, walk: _Walk) -> list[SiteLine]:
             # The hooks are asked for in backward, at the outputs that get a gradient.
             for site in walk.edges.get(node) or [f"{node}.*"]:
                 door.write(site)
-    not_met = {line.site: line for line in door.not_met()}
-    lines = [
-        replace(line, tensor=tensors.get(line.site))
-        if line.selected and line.tensor is None and line.site not in shapeless
-        else line
-        for line in (not_met | door.lines).values()
-    ]
-    return sorted(lines, key=lambda line: (not line.selected, bool(line.same_as)))
+    lines = {line.site: line for line in door.not_met()} | door.lines
+    for site, line in lines.items():
+        if line.selected and line.tensor is None and site not in shapeless:
+            lines[site] = replace(line, tensor=tensors.get(site))
+    return sorted(lines.values(), key=lambda line: (not line.selected, bool(line.same_as)))
 
 
 def _run(door: Notebook, example: Any) -> None:  # Any: the inputs of a model

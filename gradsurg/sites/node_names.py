@@ -45,16 +45,21 @@ def plain(name: str) -> str:
     return re.sub(r"(?<=Backward)(Autograd[A-Za-z]+)?\d+(_copy)?$", "", name)
 
 
-def residual_edge(node: Node) -> int | None:
-    """Return the edge of an addition that leads through its residual branch, None without one.
+def edges_of(node: Node) -> tuple[int, ...]:
+    """Return the indices of the edges of a node that lead to another."""
+    return tuple([i for i, (source, _) in enumerate(node.next_functions) if source is not None])
+
+
+def residual_edges(node: Node) -> tuple[int, ...]:
+    """Return the edge of an addition that leads through its residual branch, none without one.
 
     Both operands come from one tensor, and the branch is the one that is further from it; the other
     is the skip connection, perhaps with a projection. The branch has a matrix product or a
     convolution: the sums in a rotary embedding or a gelu are no residual connections.
     """
-    operands = [following for following, _ in node.next_functions if following is not None]
+    operands = [source for source, _ in node.next_functions if source is not None]
     if len(operands) != 2 or any(map(_is_parameter, operands)):
-        return None
+        return ()
     distances: list[dict[Node, int]] = [{operand: 0} for operand in operands]
     ends, common = [[operand] for operand in operands], set[Node]()
     for distance in count(1):
@@ -68,22 +73,22 @@ def residual_edge(node: Node) -> int | None:
             end[:] = [each for each in following - known.keys() if not _is_parameter(each)]
             known.update(dict.fromkeys(end, distance))
     if not common:
-        return None
+        return ()
     nearest = min(common, key=lambda each: distances[0][each] + distances[1][each])
     lengths = [known[nearest] for known in distances]
     branch = int(lengths[1] > lengths[0])
     inside = [each for each, far in distances[branch].items() if far < lengths[branch]]
-    if lengths[0] == lengths[1] or not any(_computes(each.name()) for each in inside):
-        return None
-    return [following for following, _ in node.next_functions].index(operands[branch])
+    if lengths[0] == lengths[1] or not any(map(_is_product, inside)):
+        return ()
+    return (edges_of(node)[branch],)
 
 
 def _is_parameter(node: Node) -> bool:
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-def _computes(name: str) -> bool:
-    return fits_node(name, "matmul") or fits_node(name, "conv")
+def _is_product(node: Node) -> bool:
+    return fits_node(node.name(), "matmul") or fits_node(node.name(), "conv")
 
 
 def fits_node(name: str, pattern: str) -> bool:
@@ -93,6 +98,4 @@ def fits_node(name: str, pattern: str) -> bool:
     # A pattern that ends in `Backward` does not mean a node of a double backward.
     if not re.search(r"Backward\d*$", pattern):
         spellings.add(plain(name).removesuffix("Backward"))
-    return any(
-        matches(spelling, node_pattern) for node_pattern in patterns for spelling in spellings
-    )
+    return any(matches(spelling, each) for each in patterns for spelling in spellings)

@@ -15,7 +15,7 @@ from gradsurg.plugins.fields import Contradiction, SelectionError, validated
 from gradsurg.plugins.messages import nearest
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, follow
 from gradsurg.sites.calls import Shared, modules_of
-from gradsurg.sites.node_names import FAMILIES, PRODUCTS, fits_node, plain, residual_edge
+from gradsurg.sites.node_names import FAMILIES, PRODUCTS, edges_of, fits_node, plain, residual_edges
 from gradsurg.sites.places import Door, Hook, Kind, Leaf, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import (
     OUTSIDE,
@@ -40,6 +40,8 @@ ONE_NODE = (
 
 Register = Callable[[Node], object]
 """Registers the hooks of a place on a node."""
+
+Grads = tuple[Tensor | None, ...]
 
 
 def watch_nodes(
@@ -90,81 +92,52 @@ def watch_nodes(
             register(graph.reached[index][1])
 
     follow(door, followed, shared, take)
-    names = ", ".join
-    door.at_end(
-        kind,
-        lambda: f"it did not act inside {names(left_out)}: {IN_COMPILED}" if left_out else "",
-    )
+    text = "it did not act inside {}: {}".format
+    door.at_end(kind, lambda: text(", ".join(left_out), IN_COMPILED) if left_out else "")
 
 
 def _entering(door: Door, place: Place) -> Register:
     """Return the function that hooks the gradients entering a node at a place."""
-    prehooks: dict[bool, Callable[..., object]] = {}
+    held = ref(door)  # weakly: graphs have the hook, also after the surgery was closed
+
+    @cache
+    def hook_at(index: int) -> Hook | None:
+        open_door = held()
+        return None if open_door is None else open_door.meet(replace(place, item=str(index)))
+
+    def of_several(grads: Sequence[Tensor | None]) -> Grads | None:
+        # Those that get a gradient are places, which is known in the backward alone.
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        return _changed(grads, [(index, hook_at(index)) for index in given])
+
+    @cache
+    def of_one() -> Callable[..., object]:
+        hooks = [(0, door.meet(place))]
+        return lambda grads: _changed(grads, hooks)
 
     def register(node: Node) -> None:
         is_single = len(autograd.outputs_of(node)) == 1
-        if is_single not in prehooks:
-            prehooks[is_single] = _prehook(door, place, is_single)
-        node.register_prehook(prehooks[is_single])
+        node.register_prehook(of_one() if is_single else of_several)
 
     return register
 
 
-def _prehook(door: Door, place: Place, is_single: bool) -> Callable[..., object]:
-    if not is_single:
-        held = ref(door)  # weakly: graphs have this function, also after the surgery was closed
-
-        @cache
-        def hook_at(index: int) -> Hook | None:
-            open_door = held()
-            return None if open_door is None else open_door.meet(replace(place, item=str(index)))
-
-        # Of several outputs, those that get a gradient are places: known in the backward alone.
-        return lambda grads: _changed(
-            grads,
-            [(index, hook_at(index)) for index, grad in enumerate(grads) if grad is not None],
-        )
-    hook = door.meet(place)
-    assert hook is not None
-    call = hook.call
-
-    def prehook(grads: Sequence[Tensor | None]) -> tuple[Tensor] | None:
-        result = call(grads[0])
-        return None if result is None else (result,)
-
-    return prehook
-
-
 def _leaving(door: Door, place: Place) -> Register:
     """Return the function that hooks the gradients leaving a node at a place."""
+    is_residual = place.kind.mode == "residual"
 
     @cache
     def posthook(edges: tuple[int, ...]) -> Callable[..., object]:
-        met = [(edge, door.meet(replace(place, item=str(edge)))) for edge in edges]
-        hooks = [(edge, hook) for edge, hook in met if hook is not None]
-        if not hooks:
+        hooks = [(edge, door.meet(replace(place, item=str(edge)))) for edge in edges]
+        if not is_residual and all(hook is None for _, hook in hooks):
             listed = ", ".join(map(str, edges)) or "none"
             door.refuse("edges of a node", place.kind, place.site, edges=listed)
         return changed_by(hooks)
 
     def register(node: Node) -> None:
-        sources = enumerate(node.next_functions)
-        edges = tuple([edge for edge, (source, _) in sources if source is not None])
-        node.register_hook(posthook(edges))
-
-    return register
-
-
-def _leaving_into_branch(door: Door, place: Place) -> Register:
-    """Return the function that hooks the gradient leaving an addition into its residual branch."""
-
-    @cache
-    def posthook(edge: int) -> Callable[..., object]:
-        return changed_by([(edge, door.meet(replace(place, item=str(edge))))])
-
-    def register(node: Node) -> None:
-        if (edge := residual_edge(node)) is not None:
-            node.register_hook(posthook(edge))
+        edges = residual_edges(node) if is_residual else edges_of(node)
+        if edges or not is_residual:
+            node.register_hook(posthook(edges))
 
     return register
 
@@ -175,10 +148,8 @@ def changed_by(hooks: Sequence[tuple[int, Hook | None]]) -> Callable[..., object
 
 
 def _changed(
-    grads: Sequence[Tensor | None],
-    hooks: Sequence[tuple[int, Hook | None]],
-    entering: tuple[Tensor | None, ...] = (),
-) -> tuple[Tensor | None, ...] | None:
+    grads: Sequence[Tensor | None], hooks: Sequence[tuple[int, Hook | None]], entering: Grads = ()
+) -> Grads | None:
     """Apply hooks to the gradients with these indices; return None if all are unchanged."""
     changed: list[Tensor | None] | None = None
     for index, hook in hooks:
@@ -189,12 +160,9 @@ def _changed(
     return None if changed is None else tuple(changed)
 
 
-_REGISTERS = {"enter": _entering, "leave": _leaving, "residual": _leaving_into_branch}
-
-
 def _kind(mode: str) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        watch_nodes(kind, door, found, shared, _REGISTERS[mode])
+        watch_nodes(kind, door, found, shared, _entering if mode == "enter" else _leaving)
 
     # Which outputs of a node get a gradient is known in the backward alone.
     known_at = "backward" if mode == "enter" else "forward"
@@ -202,7 +170,7 @@ def _kind(mode: str) -> Kind:
     return kind
 
 
-KINDS = {mode: _kind(mode) for mode in _REGISTERS}
+KINDS = {mode: _kind(mode) for mode in ("enter", "leave", "residual")}
 
 
 @validated
@@ -272,9 +240,11 @@ class Nodes(Leaf):
             return False
         if self.call is not None and place.call == OUTSIDE:
             raise unnumbered(place.name)
-        is_edge = self.edge in (None, "residual") or place.item in ("", str(self.edge))
-        is_occurrence = self.occurrence in (None, place.occurrence)
-        return is_edge and is_occurrence and self.call in (None, place.call)
+        return (
+            (self.edge in (None, "residual") or place.item in ("", str(self.edge)))
+            and self.occurrence in (None, place.occurrence)
+            and self.call in (None, place.call)
+        )
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]
@@ -306,11 +276,11 @@ def nothing_made(query: Leaf, field: str, where: str, memory: Memory) -> Selecti
     made = [place.node for place in memory.rejected if (place.kind, place.name) in near]
     families = [name for name in FAMILIES if any(fits_node(node, name) for node in made)]
     choices = [*families, *sorted({plain(name).removesuffix("Backward") for name in made})]
-    numbers = {name: getattr(query, name, None) for name in ("call", "occurrence")}
-    given = [f" ({name}={number})" for name, number in numbers.items() if number is not None]
+    numbers = [(name, getattr(query, name, None)) for name in ("call", "occurrence")]
+    given = "".join(f" ({name}={number})" for name, number in numbers if number is not None)
     inside = "" if where == "*" else f" in '{where}'"
     is_compiled = any(plain(place.node) == compiling.COMPILED for place in memory.rejected)
     hint = " What is compiled runs as one node: use Outputs there." * is_compiled
     listed = nearest("" if pattern in choices else pattern, choices)
-    text = f"no node{inside} is selected by '{pattern}'{''.join(given)}. {listed}{hint}"
+    text = f"no node{inside} is selected by '{pattern}'{given}. {listed}{hint}"
     return SelectionError(query, field, text)

@@ -1,8 +1,6 @@
 """Outputs: the gradient with respect to the output of a module."""
 
 from collections.abc import Sequence
-from functools import partial
-from operator import is_
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -14,7 +12,7 @@ from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_s
 from gradsurg.sites.places import Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selection import Pattern, matches
 from gradsurg.sites.selectors import ModuleSelector
-from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in
+from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in, unwritten
 from gradsurg.torch_internals import autograd, module_hooks
 from gradsurg.transforms.base import Need
 
@@ -42,7 +40,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
             hook = single[call]
             if hook is None:
                 return output
-            is_own = not any(map(partial(is_, output), given))
+            is_own = not any(output is each for each in given)
             if is_own and is_new(output) and "value" not in hook.asks:
                 autograd.hook_first(output, hook.call)
                 return output
@@ -58,11 +56,10 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
                 tensor = tensor[...]
                 if calls.depth:
                     version = autograd.version_of(tensor)
-                    calls.at_end.append(partial(_check_unwritten, door, place, tensor, version))
+                    calls.at_end.append(unwritten(door, OUTPUTS, place.site, tensor, version))
             source = original(tensor)
             is_first = not module_hooks.hooks_of(source)
-            hook = door.meet(place, source, own=True)
-            if hook is not None:
+            if (hook := door.meet(place, source, own=True)) is not None:
                 hook_tensor(door, source, hook)
                 if is_bare and is_first:
                     single[call] = hook
@@ -117,7 +114,7 @@ class Outputs(ModuleSelector):
         return self.item != "*"
 
     def picks(self, place: Place) -> bool:
-        return super().picks(place) and (self.item == "*" or matches(place.item, self.item))
+        return super().picks(place) and matches(place.item, self.item)
 
 
 def _given(args: tuple[object, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
@@ -133,10 +130,3 @@ def _unchanged(given: Sequence[Tensor], versions: Sequence[int]) -> list[Tensor]
         return []  # gradients were off when the call began, or hooks of others changed its inputs
     pairs = zip(given, versions, strict=True)
     return [one for one, was in pairs if one.requires_grad and autograd.version_of(one) == was]
-
-
-def _check_unwritten(door: Door, place: Place, alias: Tensor, version: int) -> None:
-    """Refuse a module that returned its input, which was then written to in place."""
-    if autograd.version_of(alias) != version:
-        fault = "returned its input, which was then written to in place"
-        door.refuse("in-place write", OUTPUTS, place.site, fault=fault)

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary, ref
 from pydantic import AfterValidator, BeforeValidator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
@@ -132,7 +131,7 @@ WRAPPERS: "WeakKeyDictionary[nn.Module, ref[DistributedDataParallel]]" = WeakKey
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The model in a compiled one and in a DistributedDataParallel, whose names are used."""
-    model = getattr(model, "_orig_mod", model)
+    model = getattr(model, COMPILED, model)
     if not isinstance(model, DistributedDataParallel):
         return model
     WRAPPERS[model.module] = ref(model)
@@ -148,8 +147,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if not compiling.is_wrapper(module):
-            full = uncompiled_name(name) if COMPILED in name else name
-            names.setdefault(module, []).append(full or ROOT)
+            names.setdefault(module, []).append(uncompiled_name(name) or ROOT)
     return names
 
 
@@ -166,33 +164,13 @@ def owned_params(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Modu
     names: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            full = uncompiled_name(name) if COMPILED in name else name
-            names.setdefault(param, []).append((full, module))
+            names.setdefault(param, []).append((uncompiled_name(name), module))
     return names
-
-
-@scanned
-def _by_name(model: nn.Module) -> dict[str, tuple[int, nn.Parameter]]:
-    """Return the position in `owned_params` and the parameter with each name."""
-    owned = owned_params(model).items()
-    return {name: (i, param) for i, (param, owners) in enumerate(owned) for name, _ in owners}
-
-
-@scanned
-def _parametrized(model: nn.Module) -> list[tuple[str, nn.Module, dict[str, nn.Parameter]]]:
-    """Return each parametrized tensor by its usual name, its module and its parameters."""
-    found = []
-    for prefix, module in model.named_modules():
-        of_tensor = getattr(module, "parametrizations", None) if is_parametrized(module) else None
-        for tensor, parametrization in of_tensor.items() if of_tensor else ():
-            inside = f"{prefix}.parametrizations.{tensor}".lstrip(".")
-            behind = dict(parametrization.named_parameters(inside, recurse=False))
-            found.append((f"{prefix}.{tensor}".lstrip("."), module, behind))
-    return found
 
 
 def uncompiled_name(name: str) -> str:
     """Return the name of a module or parameter without the parts added by torch.compile."""
+    # The first test is for speed: names of large models are read at each attaching.
     if COMPILED not in name:
         return name
     return ".".join(part for part in name.split(".") if part != COMPILED)

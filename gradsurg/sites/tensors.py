@@ -10,7 +10,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from gradsurg.sites.places import GradFn, SiteFn
+from gradsurg.sites.places import Door, GradFn, Kind, SiteFn
 from gradsurg.torch_internals import autograd, module_hooks
 
 ORIGINAL = "_gradsurg_original"  # the attribute of an alias that holds the original tensor
@@ -99,6 +99,19 @@ def original(tensor: Tensor) -> Tensor:
     if source is None or autograd.version_of(source) != version:
         return tensor
     return original(source)
+
+
+def unwritten(
+    door: Door, kind: Kind, site: str, returned: Tensor, version: int
+) -> Callable[[], None]:
+    """Return a check that an input which a module has returned is still at this version."""
+
+    def check() -> None:
+        if autograd.version_of(returned) != version:
+            fault = "returned its input, which was then written to in place"
+            door.refuse("in-place write", kind, site, fault=fault)
+
+    return check
 
 
 def with_value(hook: SiteFn, tensor: Tensor) -> GradFn:

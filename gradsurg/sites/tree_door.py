@@ -108,8 +108,7 @@ class Notebook:
             self.none(place, NO_GRADIENT)
             return None
         table = module_hooks.hooks_of(value) if own and value is not None else {}
-        functions = [getattr(each, "func", each) for each in table.values() or acted]
-        acting = (self._sites.get(function) for function in functions)
+        acting = (self._sites.get(getattr(f, "func", f)) for f in table.values() or acted)
         first = next(filter(None, acting), place.site)
         hook = self._hook(first, [place])
         return hook if first == place.site else None

@@ -27,16 +27,13 @@ from gradsurg.sites.places import (
     Stage,
     Things,
 )
-from gradsurg.sites.selection import ROOT, Pattern, matches, nothing_matched
+from gradsurg.sites.selection import ROOT, Pattern, all_frozen, matches, nothing_matched
 from gradsurg.sites.selectors import params_of
 from gradsurg.torch_internals import autograd, compiling
 
 CONSTANT = "a constant to torch.func, which was not given it"
 NO_USE = "no use of it inside the model's call"
 UNUSED = -1  # the number of a use that there is not
-
-Owners = tuple[Place, ...]
-"""The places of one tensor, without a use of it: modules may return the same one."""
 
 
 class _Watched:
@@ -45,12 +42,10 @@ class _Watched:
     def __init__(self, door: Door, found: Sequence[Named], shared: Shared) -> None:
         self.door, self.shared, self.has_acted = door, shared, False
         self.held = {name: ref(named.owners[0]) for named in found for name in named.names}
-        self.params = [
-            (Place(USES, named.names, ref(named.thing)), ref(named.owners[0]), named.is_frozen)
-            for named in found
-            if isinstance(named.thing, Tensor)
-        ]
-        self.hooks: dict[tuple[Owners, int], Hook | None] = {}  # by places and number of the use
+        params = [named for named in found if isinstance(named.thing, Tensor)]
+        self.params = [(each.place(USES), ref(each.owners[0]), each.is_frozen) for each in params]
+        # By the places of a tensor, as modules may return the same one, and the number of the use.
+        self.hooks: dict[tuple[tuple[Place, ...], int], Hook | None] = {}
 
     def take(self, graph: CallGraph) -> None:
         """Hook the nodes that use a tensor."""
@@ -62,7 +57,11 @@ class _Watched:
         counts: Counter[Edge] = Counter()
         hooks: defaultdict[Node, list[tuple[int, Hook | None]]] = defaultdict(list)
         for edge, node, index in graph.uses(owners):
-            hook = self._hook_at(owners[edge], counts[edge])
+            key = owners[edge], counts[edge]
+            if key not in self.hooks:
+                places = [_use(place, counts[edge]) for place in owners[edge]]
+                self.hooks[key] = self.door.meet_shared(places)
+            hook = self.hooks[key]
             counts[edge] += 1
             if hook is not None:
                 hooks[node].append((index, hook))
@@ -76,12 +75,6 @@ class _Watched:
                 self.door.none(place, why)
             else:  # the error that nothing is picked lists it
                 self.door.wants(replace(place, occurrence=UNUSED))
-
-    def _hook_at(self, owners: Owners, number: int) -> Hook | None:
-        if (owners, number) not in self.hooks:
-            places = [_use(place, number) for place in owners]
-            self.hooks[owners, number] = self.door.meet_shared(places)
-        return self.hooks[owners, number]
 
     def _tensors(
         self, graph: CallGraph, is_whole: bool
@@ -178,9 +171,7 @@ class Uses(Leaf):
         if ROOT not in near and compiling.is_exported(model):
             raise refusal(self, "torch.export")
         if found and all(named.is_frozen for named in found):
-            frozen = ", ".join(named.names[0] for named in found)
-            text = f"all that '{self.pattern}' matches is frozen: {frozen}"
-            raise SelectionError(self, "pattern", text)
+            raise all_frozen(self, [named.names[0] for named in found])
         if not found:
             choices = [name for named in things[USES] for name in named.names if name != ROOT]
             raise nothing_matched(self, "pattern", self.pattern, choices)

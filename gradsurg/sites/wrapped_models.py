@@ -1,4 +1,4 @@
-"""How DistributedDataParallel and torch.compile affect hooks."""
+"""Models in DistributedDataParallel."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,13 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.sites.places import Selector
-from gradsurg.sites.selection import COMPILED, WRAPPERS, uncompiled_name
+from gradsurg.sites.selection import WRAPPERS
 from gradsurg.torch_internals import autograd, compiling
-
-HINT = (
-    " (torch.compile had compiled {what} before, and compiled code does not see hooks that come "
-    "later: attach before its first call, or call torch.compiler.reset() in the block)"
-)
 
 
 def of_first_process(value: object) -> object:
@@ -26,11 +21,6 @@ def of_first_process(value: object) -> object:
     values = [value]
     distributed.broadcast_object_list(values, 0)
     return values[0]
-
-
-def when_averaged(model: nn.Module, stack: ExitStack, act: Callable[[int], None]) -> None:
-    """Call `act` with the number of processes over which gradients of the model are averaged."""
-    when_wrapped(model, stack, lambda ddp: act(distributed.get_world_size(ddp.process_group)))
 
 
 def refuse_static_graph(at: Selector, model: nn.Module, stack: ExitStack) -> None:
@@ -67,17 +57,3 @@ def when_wrapped(
                 act(wrapper)
 
         stack.callback(model.register_forward_pre_hook(hook).remove)
-
-
-def late_hooks_reason(model: nn.Module, is_compiled: bool, has_acted: bool) -> str:
-    """Why hooks may not have run in a process that had compiled code; empty if nothing explains it.
-
-    `is_compiled` means that the compiled model itself was attached, `has_acted` that any hook ran.
-    """
-    modules = dict(model.named_modules())
-    inside = [uncompiled_name(name) for name in modules if name.endswith(COMPILED)]
-    if inside:
-        return HINT.format(what=", ".join(f"'{name}'" for name in inside))
-    if has_acted and not is_compiled:
-        return ""
-    return HINT.format(what="code of this process, it may be the model,")
