@@ -39,14 +39,14 @@ def _watch_accumulated(door: Door, found: Sequence[Named], shared: Shared) -> No
 
 
 def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    hook_backward_ends(door, BACKWARD_END, places_of(door, BACKWARD_END, found))
+    hook_backward_ends(door, places_of(door, BACKWARD_END, found))
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
     def make(hook: ListHook, params: Params, _: Optimizer) -> tuple[Action, None]:
         return partial(actor(hook, access_to(door, hook)), params), None
 
-    Steps(door, STEP, make, is_joint=True).hook(found)
+    Steps(door, STEP, make, is_joint=True).hook()
 
 
 BACKWARD = Kind("Parameters", "backward", params_of, _watch_backward, known_at="watch")

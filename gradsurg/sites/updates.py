@@ -38,7 +38,7 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         return None, partial(edit, hook, params, read, write)
 
-    Steps(door, UPDATES, make, copies=True).hook(found)
+    Steps(door, UPDATES, make, copies=True).hook()
 
 
 def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
@@ -51,17 +51,19 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         def treat() -> None:
             results = hook([None if param is None else param.grad for param in params])
+            pairs = zip(hook.places, results, strict=True)
             treated.clear()
-            for place, grad in zip(hook.places, results, strict=True):
-                if grad is not None:
-                    treated[place.name] = grad.detach()
+            treated.update({place.name: grad.detach() for place, grad in pairs if grad is not None})
 
         @torch.no_grad()
         def match() -> None:
-            # None is there if it was attached during the step.
             pairs = zip((place.name for place in hook.places), params, strict=True)
-            there = ((name, param) for name, param in pairs if param is not None)
-            named = {name: param for name, param in there if param in before and name in treated}
+            named = {
+                name: param
+                for name, param in pairs
+                # There is no copy if it was attached during the step.
+                if param is not None and param in before and name in treated
+            }
             copies = {name: before[param].clone() for name, param in named.items()}
             for name, copied in copies.items():
                 copied.grad = treated[name]
@@ -74,7 +76,7 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         return treat, match
 
-    Steps(door, MATCHED, make, copies=True).hook(found)
+    Steps(door, MATCHED, make, copies=True).hook()
 
 
 UPDATES = Kind("Updates", "step", params_of, _watch_updates, known_at="watch")

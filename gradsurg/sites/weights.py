@@ -20,7 +20,7 @@ def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
     def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
         return None, _editor(hook, params, optimizer)
 
-    Steps(door, STEP, make).hook(found)
+    Steps(door, STEP, make).hook()
 
 
 def _watch_forward(door: Door, found: Sequence[Named], shared: Shared) -> None:
