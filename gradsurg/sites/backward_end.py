@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.grads import Access, Act, actor
+from gradsurg.sites.grads import Access, Act, actor, params_at
 from gradsurg.sites.places import Door, ListHook, Place
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
@@ -126,16 +126,13 @@ class _BackwardPasses:
             )
 
     def _apply(self, ended: _Pass, hook: ListHook, act: Act) -> None:
-        params = [
-            cast(nn.Parameter | None, place.thing)
-            if ended.averages or place.name in ended.reached
-            else None
-            for place in hook.places
-        ]
+        acting = [ended.averages or place.name in ended.reached for place in hook.places]
+        given = zip(params_at(hook), acting, strict=True)
+        params = [param if acts else None for param, acts in given]
         grads = [None if param is None else param.grad for param in params]
-        met = zip(hook.places, grads, strict=True)
-        names = [place.name for place, grad in met if grad is None]
-        if gone := [name for name in names if name in ended.reached]:
+        pairs = zip(hook.places, grads, strict=True)
+        gone = [place.name for place, grad in pairs if grad is None and place.name in ended.reached]
+        if gone:
             hook.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"

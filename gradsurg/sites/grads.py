@@ -16,6 +16,7 @@ from gradsurg.sites.places import Door, Kind, ListHook, Named, Place, ReadTensor
 from gradsurg.sites.step_hooks import Action, Params, StepActions
 from gradsurg.torch_internals import autograd
 
+Around = Callable[[], AbstractContextManager[object]]
 Act = Callable[[Sequence[Tensor | None]], None]
 """Transforms the `.grad`s of parameters; None stands for one that is left alone."""
 
@@ -28,13 +29,12 @@ def places_of(
     Raises TypeError for a parameter that is sharded, unless the caller `takes_shards`.
     """
     places: list[Place] = []
-    for names, param, _ in found:
-        assert isinstance(param, Tensor)
-        place = Place(kind, names, ref(param))
-        if not param.requires_grad:
+    for named in found:
+        place = named.place(kind)
+        if named.is_frozen:
             door.none(place, "frozen")
         elif door.wants(place):
-            if not takes_shards and autograd.is_sharded(param):
+            if not takes_shards and autograd.is_sharded(cast(Tensor, named.thing)):
                 door.refuse("FSDP2", kind, place.site)
             places.append(place)
     return places
@@ -60,21 +60,21 @@ class Steps:
     copies: bool = False
     is_joint: bool = False
 
-    def hook(self) -> None:
+    def hook(self, found: Sequence[Named]) -> None:
         """Act around each step, if there are optimizers: else it waits for `bind`.
 
         Raises ValueError if two optimizers hold a parameter, or if at first none does.
         """
         if self.door.steps.optimizers:
-            self.door.steps.hook(self._made, self.door.stack)
+            self.door.steps.hook(self._made, self._made(found), self.door.stack)
             self.door.at_end(self.kind, self._check_held)
 
-    def _places(self) -> list[Place]:
-        found = self.door.found(self.kind)
+    def _places(self, found: Sequence[Named] | None = None) -> list[Place]:
+        found = self.door.found(self.kind) if found is None else found
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
-    def _made(self) -> Iterator[StepActions]:
-        steps, places = self.door.steps, self._places()
+    def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:
+        steps, places = self.door.steps, self._places(found)
         holders = steps.holders()
         of = {place: holders.get(cast(Any, place.thing), []) for place in places}
         if several := [place.name for place in places if len(of[place]) > 1]:
@@ -156,7 +156,7 @@ class Access:
     read: Callable[[Tensor], Tensor | None] = attrgetter("grad")
     write: Callable[[Tensor, Tensor], None] = _set_grad
     value: Callable[[Tensor], Tensor | None] = _itself
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    around: Around = nullcontext
 
 
 PLAIN = Access()
@@ -208,10 +208,11 @@ def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
     for each in door.meet_all(places):
         access_at |= dict.fromkeys(each.places, access_to(door, each))
     for place in places:
-        param, hook, access = cast(nn.Parameter, place.thing), door.meet(place), access_at[place]
+        param, hook = cast(nn.Parameter, place.thing), door.meet(place)
         assert hook is not None
-        is_plain = access == PLAIN
-        act = partial(_replace_grad if is_plain else partial(_replace_part, access), hook.call)
+        act = partial(_replace_grad, hook.call)
+        if (access := access_at.get(place, PLAIN)) != PLAIN:
+            act = partial(_replace_part, hook.call, access.around)
         door.stack.callback(param.register_post_accumulate_grad_hook(act).remove)
 
 
@@ -272,8 +273,8 @@ def _whole_grad(param: Tensor) -> Tensor | None:
     return None if param.grad is None else _whole(param.grad)
 
 
-def _replace_part(access: Access, call: SiteFn, param: Tensor) -> None:
-    with access.around():
+def _replace_part(call: SiteFn, around: Around, param: Tensor) -> None:
+    with around():
         result = call(_part(param))
         if result is not None:
             _write_part(param, result)

@@ -6,7 +6,6 @@ from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.backward_end import hook_backward_ends
@@ -43,10 +42,10 @@ def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> N
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: ListHook, params: Params, _: Optimizer) -> tuple[Action, None]:
+    def make(hook: ListHook, params: Params, _: object) -> tuple[Action, None]:
         return partial(actor(hook, access_to(door, hook)), params), None
 
-    Steps(door, STEP, make, is_joint=True).hook()
+    Steps(door, STEP, make, is_joint=True).hook(found)
 
 
 BACKWARD = Kind("Parameters", "backward", params_of, _watch_backward, known_at="watch")

@@ -138,13 +138,13 @@ class OptimizerSteps:
             self._hooks.callback(each.register_step_pre_hook(begin).remove)
             self._hooks.callback(each.register_step_post_hook(end).remove)
 
-    def hook(self, make: Make, stack: ExitStack) -> None:
-        """Act around each step as `make` says, until `stack` is closed.
+    def hook(self, make: Make, made: Iterable[StepActions], stack: ExitStack) -> None:
+        """Act around each step until `stack` is closed, at first as `made` says.
 
-        It is called again whenever parameters are added, replaced, frozen or thawed.
+        `make` is called whenever parameters are added, replaced, frozen or thawed.
         """
+        self._made[make] = [*made]
         self._made_for = self._made_for or self._holds()  # if older, it is made anew at a step
-        self._made[make] = [*make()]
         stack.callback(self._unhook, make)
         self._arrange()
 
@@ -266,7 +266,7 @@ class OptimizerSteps:
         # A fused optimizer unscales the gradients itself, after this.
         if actions and getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(SCALED)
-        done = {names for names, waiting in self._waiting.items() if optimizer in waiting}
+        done = [names for names, waiting in self._waiting.items() if optimizer in waiting]
         for names in done:
             self._waiting[names].discard(optimizer)
         for each in actions:

@@ -38,32 +38,28 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         return None, partial(edit, hook, params, read, write)
 
-    Steps(door, UPDATES, make, copies=True).hook()
+    Steps(door, UPDATES, make, copies=True).hook(found)
 
 
 def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
     def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
-        hook.values = readers(hook)
+        hook.values, names = readers(hook), [place.name for place in hook.places]
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
         treated: dict[str, Tensor] = {}  # the gradients
 
         def treat() -> None:
             results = hook([None if param is None else param.grad for param in params])
-            pairs = zip(hook.places, results, strict=True)
             treated.clear()
-            treated.update({place.name: grad.detach() for place, grad in pairs if grad is not None})
+            pairs = zip(names, results, strict=True)
+            treated.update({name: grad.detach() for name, grad in pairs if grad is not None})
 
         @torch.no_grad()
         def match() -> None:
-            pairs = zip((place.name for place in hook.places), params, strict=True)
-            named = {
-                name: param
-                for name, param in pairs
-                # There is no copy if it was attached during the step.
-                if param is not None and param in before and name in treated
-            }
+            # Neither is there if it was attached during the step.
+            pairs = zip(names, params, strict=True)
+            named = {name: param for name, param in pairs if param in before and name in treated}
             copies = {name: before[param].clone() for name, param in named.items()}
             for name, copied in copies.items():
                 copied.grad = treated[name]
@@ -76,7 +72,7 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         return treat, match
 
-    Steps(door, MATCHED, make, copies=True).hook()
+    Steps(door, MATCHED, make, copies=True).hook(found)
 
 
 UPDATES = Kind("Updates", "step", params_of, _watch_updates, known_at="watch")
