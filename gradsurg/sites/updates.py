@@ -59,7 +59,8 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
         def match() -> None:
             # Neither is there if it was attached during the step.
             pairs = zip(names, params, strict=True)
-            named = {name: param for name, param in pairs if param in before and name in treated}
+            there = ((name, param) for name, param in pairs if param is not None)
+            named = {name: param for name, param in there if param in before and name in treated}
             copies = {name: before[param].clone() for name, param in named.items()}
             for name, copied in copies.items():
                 copied.grad = treated[name]
