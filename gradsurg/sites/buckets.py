@@ -124,11 +124,10 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
     for other in dispatcher.parts:
         if other.average != part.average:
             door.refuse("different averages", part.kind, found=other.average, own=part.average)
-    reduce, rank = part.average
     if wrapper not in part.powers:
-        is_power = reduce == "powerSGD"
+        reduce, rank = part.average
         make = partial(powerSGD_hook.PowerSGDState, start_powerSGD_iter=POWER_SGD_START)
-        part.powers[wrapper] = make(dispatcher.group, rank) if is_power else None
+        part.powers[wrapper] = make(dispatcher.group, rank) if reduce == "powerSGD" else None
     if not dispatcher.parts:
         dispatcher.power_state = part.powers[wrapper]
     dispatcher.parts.append(part)

@@ -249,28 +249,21 @@ def access_to(door: Door, hook: ListHook) -> Access:
     if by_parts and not (is_running and hook.varies):
         sizes = {each.name: param.numel() for each, param in zip(hook.places, params, strict=True)}
         around = partial(door.on_shards, mesh.get_group(), sizes)
-        return Access(_part, _write_part, _no_value, around)
+        return Access(_part, _write_part, lambda _: None, around)
     if is_running:
         reason = hook.varies or "the transform or its trigger needs whole gradients"
         door.refuse("FSDP2, accumulated", kind, reason=reason)
     hook.note("it needs whole gradients: those of sharded parameters were gathered")
-    return Access(_whole_grad, _write_share, _whole_value if "value" in hook.asks else _no_value)
+    reads = "value" in hook.asks
+    return Access(
+        lambda param: _whole(param.grad),
+        _write_share,
+        lambda param: _whole(param.detach()) if reads else None,
+    )
 
 
-def _no_value(param: Tensor) -> None:
-    """Nothing reads the value."""
-
-
-def _whole_value(param: Tensor) -> Tensor:
-    return _whole(param.detach())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return cast(Any, tensor).full_tensor() if autograd.is_sharded(tensor) else tensor
-
-
-def _whole_grad(param: Tensor) -> Tensor | None:
-    return None if param.grad is None else _whole(param.grad)
+def _whole(tensor: Any) -> Tensor | None:  # Any: a DTensor, a tensor or None
+    return tensor.full_tensor() if autograd.is_sharded(tensor) else tensor
 
 
 def _replace_part(call: SiteFn, around: Around, param: Tensor) -> None:

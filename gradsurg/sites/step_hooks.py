@@ -163,9 +163,8 @@ class OptimizerSteps:
         nevertheless.
         """
         for optimizer in self._acting:
-            params = _params(optimizer)
-            skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
-            self._steps[optimizer].skipped = skipped
+            params, step = _params(optimizer), self._steps[optimizer]
+            step.skipped = [(param, param.grad, autograd.version_of(param)) for param in params]
             for param in params:
                 param.grad = None
 
@@ -208,9 +207,8 @@ class OptimizerSteps:
         for names, params in groups.items():
             for param in [param for param in params if param is not None]:
                 for optimizer in holders.get(param, ()):
-                    notice = partial(self._new_gradient, names, optimizer)
-                    handle = param.register_post_accumulate_grad_hook(notice)
-                    self._notices.callback(handle.remove)
+                    hook = partial(self._new_gradient, names, optimizer)
+                    self._notices.callback(param.register_post_accumulate_grad_hook(hook).remove)
 
     def _new_gradient(self, names: tuple[str, ...], optimizer: Optimizer, _: Tensor) -> None:
         self._waiting.get(names, set()).discard(optimizer)
