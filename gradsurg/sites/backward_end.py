@@ -11,13 +11,13 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsurg.sites.grads import Access, Act, actor
-from gradsurg.sites.places import Door, Kind, ListHook, Place
+from gradsurg.sites.grads import Access, Act, actor, params_at
+from gradsurg.sites.places import Door, ListHook, Place
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
 
 
-def hook_backward_ends(door: Door, kind: Kind, places: Sequence[Place]) -> None:
+def hook_backward_ends(door: Door, places: Sequence[Place]) -> None:
     """Transform the `.grad`s of the parameters at the end of each backward pass.
 
     In DistributedDataParallel that is after the average, in the passes through its output that
@@ -25,9 +25,9 @@ def hook_backward_ends(door: Door, kind: Kind, places: Sequence[Place]) -> None:
     """
     # `register_multi_grad_hook` will not do: it never fires for a root, fires twice around a
     # reentrant checkpoint, breaks `autograd.grad`, and runs before `.grad` is written.
-    model, stack = door.model, door.stack
+    stack = door.stack
     # Kept, as a graph that was made before a change of the interventions may have its hooks.
-    passes: _BackwardPasses = door.kept.setdefault(kind, _BackwardPasses())
+    passes: _BackwardPasses = door.kept.setdefault(_BackwardPasses, _BackwardPasses())
     passes.set(door.meet_all(places))
     stack.callback(passes.set, ())
     for place in places:
@@ -35,9 +35,10 @@ def hook_backward_ends(door: Door, kind: Kind, places: Sequence[Place]) -> None:
         handle = param.register_post_accumulate_grad_hook(partial(passes.reach, {place.name}))
         stack.callback(handle.remove)
     if distributed.is_available() and distributed.is_initialized():
-        wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        parts = door.model.modules()
+        wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
         hook = compiling.untraced(passes.watch_output)
-        for part in wrappers or [model]:
+        for part in wrappers or [door.model]:
             stack.callback(part.register_forward_hook(hook).remove)
 
 
@@ -125,15 +126,13 @@ class _BackwardPasses:
             )
 
     def _apply(self, ended: _Pass, hook: ListHook, act: Act) -> None:
-        params = [
-            cast(nn.Parameter | None, place.thing)
-            if ended.averages or place.name in ended.reached
-            else None
-            for place in hook.places
-        ]
+        acting = [ended.averages or place.name in ended.reached for place in hook.places]
+        given = zip(params_at(hook), acting, strict=True)
+        params = [param if acts else None for param, acts in given]
         grads = [None if param is None else param.grad for param in params]
-        met = zip([place.name for place in hook.places], grads, strict=True)
-        if gone := [name for name, grad in met if grad is None and name in ended.reached]:
+        pairs = zip(hook.places, grads, strict=True)
+        gone = [place.name for place, grad in pairs if grad is None and place.name in ended.reached]
+        if gone:
             hook.note(
                 f"the .grad of {', '.join(gone)} was gone when the backward had ended: what steps "
                 "inside the backward does not wait for the group"

@@ -41,8 +41,7 @@ def _kind(stage: Stage, average: Average) -> Kind:
         if not (distributed.is_available() and distributed.is_initialized()):
             hook_accumulated(door, places)
             return
-        met = [(cast(Tensor, place.thing), door.meet(place)) for place in places]
-        hooks = {param: hook for param, hook in met if hook is not None}
+        hooks = {cast(Tensor, each.thing): cast(Hook, door.meet(each)) for each in places}
         # A graph may be there already if it is watched anew: PowerSGD goes on, too.
         powers: _Powers = door.kept.setdefault(Buckets, WeakKeyDictionary())
         part = _Part(door, kind, stage, average, hooks, door.stack, powers)
@@ -125,19 +124,14 @@ def _join(part: _Part, wrapper: DistributedDataParallel) -> None:
     for other in dispatcher.parts:
         if other.average != part.average:
             door.refuse("different averages", part.kind, found=other.average, own=part.average)
-    reduce, rank = part.average
     if wrapper not in part.powers:
-        is_power = reduce == "powerSGD"
+        reduce, rank = part.average
         make = partial(powerSGD_hook.PowerSGDState, start_powerSGD_iter=POWER_SGD_START)
-        part.powers[wrapper] = make(dispatcher.group, rank) if is_power else None
+        part.powers[wrapper] = make(dispatcher.group, rank) if reduce == "powerSGD" else None
     if not dispatcher.parts:
         dispatcher.power_state = part.powers[wrapper]
     dispatcher.parts.append(part)
     part.stack.callback(dispatcher.remove, part)
-
-
-def _average(state: "_Dispatcher", bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-    return state.average(bucket)  # PyTorch checks this signature
 
 
 @dataclass(eq=False)
@@ -157,19 +151,7 @@ class _Dispatcher:
         if not self.parts:
             self.power_state = None
 
-    def average(self, bucket: Bucket) -> Future:
-        """Average one bucket, transformed before and after."""
-        if not self.parts:
-            return default_hooks.allreduce_hook(self.group, bucket)
-        self._transform(bucket, "sent")
-        future = self._reduce(bucket)
-        if any(part.stage == "reduced" for part in self.parts):
-            bucket.buffer().copy_(future.wait())
-            self._transform(bucket, "reduced")
-            future = _done(bucket.buffer())
-        return future
-
-    def _transform(self, bucket: Bucket, stage: Stage) -> None:
+    def transform(self, bucket: Bucket, stage: Stage) -> None:
         """Call the hooks of a stage."""
         for part in self.parts:
             for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -181,7 +163,7 @@ class _Dispatcher:
                 if result is not None:
                     view.copy_(result)
 
-    def _reduce(self, bucket: Bucket) -> Future:
+    def reduce(self, bucket: Bucket) -> Future:
         """Average the gradients of a bucket, and count the bytes that this process sends."""
         (reduce, _), power, n = self.parts[0].average, self.power_state, self.group.size()
         for param, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -197,6 +179,20 @@ class _Dispatcher:
         if reduce == "fp16":
             return default_hooks.fp16_compress_hook(self.group, bucket)
         return default_hooks.allreduce_hook(self.group, bucket)
+
+
+# PyTorch checks this signature.
+def _average(dispatcher: _Dispatcher, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+    """Average one bucket, transformed before and after."""
+    if not dispatcher.parts:
+        return default_hooks.allreduce_hook(dispatcher.group, bucket)
+    dispatcher.transform(bucket, "sent")
+    future = dispatcher.reduce(bucket)
+    if any(part.stage == "reduced" for part in dispatcher.parts):
+        bucket.buffer().copy_(future.wait())
+        dispatcher.transform(bucket, "reduced")
+        future = _done(bucket.buffer())
+    return future
 
 
 def _done(buffer: Tensor) -> Future:

@@ -16,6 +16,7 @@ from gradsurg.sites.places import Door, Kind, ListHook, Named, Place, ReadTensor
 from gradsurg.sites.step_hooks import Action, Params, StepActions
 from gradsurg.torch_internals import autograd
 
+Around = Callable[[], AbstractContextManager[object]]
 Act = Callable[[Sequence[Tensor | None]], None]
 """Transforms the `.grad`s of parameters; None stands for one that is left alone."""
 
@@ -28,13 +29,12 @@ def places_of(
     Raises TypeError for a parameter that is sharded, unless the caller `takes_shards`.
     """
     places: list[Place] = []
-    for names, param, _ in found:
-        assert isinstance(param, Tensor)
-        place = Place(kind, names, ref(param))
-        if not param.requires_grad:
+    for named in found:
+        place = named.place(kind)
+        if named.is_frozen:
             door.none(place, "frozen")
         elif door.wants(place):
-            if not takes_shards and autograd.is_sharded(param):
+            if not takes_shards and autograd.is_sharded(cast(Tensor, named.thing)):
                 door.refuse("FSDP2", kind, place.site)
             places.append(place)
     return places
@@ -65,29 +65,26 @@ class Steps:
 
         Raises ValueError if two optimizers hold a parameter, or if at first none does.
         """
-        steps = self.door.steps
-        if steps.optimizers:
-            steps.hook(self._made_anew, [*self._made(found)], self.door.stack)
+        if self.door.steps.optimizers:
+            self.door.steps.hook(self._made, self._made(found), self.door.stack)
             self.door.at_end(self.kind, self._check_held)
 
-    def _made_anew(self) -> list[StepActions]:
-        return [*self._made(self.door.found(self.kind))]
-
-    def _places(self, found: Sequence[Named]) -> list[Place]:
+    def _places(self, found: Sequence[Named] | None = None) -> list[Place]:
+        found = self.door.found(self.kind) if found is None else found
         return places_of(self.door, self.kind, found, takes_shards=self.is_joint)
 
-    def _made(self, found: Sequence[Named]) -> Iterator[StepActions]:
+    def _made(self, found: Sequence[Named] | None = None) -> Iterator[StepActions]:
         steps, places = self.door.steps, self._places(found)
         holders = steps.holders()
-        of = {place.name: holders.get(cast(Any, place.thing), []) for place in places}
-        if several := [name for name, some in of.items() if len(some) > 1]:
+        of = {place: holders.get(cast(Any, place.thing), []) for place in places}
+        if several := [place.name for place in places if len(of[place]) > 1]:
             raise ValueError(f"stage 'step': two optimizers have {', '.join(several)}")
         for hook in self.door.meet_all(places, steps.skip):
             names = tuple(place.name for place in hook.places)
-            if hook.is_new and (missing := [name for name in names if not of[name]]):
+            if hook.is_new and (missing := [each.name for each in hook.places if not of[each]]):
                 lacks = ", ".join(missing)
                 raise ValueError(f"stage 'step': the optimizer does not have {lacks}")
-            optimizers = [*dict.fromkeys(each for name in names for each in of[name])]
+            optimizers = [*dict.fromkeys(each for place in hook.places for each in of[place])]
             is_group = hook.scope == "group" and len(optimizers) > 1
             if is_group and not self.is_joint:
                 self.door.refuse("several optimizers", self.kind)
@@ -95,15 +92,15 @@ class Steps:
             if is_lbfgs and (self.copies or "skip" in hook.asks):
                 self.door.refuse("LBFGS", self.kind)
             for some in [optimizers] if is_group else [[each] for each in optimizers]:
-                pairs = zip(names, params_at(hook), strict=True)
-                params = [param if {*of[name]} & {*some} else None for name, param in pairs]
+                pairs = zip(hook.places, params_at(hook), strict=True)
+                params = [param if {*of[place]} & {*some} else None for place, param in pairs]
                 before, after = self.make(hook, params, some[0])
                 yield StepActions(hook.order, some, names, params, before, after, self.copies)
 
     def _check_held(self) -> str:
         """Note for each intervention which of its parameters no optimizer holds."""
         holders = self.door.steps.holders()
-        for hook in self.door.meet_all(self._places(self.door.found(self.kind))):
+        for hook in self.door.meet_all(self._places()):
             pairs = zip(hook.places, params_at(hook), strict=True)
             if missing := [place.name for place, param in pairs if param not in holders]:
                 hook.note(
@@ -120,10 +117,7 @@ def edit(
     read: Callable[[nn.Parameter], Tensor | None],
     write: Callable[[nn.Parameter, Tensor, Tensor], None],
 ) -> None:
-    """Transform a tensor for each parameter, and write the results once all are there.
-
-    `write` gets a parameter, its tensor and the result, unless that is the tensor itself.
-    """
+    """Transform a tensor of each parameter; `write` it and the result once all are there."""
     values = [None if param is None else read(param) for param in params]
     results = list(hook([*values]))
     for param, value, result in zip(params, values, results, strict=True):
@@ -134,10 +128,7 @@ def edit(
 def write_value(
     optimizer: Optimizer | None, param: nn.Parameter, new: Tensor, keeps: Tensor | None = None
 ) -> None:
-    """Set the value of a parameter, but not where `keeps` is True.
-
-    Nor after a step that a fused optimizer has skipped on the device.
-    """
+    """Set the value of a parameter where not `keeps`, unless its step was skipped on the device."""
     found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler; 1 if skipped
     if found_inf is not None:
         skipped = found_inf.to(param.device) > 0
@@ -151,18 +142,21 @@ def _set_grad(param: Tensor, grad: Tensor) -> None:
     param.grad = grad
 
 
+def _itself(param: Tensor) -> Tensor:
+    return param
+
+
 @dataclass(frozen=True)
 class Access:
-    """How hooks read a parameter and its gradient, and write a new gradient.
+    """How hooks read the gradient and the value of a parameter, and write a new gradient.
 
-    `value` reads the parameter, which is handed over itself without it. `around` is entered while
-    hooks run.
+    `around` is entered while hooks run.
     """
 
     read: Callable[[Tensor], Tensor | None] = attrgetter("grad")
     write: Callable[[Tensor, Tensor], None] = _set_grad
-    value: Callable[[Tensor], Tensor | None] | None = None
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    value: Callable[[Tensor], Tensor | None] = _itself
+    around: Around = nullcontext
 
 
 PLAIN = Access()
@@ -180,7 +174,7 @@ def actor(hook: ListHook, access: Access = PLAIN) -> Act:
         with access.around():
             for param, call in zip(params, calls, strict=True):
                 if param is not None:
-                    result = call(read(param), param if value is None else value(param))
+                    result = call(read(param), value(param))
                     if result is not None:
                         write(param, result)
 
@@ -198,30 +192,27 @@ def actor(hook: ListHook, access: Access = PLAIN) -> Act:
     return act_together if hook.scope == "group" else act_on_each
 
 
-def readers(
-    hook: ListHook, value: Callable[[Tensor], Tensor | None] | None = None
-) -> list[ReadTensor]:
-    """Return functions that read the parameters at the places of a hook, by `value` if given."""
+def readers(hook: ListHook, value: Callable[[Tensor], Tensor | None] = _itself) -> list[ReadTensor]:
+    """Return functions that read the values of the parameters at the places of a hook."""
 
     def read(held: "ref[Any]") -> Tensor | None:
         param = held()
-        return param if param is None or value is None else value(param)
+        return None if param is None else value(param)
 
     return [partial(read, place.held) for place in hook.places]
 
 
 def hook_accumulated(door: Door, places: Sequence[Place]) -> None:
     """Hook the `.grad` of each parameter, after each backward pass has added to it."""
-    accesses = {hook.order: access_to(door, hook) for hook in door.meet_all(places)}
-    is_plain = all(access == PLAIN for access in accesses.values())
+    access_at: dict[Place, Access] = {}
+    for each in door.meet_all(places):
+        access_at |= dict.fromkeys(each.places, access_to(door, each))
     for place in places:
         param, hook = cast(nn.Parameter, place.thing), door.meet(place)
         assert hook is not None
-        if is_plain:
-            act = partial(_replace_grad, hook.call)
-        else:
-            lists = door.meet_all([place])
-            act = partial(_act_on, [actor(each, accesses[each.order]) for each in lists])
+        act = partial(_replace_grad, hook.call)
+        if (access := access_at.get(place, PLAIN)) != PLAIN:
+            act = partial(_replace_part, hook.call, access.around)
         door.stack.callback(param.register_post_accumulate_grad_hook(act).remove)
 
 
@@ -229,11 +220,6 @@ def _replace_grad(call: SiteFn, param: Tensor) -> None:
     result = call(param.grad, param)
     if result is not None:
         param.grad = result
-
-
-def _act_on(acts: Sequence[Act], param: Tensor) -> None:
-    for act in acts:
-        act([param])
 
 
 # Parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
@@ -261,32 +247,30 @@ def access_to(door: Door, hook: ListHook) -> Access:
     is_running = kind.mode == "accumulated"
     by_parts = "whole" not in hook.asks and len(meshes) == 1 and len(sharded) == len(params)
     if by_parts and not (is_running and hook.varies):
-        sizes = {
-            place.name: param.numel() for place, param in zip(hook.places, params, strict=True)
-        }
+        sizes = {each.name: param.numel() for each, param in zip(hook.places, params, strict=True)}
         around = partial(door.on_shards, mesh.get_group(), sizes)
-        return Access(_part, _write_part, no_value, around)
+        return Access(_part, _write_part, lambda _: None, around)
     if is_running:
         reason = hook.varies or "the transform or its trigger needs whole gradients"
         door.refuse("FSDP2, accumulated", kind, reason=reason)
     hook.note("it needs whole gradients: those of sharded parameters were gathered")
-    return Access(_whole_grad, _write_share, _whole_value if "value" in hook.asks else no_value)
+    reads = "value" in hook.asks
+    return Access(
+        lambda param: _whole(param.grad),
+        _write_share,
+        lambda param: _whole(param.detach()) if reads else None,
+    )
 
 
-def no_value(param: Tensor) -> None:
-    """Return no value: none is needed."""
+def _whole(tensor: Any) -> Tensor | None:  # Any: a DTensor, a tensor or None
+    return tensor.full_tensor() if autograd.is_sharded(tensor) else tensor
 
 
-def _whole_value(param: Tensor) -> Tensor:
-    return _whole(param.detach())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return cast(Any, tensor).full_tensor() if autograd.is_sharded(tensor) else tensor
-
-
-def _whole_grad(param: Tensor) -> Tensor | None:
-    return None if param.grad is None else _whole(param.grad)
+def _replace_part(call: SiteFn, around: Around, param: Tensor) -> None:
+    with around():
+        result = call(_part(param))
+        if result is not None:
+            _write_part(param, result)
 
 
 def _part(param: Tensor) -> Tensor | None:

@@ -6,7 +6,6 @@ from typing import ClassVar
 from weakref import ref
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.backward_end import hook_backward_ends
@@ -39,11 +38,11 @@ def _watch_accumulated(door: Door, found: Sequence[Named], shared: Shared) -> No
 
 
 def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    hook_backward_ends(door, BACKWARD_END, places_of(door, BACKWARD_END, found))
+    hook_backward_ends(door, places_of(door, BACKWARD_END, found))
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: ListHook, params: Params, _: Optimizer) -> tuple[Action, None]:
+    def make(hook: ListHook, params: Params, _: object) -> tuple[Action, None]:
         return partial(actor(hook, access_to(door, hook)), params), None
 
     Steps(door, STEP, make, is_joint=True).hook(found)

@@ -45,21 +45,20 @@ def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
     def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
-        hook.values = readers(hook)
+        hook.values, names = readers(hook), [place.name for place in hook.places]
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
         treated: dict[str, Tensor] = {}  # the gradients
 
         def treat() -> None:
             results = hook([None if param is None else param.grad for param in params])
             treated.clear()
-            for place, grad in zip(hook.places, results, strict=True):
-                if grad is not None:
-                    treated[place.name] = grad.detach()
+            pairs = zip(names, results, strict=True)
+            treated.update({name: grad.detach() for name, grad in pairs if grad is not None})
 
         @torch.no_grad()
         def match() -> None:
-            # None is there if it was attached during the step.
-            pairs = zip((place.name for place in hook.places), params, strict=True)
+            # Neither is there if it was attached during the step.
+            pairs = zip(names, params, strict=True)
             there = ((name, param) for name, param in pairs if param is not None)
             named = {name: param for name, param in there if param in before and name in treated}
             copies = {name: before[param].clone() for name, param in named.items()}

@@ -1,6 +1,6 @@
 """Weights: the values of the parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -64,9 +64,7 @@ class Weights(ParamSelector):
         return FORWARD if (stage or self.stage) == "forward" else STEP
 
 
-def _editor(
-    hook: ListHook, params: Params, optimizer: Optimizer | None = None
-) -> Callable[[], None]:
+def _editor(hook: ListHook, params: Params, optimizer: Optimizer | None = None) -> Action:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
 
     def write(param: nn.Parameter, value: Tensor, result: Tensor) -> None:
