@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -255,6 +256,7 @@ def _block_of(model: nn.Module) -> list[Named]:
     return [Named((BLOCK,), model, (model,))]
 
 
+@cache
 def _kind(mode: str, of: Of) -> Kind:
     watch = {BLOCK: _watch_block, "module": _Modules, "node": _watch_nodes}[mode]
     things, known_at = (_block_of, "watch") if mode == BLOCK else (modules_of, "forward")
@@ -267,10 +269,6 @@ def _kind(mode: str, of: Of) -> Kind:
     reaches_new, name = mode == BLOCK, f"{mode} {of}"
     kind = Kind("SavedTensors", name, things, begin, known_at=known_at, reaches_new=reaches_new)
     return kind
-
-
-OFS: tuple[Of, ...] = ("activations", "parameters", "all")
-KINDS = {(mode, of): _kind(mode, of) for mode in (BLOCK, "module", "node") for of in OFS}
 
 
 @validated
@@ -317,7 +315,7 @@ class SavedTensors(ModuleSelector):
 
     def kind_at(self, stage: Stage | None) -> Kind:
         mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"
-        return KINDS[mode, self.of]
+        return _kind(mode, self.of)
 
     def near(self, named: Named) -> Sequence[str]:
         return named.names if self.pattern == BLOCK else super().near(named)
