@@ -85,9 +85,9 @@ class Flow:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Transform the input of a module, in a pre-hook; a global one gets no keywords."""
-        change = at_path = self._change_at(module)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            at_path = lambda _, tensor: change("", tensor)  # noqa: E731
+        change = self._change_at(module)
+        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        at_path: Change = (lambda _, tensor: change("", tensor)) if is_bare else change
         new, by_key = rebuilt(args, at_path), rebuilt(kwargs, at_path)
         if new is args and by_key is kwargs:
             return None
@@ -96,12 +96,11 @@ class Flow:
     def _change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the present call to its new value."""
         name, calls = self.name_of(module), self.thread.calls
-        if autograd.backward_task() != -1:
-            if module in self.records:
-                return self._repeat(self.records[module])
-            if autograd.in_recomputation():  # the module was not hooked in the forward
-                name = ""
-        if not name:
+        in_backward = autograd.backward_task() != -1
+        if in_backward and module in self.records:
+            return self._repeat(self.records[module])
+        # A module that is recomputed, and has no records, was not hooked in the forward.
+        if not name or (in_backward and autograd.in_recomputation()):
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)
         if not calls.depth:

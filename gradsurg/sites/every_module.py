@@ -29,10 +29,8 @@ def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> No
     kind, own_name = _kind(mode), name_in(modules_of(door.model))
 
     def name_of(module: nn.Module) -> str:
-        # A module outside the model has the name of its class. The wrapper that torch.compile puts
-        # around a module has no name.
-        other = "" if compiling.is_wrapper(module) else type(module).__name__
-        return own_name(module) or other
+        # The wrapper that torch.compile puts around a module has no name.
+        return own_name(module) or ("" if compiling.is_wrapper(module) else type(module).__name__)
 
     if mode in ("full_backward_pre", "full_backward"):
         # With global backward hooks PyTorch refuses to call any ScriptModule.
