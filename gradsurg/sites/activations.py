@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -27,7 +27,7 @@ inside which it is not to act again."""
 
 
 class Outcome(NamedTuple):
-    """What a hook did to one tensor of a call, for the recomputation of the call."""
+    """What a hook did to one tensor of a call, to be repeated in a recomputation of the call."""
 
     site: str
     hook: Hook
@@ -43,6 +43,13 @@ Records = WeakKeyDictionary[nn.Module, list[Record]]
 
 Shared by all threads, as a backward pass may run in another one.
 """
+
+
+def name_in(found: Sequence[Named]) -> Callable[[nn.Module], str]:
+    """Return the function from modules to their first names, empty for a copy of a module."""
+    # By identity: the hooks must not hold the modules.
+    names = {id(named.thing): named.names[0] for named in found}
+    return lambda module: names.get(id(module), "")
 
 
 class Flow:
@@ -70,11 +77,7 @@ class Flow:
 
     def on_output(self, module: nn.Module, args: object, output: object) -> object:
         """Transform the output of a module, in a forward hook."""
-        change = self._change_at(module)
-        if isinstance(output, Tensor) and output.is_floating_point():  # the usual call
-            new = change("", output)
-        else:
-            new = rebuilt(output, change)
+        new = rebuilt(output, self._change_at(module))
         return None if new is output else new
 
     # Any: a user's values, and PyTorch types the two registrations differently
@@ -83,11 +86,9 @@ class Flow:
     ) -> Any:
         """Transform the input of a module, in a pre-hook; a global one gets no keywords."""
         change = self._change_at(module)
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            single = rebuilt(args[0], change)
-            new, by_key = args if single is args[0] else (single,), kwargs
-        else:
-            new, by_key = rebuilt(args, change), rebuilt(kwargs, change)
+        is_bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        at_path: Change = (lambda _, tensor: change("", tensor)) if is_bare else change
+        new, by_key = rebuilt(args, at_path), rebuilt(kwargs, at_path)
         if new is args and by_key is kwargs:
             return None
         return new if kwargs is None else (new, by_key)
@@ -95,12 +96,11 @@ class Flow:
     def _change_at(self, module: nn.Module) -> Change:
         """Return the function that maps each tensor of the present call to its new value."""
         name, calls = self.name_of(module), self.thread.calls
-        if autograd.backward_task() != -1:
-            if module in self.records:
-                return self._repeat(self.records[module])
-            if autograd.in_recomputation():  # the module was not hooked in the forward
-                name = ""
-        if not name:
+        in_backward = autograd.backward_task() != -1
+        if in_backward and module in self.records:
+            return self._repeat(self.records[module])
+        # A module that is recomputed, and has no records, was not hooked in the forward.
+        if not name or (in_backward and autograd.in_recomputation()):
             return lambda path, tensor: tensor
         call = calls.next(module, name) or (name, 0)
         if not calls.depth:
@@ -151,15 +151,12 @@ class Flow:
 
     def _transformed(self, tensor: Tensor, hook: Hook) -> Tensor:
         """Return the new value of a tensor, or the tensor itself."""
-        if not (self.straight and torch.is_grad_enabled()):
-            result = hook.call(tensor)
-            return tensor if result is None else result
-        with torch.no_grad():
-            result = hook.call(tensor.detach())
-        if result is None:
-            return tensor
-        straight: Any = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
-        return straight
+        is_straight = self.straight and torch.is_grad_enabled()
+        with torch.no_grad() if is_straight else nullcontext():
+            result: Any = hook.call(tensor.detach() if is_straight else tensor)
+        if is_straight and result is not None:
+            result = _StraightThrough.apply(tensor, result)  # Any: `apply` is untyped
+        return tensor if result is None else result
 
     def _repeat(self, calls: Sequence[Record]) -> Change:
         """Return the function that repeats in a recomputation what was done in the forward."""
@@ -233,7 +230,7 @@ class Activations(ModuleSelector):
     changes: ClassVar[str] = "activations"
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return KINDS[self.side, self.backward]
+        return _kind(self.side, self.backward)
 
     @property
     def suffix(self) -> str:
@@ -243,10 +240,8 @@ class Activations(ModuleSelector):
 def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Transform what the modules take or return in each of their calls."""
     refuse_scripted(door, like.kind_at(None), found)
-    # By identity: the hooks must not hold the modules. A copy of one is left alone.
-    names = {id(named.thing): named.names[0] for named in found}
     straight = like.backward == "straight"
-    flow = Flow(like, door, shared, lambda m: names.get(id(m), ""), like.suffix, straight)
+    flow = Flow(like, door, shared, name_in(found), like.suffix, straight)
     after, before = compiling.untraced(flow.on_output), compiling.untraced(flow.on_input)
     for _, module, _ in found:
         assert isinstance(module, nn.Module)
@@ -257,20 +252,10 @@ def _watch(like: Activations, door: Door, found: Sequence[Named], shared: Shared
         door.stack.callback(handle.remove)
 
 
-def _kind(like: Activations) -> Kind:
-    mode = f"{like.side} {like.backward}"
-    return Kind("Activations", mode, modules_of, partial(_watch, like))
-
-
-KINDS = {
-    (like.side, like.backward): _kind(like)
-    for like in (
-        Activations(),
-        Activations(backward="straight"),
-        Activations(side="input"),
-        Activations(side="input", backward="straight"),
-    )
-}
+@cache
+def _kind(side: Literal["output", "input"], backward: Literal["through", "straight"]) -> Kind:
+    like = Activations(side=side, backward=backward)
+    return Kind("Activations", f"{side} {backward}", modules_of, partial(_watch, like))
 
 
 def _makes_graph() -> bool:
@@ -299,8 +284,7 @@ def _facts(record: Record) -> dict[str, tuple[object, bool]]:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The changed value with the derivative of the identity, exact unlike `x + (y -
-    x).detach()`."""
+    """The changed value with the identity's derivative, exact unlike `x + (y - x).detach()`."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
 """Captured: the gradients that `torch.autograd.grad` returns."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -12,18 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
-from gradsurg.sites.places import (
-    NO_GRADIENT,
-    Door,
-    Hook,
-    Kind,
-    Memory,
-    Named,
-    Place,
-    SiteFn,
-    Stage,
-    Things,
-)
+from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Memory, Named, Place, Stage, Things
 from gradsurg.sites.selection import ROOT, Range, all_frozen, in_range
 from gradsurg.sites.selectors import ModuleSelector, params_of
 from gradsurg.sites.tensors import tensors_in
@@ -35,11 +24,8 @@ UNUSED = "what was differentiated does not depend on it"
 CHANGED = "it was changed in place since its module returned it"
 
 
-class _Known(NamedTuple):
-    """A tensor at its places, each with the hook that acts there, and its version there."""
-
-    version: int
-    places: tuple[tuple[Place, Hook], ...]
+Pairs = tuple[tuple[Place, Hook], ...]
+"""The places of a tensor, each with the hook that acts there."""
 
 
 class _GradMode(TorchFunctionMode):
@@ -52,8 +38,8 @@ class _GradMode(TorchFunctionMode):
     def __init__(self, door: Door) -> None:
         super().__init__()
         self.door = door
-        self.known = WeakIdKeyDictionary()  # tensor -> _Known
-        self.hooks: dict[tuple[Place, tuple[SiteFn, ...]], Hook | None] = {}
+        self.known = WeakIdKeyDictionary()  # tensor -> its version there, and its `Pairs`
+        self.hooks: dict[tuple[Place, object], Hook | None] = {}
         self.noted: set[Place] = set()
         self.later = 0  # the number of modes that were pushed later, when it was removed
 
@@ -90,14 +76,14 @@ class _GradMode(TorchFunctionMode):
             return
         places, is_current = self._at(tensor)
         others = [pair for pair in places if is_current and pair[0] != place]
-        key = place, tuple(hook.call for _, hook in others)
-        if key not in self.hooks:
-            self.hooks[key] = hook = self.door.meet(place, acted=key[1])
+        acted = tuple(hook.call for _, hook in others)
+        if (place, acted) not in self.hooks:
+            self.hooks[place, acted] = hook = self.door.meet(place, acted=acted)
             if hook is not None:
                 self.door.none(place, NOT_ASKED)
-        hook = self.hooks[key]
+        hook = self.hooks[place, acted]
         if hook is not None:
-            self.known[tensor] = _Known(_version(tensor), (*others, (place, hook)))
+            self.known[tensor] = _version(tensor), (*others, (place, hook))
 
     def _changed(
         self, grads: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,10 +113,12 @@ class _GradMode(TorchFunctionMode):
                 grad = grad if result is None else result
         return grad
 
-    def _at(self, tensor: object) -> tuple[tuple[tuple[Place, Hook], ...], bool]:
+    def _at(self, tensor: object) -> tuple[Pairs, bool]:
         """Return the places of an input, and whether it is still there."""
-        known: _Known | None = self.known.get(tensor) if isinstance(tensor, Tensor) else None
-        return ((), False) if known is None else (known.places, known.version == _version(tensor))
+        if not isinstance(tensor, Tensor) or tensor not in self.known:
+            return (), False
+        version, places = self.known[tensor]
+        return places, version == _version(tensor)
 
 
 def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
@@ -238,18 +226,16 @@ class Captured(ModuleSelector):
         near = {name for _, name in memory.near[self]}
         found = [named for named in things[CAPTURED] if not near.isdisjoint(named.names)]
         params = [named for named in found if isinstance(named.thing, Tensor)]
-        modules = [named for named in found if isinstance(named.thing, nn.Module)]
         if not all(named.is_frozen for named in params):
             return
         model = next(named.owners[0] for named in things[CAPTURED] if ROOT in named.names)
         if ROOT not in near and compiling.is_exported(model):
             raise refusal(self, "torch.export")
-        if modules:
-            return
-        if params:
+        if not found:
+            names = [name for named in things[CAPTURED] for name in named.names if name != ROOT]
+            raise self.nothing_near(names)
+        if len(params) == len(found):
             raise all_frozen(self, [named.names[0] for named in params])
-        names = [name for named in things[CAPTURED] for name in named.names if name != ROOT]
-        raise self.nothing_near(names)
 
 
 def _version(tensor: Any) -> int:

@@ -1,13 +1,14 @@
 """EveryModule: PyTorch's global module hooks, for all modules of the process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.activations import Flow
+from gradsurg.sites.activations import Flow, name_in
 from gradsurg.sites.calls import Shared, modules_of, refuse_scripted
 from gradsurg.sites.module_gradients import BackwardPasses
 from gradsurg.sites.places import ELSEWHERE, Door, Kind, Leaf, Memory, Named, Place, Stage, Things
@@ -23,9 +24,14 @@ def _things(model: nn.Module) -> list[Named]:
     return [*modules_of(model), Named((ELSEWHERE,), model, (model,))]
 
 
-def _watch(kind: Kind, mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> None:
+def _watch(mode: Mode, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook all modules of the process."""
-    name_of = _names_in(door.model)
+    kind, own_name = _kind(mode), name_in(modules_of(door.model))
+
+    def name_of(module: nn.Module) -> str:
+        # The wrapper that torch.compile puts around a module has no name.
+        return own_name(module) or ("" if compiling.is_wrapper(module) else type(module).__name__)
+
     if mode in ("full_backward_pre", "full_backward"):
         # With global backward hooks PyTorch refuses to call any ScriptModule.
         refuse_scripted(door, kind, modules_of(door.model))
@@ -43,32 +49,9 @@ def _watch(kind: Kind, mode: Mode, door: Door, found: Sequence[Named], shared: S
     door.stack.callback(handle.remove)
 
 
-def _names_in(model: nn.Module) -> Callable[[nn.Module], str]:
-    """Return the function from modules to names: another module has the name of its class."""
-    names = {id(named.thing): named.names[0] for named in modules_of(model)}
-
-    def name_of(module: nn.Module) -> str:
-        name = names.get(id(module), "")
-        # The wrapper that torch.compile puts around a module has no name.
-        return name or ("" if compiling.is_wrapper(module) else type(module).__name__)
-
-    return name_of
-
-
+@cache
 def _kind(mode: Mode) -> Kind:
-    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        _watch(kind, mode, door, found, shared)
-
-    kind = Kind("EveryModule", mode, _things, watch, reaches_new=True)
-    return kind
-
-
-KINDS = {
-    "forward_pre": _kind("forward_pre"),
-    "forward": _kind("forward"),
-    "full_backward_pre": _kind("full_backward_pre"),
-    "full_backward": _kind("full_backward"),
-}
+    return Kind("EveryModule", mode, _things, partial(_watch, mode), reaches_new=True)
 
 
 @validated
@@ -97,7 +80,7 @@ class EveryModule(Leaf):
     compile_limit: ClassVar[str] = "PyTorch compiles nothing while there are global hooks"
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return KINDS[self.kind]
+        return _kind(self.kind)
 
     @property
     def changed_tensors(self) -> str:

@@ -4,7 +4,9 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache, partial
 from itertools import count
+from operator import is_
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as process
 
 from gradsurg.plugins.fields import validated
+from gradsurg.sites.activations import name_in
 from gradsurg.sites.calls import Call, Shared, modules_of, refuse_scripted
 from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
 from gradsurg.sites.selectors import ModuleSelector
@@ -141,13 +144,11 @@ def _backward_hook(hooks: Sequence[Hook | None]) -> BackwardHook:
     calls = [(index, hook.call) for index, hook in enumerate(hooks) if hook is not None]
 
     def hook(module: nn.Module, grads: Grads, *_: object) -> Grads | None:
-        changed = {index: call(grads[index]) for index, call in calls}
-        if all(result is None for result in changed.values()):
-            return None
-        results = (changed.get(index) for index in range(len(grads)))
-        return tuple(
-            grad if result is None else result for grad, result in zip(grads, results, strict=True)
-        )
+        changed = [*grads]
+        for index, call in calls:
+            if (result := call(grads[index])) is not None:
+                changed[index] = result
+        return None if all(map(is_, changed, grads)) else tuple(changed)
 
     return hook
 
@@ -161,25 +162,19 @@ def _needs_gradient(value: object) -> bool:
     )
 
 
+@cache
 def _kind(mode: module_hooks.Kind) -> Kind:
-    def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
-        """Hook the backward passes of the modules."""
-        refuse_scripted(door, kind, found)
-        # By identity: the hooks must not hold the modules. A copy of one is left alone.
-        names = {id(named.thing): named.names[0] for named in found}
-        passes = BackwardPasses(kind, door, shared, lambda module: names.get(id(module), ""))
-        for _, module, _ in found:
-            assert isinstance(module, nn.Module)
-            passes.hook(module)
-
-    kind = Kind("ModuleGradients", mode, modules_of, watch)
-    return kind
+    return Kind("ModuleGradients", mode, modules_of, partial(_watch, mode))
 
 
-KINDS = {
-    "full_backward_pre": _kind("full_backward_pre"),
-    "full_backward": _kind("full_backward"),
-}
+def _watch(mode: module_hooks.Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
+    """Hook the backward passes of the modules."""
+    kind = _kind(mode)
+    refuse_scripted(door, kind, found)
+    passes = BackwardPasses(kind, door, shared, name_in(found))
+    for _, module, _ in found:
+        assert isinstance(module, nn.Module)
+        passes.hook(module)
 
 
 @validated
@@ -207,7 +202,7 @@ class ModuleGradients(ModuleSelector):
     stages: ClassVar[tuple[Stage, ...]] = ("backward",)
 
     def kind_at(self, stage: Stage | None) -> Kind:
-        return KINDS[self.kind]
+        return _kind(self.kind)
 
     @property
     def suffix(self) -> str:

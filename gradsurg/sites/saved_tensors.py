@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import cache
+from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import Contradiction, SelectionError, validated
-from gradsurg.sites.calls import Call, Shared, modules_of
+from gradsurg.sites.calls import Shared, modules_of
 from gradsurg.sites.node_names import fits_node, plain
 from gradsurg.sites.nodes import Register, nothing_made, watch_nodes
 from gradsurg.sites.places import Door, Hook, Kind, Memory, Named, Place, Stage, Things
@@ -35,12 +35,11 @@ COMPILED_SAVES = (
 
 Of = Literal["activations", "parameters", "all"]
 Met = tuple[Hook | None, str]
-"""The hook of a saved tensor, and its site."""
+"""The hook of a saved tensor, None for one that is left alone, and its site."""
 
 
 def _watch_block(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook everything that is saved in this thread while the block is open."""
-    _note_parametrized(kind, of, door)
     hook = door.meet(Place(kind, (BLOCK,), ref(door.model)))
     if hook is None:
         return
@@ -48,10 +47,10 @@ def _watch_block(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared:
         door.refuse("stateful transform", kind, BLOCK, what=hook.stateful)
     met, origins, held = (hook, BLOCK), _Origins(door.model), ref(door)
 
-    def meet(tensor: Tensor) -> Met | None:
+    def meet(tensor: Tensor) -> Met:
         if compiling.in_compiled() and (open_door := held()):
             open_door.note(kind, COMPILED_SAVES)
-        return met if origins.chooses(of, tensor) else None
+        return met if origins.chooses(of, tensor) else (None, "")
 
     pair = _pair(door, kind, meet, autograd.saved_tensor_hooks())
     autograd.push_saved_tensor_hooks(pair)
@@ -60,7 +59,6 @@ def _watch_block(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared:
 
 def _watch_nodes(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook what nodes have saved, at the end of each outermost call of a module."""
-    _note_parametrized(kind, of, door)
     origins = _Origins(door.model)
 
     def make(door: Door, place: Place) -> Register:
@@ -79,56 +77,61 @@ def _watch_nodes(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared:
 
 
 class _OpenCall:
-    """A running call; `outer` is the pair of hooks of others that was active before it.
+    """A running call whose pair of saved-tensor hooks is active, inside `outer`, that of others."""
 
-    `wanted` are the interventions that pick it, `count` is the number of tensors that it has saved.
-    """
+    def __init__(self, modules: "_Modules", place: Place, origins: "_Origins") -> None:
+        self.place, self.origins, self.modules = place, origins, ref(modules)
+        self.count = 0  # of the tensors that it has saved
+        top = autograd.saved_tensor_hooks()
+        around = (call.outer for call in modules.open.calls if top and call.pair[0] is top[0])
+        self.outer: autograd.Pair | None = next(around, top)
+        self.pair = _pair(modules.door, modules.kind, self.meet, self.outer)
 
-    def __init__(self, place: Place, origins: "_Origins", wanted: Sequence[object]) -> None:
-        self.place, self.origins, self.wanted, self.count = place, origins, wanted, 0
-        self.pair: autograd.Pair | None = None
-        self.outer: autograd.Pair | None = None
+    def meet(self, tensor: Tensor) -> Met:
+        """Return the hook of a saved tensor."""
+        modules = self.modules()  # weakly, as graphs have this method
+        if modules is None or not self.origins.chooses(modules.of, tensor):
+            return None, ""
+        key = self.place, self.count
+        self.count += 1
+        if key not in modules.met:
+            own = replace(self.place, item=str(key[1]))
+            modules.met[key] = modules.door.meet(own), own.site
+        return modules.met[key]
 
 
 class _OpenCalls(threading.local):
-    """The calls whose pair of saved-tensor hooks is active. The innermost acts alone."""
+    """The open calls of a thread. The innermost acts alone."""
 
     def __init__(self) -> None:
         self.calls: list[_OpenCall] = []
 
-    def foreign_pair(self) -> autograd.Pair | None:
-        """Return the active pair of hooks, without those of calls that are open."""
-        top = autograd.saved_tensor_hooks()
-        own = (call for call in self.calls if top and call.pair and call.pair[0] is top[0])
-        return next((call.outer for call in own), top)
-
-    def close(self, call: _OpenCall) -> None:
-        """End a call, and those in it: the hook of another library may have raised."""
-        while call in self.calls:
-            last = self.calls.pop()
-            if last.pair is not None:
-                autograd.remove_saved_tensor_hooks(last.pair)
-            last.pair, last.outer, last.wanted = None, None, ()  # graphs have it: no cycle
-
 
 class _Modules:
-    """What modules save in their calls."""
+    """What modules save in their calls; of nested ones the innermost has it."""
 
-    def __init__(self, kind: Kind, of: Of, door: Door, shared: Shared) -> None:
-        self.kind, self.door = kind, door
+    def __init__(
+        self, kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared
+    ) -> None:
+        self.kind, self.door, stack = kind, door, door.stack
         self.of: Of = of
-        self.thread, self.open, self.root = shared.follow(door.stack), _OpenCalls(), ref(door.model)
+        self.thread, self.open = shared.follow(stack), _OpenCalls()
         self.origins: WeakKeyDictionary[nn.Module, _Origins] = WeakKeyDictionary()
-        self.met: dict[tuple[Call, int], Met] = {}
+        self.met: dict[tuple[Place, int], Met] = {}
+        stack.callback(self.close)
+        begin = compiling.untraced(self.begin)
+        stack.callback(door.model.register_forward_pre_hook(begin, prepend=True).remove)
+        first = compiling.untraced(self.enter, self.enter_compiled)
+        last = compiling.untraced(self.leave)
+        for _, module, _ in found:
+            assert isinstance(module, nn.Module)
+            stack.callback(module.register_forward_pre_hook(first).remove)
+            stack.callback(module.register_forward_hook(last, always_call=True).remove)
 
     def begin(self, module: nn.Module, args: object) -> None:
         """End calls that a KeyboardInterrupt has left open, as it runs no forward hooks."""
-        if module is self.root() and not self.thread.calls.running:
+        if not self.thread.calls.running:
             self.close()
-
-    def close(self) -> None:
-        if self.open.calls:
-            self.open.close(self.open.calls[0])
 
     def enter(self, module: nn.Module, args: object) -> None:
         # A recomputation gets no site here: the checkpoint has saved for the forward.
@@ -139,14 +142,11 @@ class _Modules:
         if not place or not wanted or not torch.is_grad_enabled():
             calls.enter(module, None)
             return
-        if opened and any(one not in wanted for one in opened[-1].wanted):
+        if opened and any(one not in wanted for one in self.door.wants(opened[-1].place)):
             self.door.refuse("nested modules", self.kind, place.site, outer=opened[-1].place.whole)
         if module not in self.origins:
             self.origins[module] = _Origins(module)
-        running = _OpenCall(place, self.origins[module], wanted)
-        running.outer = self.open.foreign_pair()
-        meet = partial(_meet, ref(self), running)
-        running.pair = _pair(self.door, self.kind, meet, running.outer)
+        running = _OpenCall(self, place, self.origins[module])
         opened.append(running)
         calls.enter(module, running)
         autograd.push_saved_tensor_hooks(running.pair)
@@ -158,77 +158,43 @@ class _Modules:
     def leave(self, module: nn.Module, args: object, output: object) -> None:
         call = self.thread.calls.leave(module)
         if call is not None:
-            self.open.close(call)
+            self.close(call)
             if not call.count:
                 self.door.none(call.place, "saves no such tensor of its own")
 
-    def meet(self, call: _OpenCall, tensor: Tensor) -> Met | None:
-        """Return the hook of a saved tensor, None if it is left alone."""
-        if not call.origins.chooses(self.of, tensor):
-            return None
-        place, number = call.place, call.count
-        call.count += 1
-        key = (place.name, place.call or 0), number
-        if key not in self.met:
-            own = replace(place, item=str(number))
-            self.met[key] = self.door.meet(own), own.site
-        return self.met[key]
-
-
-def _meet(held: "ref[_Modules]", call: _OpenCall, tensor: Tensor) -> Met | None:
-    modules = held()  # weakly: graphs have this function, also after the surgery was closed
-    return None if modules is None else modules.meet(call, tensor)
-
-
-def _watch_modules(kind: Kind, of: Of, door: Door, found: Sequence[Named], shared: Shared) -> None:
-    """Hook what is saved in calls of the modules; of nested ones in the innermost."""
-    _note_parametrized(kind, of, door)
-    modules, stack = _Modules(kind, of, door, shared), door.stack
-    stack.callback(modules.close)
-    begin = compiling.untraced(modules.begin)
-    stack.callback(door.model.register_forward_pre_hook(begin, prepend=True).remove)
-    first = compiling.untraced(modules.enter, modules.enter_compiled)
-    last = compiling.untraced(modules.leave)
-    for _, module, _ in found:
-        assert isinstance(module, nn.Module)
-        stack.callback(module.register_forward_pre_hook(first).remove)
-        stack.callback(module.register_forward_hook(last, always_call=True).remove)
-
-
-def _note_parametrized(kind: Kind, of: Of, door: Door) -> None:
-    if of != "all" and any(map(is_parametrized, door.model.modules())):
-        door.note(kind, PARAMETRIZED)
-
-
-class _Stored(NamedTuple):
-    """What the graph keeps in the place of a tensor: itself, or what another pair stores."""
-
-    met: Met | None
-    stored: Any  # Any: what `outer` stores
-    version: int
+    def close(self, call: _OpenCall | None = None) -> None:
+        """End a call and those in it, which the hook of another library may have left open; without
+        a call end all.
+        """
+        calls = self.open.calls
+        while calls and (call is None or call in calls):
+            last = calls.pop()
+            autograd.remove_saved_tensor_hooks(last.pair)
+            del last.pair  # graphs have the call: no cycle
 
 
 def _pair(
     door: Door,
     kind: Kind,
-    meet: Callable[[Tensor], Met | None],
+    meet: Callable[[Tensor], Met],
     outer: autograd.Pair | None = None,
 ) -> autograd.Pair:
     """Return hooks that store a saved tensor as `outer` does and transform it when read.
 
     The graph keeps them: they hold the surgery weakly.
     """
-    unpack_outer, held = outer[1] if outer is not None else None, ref(door)
+    pack_outer, unpack_outer = outer or (None, None)
+    held = ref(door)
 
-    def pack(tensor: Tensor) -> object:
+    def pack(tensor: Tensor) -> tuple[Met, Any, int]:  # Any: what `outer` stores
         met = meet(tensor)
-        if outer is not None:
-            return _Stored(met, outer[0](tensor), 0)
+        if pack_outer is not None:
+            return met, pack_outer(tensor), 0
         # Holding the tensor itself would leak it.
-        return _Stored(met, tensor.detach(), autograd.version_of(tensor))
+        return met, tensor.detach(), autograd.version_of(tensor)
 
-    def unpack(packed: _Stored) -> Tensor:
-        (hook, site), stored, version = packed.met or (None, ""), packed.stored, packed.version
+    def unpack(packed: tuple[Met, Any, int]) -> Tensor:  # Any: see `pack`
+        (hook, site), stored, version = packed
         tensor = stored if unpack_outer is None else unpack_outer(stored)
         now = autograd.version_of(tensor)
         if unpack_outer is None and now != version:
@@ -261,21 +227,17 @@ class _Origins:
         return origin == of or (of == "all" and origin != "buffers")
 
     def _of(self, tensor: Tensor) -> Literal["activations", "parameters", "buffers"]:
-        base = autograd.base_of(tensor)
         params = [param for table in self.params for param in table.values() if param is not None]
         # Those of a functional_call.
         given = [param for param in params if not isinstance(param, nn.Parameter)]
-        made = {param.grad_fn for param in given if param.grad_fn is not None}
-        node = tensor.grad_fn
+        made = {param.grad_fn for param in given} - {None}
+        base, node = autograd.base_of(tensor), tensor.grad_fn
         while node is not None and node not in made and _is_view(node):
             node = node.next_functions[0][0]
-        leaf = getattr(node, "variable", None)
-        if (
-            isinstance(base, nn.Parameter)
-            or isinstance(leaf, nn.Parameter)
-            or (node is not None and node in made)
-            or any(param is base or param is leaf for param in given)
-        ):
+        for source in (base, getattr(node, "variable", None)):
+            if isinstance(source, nn.Parameter) or any(param is source for param in given):
+                return "parameters"
+        if node in made:
             return "parameters"
         if tensor.requires_grad:
             return "activations"
@@ -294,21 +256,19 @@ def _block_of(model: nn.Module) -> list[Named]:
     return [Named((BLOCK,), model, (model,))]
 
 
+@cache
 def _kind(mode: str, of: Of) -> Kind:
-    watch = {BLOCK: _watch_block, "module": _watch_modules, "node": _watch_nodes}[mode]
+    watch = {BLOCK: _watch_block, "module": _Modules, "node": _watch_nodes}[mode]
     things, known_at = (_block_of, "watch") if mode == BLOCK else (modules_of, "forward")
 
     def begin(door: Door, found: Sequence[Named], shared: Shared) -> None:
+        if of != "all" and any(map(is_parametrized, door.model.modules())):
+            door.note(kind, PARAMETRIZED)
         watch(kind, of, door, found, shared)
 
-    reaches_new = mode == BLOCK
-    name = f"{mode} {of}"
+    reaches_new, name = mode == BLOCK, f"{mode} {of}"
     kind = Kind("SavedTensors", name, things, begin, known_at=known_at, reaches_new=reaches_new)
     return kind
-
-
-OFS: tuple[Of, ...] = ("activations", "parameters", "all")
-KINDS = {(mode, of): _kind(mode, of) for mode in (BLOCK, "module", "node") for of in OFS}
 
 
 @validated
@@ -355,7 +315,7 @@ class SavedTensors(ModuleSelector):
 
     def kind_at(self, stage: Stage | None) -> Kind:
         mode = BLOCK if self.pattern == BLOCK else "module" if self.node is None else "node"
-        return KINDS[mode, self.of]
+        return _kind(mode, self.of)
 
     def near(self, named: Named) -> Sequence[str]:
         return named.names if self.pattern == BLOCK else super().near(named)
@@ -372,9 +332,7 @@ class SavedTensors(ModuleSelector):
         return super().picks_all and self.node is None
 
     def expected(self, name: str) -> str:
-        if self.node is not None:
-            return ""
-        return name if self.pattern == BLOCK else super().expected(name)
+        return super().expected(name) if self.node is None else ""
 
     def check(self, things: Things, memory: Memory) -> None:
         found = things[self.kind_at(memory.stage)]
