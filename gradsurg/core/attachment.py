@@ -654,6 +654,8 @@ class Attachment:
                     waiting.append(operation)
             elif wanted is not None:
                 self._check_count(operation)
+            elif not operation.met and (error := operation.at.nothing_met(operation.memory, False)):
+                raise error
         if not waiting:
             return
 

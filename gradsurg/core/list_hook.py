@@ -26,7 +26,7 @@ Fires = Sequence[bool | Tensor]
 
 
 class ListHook:
-    """One intervention over a list of places; see `gradsurg.sites.places.ListHook`.
+    """One intervention over a list of places; see `gradsurg.sites.places.PlacesHook`.
 
     `values` and `gradients` are empty where there are none.
     """

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsurg.sites.grads import Access, Act, actor, params_at
-from gradsurg.sites.places import Door, ListHook, Place
+from gradsurg.sites.places import Door, Place, PlacesHook
 from gradsurg.sites.tensors import tensors_in
 from gradsurg.torch_internals import autograd, compiling
 
@@ -58,10 +58,10 @@ class _BackwardPasses:
 
     def __init__(self) -> None:
         self.is_averaged = self.has_views = False  # by DistributedDataParallel, into its buckets
-        self.acts: list[tuple[ListHook, Act]] = []
+        self.acts: list[tuple[PlacesHook, Act]] = []
         self.open: dict[int, ref[_Pass]] = {}  # by the number of the backward pass
 
-    def set(self, hooks: Sequence[ListHook]) -> None:
+    def set(self, hooks: Sequence[PlacesHook]) -> None:
         """Let these act from now on, also at the end of a graph that is already built."""
         self.acts = [(hook, actor(hook, Access(write=self._write))) for hook in hooks]
 
@@ -125,7 +125,7 @@ class _BackwardPasses:
                 "the group was not complete, and was left as it is",
             )
 
-    def _apply(self, ended: _Pass, hook: ListHook, act: Act) -> None:
+    def _apply(self, ended: _Pass, hook: PlacesHook, act: Act) -> None:
         acting = [ended.averages or place.name in ended.reached for place in hook.places]
         given = zip(params_at(hook), acting, strict=True)
         params = [param if acts else None for param, acts in given]

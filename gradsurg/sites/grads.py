@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from gradsurg.sites.places import Door, Kind, ListHook, Named, Place, ReadTensor, SiteFn
+from gradsurg.sites.places import Door, Kind, Named, Place, PlacesHook, ReadTensor, SiteFn
 from gradsurg.sites.step_hooks import Action, Params, StepActions
 from gradsurg.torch_internals import autograd
 
@@ -40,7 +40,7 @@ def places_of(
     return places
 
 
-def params_at(hook: ListHook) -> list[nn.Parameter]:
+def params_at(hook: PlacesHook) -> list[nn.Parameter]:
     """Return the parameters at which an intervention acts."""
     return [cast(nn.Parameter, place.thing) for place in hook.places]
 
@@ -56,7 +56,7 @@ class Steps:
 
     door: Door
     kind: Kind
-    make: Callable[[ListHook, Params, Optimizer], tuple[Action | None, Action | None]]
+    make: Callable[[PlacesHook, Params, Optimizer], tuple[Action | None, Action | None]]
     copies: bool = False
     is_joint: bool = False
 
@@ -112,7 +112,7 @@ class Steps:
 
 @torch.no_grad()
 def edit(
-    hook: ListHook,
+    hook: PlacesHook,
     params: Params,
     read: Callable[[nn.Parameter], Tensor | None],
     write: Callable[[nn.Parameter, Tensor, Tensor], None],
@@ -162,7 +162,7 @@ class Access:
 PLAIN = Access()
 
 
-def actor(hook: ListHook, access: Access = PLAIN) -> Act:
+def actor(hook: PlacesHook, access: Access = PLAIN) -> Act:
     """Return a function that transforms the `.grad`s of the parameters at the places of a hook.
 
     A transform of single tensors gets one after the other, a group transform all of them.
@@ -192,7 +192,9 @@ def actor(hook: ListHook, access: Access = PLAIN) -> Act:
     return act_together if hook.scope == "group" else act_on_each
 
 
-def readers(hook: ListHook, value: Callable[[Tensor], Tensor | None] = _itself) -> list[ReadTensor]:
+def readers(
+    hook: PlacesHook, value: Callable[[Tensor], Tensor | None] = _itself
+) -> list[ReadTensor]:
     """Return functions that read the values of the parameters at the places of a hook."""
 
     def read(held: "ref[Any]") -> Tensor | None:
@@ -225,7 +227,7 @@ def _replace_grad(call: SiteFn, param: Tensor) -> None:
 # Parameters of `fully_shard`, whose `.grad`s are averages, each process having a part.
 
 
-def access_to(door: Door, hook: ListHook) -> Access:
+def access_to(door: Door, hook: PlacesHook) -> Access:
     """Return how to read and write the `.grad`s: as they are, their parts, or gathered.
 
     Processes communicate at `step`, where all decide alike; not at `accumulated`.

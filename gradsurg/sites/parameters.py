@@ -11,7 +11,7 @@ from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.sites.backward_end import hook_backward_ends
 from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Steps, access_to, actor, hook_accumulated, places_of
-from gradsurg.sites.places import Door, Kind, ListHook, Named, SiteFn, Stage
+from gradsurg.sites.places import Door, Kind, Named, PlacesHook, SiteFn, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
 from gradsurg.sites.step_hooks import Action, Params
 from gradsurg.transforms.base import Need
@@ -42,7 +42,7 @@ def _watch_backward_end(door: Door, found: Sequence[Named], shared: Shared) -> N
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: ListHook, params: Params, _: object) -> tuple[Action, None]:
+    def make(hook: PlacesHook, params: Params, _: object) -> tuple[Action, None]:
         return partial(actor(hook, access_to(door, hook)), params), None
 
     Steps(door, STEP, make, is_joint=True).hook(found)

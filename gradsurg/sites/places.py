@@ -490,7 +490,7 @@ class Hook(Protocol):
         """Count the bytes that this process has sent for a gradient."""
 
 
-class ListHook(Protocol):
+class PlacesHook(Protocol):
     """One intervention over the places of a list at which it acts.
 
     Called with their gradients (None where there is none), it yields the results in order, one at a
@@ -593,7 +593,7 @@ class Door(Protocol):
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None
-    ) -> Sequence[ListHook]:
+    ) -> Sequence[PlacesHook]:
         """Return the hook of each intervention that acts at one of these places, in order.
 
         A hook calls `skip` to skip the step of the optimizer, and then yields None for each place.

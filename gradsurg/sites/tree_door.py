@@ -13,10 +13,10 @@ from gradsurg.sites.places import (
     NO_GRADIENT,
     Ask,
     Kind,
-    ListHook,
     Memory,
     Named,
     Place,
+    PlacesHook,
     Selector,
     SiteFn,
     Stage,
@@ -119,7 +119,7 @@ class Notebook:
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None
-    ) -> Sequence[ListHook]:
+    ) -> Sequence[PlacesHook]:
         for place in places:
             self.meet(place)
         return ()  # so that nothing is hooked

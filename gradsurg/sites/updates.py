@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Steps, edit, params_at, readers, write_value
-from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
+from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
 from gradsurg.sites.step_hooks import Action, Params
 from gradsurg.transforms.base import Need
@@ -23,7 +23,7 @@ from gradsurg.transforms.norm_matched import norm_matched
 def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
-    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
+    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
         hook.values = [partial(before.get, param) for param in params_at(hook)]
         hook.gradients = [partial(_gradient, param) for param in params_at(hook)]
 
@@ -44,7 +44,7 @@ def _watch_updates(door: Door, found: Sequence[Named], shared: Shared) -> None:
 def _watch_matched(door: Door, found: Sequence[Named], shared: Shared) -> None:
     before = door.steps.copies
 
-    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
+    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[Action, Action]:
         hook.values, names = readers(hook), [place.name for place in hook.places]
         key = f"optimizer{door.steps.optimizers.index(optimizer)}"
         treated: dict[str, Tensor] = {}  # the gradients

@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from gradsurg.plugins.fields import validated
 from gradsurg.sites.calls import Shared
 from gradsurg.sites.grads import Steps, edit, params_at, places_of, write_value
-from gradsurg.sites.places import Door, Kind, ListHook, Named, Stage
+from gradsurg.sites.places import Door, Kind, Named, PlacesHook, Stage
 from gradsurg.sites.selectors import ParamSelector, params_of
 from gradsurg.sites.step_hooks import Action, Params
 from gradsurg.torch_internals import autograd, compiling
 
 
 def _watch_step(door: Door, found: Sequence[Named], shared: Shared) -> None:
-    def make(hook: ListHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
+    def make(hook: PlacesHook, params: Params, optimizer: Optimizer) -> tuple[None, Action]:
         return None, _editor(hook, params, optimizer)
 
     Steps(door, STEP, make).hook(found)
@@ -64,7 +64,7 @@ class Weights(ParamSelector):
         return FORWARD if (stage or self.stage) == "forward" else STEP
 
 
-def _editor(hook: ListHook, params: Params, optimizer: Optimizer | None = None) -> Action:
+def _editor(hook: PlacesHook, params: Params, optimizer: Optimizer | None = None) -> Action:
     """Return a function that edits all parameters. It is dropped on detach, so it may hold them."""
 
     def write(param: nn.Parameter, value: Tensor, result: Tensor) -> None:

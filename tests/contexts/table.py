@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from gradsurg.core import pitfalls
-from gradsurg.core.pitfalls import CONTEXTS, ROWS, Row, rows_of
+from gradsurg.core.pitfalls import CONTEXTS, ROWS, Cell, rows_of
 from tests.contexts.kinds import BEGIN, END, README, kind_of
 
 
@@ -35,7 +35,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _reasons(rows: Iterable[Row]) -> list[str]:
+def _reasons(rows: Iterable[Cell]) -> list[str]:
     """Return a line for each reason, with the kinds that have it."""
     lines = []
     for (outcome, text), same in groupby(rows, lambda of: (of.outcome, of.sentences)):

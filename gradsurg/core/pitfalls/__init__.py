@@ -28,7 +28,7 @@ class Selected(Protocol):
     def leaves(self) -> Sequence[Staged]: ...
 
 
-class Row(NamedTuple):
+class Cell(NamedTuple):
     """The outcome of one kind of site in one context, if it does not simply act.
 
     `stage` is the stage or another mode of the kind, as the side of `Nodes`; empty for all.
@@ -90,8 +90,8 @@ for _module in iter_modules(__path__, f"{__name__}."):
 
 PITFALLS: tuple[type[Pitfall], ...] = tuple(_all_of(Pitfall))
 
-ROWS: tuple[Row, ...] = tuple(
-    Row(kind, mode, each, each.context, each.outcome, each.sentences())
+ROWS: tuple[Cell, ...] = tuple(
+    Cell(kind, mode, each, each.context, each.outcome, each.sentences())
     for each in PITFALLS
     for kind, mode in _kinds_in(each.kinds)
 )
@@ -125,7 +125,7 @@ def listening(kinds: Collection[str]) -> Iterator[type[Pitfall]]:
             yield each
 
 
-def rows_of(kind: Staged, stage: str = "") -> list[Row]:
+def rows_of(kind: Staged, stage: str = "") -> list[Cell]:
     """Return the rows of a kind, as its fields say it, at a stage (its own, if empty)."""
     names = {"*", *(base.__name__ for base in type(kind).__mro__)}
     modes = _modes(kind, stage)
@@ -138,7 +138,7 @@ def _modes(kind: Staged, stage: str = "") -> list[str]:
     return [*filter(None, [stage or given or next(iter(getattr(kind, "stages", ())), ""), *others])]
 
 
-def row(kind: Staged, context: str, stage: str = "") -> Row:
+def row(kind: Staged, context: str, stage: str = "") -> Cell:
     """Return the row of a selector, at a stage, in a context. Raises KeyError if it has none.
 
     A user's kind that has none gets that of another kind.
@@ -207,7 +207,7 @@ def _checkpoint(module: nn.Module) -> str:
     return f"checkpoint, {how}reentrant" if function else ""
 
 
-def visible_rows(at: Selected, model: nn.Module, stage: str = "") -> list[Row]:
+def visible_rows(at: Selected, model: nn.Module, stage: str = "") -> list[Cell]:
     """Return the rows that hold for a selector in the contexts that can be seen now."""
     contexts = visible_contexts(model)
     return [row for kind in at.leaves for row in rows_of(kind, stage) if row.context in contexts]
