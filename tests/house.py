@@ -17,17 +17,17 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 5727),
-    "sites": (("sites",), 6365 + NEW),
+    "core": (("core", "effects", "torch_internals"), 7438),
+    "sites": (("sites",), 6299 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
-    "multitask per_example": (("multitask", "per_example"), 4223),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7883),
-    "report": (("report",), 5673),
+    "multitask per_example": (("multitask", "per_example"), 4245),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7955),
+    "report": (("report",), 5681),
     "stats": (("stats.py",), 600),
     "reproduce": (("reproduce",), 1942),
-    "script": (("script",), 2349),
+    "script": (("script",), 2314),
 }
 """Room: its folders and files in `gradsurg/`, and the lines that it may have.
 

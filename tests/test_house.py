@@ -7,12 +7,14 @@ from tests import house
 
 @pytest.mark.parametrize(
     ("stage", "functions", "files"),
-    [("attach", 66, 21), ("first step", 38, 11), ("later step", 14, 10)],
+    [("attach", 52, 19), ("first step", 35, 12), ("later step", 13, 9)],
 )
 def test_few_functions_run_to_attach_a_clip_and_to_step(
     stage: str, functions: int, files: int
 ) -> None:
-    calls = house.life_of_a_clip()[stage]
+    calls = {
+        call for call in house.life_of_a_clip()[stage] if not call[0].startswith("core/pitfalls")
+    }
     assert 0 < len(calls) <= functions, sorted(calls)
     assert len({file for file, _ in calls}) <= files
 
@@ -21,8 +23,8 @@ def test_few_docstrings_are_built_around_what_and_few_modules_have_a_single_impo
     figures = house.figures()
     assert float(str(figures["docstrings with a 'what'"]).rstrip("%")) <= 3
     assert figures["root modules"] == 7
-    assert int(str(figures["modules with a single importer"])) <= 23
-    assert int(str(figures["files outside the plug-ins"])) <= 176
+    assert int(str(figures["modules with a single importer"])) <= 26
+    assert int(str(figures["files outside the plug-ins"])) <= 193
 
 
 def test_no_room_has_more_lines_than_its_budget() -> None:
