@@ -17,7 +17,7 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 7438),
+    "core": (("core", "effects", "torch_internals"), 7440),
     "sites": (("sites",), 6299 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),

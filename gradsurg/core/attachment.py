@@ -204,10 +204,11 @@ class Attachment:
         try:
             self._watch(operations)
         except BaseException:
+            self._watch(before)
             for each in operations:
                 if each not in before:
                     self.forget(each)
-            self._watch(before)
+                    each.close()
             raise
 
     def add_aggregator(self, intervention: Intervention) -> None:
