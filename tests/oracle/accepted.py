@@ -8,6 +8,7 @@ ACCEPTED: dict[str, str] = {
     "SavedTensors node | changes | add, set, remove: refused: RuntimeError, now acts": "as above",
     "Inputs total | models | attention, *: warnings: was at *": "a tensor that is passed three "
     "times was told of as silent under one of its names",
+    "runs loggers: W&B *report config versions: *": "they name a hash of the source",
     "runs *validation_examples: only in the working tree": "their number is noted, as of the tests",
     "runs *note_details: only in the working tree": "numbers of a note have a field of their own",
 }
