@@ -43,7 +43,7 @@ class _GradMode(TorchFunctionMode):
         self.noted: set[Place] = set()
         self.later = 0  # the number of modes that were pushed later, when it was removed
 
-    def push(self) -> None:
+    def begin(self) -> None:
         """Intercept from now on, for interventions that may be others than before.
 
         It takes the place that it had: the modes of others that were pushed later end before it.
@@ -127,7 +127,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     refuse_scripted(door, CAPTURED, modules)
     # The same one after a change of the interventions, which may follow a forward.
     mode: _GradMode = door.kept.setdefault(CAPTURED, _GradMode(door))
-    mode.push()
+    mode.begin()
     door.stack.callback(mode.close)
     for names, param, _ in found:
         if not isinstance(param, Tensor):
