@@ -17,7 +17,7 @@ from gradsurg.core.observers import observed_modules
 from gradsurg.core.operation import Operation
 from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
 from gradsurg.core.pitfalls.base import Pitfall
-from gradsurg.core.site_hook import Joint, SiteHook
+from gradsurg.core.site_hook import Joint, SiteHook, callers
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.fields import SelectionError
@@ -80,7 +80,8 @@ class Attachment:
         self.at_tick: list[Callable[[], None]] = []  # called before a step is counted
         self.at_first_steps: list[Callable[[], None]] = []
         self._pitfalls: dict[type[Pitfall], Pitfall] = {}
-        self._listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}  # Any: methods
+        self.listeners: dict[str, list[Any]] = {moment: [] for moment in MOMENTS}  # Any: methods
+        self.in_order = callers(self)
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
@@ -91,8 +92,6 @@ class Attachment:
         self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
         self._wanted: dict[Place, list[Operation]] = {}
-        self._joints: dict[tuple[SiteHook, ...], Joint] = {}
-        self._owners: dict[object, tuple[SiteHook, ...]] = {}  # by the function that PyTorch has
         effects.begin(self.clock.step)
 
     # What hooks and kinds read.
@@ -168,11 +167,11 @@ class Attachment:
 
         The moments are methods of `Pitfall`.
         """
-        for listener in [*self._listeners[moment]]:
+        for listener in [*self.listeners[moment]]:
             for text in listener(self, *found) or ():
                 self.warn_once(text)
             if moment in listener.__self__.done:
-                self._listeners[moment].remove(listener)
+                self.listeners[moment].remove(listener)
 
     # Changes, for the handle.
 
@@ -328,8 +327,8 @@ class Attachment:
         self._model = self.scaler = None
         self.at_tick.clear()
         self.at_first_steps.clear()
-        tables = self._stacks, self._met, self._wanted, self._joints, self._owners, self.kept
-        for table in (*tables, self._pitfalls, *self._listeners.values()):
+        tables = self._stacks, self._met, self._wanted, self.kept, self._pitfalls
+        for table in (*tables, *self.listeners.values()):
             table.clear()
         self.clock.observations.clear()
         self.clock.error, self.clock.batch = None, {}
@@ -365,7 +364,7 @@ class Attachment:
         if place not in self._met:
             with self._lock:
                 hooks = [operation.hook_at(place) for operation in self.wants(place)]
-                self._met[place] = self._joint_of(hooks)
+                self._met[place] = Joint(hooks) if hooks else None
         joint = self._met[place]
         if joint is None:
             return None
@@ -386,8 +385,8 @@ class Attachment:
                 acting = first.setdefault(operation, hook)
                 if acting is not hook:
                     self.ledger.enter(operation.label, acting.entry.site, [hook.entry.site])
-        joint = self._joint_of([first[each] for each in self.operations if each in first])
-        return None if joint is None else joint.placed()
+        hooks = [first[each] for each in self.operations if each in first]
+        return Joint(hooks).placed() if hooks else None
 
     def found(self, kind: Kind) -> Sequence[Named]:
         """See `Door.found`."""
@@ -454,7 +453,7 @@ class Attachment:
         """Yield the warnings to emit when the surgery ends."""
         if self.shadow and not self.effects.every:
             return  # nothing acts and nothing is measured
-        for listener in self._listeners["closed"]:
+        for listener in self.listeners["closed"]:
             yield from (text for text in listener(self) or () if text not in self.warned)
         yield from self.removed
         if self.has_multi_task:
@@ -510,27 +509,20 @@ class Attachment:
         """The interventions at a kind of site."""
         return [each for each in self.operations if kind in each.kinds]
 
-    def _joint_of(self, hooks: Iterable[SiteHook]) -> Joint | None:
-        """The hooks as one, always the same, whose function is known as theirs."""
-        key = tuple(hooks)
-        if key and key not in self._joints:
-            self._joints[key] = joint = Joint(key)
-            self._owners[joint.call] = key
-        return self._joints.get(key)
-
     def _without(self, acted: Iterable[Callable[..., object]], joint: Joint) -> Joint | None:
         """The hooks that do not act on a tensor yet; the sites of others are names of one place.
 
         PyTorch drops the hooks of a tensor that is changed in place: its gradient is another one.
         """
         plain = (getattr(function, "func", function) for function in acted)
-        acting = {hook.operation: hook for own in plain for hook in self._owners.get(own, ())}
+        acting = {hook.operation: hook for own in plain for hook in getattr(own, "hooks", ())}
         for hook in joint.hooks:
             first = acting.get(hook.operation, hook)
             if first is not hook:
                 entry, alias = first.entry, hook.entry.site
                 self.ledger.enter(entry.intervention, entry.site, [alias], entry.skipped)
-        return self._joint_of(hook for hook in joint.hooks if hook.operation not in acting)
+        left = [hook for hook in joint.hooks if hook.operation not in acting]
+        return joint if len(left) == len(joint.hooks) else Joint(left) if left else None
 
     def check_idle(self) -> None:
         """Raise RuntimeError if the surgery is detached, or a backward pass runs."""
@@ -618,8 +610,8 @@ class Attachment:
             if pitfall not in self._pitfalls:
                 self._pitfalls[pitfall] = made = pitfall()
                 for moment, listener in listeners_of(made):
-                    self._listeners[moment].append(listener)
-        if self._listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
+                    self.listeners[moment].append(listener)
+        if self.listeners["forward_ended"] and self.processes > 1 and not self._listens_to_forward:
             self._listens_to_forward = True
 
             @compiling.untraced

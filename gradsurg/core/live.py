@@ -13,6 +13,7 @@ from gradsurg.core.intervention import Intervention
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.messages import nearest
+from gradsurg.sites.selection import one_scan
 from gradsurg.transforms.base import SKIPPED
 from gradsurg.triggers.base import Clock, Trigger
 
@@ -287,7 +288,9 @@ class Live:
         if not self._finalizer.alive:
             return
         try:
-            _warn(list(self.attachment.end_warnings()))
+            with one_scan(self.attachment.model):
+                warnings = list(self.attachment.end_warnings())
+            _warn(warnings)
         finally:
             self.abort()
 

@@ -1,6 +1,6 @@
 """One intervention at one place: trigger, transform, check, count, measure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -19,6 +19,7 @@ from gradsurg.transforms.base import (
 )
 
 if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
     from gradsurg.core.intervention import Facts
     from gradsurg.core.operation import Operation
 
@@ -48,7 +49,7 @@ class SiteHook:
     """
 
     __slots__ = (
-        *("_simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
+        *("simple", "call", "checked_for", "contexts", "entry", "is_tried", "keys", "operation"),
         *("shapes", "slots"),
     )
 
@@ -74,7 +75,7 @@ class SiteHook:
         self.slots = [attachment.effects.slot(label, self.entry) for label in operation.labels]
         self.shapes: list[torch.Size | None]
         self.renew()
-        self.call: SiteFn = self._make_call()
+        self.call: SiteFn = attachment.in_order((self,))
 
     def renew(self) -> None:
         """Take over the links of the operation, which were changed.
@@ -84,9 +85,9 @@ class SiteHook:
         """
         first, *others = self.operation.links
         is_simple = first.is_trusted and not first.refuses_graph and not others
-        self._simple = None
+        self.simple = None
         if is_simple and first.apply is not None:
-            self._simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
+            self.simple = first.apply, self.contexts[0], self.slots[0], first.keeps_shape
         self.is_tried = False
         self.shapes = [None] * len(self.contexts)
 
@@ -114,49 +115,7 @@ class SiteHook:
         for context in self.contexts:
             context.step = NO_STEP
 
-    def _make_call(self) -> SiteFn:
-        # A closure over what does not change: autograd calls it in half the time of a method.
-        operation, entry = self.operation, self.entry
-        attachment = operation.attachment
-        clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
-        strided, any_autocast = torch.strided, autograd.any_autocast
-
-        def call(
-            grad: Tensor | None,
-            value: Tensor | None = None,
-            entering: tuple[Tensor | None, ...] = (),
-            layer: LayerCall | None = None,
-        ) -> Tensor | None:
-            if grad is None:
-                return None
-            is_open = self.checked_for is operation.fast_path
-            if not is_open or grad.layout is not strided or any_autocast():
-                return self._run_checked(grad, value, entering, layer)
-            entry.fired += 1
-            if self._simple is None:
-                result = self._run_links(grad, value, None, full_check=False)
-                return None if result is grad or shadow else result
-            # `_apply` without what a trusted transform without state does not need.
-            apply, context, slot, keeps_shape = self._simple
-            if context.step != clock.step:
-                context.step, context.call = clock.step, 0
-            else:
-                context.call += 1
-                operation.attachment.tell("further_gradient", self, context.call)
-            try:
-                result = apply(grad, context)
-            except Exception as error:  # whatever a user's transform raises
-                error.add_note(self._where(0))
-                raise
-            if not keeps_shape and not _is_like(result, grad):
-                raise self._result_error(0, grad, result)
-            if operation.sampling:
-                add(slot, grad, result)
-            return None if result is grad or shadow else result
-
-        return call
-
-    def _run_checked(
+    def run_checked(
         self,
         grad: Tensor,
         value: Tensor | None,
@@ -188,7 +147,7 @@ class SiteHook:
         self.check_dense(grad)
         with without_autocast(grad.device.type):
             given = entering if "entering" in operation.asks else ()
-            result = self._run_links(grad, value, on_device, True, given, layer)
+            result = self.run_links(grad, value, on_device, True, given, layer)
         if sparse is None:
             self.checked_for = operation.configuration
         if result is grad or attachment.shadow:
@@ -200,7 +159,7 @@ class SiteHook:
             indices, result, shape, is_coalesced=True, check_invariants=False
         )
 
-    def _run_links(
+    def run_links(
         self,
         grad: Tensor,
         value: Tensor | None,
@@ -256,13 +215,13 @@ class SiteHook:
                 else:
                     result = apply(grad, context)
         except Exception as error:  # a user's transform may raise anything; it is raised again
-            error.add_note(self._where(index))
+            error.add_note(self.where(index))
             raise
         context.value = None
         if checks:
             result = self.check_result(index, grad, version, result, value, state)
         elif not link.keeps_shape and not _is_like(result, grad):
-            raise self._result_error(index, grad, result)
+            raise self.result_error(index, grad, result)
         if state:
             if fires is not None:
                 state = link.chosen(state, before, fires)
@@ -350,7 +309,7 @@ class SiteHook:
             or result.device != grad.device
             or result.layout is not grad.layout
         ):
-            raise self._result_error(index, grad, result)
+            raise self.result_error(index, grad, result)
         if autograd.version_of(grad) != version:
             raise RuntimeError(
                 f"{link.label}: changed the gradient in place at site '{site}', where other "
@@ -400,7 +359,7 @@ class SiteHook:
                 "whose shape stays."
             )
 
-    def _result_error(self, index: int, grad: Tensor, result: object) -> TypeError:
+    def result_error(self, index: int, grad: Tensor, result: object) -> TypeError:
         """The error for a result of another type, shape, dtype, device or layout."""
         link, step = self.operation.links[index], self.operation.attachment.clock.step
         return TypeError(
@@ -409,7 +368,7 @@ class SiteHook:
             f"{_described(result)}."
         )
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
         step = self.operation.attachment.clock.step
         label = self.operation.links[index].label
         return f"while {label} acted at site '{self.entry.site}', step {step}"
@@ -425,9 +384,11 @@ class Joint:
 
     def __init__(self, hooks: Sequence[SiteHook]) -> None:
         self.hooks = tuple(hooks)
-        asks = [hook.operation.asks for hook in hooks]
-        self.asks: frozenset[Ask] = frozenset(ask for each in asks for ask in each)
-        self.call: SiteFn = hooks[0].call if len(hooks) == 1 else _in_order(hooks)
+        first, *others = hooks
+        self.asks: frozenset[Ask] = first.operation.asks.union(*(o.operation.asks for o in others))
+        self.call: SiteFn = (
+            first.operation.attachment.in_order(self.hooks) if others else first.call
+        )
 
     def placed(self) -> "Joint":
         """Note that PyTorch has these hooks; return them."""
@@ -484,22 +445,62 @@ def _unchanged(
     return None
 
 
-def _in_order(hooks: Sequence[SiteHook]) -> SiteFn:
-    calls = [hook.call for hook in hooks]
+def callers(attachment: "Attachment") -> Callable[[tuple[SiteHook, ...]], SiteFn]:
+    """Return the maker of the functions that autograd calls for the hooks of one place.
 
-    def call(
-        grad: Tensor | None,
-        value: Tensor | None = None,
-        entering: tuple[Tensor | None, ...] = (),
-        layer: LayerCall | None = None,
-    ) -> Tensor | None:
-        result = grad
-        for each in calls:
-            changed = each(result, value, entering, layer)
-            result = result if changed is None else changed
-        return None if result is grad else result
+    They are closures, which autograd calls in half the time of a method, and all of an attachment
+    share what does not change.
+    """
+    clock, shadow, add = attachment.clock, attachment.shadow, attachment.effects.add
+    told = attachment.listeners["further_gradient"]
+    strided, any_autocast = torch.strided, autograd.any_autocast
 
-    return call
+    def in_order(hooks: tuple[SiteHook, ...]) -> SiteFn:
+        def call(
+            grad: Tensor | None,
+            value: Tensor | None = None,
+            entering: tuple[Tensor | None, ...] = (),
+            layer: LayerCall | None = None,
+        ) -> Tensor | None:
+            if grad is None:
+                return None
+            result, is_plain = grad, grad.layout is strided and not any_autocast()
+            for hook in hooks:
+                operation = hook.operation
+                if not is_plain or hook.checked_for is not operation.fast_path:
+                    changed = hook.run_checked(result, value, entering, layer)
+                    result = result if changed is None else changed
+                    continue
+                hook.entry.fired += 1
+                if hook.simple is None:
+                    changed = hook.run_links(result, value, None, full_check=False)
+                else:
+                    # `apply` without what a trusted transform without state does not need.
+                    apply, context, slot, keeps_shape = hook.simple
+                    if context.step != clock.step:
+                        context.step, context.call = clock.step, 0
+                    else:
+                        context.call += 1
+                        if told:
+                            operation.attachment.tell("further_gradient", hook, context.call)
+                    try:
+                        changed = apply(result, context)
+                    except Exception as error:  # whatever a user's transform raises
+                        error.add_note(hook.where(0))
+                        raise
+                    if not keeps_shape and not _is_like(changed, result):
+                        raise hook.result_error(0, result, changed)
+                    if operation.sampling:
+                        add(slot, result, changed)
+                if not shadow:
+                    result = changed
+            return None if result is grad else result
+
+        # By this, hooks that act on a tensor already are found in PyTorch's table of its hooks.
+        vars(call)["hooks"] = hooks
+        return call
+
+    return in_order
 
 
 def without_graph(state: TransformState) -> TransformState:

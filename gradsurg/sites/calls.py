@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from gradsurg.sites.places import Door, Hook, Kind, Named
-from gradsurg.sites.selection import OUTSIDE, names_of
+from gradsurg.sites.selection import OUTSIDE, names_of, scanned
 from gradsurg.sites.tensors import with_value
 from gradsurg.torch_internals import autograd, compiling, module_hooks
 
@@ -274,6 +274,7 @@ def refuse_scripted(door: Door, kind: Kind, found: Sequence[Named]) -> None:
             door.refuse("TorchScript", kind, name)
 
 
+@scanned
 def modules_of(model: nn.Module) -> list[Named]:
     """Return every module of a model, itself as `root`."""
     named = names_of(model).items()

@@ -116,9 +116,9 @@ class Named(NamedTuple):
         return isinstance(self.thing, Tensor) and not self.thing.requires_grad
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of site in one of its modes.
+    """A kind of site in one of its modes, of which there is one object.
 
     `things` lists the modules or parameters of a model at which it may have places. `watch`
     registers the hooks on the modules or parameters that a selector may pick: it is called when a
@@ -129,12 +129,10 @@ class Kind:
 
     name: str
     mode: str
-    things: Callable[[nn.Module], list[Named]] = field(compare=False, repr=False)
-    watch: Callable[["Door", Sequence[Named], "Shared"], None] = field(compare=False, repr=False)
-    known_at: Literal["watch", "forward", "backward"] = field(
-        default="forward", compare=False, repr=False
-    )
-    reaches_new: bool = field(default=False, compare=False, repr=False)
+    things: Callable[[nn.Module], list[Named]] = field(repr=False)
+    watch: Callable[["Door", Sequence[Named], "Shared"], None] = field(repr=False)
+    known_at: Literal["watch", "forward", "backward"] = field(default="forward", repr=False)
+    reaches_new: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

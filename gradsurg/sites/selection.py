@@ -100,6 +100,10 @@ def one_scan(model: nn.Module) -> Iterator[None]:
     live on, it would look through all objects of the process again and again, for four fifths of
     the time of attaching.
     """
+    held = _tables.get()
+    if held is not None and held[0] is model:
+        yield  # inside another block
+        return
     token, was_enabled = _tables.set((model, {})), gc.isenabled()
     gc.disable()
     try:

@@ -25,6 +25,7 @@ from gradsurg.sites.selection import (
     matches_type,
     nothing_matched,
     owned_params,
+    scanned,
     unnumbered,
     why_not_called,
 )
@@ -168,6 +169,7 @@ class ParamSelector(NamedSelector):
             raise all_frozen(self, [named.names[0] for named in found])
 
 
+@scanned
 def params_of(model: nn.Module) -> list[Named]:
     """Return every parameter of a model once, with all its names and owners."""
     return [

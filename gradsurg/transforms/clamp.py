@@ -1,10 +1,15 @@
 """Clamp: bound every entry from below and above."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from gradsurg.plugins.fields import Contradiction, validated
 from gradsurg.transforms.base import Stateless, TransformContext, TransformProperty
+
+SMALLEST_MAX = torch.finfo(torch.float16).max
+"""Bounds up to this are within every dtype: most calls do without `torch.finfo`."""
 
 
 @validated
@@ -39,9 +44,15 @@ class Clamp(Stateless):
         }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
+        if self._fits_every_dtype:
+            return grad.clamp(self.low, self.high)
         largest = torch.finfo(grad.dtype).max
         low, high = (
             None if bound is None else min(max(bound, -largest), largest)
             for bound in (self.low, self.high)
         )
         return grad.clamp(low, high)
+
+    @cached_property
+    def _fits_every_dtype(self) -> bool:
+        return all(abs(bound or 0.0) <= SMALLEST_MAX for bound in (self.low, self.high))
