@@ -18,6 +18,7 @@ from gradsurg.core.operation import Operation
 from gradsurg.core.pitfalls import MOMENTS, listeners_of, listening, refusal
 from gradsurg.core.pitfalls.base import Pitfall
 from gradsurg.core.site_hook import Joint, SiteHook, callers
+from gradsurg.core.traced import TracedHook, why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
 from gradsurg.plugins.fields import SelectionError
@@ -388,6 +389,28 @@ class Attachment:
         hooks = [first[each] for each in self.operations if each in first]
         return Joint(hooks).placed() if hooks else None
 
+    def traced(
+        self, kind: Kind, found: Sequence[Named], suffix: str = ""
+    ) -> dict[nn.Module, TracedHook]:
+        """See `Door.traced`."""
+        operations, hooks = self._at(kind), dict[nn.Module, TracedHook]()
+        if self.effects.every or self.shadow or self.aggregators:
+            return hooks
+        # The tensor of a module around others may be theirs, at which the same hook acts: that is
+        # not seen while a module is traced.
+        holds_others = any(next(named.owners[0].children(), None) is not None for named in found)
+        if holds_others or any(why_it_breaks(each.intervention) for each in operations):
+            return hooks
+        for named in found:
+            names = {(kind, name) for name in named.names}
+            acting = [each for each in operations if names & each.near]
+            # The calls of a module with several names take them in turn.
+            if all(names <= each.near for each in acting):
+                place = Place(kind, named.names[:1], ref(named.owners[0]), 0, suffix=suffix)
+                hooks[named.owners[0]] = hook = TracedHook(acting, place)
+                self.stack.callback(hook.close)
+        return hooks
+
     def found(self, kind: Kind) -> Sequence[Named]:
         """See `Door.found`."""
         kinds = dict.fromkeys(each for operation in self._at(kind) for each in operation.kinds)
@@ -652,7 +675,6 @@ class Attachment:
         if not waiting:
             return
 
-        @compiling.untraced
         def ended(module: nn.Module, args: object, output: object) -> None:
             is_whole = torch.is_grad_enabled() and not autograd.in_backward()
             if is_whole and compiling.in_jit_trace():
@@ -664,7 +686,7 @@ class Attachment:
                 handle.remove()
                 self._check_after_forward(checked, output)
 
-        handle = self.model.register_forward_hook(ended)
+        handle = self.model.register_forward_hook(self._shared.untraced(ended))
         self._ended.callback(handle.remove)
 
     def _check_after_forward(self, operations: Iterable[Operation], output: object) -> None:

@@ -17,12 +17,14 @@ from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
 from gradsurg.core.pitfalls import refuse_at_once, visible_rows
+from gradsurg.core.traced import why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.sites.model_tree import tree
 from gradsurg.sites.places import AVERAGED
 from gradsurg.sites.selection import inner_model, one_scan, params_of
 from gradsurg.sites.tree_table import TensorSpec, plural
 from gradsurg.sites.wrapped_models import of_first_process
+from gradsurg.torch_internals import compiling
 from gradsurg.transforms.base import Stateless, TransformState, init_all
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.probability import Probability
@@ -382,10 +384,17 @@ def _about_model(model: object) -> str:
 def _contexts(item: Intervention, model: nn.Module) -> list[str]:
     """Return a line for each cell of the table of contexts that applies to a model as it is."""
     rows = visible_rows(item.at, model, "" if item.aggregator else item.stage)
-    return [
+    lines = [
         f"  {f'{row.kind} {row.stage}'.rstrip()} {row.outcome} in {row.context}: {row.sentences}"
         for row in dict.fromkeys(rows)
     ]
+    if item.aggregator is None and any(map(compiling.is_compiled, model.modules())):
+        kinds = [leaf.kind_at(item.stage) for leaf in item.at.leaves]
+        if any(kind.known_at == "forward" for kind in kinds):
+            why = why_it_breaks(item)
+            text = f"each module is a graph break: {why}" if why else "one graph if effects_every=0"
+            lines.append(f"  compiled: {text}")
+    return lines
 
 
 def _state_size(

@@ -31,7 +31,8 @@ class Entry:
     gradients whose trigger was decided on the device, `fired_on_device` those among them for which
     it fired. `earlier_*` are the counts of an interrupted run. `sent` is the number of bytes that
     this process sent for gradients of the site, if it is one where they are sent. `foreign` names
-    other hooks at the same place; `is_other_name` says that calls of its module go by another name.
+    other hooks at the same place; `is_other_name` says that calls of its module go by another name,
+    `is_traced` that compiled code acts there, which counts nothing.
     """
 
     intervention: str
@@ -40,6 +41,7 @@ class Entry:
     skipped: str = ""
     foreign: list[str] = field(default_factory=list)
     is_other_name: bool = False
+    is_traced: bool = False
     fired: int = 0
     not_fired: int = 0
     on_device: int = 0
@@ -177,7 +179,7 @@ class Ledger:
         If one passed at another site, those with a reason are in the table, and not listed.
         """
         entries = self.of(intervention)
-        silent = [entry for entry in entries if not entry.all_calls]
+        silent = [entry for entry in entries if not entry.all_calls and not entry.is_traced]
         if len(silent) < len(entries):
             silent = [entry for entry in silent if not entry.skipped or entry.is_other_name]
         reasons = ((entry.site, entry.skipped) for entry in silent)
@@ -193,6 +195,8 @@ class Ledger:
             names = " = ".join([entry.site, *entry.aliases])
             # A skipped site that has calls after all, as in an evaluation, needs no note.
             note = f"  ({entry.skipped})" if entry.skipped and not entry.all_calls else ""
+            if entry.is_traced:
+                note += "  (in compiled code, where gradients are not counted)"
             if entry.foreign:
                 note += f"  (beside hooks of others: {', '.join(entry.foreign)})"
             counts = [f"{entry.all_calls}", f"{entry.all_fired}"]

@@ -143,14 +143,25 @@ class Shared:
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self.threads: list[ThreadCalls] = []
+        self._breaking: list[ThreadCalls] = []  # of the kinds that break compiled graphs
         self._stack = ExitStack()
 
-    def follow(self, stack: ExitStack) -> ThreadCalls:
-        """Return the calls for one more kind, which are numbered until `stack` is closed."""
+    def follow(self, stack: ExitStack, *, is_traced: bool = False) -> ThreadCalls:
+        """Return the calls for one more kind, which are numbered until `stack` is closed.
+
+        `is_traced` says that its hooks need no numbers in compiled code.
+        """
         thread = ThreadCalls(self._names)
-        self.threads.append(thread)
-        stack.callback(self.threads.remove, thread)
+        for threads in (self.threads, *[self._breaking] * (not is_traced)):
+            threads.append(thread)
+            stack.callback(threads.remove, thread)
         return thread
+
+    def untraced(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Wrap a hook of the model: compiled code does without it if no kind needs numbers there,
+        and is left otherwise, as it would lose the side effects.
+        """
+        return (compiling.untraced if self._breaking else _left_out)(hook)
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, ...]]:
@@ -191,9 +202,9 @@ class Shared:
                     unchanged()
 
         pre_hook, hook = model.register_forward_pre_hook, model.register_forward_hook
-        self._stack.callback(pre_hook(compiling.untraced(begin), prepend=True).remove)
-        self._stack.callback(hook(compiling.untraced(end), always_call=True).remove)
-        self._stack.callback(hook(compiling.untraced(check)).remove)
+        self._stack.callback(pre_hook(self.untraced(begin), prepend=True).remove)
+        self._stack.callback(hook(self.untraced(end), always_call=True).remove)
+        self._stack.callback(hook(self.untraced(check)).remove)
 
     @property
     def has_graphless(self) -> bool:
@@ -205,6 +216,14 @@ class Shared:
         self._stack.close()
 
 
+def nothing(*args: object) -> None:
+    """A hook that takes the place of one in compiled code that does without it."""
+
+
+def _left_out(hook: Callable[..., None]) -> Callable[..., None]:
+    return compiling.traceable(hook, nothing)
+
+
 def register(
     door: Door,
     found: Sequence[Named],
@@ -213,20 +232,29 @@ def register(
     *,
     makes_alias: bool = False,
     always: bool = False,
+    traced: Mapping[nn.Module, tuple[Callable[..., object], Callable[..., object]]] | None = None,
 ) -> None:
     """Register a pre-hook and a hook with keyword arguments on modules.
+
+    `traced` has the functions that take their places in compiled code; a module without them breaks
+    the compiled graph.
 
     `always` calls the hook after a call that raises, too. `makes_alias` says that the pre-hook puts
     aliases in the place of inputs: it runs after those that do not, as these hook the inputs
     themselves.
     """
-    before, after = compiling.untraced(before), compiling.untraced(after)
-    vars(before)["makes_alias"] = makes_alias
+    plain_before, plain_after = compiling.untraced(before), compiling.untraced(after)
+    vars(plain_before)["makes_alias"] = makes_alias
     for _, module, _ in found:
         assert isinstance(module, nn.Module)
-        handle = module_hooks.register_pre_hook_before(_makes_alias, module, before)
+        first, last = plain_before, plain_after
+        if traced and module in traced:
+            first = compiling.traceable(before, traced[module][0])
+            last = compiling.traceable(after, traced[module][1])
+            vars(first)["makes_alias"] = makes_alias
+        handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
         door.stack.callback(handle.remove)
-        handle = module.register_forward_hook(after, with_kwargs=True, always_call=always)
+        handle = module.register_forward_hook(last, with_kwargs=True, always_call=always)
         door.stack.callback(handle.remove)
 
 

@@ -1,7 +1,7 @@
 """Inputs: the gradient with respect to the input of a module."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -11,8 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_scripted, register
-from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage
+from gradsurg.sites.calls import (
+    Call,
+    Shared,
+    hook_tensor,
+    modules_of,
+    nothing,
+    refuse_scripted,
+    register,
+)
+from gradsurg.sites.places import NO_GRADIENT, Door, Hook, Kind, Named, Place, Stage, Traced
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import (
     alias_of,
@@ -23,7 +31,7 @@ from gradsurg.sites.tensors import (
     tensors_in,
     unwritten,
 )
-from gradsurg.torch_internals import autograd, module_hooks
+from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import LayerCall, Need
 
 SUFFIX = ".input"
@@ -56,11 +64,22 @@ class _Watched:
     def __init__(self, kind: Kind, door: Door, found: Sequence[Named], shared: Shared) -> None:
         refuse_scripted(door, kind, found)
         self.kind, self.door, self.is_branch = kind, door, kind.mode == "branch"
-        self.thread = shared.follow(door.stack)
+        # Compiled code sees neither writes to an input nor that modules take the same tensor.
+        known = [named for named in found if self.is_branch and _leaves_inputs(named.owners[0])]
+        hooks = door.traced(kind, known, SUFFIX)
+        self.thread = shared.follow(door.stack, is_traced=len(hooks) == len(found))
         # By calls that have taken one bare tensor; None if no intervention acts there.
         self.single: dict[Call, tuple[Hook, str] | None] = {}
         self.noted = set[Call]()  # of calls whose only input needs no gradient
-        register(door, found, self.before, self.after, makes_alias=self.is_branch, always=True)
+        register(
+            door,
+            found,
+            self.before,
+            self.after,
+            makes_alias=self.is_branch,
+            always=True,
+            traced={module: (self._traced(hook), nothing) for module, hook in hooks.items()},
+        )
 
     # Any: a user's values
     def before(
@@ -90,6 +109,24 @@ class _Watched:
                     running.keep(own, site, self.is_branch)
                     return ((own,), kwargs) if self.is_branch else None
         return self._hooked_arguments(module, call, running, (args, kwargs))
+
+    def _traced(self, hook: Traced) -> Callable[..., Arguments | None]:
+        """The pre-hook of a module in compiled code."""
+        breaking = compiling.untraced(self.before)
+
+        def acting(
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
+        ) -> Arguments | None:
+            given = args[0] if len(args) == 1 and not kwargs else None
+            if not (isinstance(given, Tensor) and given.is_floating_point()):
+                return breaking(module, args, kwargs)
+            if not given.requires_grad or not hook.mark(hook.key):
+                return None
+            own = given[...]
+            own.register_hook(hook.call)
+            return (own,), kwargs
+
+        return acting
 
     def after(self, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         """Check that a call has not written to its inputs."""
@@ -180,11 +217,17 @@ class _Watched:
         self.door.refuse("in-place write", self.kind, site, fault=fault)
 
 
+def _leaves_inputs(module: nn.Module) -> bool:
+    """Whether it is a layer of PyTorch that does not write to its input."""
+    is_known = type(module).__module__.startswith("torch.nn.modules.")
+    return is_known and not getattr(module, "inplace", False)
+
+
 def _kind(mode: str) -> Kind:
     def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
         _Watched(kind, door, found, shared)
 
-    kind = Kind("Inputs", mode, modules_of, watch)
+    kind = Kind("Inputs", mode, modules_of, watch, is_traced=mode == "branch")
     return kind
 
 

@@ -1,6 +1,6 @@
 """Outputs: the gradient with respect to the output of a module."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -8,19 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from gradsurg.plugins.fields import validated
-from gradsurg.sites.calls import Call, Shared, hook_tensor, modules_of, refuse_scripted, register
-from gradsurg.sites.places import Door, Hook, Kind, Named, Place, Stage
+from gradsurg.sites.calls import (
+    Call,
+    Shared,
+    hook_tensor,
+    modules_of,
+    nothing,
+    refuse_scripted,
+    register,
+)
+from gradsurg.sites.places import Door, Hook, Kind, Named, Place, Stage, Traced
 from gradsurg.sites.selection import Pattern, matches
 from gradsurg.sites.selectors import ModuleSelector
 from gradsurg.sites.tensors import is_new, original, rebuilt, tensors_in, unwritten
-from gradsurg.torch_internals import autograd, module_hooks
+from gradsurg.torch_internals import autograd, compiling, module_hooks
 from gradsurg.transforms.base import Need
 
 
 def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
     """Hook each tensor that the modules return, at the end of each of their calls."""
     refuse_scripted(door, OUTPUTS, found)
-    thread = shared.follow(door.stack)
+    hooks = door.traced(OUTPUTS, found)
+    thread = shared.follow(door.stack, is_traced=len(hooks) == len(found))
     single: dict[Call, Hook | None] = {}  # of the calls that have returned one bare tensor
 
     # Any: a user's values
@@ -71,10 +80,27 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
             return hooked("", output)
         return rebuilt(output, hooked)
 
-    register(door, found, before, after)
+    def traced(hook: Traced) -> Callable[..., object]:
+        breaking = compiling.untraced(after)
+
+        def acting(
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object
+        ) -> object:
+            if not (isinstance(output, Tensor) and output.is_floating_point()):
+                return breaking(module, args, kwargs, output)
+            if output.requires_grad and hook.mark(hook.key):
+                if any(output is given for given in (*args, *kwargs.values())):
+                    output = output[...]
+                output.register_hook(hook.call)
+            return output
+
+        return acting
+
+    pairs = {module: (nothing, traced(hook)) for module, hook in hooks.items()}
+    register(door, found, before, after, traced=pairs)
 
 
-OUTPUTS = Kind("Outputs", "", modules_of, watch)
+OUTPUTS = Kind("Outputs", "", modules_of, watch, is_traced=True)
 
 
 @validated

@@ -124,7 +124,8 @@ class Kind:
     registers the hooks on the modules or parameters that a selector may pick: it is called when a
     surgery is attached, and again after each change of its interventions. `known_at` says when all
     its places are known: at once, after a forward, or only after a backward pass. `reaches_new`
-    says that its hooks reach modules and parameters that come later.
+    says that its hooks reach modules and parameters that come later, `is_traced` that they may act
+    in compiled code.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Kind:
     watch: Callable[["Door", Sequence[Named], "Shared"], None] = field(repr=False)
     known_at: Literal["watch", "forward", "backward"] = field(default="forward", repr=False)
     reaches_new: bool = field(default=False, repr=False)
+    is_traced: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,6 +490,23 @@ class Hook(Protocol):
         """Count the bytes that this process has sent for a gradient."""
 
 
+class Traced(Protocol):
+    """What acts at each call of a module, for code that torch.compile traces.
+
+    `mark(key)` is called while it is traced: it notes the site in the ledger, and returns whether
+    to act there. `call` is a function of the gradient without side effects.
+    """
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def mark(self) -> Callable[[str], bool]: ...
+
+    @property
+    def call(self) -> Callable[[Tensor], Tensor]: ...
+
+
 class PlacesHook(Protocol):
     """One intervention over the places of a list at which it acts.
 
@@ -596,6 +615,15 @@ class Door(Protocol):
 
         A hook calls `skip` to skip the step of the optimizer, and then yields None for each place.
         A list may be met again when it has changed.
+        """
+        ...
+
+    def traced(
+        self, kind: Kind, found: Sequence[Named], suffix: str = ""
+    ) -> "Mapping[nn.Module, Traced]":
+        """Return what acts in compiled code at each of these modules; others break its graph.
+
+        Called in `watch` alone. `suffix` is that of the site ids.
         """
         ...
 

@@ -20,6 +20,7 @@ from gradsurg.sites.places import (
     Selector,
     SiteFn,
     Stage,
+    Traced,
     things_of,
 )
 from gradsurg.sites.step_hooks import OptimizerSteps
@@ -116,6 +117,11 @@ class Notebook:
     def meet_shared(self, places: Sequence[Place]) -> "_Hook | None":
         wanted = [place for place in places if self.wants(place)]
         return self._hook(wanted[0].site, wanted) if wanted else None
+
+    def traced(
+        self, kind: Kind, found: Sequence[Named], suffix: str = ""
+    ) -> dict[nn.Module, Traced]:
+        return {}  # the forward of a copy runs, which is not compiled
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None

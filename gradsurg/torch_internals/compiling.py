@@ -50,6 +50,32 @@ def untraced(function: Function, compiled: Function | None = None) -> Function:
     return _hook(_skip()(run))
 
 
+def traceable(function: Function, traced: Function) -> Function:
+    """Wrap a hook of a module for which Dynamo traces another function, without side effects."""
+
+    def run(*args: object) -> object:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(*args)
+        return function(*args)
+
+    return _hook(run)
+
+
+def called_when_traced(function: Function) -> Function:
+    """Mark a function that Dynamo calls once, while it traces; its result is a constant."""
+    # As `torch.compiler.assume_constant_result`, which imports Dynamo.
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def trace_as_one(function: Callable[..., object]) -> None:
+    """Let Dynamo take a function as one operation, whose numbers are constants.
+
+    It would trace a number that changes as a variable, which it does not allow in a tensor's hook.
+    """
+    torch.compiler.allow_in_graph(function)
+
+
 _skip = cache(partial(lookup, "torch._dynamo.decorators:skip"))  # slow to import
 
 

@@ -1,7 +1,5 @@
 """Clamp: bound every entry from below and above."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -44,15 +42,11 @@ class Clamp(Stateless):
         }
 
     def apply(self, grad: Tensor, context: TransformContext) -> Tensor:
-        if self._fits_every_dtype:
-            return grad.clamp(self.low, self.high)
-        largest = torch.finfo(grad.dtype).max
-        low, high = (
-            None if bound is None else min(max(bound, -largest), largest)
-            for bound in (self.low, self.high)
-        )
+        low, high, most = self.low, self.high, SMALLEST_MAX
+        is_small = (low is None or -most <= low <= most) and (high is None or -most <= high <= most)
+        if not is_small:
+            most = torch.finfo(grad.dtype).max
+            low, high = (
+                None if bound is None else min(max(bound, -most), most) for bound in (low, high)
+            )
         return grad.clamp(low, high)
-
-    @cached_property
-    def _fits_every_dtype(self) -> bool:
-        return all(abs(bound or 0.0) <= SMALLEST_MAX for bound in (self.low, self.high))

@@ -120,7 +120,8 @@ class NeverCalled(Pitfall):
             attachment.warn_once(text)
         for operation in attachment.operations:
             label = operation.label
-            has_acted = any(entry.all_calls for entry in attachment.ledger.of(label))
+            entries = attachment.ledger.of(label)
+            has_acted = any(entry.all_calls or entry.is_traced for entry in entries)
             if operation.answer is not False and operation.stage != "captured" and not has_acted:
                 sites = attachment.ledger.silent(label) or "any site"
                 text = f"{label}: {self.why.format(sites=sites)}"
