@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from gradsurg.core import expectations
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.list_hook import ListHook
 from gradsurg.core.observers import observed_modules
@@ -21,16 +22,13 @@ from gradsurg.core.site_hook import Joint, SiteHook, callers
 from gradsurg.core.traced import TracedHook, why_it_breaks
 from gradsurg.effects.effects import Effects
 from gradsurg.effects.ledger import Ledger, warn_user
-from gradsurg.plugins.fields import SelectionError
 from gradsurg.plugins.messages import nearest
 from gradsurg.plugins.reductions import of_shards
-from gradsurg.sites.call_graphs import after_backward, meets_more
 from gradsurg.sites.calls import Leaves, Shared
 from gradsurg.sites.places import NO_GRADIENT, Kind, Named, Place, SiteFn, Stage
-from gradsurg.sites.selection import TRACED, one_scan
+from gradsurg.sites.selection import one_scan
 from gradsurg.sites.step_hooks import OptimizerSteps
 from gradsurg.torch_internals import autograd, compiling, module_hooks
-from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
 from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock, TensorTrigger, Trigger
 
@@ -86,10 +84,10 @@ class Attachment:
         self.kept: dict[object, Any] = {}  # Any: see `Door.kept`
         self.stack = ExitStack()
         self._stacks: dict[Kind, ExitStack] = {}
-        self._shared = Shared(model)
+        self.shared = Shared(model)
         self._watching = ExitStack()  # the hooks that are no kind's
         self._listens_to_forward = False
-        self._ended = ExitStack()  # the hook that checks the places after the first forward
+        self.ended = ExitStack()  # the hook that checks the places after the first forward
         self._lock = RLock()  # two threads may meet a place for the first time
         self._met: dict[Place, Joint | None] = {}
         self._wanted: dict[Place, list[Operation]] = {}
@@ -226,7 +224,7 @@ class Attachment:
 
     def remove(self, operation: Operation) -> None:
         """Detach an intervention, and drop its states and the sites that saw no gradient."""
-        self.removed += self.ending(operation)
+        self.removed += expectations.ending(self, operation)
         self._watch([each for each in self.operations if each is not operation])
         self.forget(operation)
 
@@ -273,7 +271,7 @@ class Attachment:
             for kind in dict.fromkeys(kind for each in waiting for kind in each.kinds):
                 self._watch_kind(kind, self.found(kind))
             if self.operations:
-                self._check_places()
+                expectations.check_places(self)
         except BaseException:
             self.steps.close()
             raise
@@ -313,9 +311,9 @@ class Attachment:
             for each in (
                 *self._stacks.values(),
                 self._watching,
-                self._ended,
+                self.ended,
                 self.leaves,
-                self._shared,
+                self.shared,
             ):
                 stack.callback(each.close)
             stack.callback(self.steps.close)
@@ -420,7 +418,7 @@ class Attachment:
         for table in (self._met, self._wanted):
             for place in [place for place in table if place.kind == kind]:
                 del table[place]
-        return self._near(kind, things[kind])
+        return self.near(kind, things[kind])
 
     def meet_all(
         self, places: Sequence[Place], skip: Callable[[], None] | None = None
@@ -469,8 +467,7 @@ class Attachment:
 
     def expect_unmet(self) -> None:
         """Enter into the ledger the near names of all interventions at which no place was met."""
-        for operation in self.operations if self.is_open else ():
-            self._expect_unmet(operation)
+        expectations.enter_unmet(self)
 
     def end_warnings(self) -> Iterator[str]:
         """Yield the warnings to emit when the surgery ends."""
@@ -482,49 +479,7 @@ class Attachment:
         if self.has_multi_task:
             yield from self.multi_task.closing_warnings()
         for operation in self.operations:
-            yield from self.ending(operation)
-
-    def ending(self, operation: Operation) -> list[str]:
-        """Return the notes of an intervention that ends."""
-        for check in [*operation.end_checks]:
-            if text := check():
-                operation.note(text)
-        if operation.awaits_backward:
-            operation.note(
-                f"{operation.at.count} sites were expected, and no backward has run that would "
-                "show all of them"
-            )
-        entries = self.ledger.of(operation.label)
-        # Of silent sites the ledger warns.
-        if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
-            silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
-            if silent:
-                operation.note(f"nothing was selected by {silent}, a part of it")
-        return operation.notes
-
-    def _expect_unmet(self, operation: Operation) -> None:
-        entries = self.ledger.of(operation.label)
-        known = {site for entry in entries for site in (entry.site, *entry.aliases)}
-        for site, why in operation.at.unmet(self.model, operation.memory, operation.met):
-            if site not in known:
-                entry = self.ledger.enter(operation.label, site, skipped=why)
-                entry.is_other_name = bool(why)
-        self._note_foreign(operation)
-
-    def _note_foreign(self, operation: Operation) -> None:
-        """Note in the ledger the hooks of others at the places of an intervention."""
-        entries = self.ledger.of(operation.label)
-        for kind in operation.kinds:
-            for names, thing, _ in self._near(kind, kind.things(self.model)):
-                is_module = isinstance(thing, nn.Module)
-                tables = call_tables(thing) if is_module else tensor_tables(thing)
-                if kind.reaches_new:
-                    tables = (*tables, *module_hooks.global_hooks())
-                if others := foreign_hooks(*tables):
-                    for entry in entries:
-                        name = entry.site.partition("#")[0]
-                        if name in names:
-                            entry.foreign = others
+            yield from expectations.ending(self, operation)
 
     # Helpers.
 
@@ -615,10 +570,10 @@ class Attachment:
                         operation.observe(model)
             self.operations = operations
             for kind in kinds:
-                self._watch_kind(kind, self._near(kind, things[kind]))
-        if self._shared.threads:
-            self._shared.renew()
-        self._check_places()
+                self._watch_kind(kind, self.near(kind, things[kind]))
+        if self.shared.threads:
+            self.shared.renew()
+        expectations.check_places(self)
         for operation in operations:
             operation.is_new = False
         self._listen()
@@ -643,7 +598,7 @@ class Attachment:
 
             self._watching.callback(self.model.register_forward_hook(ended).remove)
 
-    def _near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
+    def near(self, kind: Kind, things: Sequence[Named]) -> list[Named]:
         """Those at which a place may be picked."""
         names = frozenset[tuple[Kind, str]]().union(*(each.near for each in self.operations))
         return [named for named in things if any((kind, name) in names for name in named.names)]
@@ -653,64 +608,4 @@ class Attachment:
         self._stacks.pop(kind, ExitStack()).close()
         if found:
             self.stack = self._stacks[kind] = ExitStack()
-            kind.watch(self, found, self._shared)
-
-    # The number of places.
-
-    def _check_places(self) -> None:
-        """Check the places that are known now, and have the first forward check the others."""
-        self._ended.close()
-        waiting: list[Operation] = []
-        for operation in self.operations:
-            if operation.stage == "step" and not self.steps.optimizers:
-                continue  # it waits for `bind`
-            wanted = operation.at.count
-            if any(kind.known_at != "watch" for kind in operation.kinds):
-                if wanted is not None or not operation.placed:
-                    waiting.append(operation)
-            elif wanted is not None:
-                self._check_count(operation)
-            elif not operation.met and (error := operation.at.nothing_met(operation.memory, False)):
-                raise error
-        if not waiting:
-            return
-
-        def ended(module: nn.Module, args: object, output: object) -> None:
-            is_whole = torch.is_grad_enabled() and not autograd.in_backward()
-            if is_whole and compiling.in_jit_trace():
-                for each in waiting:
-                    each.note(TRACED)
-            elif is_whole and waiting:
-                checked = [*waiting]
-                waiting.clear()
-                handle.remove()
-                self._check_after_forward(checked, output)
-
-        handle = self.model.register_forward_hook(self._shared.untraced(ended))
-        self._ended.callback(handle.remove)
-
-    def _check_after_forward(self, operations: Iterable[Operation], output: object) -> None:
-        for operation in operations:
-            selector, memory = operation.at, operation.memory
-            in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
-            may_meet_nodes = self._shared.has_graphless and meets_more(output, by_gradient=False)
-            if selector.count is None:
-                unmet = memory.rejected and not memory.has_picked
-                if unmet and (error := selector.nothing_met(memory, may_meet_nodes)):
-                    raise error
-            elif meets_more(output, in_backward):
-                operation.awaits_backward = True
-                after_backward(output, lambda late=operation: self._check_count(late))
-            else:
-                self._check_count(operation)
-
-    def _check_count(self, operation: Operation) -> None:
-        """Raise SelectionError if another number of places was met than `expect` asks for."""
-        if not operation.is_on:
-            return
-        operation.awaits_backward = False
-        wanted, sites = operation.at.count, [*operation.placed]
-        if wanted is not None and len(sites) != wanted:
-            listed = ", ".join(sites) or "none"
-            text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
-            raise SelectionError(operation.at, "count", text, operation.label)
+            kind.watch(self, found, self.shared)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsurg.core.checks import check_dense, check_result
 from gradsurg.core.intervention import Facts
 from gradsurg.core.operation import Operation
 from gradsurg.core.site_hook import SiteHook, without_autocast, without_graph
@@ -103,7 +104,7 @@ class ListHook:
         hooks = [self.hooks[index] for index in acting]
         for hook, grad in zip(hooks, present, strict=True):
             if not self._is_checked or grad.layout is not torch.strided:
-                hook.check_dense(grad)
+                check_dense(hook, grad)
         if not self._is_checked:
             attachment.tell("first_gradient", hooks[0])
         rows = _Rows(
@@ -266,7 +267,7 @@ class ListHook:
                 grad = grads[place]
                 if versions:
                     version = versions[place]
-                    result = hook.check_result(index, grad, version, result, read(), state)
+                    result = check_result(hook, index, grad, version, result, read(), state)
                 if isinstance(fired, Tensor) and result is not grad:
                     result = torch.where(fired, result, grad)
                 if operation.sampling:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node
 
+from gradsurg.core.checks import many_at_once
 from gradsurg.core.intervention import Intervention
 from gradsurg.core.observers import observe, observe_output_gradient
-from gradsurg.core.site_hook import SiteHook, many_at_once
+from gradsurg.core.site_hook import SiteHook
 from gradsurg.sites.places import AVERAGED, Kind, Memory, Near, Place, Stage
 from gradsurg.sites.wrapped_models import of_first_process
 from gradsurg.torch_internals import autograd, random_state

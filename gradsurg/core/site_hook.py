@@ -2,17 +2,24 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gradsurg.core.checks import (
+    check_dense,
+    check_no_state,
+    check_result,
+    check_state_fits,
+    is_like,
+    refuse_graph,
+    result_error,
+)
 from gradsurg.sites.places import AVERAGED, Ask, SiteFn
 from gradsurg.torch_internals import autograd, random_state
 from gradsurg.transforms.base import (
-    SPARSE_RULE,
     LayerCall,
-    Transform,
     TransformContext,
     TransformState,
     acts_on_values,
@@ -31,9 +38,6 @@ UNCHECKED = object()
 
 NO_STEP = -1
 """The step of a site before its first gradient."""
-
-WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
-"""Stages whose results others may write to: they end up in `.grad` or with the user."""
 
 
 class SiteHook:
@@ -133,7 +137,7 @@ class SiteHook:
             self.entry.not_fired += 1
             return None
         if operation.reads_gradient:
-            self.check_dense(grad)
+            check_dense(self, grad)
         fires = operation.answer or operation.decide(self.entry.site, grad, value)
         if not self.count(fires) or operation.skips_transform:
             return None
@@ -144,7 +148,7 @@ class SiteHook:
         if grad.layout is torch.sparse_coo and acts_on_values(operation.intervention.operator):
             sparse = grad.coalesce()
             grad, value = sparse.values(), None if value is None else value[tuple(sparse.indices())]
-        self.check_dense(grad)
+        check_dense(self, grad)
         with without_autocast(grad.device.type):
             given = entering if "entering" in operation.asks else ()
             result = self.run_links(grad, value, on_device, True, given, layer)
@@ -200,7 +204,7 @@ class SiteHook:
         link, state = operation.links[index], NO_STATE
         transform, apply = link.transform, link.apply
         if apply is None and (autograd.is_batched(grad) or autograd.in_vmap()):
-            self._check_no_state(transform, grad)
+            check_no_state(self, transform, grad)
         self.begin_call(index, grad)
         checks = full_check or not link.is_trusted
         version = autograd.version_of(grad) if checks else 0
@@ -219,9 +223,9 @@ class SiteHook:
             raise
         context.value = None
         if checks:
-            result = self.check_result(index, grad, version, result, value, state)
-        elif not link.keeps_shape and not _is_like(result, grad):
-            raise self.result_error(index, grad, result)
+            result = check_result(self, index, grad, version, result, value, state)
+        elif not link.keeps_shape and not is_like(result, grad):
+            raise result_error(self, index, grad, result)
         if state:
             if fires is not None:
                 state = link.chosen(state, before, fires)
@@ -235,7 +239,7 @@ class SiteHook:
         if state is None:
             state, self.shapes[index] = transform.init(grad), grad.shape
         elif grad.shape != self.shapes[index]:
-            self._check_state_fits(index, grad, state)
+            check_state_fits(self, index, grad, state)
             self.shapes[index] = grad.shape
         return state
 
@@ -245,7 +249,7 @@ class SiteHook:
         Raises RuntimeError under `create_graph` for a transform that is not differentiable.
         """
         if self.operation.links[index].refuses_graph:
-            self._refuse_graph(index, grad)
+            refuse_graph(self, index, grad)
         context, step = self.contexts[index], self.operation.attachment.clock.step
         if context.step != step:
             context.step, context.call = step, 0
@@ -278,94 +282,6 @@ class SiteHook:
             device,
             "Draw from context.generator(grad.device), which `apply(grad, context)` of a Transform "
             "has: it is seeded by (seed, site, step).",
-        )
-
-    def check_dense(self, grad: Tensor) -> None:
-        """Raise TypeError for a sparse or a complex gradient."""
-        if grad.layout is not torch.strided or grad.is_complex():
-            rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
-            raise TypeError(
-                f"site '{self.entry.site}': {self.operation.intervention.operator!r} takes dense "
-                f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
-            )
-
-    def check_result(
-        self,
-        index: int,
-        grad: Tensor,
-        version: int,
-        result: object,
-        value: Tensor | None,
-        state: TransformState,
-    ) -> Tensor:
-        """Return the result, cloned if writing to it could change a state.
-
-        Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
-        modified the gradient, which was at `version`, or has returned the storage of the value.
-        """
-        link, site = self.operation.links[index], self.entry.site
-        if (
-            not _is_like(result, grad)
-            or result.device != grad.device
-            or result.layout is not grad.layout
-        ):
-            raise self.result_error(index, grad, result)
-        if autograd.version_of(grad) != version:
-            raise RuntimeError(
-                f"{link.label}: changed the gradient in place at site '{site}', where other "
-                "branches may read it. Return a new tensor."
-            )
-        if value is not None and _shares_storage(result, value):
-            raise RuntimeError(
-                f"{link.label}: returned the storage of the value at site '{site}', which would "
-                "then be the gradient too. Return a clone."
-            )
-        if link.is_trusted or result is grad:
-            return result
-        is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
-        return result.clone() if is_kept or self.operation.stage in WRITABLE else result
-
-    def _refuse_graph(self, index: int, grad: Tensor) -> None:
-        # A gradient without a graph, as that of a linear loss, may still get a result that depends
-        # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
-        has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
-        if has_graph and self.operation.stage != "forward" and not autograd.in_functorch():
-            link = self.operation.links[index]
-            raise RuntimeError(
-                f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
-                f"differentiable, so a penalty on the gradient at site '{self.entry.site}' would "
-                "have a wrong derivative"
-            )
-
-    def _check_no_state(self, transform: Transform, grad: Tensor) -> None:
-        """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
-        if transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
-            raise many_at_once(transform, self.entry.site)
-
-    def _check_state_fits(self, index: int, grad: Tensor, state: TransformState) -> None:
-        """Raise ValueError if the state was made for a gradient of another shape."""
-        link = self.operation.links[index]
-        needed, found = (
-            {name: list(tensor.shape) for name, tensor in each.items()}
-            for each in (link.transform.init(grad), state)
-        )
-        if needed != found:
-            name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
-            raise ValueError(
-                f"{link.label}: keeps a state for each entry, and the gradient at site "
-                f"'{self.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
-                f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
-                "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
-                "whose shape stays."
-            )
-
-    def result_error(self, index: int, grad: Tensor, result: object) -> TypeError:
-        """The error for a result of another type, shape, dtype, device or layout."""
-        link, step = self.operation.links[index], self.operation.attachment.clock.step
-        return TypeError(
-            f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
-            f"'{self.entry.site}', step {step}, the gradient is {_described(grad)}, found "
-            f"{_described(result)}."
         )
 
     def where(self, index: int) -> str:
@@ -488,8 +404,8 @@ def callers(attachment: "Attachment") -> Callable[[tuple[SiteHook, ...]], SiteFn
                     except Exception as error:  # whatever a user's transform raises
                         error.add_note(hook.where(0))
                         raise
-                    if not keeps_shape and not _is_like(changed, result):
-                        raise hook.result_error(0, result, changed)
+                    if not keeps_shape and not is_like(changed, result):
+                        raise result_error(hook, 0, result, changed)
                     if operation.sampling:
                         add(slot, result, changed)
                 if not shadow:
@@ -516,28 +432,3 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
         return nullcontext()
     is_enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_enabled else nullcontext()
-
-
-def _is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
-    """Whether a result is a tensor with the shape and dtype of the gradient."""
-    return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
-
-
-def _shares_storage(result: Tensor, value: Tensor) -> bool:
-    if autograd.is_wrapped(result) or autograd.is_wrapped(value):
-        return False
-    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} {value.dtype} on {value.device}"
-    return type(value).__name__
-
-
-def many_at_once(stateful: object, site: str) -> RuntimeError:
-    """The error for a state inside vmap, which `is_grads_batched` uses too."""
-    return RuntimeError(
-        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
-        f"the site '{site}' has many gradients at once; differentiate for each of them"
-    )

@@ -16,16 +16,12 @@ from torch.optim import Optimizer
 from gradsurg.core.attachment import Attachment
 from gradsurg.core.intervention import Intervention, labels_of
 from gradsurg.core.live import Live
-from gradsurg.core.pitfalls import refuse_at_once, visible_rows
-from gradsurg.core.traced import why_it_breaks
+from gradsurg.core.pitfalls import refuse_at_once
 from gradsurg.effects.effects import Effects
-from gradsurg.sites.model_tree import tree
 from gradsurg.sites.places import AVERAGED
-from gradsurg.sites.selection import inner_model, one_scan, params_of
-from gradsurg.sites.tree_table import TensorSpec, plural
+from gradsurg.sites.selection import inner_model, one_scan
 from gradsurg.sites.wrapped_models import of_first_process
-from gradsurg.torch_internals import compiling
-from gradsurg.transforms.base import Stateless, TransformState, init_all
+from gradsurg.transforms.base import TransformState
 from gradsurg.triggers.base import Clock
 from gradsurg.triggers.probability import Probability
 
@@ -271,40 +267,9 @@ class Surgery:
         they run; without it, the sites known before a forward. Below are the cells of the table of
         contexts that apply to the model as it is now: compiled, wrapped, sharded or scripted.
         """
-        outer, model = model, inner_model(model)
-        params = {name: TensorSpec.of(param) for name, param in params_of(model).items()}
-        parts = []
-        for item, labels in zip(self.interventions, self.labels, strict=True):
-            if item.aggregator is not None:
-                from gradsurg.multitask.aggregation import plan_of
+        from gradsurg.core.plan import plan_of
 
-                planned = plan_of(labels[0], item.aggregator, item.at, item.when, model)
-                parts.append("\n".join([planned, *_contexts(item, outer)]))
-                continue
-            text = f"stage {item.stage}, when {item.when!r}"
-            if item.at.changed_tensors != "gradients":
-                text += f", changes {item.at.changed_tensors}"
-            if example_input is None:
-                sites = item.at.find(model)
-                text += _state_size(item, {site: params.get(site) for site in sites}, params)
-                text += _copies_size(item, [params[site] for site in sites if site in params])
-                if "examples" in item.needs:
-                    from gradsurg.per_example.gradients import plan_of
-
-                    text += plan_of(item.links[0], model, sites)
-                below = [f"  {line}" for line in (text, *sites)]
-            else:
-                modules = tree(model, example_input, item.at)
-                hits = {line.site: line.tensor for line in modules.site_lines if line.selected}
-                text += f", {plural(len(hits), 'site')}{_state_size(item, hits, params)}"
-                text += _copies_size(item, [params[site] for site in hits if site in params])
-                below = [str(modules), text]
-            below += _contexts(item, outer)
-            links = " -> ".join(f"{x}: {y!r}" for x, y in zip(labels, item.links, strict=True))
-            parts.append("\n".join([f"{links} at {item.at!r}", *below]))
-        if example_input is None:
-            return "\n".join(parts) or "no intervention"
-        return "\n\n".join(parts) or f"{tree(model, example_input)}\nno intervention"
+        return plan_of(self, model, example_input)
 
     def state_dict(self) -> dict[str, object]:
         """Return step, epoch, switches and the state of transforms, aggregators and triggers.
@@ -379,47 +344,3 @@ def _about_model(model: object) -> str:
     if isinstance(model, Optimizer):
         text, hint = type(model).__name__, "; the model comes first, as in attach(model, optimizer)"
     return f"model: must be a torch.nn.Module, found {text}{hint}"
-
-
-def _contexts(item: Intervention, model: nn.Module) -> list[str]:
-    """Return a line for each cell of the table of contexts that applies to a model as it is."""
-    rows = visible_rows(item.at, model, "" if item.aggregator else item.stage)
-    lines = [
-        f"  {f'{row.kind} {row.stage}'.rstrip()} {row.outcome} in {row.context}: {row.sentences}"
-        for row in dict.fromkeys(rows)
-    ]
-    if item.aggregator is None and any(map(compiling.is_compiled, model.modules())):
-        kinds = [leaf.kind_at(item.stage) for leaf in item.at.leaves]
-        if any(kind.known_at == "forward" for kind in kinds):
-            why = why_it_breaks(item)
-            text = f"each module is a graph break: {why}" if why else "one graph if effects_every=0"
-            lines.append(f"  compiled: {text}")
-    return lines
-
-
-def _state_size(
-    item: Intervention,
-    sites: Mapping[str, TensorSpec | None],
-    params: Mapping[str, TensorSpec | None],
-) -> str:
-    """The size of an intervention's state at its sites, as far as their shapes are known."""
-    if all(isinstance(link, Stateless) for link in item.links):
-        return ""
-    likes = [like for like in sites.values() if like is not None]
-    grads = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in likes]
-    state = init_all(item.operator, grads) if grads else {}
-    size = sum(tensor.nbytes for tensor in state.values())
-    text = f", {plural(size, 'byte')} of state" if size else ""
-    if size and any(like is not None and site not in params for site, like in sites.items()):
-        text += " with this input"
-    unknown = len(sites) - len(likes)
-    return text + (f", state of unknown size at {plural(unknown, 'site')}" if unknown else "")
-
-
-def _copies_size(item: Intervention, params: Sequence[TensorSpec | None]) -> str:
-    """The size of the copies of parameters that a selector holds during a step; empty if none."""
-    if not any(leaf.copies_params for leaf in item.at.leaves):
-        return ""
-    likes = [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in params if like]
-    size = sum(tensor.nbytes for tensor in likes)
-    return f", {plural(size, 'byte')} of copied parameters in each step"

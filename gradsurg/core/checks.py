@@ -1,0 +1,135 @@
+"""Checks of the gradients, results and states of one intervention at one site."""
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from gradsurg.torch_internals import autograd
+from gradsurg.transforms.base import SPARSE_RULE, Transform, TransformState
+
+if TYPE_CHECKING:
+    from gradsurg.core.site_hook import SiteHook
+
+WRITABLE = ("accumulated", "sent", "reduced", "backward_end", "step", "forward", "captured")
+"""Stages whose results others may write to: they end up in `.grad` or with the user."""
+
+
+def check_dense(hook: "SiteHook", grad: Tensor) -> None:
+    """Raise TypeError for a sparse or a complex gradient."""
+    if grad.layout is not torch.strided or grad.is_complex():
+        rule = "" if grad.is_complex() else f"; {SPARSE_RULE}"
+        raise TypeError(
+            f"site '{hook.entry.site}': {hook.operation.intervention.operator!r} takes dense "
+            f"real gradients, found {grad.dtype} with layout {grad.layout}{rule}"
+        )
+
+
+def check_result(
+    hook: "SiteHook",
+    index: int,
+    grad: Tensor,
+    version: int,
+    result: object,
+    value: Tensor | None,
+    state: TransformState,
+) -> Tensor:
+    """Return the result, cloned if writing to it could change a state.
+
+    Raises TypeError for a result unlike the gradient, RuntimeError if the transform has
+    modified the gradient, which was at `version`, or has returned the storage of the value.
+    """
+    link, site = hook.operation.links[index], hook.entry.site
+    if (
+        not is_like(result, grad)
+        or result.device != grad.device
+        or result.layout is not grad.layout
+    ):
+        raise result_error(hook, index, grad, result)
+    if autograd.version_of(grad) != version:
+        raise RuntimeError(
+            f"{link.label}: changed the gradient in place at site '{site}', where other "
+            "branches may read it. Return a new tensor."
+        )
+    if value is not None and _shares_storage(result, value):
+        raise RuntimeError(
+            f"{link.label}: returned the storage of the value at site '{site}', which would "
+            "then be the gradient too. Return a clone."
+        )
+    if link.is_trusted or result is grad:
+        return result
+    is_kept = any(_shares_storage(result, tensor) for tensor in state.values())
+    return result.clone() if is_kept or hook.operation.stage in WRITABLE else result
+
+
+def refuse_graph(hook: "SiteHook", index: int, grad: Tensor) -> None:
+    """Raise RuntimeError if a graph of the gradient is made, whose derivative would be wrong."""
+    # A gradient without a graph, as that of a linear loss, may still get a result that depends
+    # on the value. Activations are no gradients, and `torch.func.grad` always has a graph.
+    has_graph = grad.requires_grad or (torch.is_grad_enabled() and autograd.in_backward())
+    if has_graph and hook.operation.stage != "forward" and not autograd.in_functorch():
+        link = hook.operation.links[index]
+        raise RuntimeError(
+            f"take the gradient without create_graph: {link.label}, {link.transform!r}, is not "
+            f"differentiable, so a penalty on the gradient at site '{hook.entry.site}' would "
+            "have a wrong derivative"
+        )
+
+
+def check_no_state(hook: "SiteHook", transform: Transform, grad: Tensor) -> None:
+    """Raise RuntimeError if the transform keeps a state: the gradient stands for many."""
+    if transform.init(torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)):
+        raise many_at_once(transform, hook.entry.site)
+
+
+def check_state_fits(hook: "SiteHook", index: int, grad: Tensor, state: TransformState) -> None:
+    """Raise ValueError if the state was made for a gradient of another shape."""
+    link = hook.operation.links[index]
+    needed, found = (
+        {name: list(tensor.shape) for name, tensor in each.items()}
+        for each in (link.transform.init(grad), state)
+    )
+    if needed != found:
+        name = next(name for name in {**needed, **found} if needed.get(name) != found.get(name))
+        raise ValueError(
+            f"{link.label}: keeps a state for each entry, and the gradient at site "
+            f"'{hook.entry.site}' is {list(grad.shape)} now, with which '{name}' of the state "
+            f"would be {needed.get(name)}, found {found.get(name)}. Give batches of one size "
+            "(DataLoader(drop_last=True)), attach the surgery anew, or select parameters, "
+            "whose shape stays."
+        )
+
+
+def result_error(hook: "SiteHook", index: int, grad: Tensor, result: object) -> TypeError:
+    """The error for a result of another type, shape, dtype, device or layout."""
+    link, step = hook.operation.links[index], hook.operation.attachment.clock.step
+    return TypeError(
+        f"{link.label}: {link.transform!r} must return a tensor like the gradient. At site "
+        f"'{hook.entry.site}', step {step}, the gradient is {_described(grad)}, found "
+        f"{_described(result)}."
+    )
+
+
+def is_like(result: object, grad: Tensor) -> TypeGuard[Tensor]:
+    """Whether a result is a tensor with the shape and dtype of the gradient."""
+    return isinstance(result, Tensor) and result.shape == grad.shape and result.dtype is grad.dtype
+
+
+def _shares_storage(result: Tensor, value: Tensor) -> bool:
+    if autograd.is_wrapped(result) or autograd.is_wrapped(value):
+        return False
+    return result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() != 0
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def many_at_once(stateful: object, site: str) -> RuntimeError:
+    """The error for a state inside vmap, which `is_grads_batched` uses too."""
+    return RuntimeError(
+        f"{stateful!r} keeps one state for each site, and inside vmap or with is_grads_batched "
+        f"the site '{site}' has many gradients at once; differentiate for each of them"
+    )

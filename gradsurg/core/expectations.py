@@ -1,0 +1,131 @@
+"""Whether the places that interventions should have were met, and how often."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from gradsurg.core.operation import Operation
+from gradsurg.plugins.fields import SelectionError
+from gradsurg.sites.call_graphs import after_backward, meets_more
+from gradsurg.sites.selection import TRACED
+from gradsurg.torch_internals import autograd, compiling, module_hooks
+from gradsurg.torch_internals.hook_tables import call_tables, foreign_hooks, tensor_tables
+
+if TYPE_CHECKING:
+    from gradsurg.core.attachment import Attachment
+
+
+def check_places(attachment: "Attachment") -> None:
+    """Check the places that are known now, and have the first forward check the others."""
+    attachment.ended.close()
+    waiting: list[Operation] = []
+    for operation in attachment.operations:
+        if operation.stage == "step" and not attachment.steps.optimizers:
+            continue  # it waits for `bind`
+        wanted = operation.at.count
+        if any(kind.known_at != "watch" for kind in operation.kinds):
+            if wanted is not None or not operation.placed:
+                waiting.append(operation)
+        elif wanted is not None:
+            _check_count(operation)
+        elif not operation.met and (error := operation.at.nothing_met(operation.memory, False)):
+            raise error
+    if not waiting:
+        return
+
+    def ended(module: nn.Module, args: object, output: object) -> None:
+        is_whole = torch.is_grad_enabled() and not autograd.in_backward()
+        if is_whole and compiling.in_jit_trace():
+            for each in waiting:
+                each.note(TRACED)
+        elif is_whole and waiting:
+            checked = [*waiting]
+            waiting.clear()
+            handle.remove()
+            _check_after_forward(attachment, checked, output)
+
+    handle = attachment.model.register_forward_hook(attachment.shared.untraced(ended))
+    attachment.ended.callback(handle.remove)
+
+
+def _check_after_forward(
+    attachment: "Attachment", operations: Iterable[Operation], output: object
+) -> None:
+    for operation in operations:
+        selector, memory = operation.at, operation.memory
+        in_backward = any(kind.known_at == "backward" for kind in operation.kinds)
+        may_meet_nodes = attachment.shared.has_graphless and meets_more(output, by_gradient=False)
+        if selector.count is None:
+            unmet = memory.rejected and not memory.has_picked
+            if unmet and (error := selector.nothing_met(memory, may_meet_nodes)):
+                raise error
+        elif meets_more(output, in_backward):
+            operation.awaits_backward = True
+            after_backward(output, lambda late=operation: _check_count(late))
+        else:
+            _check_count(operation)
+
+
+def _check_count(operation: Operation) -> None:
+    """Raise SelectionError if another number of places was met than `expect` asks for."""
+    if not operation.is_on:
+        return
+    operation.awaits_backward = False
+    wanted, sites = operation.at.count, [*operation.placed]
+    if wanted is not None and len(sites) != wanted:
+        listed = ", ".join(sites) or "none"
+        text = f"{wanted} sites were expected, found {len(sites)}: {listed}"
+        raise SelectionError(operation.at, "count", text, operation.label)
+
+
+def enter_unmet(attachment: "Attachment") -> None:
+    """Enter into the ledger the near names of all interventions at which no place was met."""
+    for operation in attachment.operations if attachment.is_open else ():
+        _enter_unmet(attachment, operation)
+
+
+def _enter_unmet(attachment: "Attachment", operation: Operation) -> None:
+    entries = attachment.ledger.of(operation.label)
+    known = {site for entry in entries for site in (entry.site, *entry.aliases)}
+    for site, why in operation.at.unmet(attachment.model, operation.memory, operation.met):
+        if site not in known:
+            entry = attachment.ledger.enter(operation.label, site, skipped=why)
+            entry.is_other_name = bool(why)
+    _note_foreign(attachment, operation)
+
+
+def _note_foreign(attachment: "Attachment", operation: Operation) -> None:
+    """Note in the ledger the hooks of others at the places of an intervention."""
+    entries = attachment.ledger.of(operation.label)
+    for kind in operation.kinds:
+        for names, thing, _ in attachment.near(kind, kind.things(attachment.model)):
+            is_module = isinstance(thing, nn.Module)
+            tables = call_tables(thing) if is_module else tensor_tables(thing)
+            if kind.reaches_new:
+                tables = (*tables, *module_hooks.global_hooks())
+            if others := foreign_hooks(*tables):
+                for entry in entries:
+                    name = entry.site.partition("#")[0]
+                    if name in names:
+                        entry.foreign = others
+
+
+def ending(attachment: "Attachment", operation: Operation) -> list[str]:
+    """Return the notes of an intervention that ends."""
+    for check in [*operation.end_checks]:
+        if text := check():
+            operation.note(text)
+    if operation.awaits_backward:
+        operation.note(
+            f"{operation.at.count} sites were expected, and no backward has run that would "
+            "show all of them"
+        )
+    entries = attachment.ledger.of(operation.label)
+    # Of silent sites the ledger warns.
+    if operation.placed and all(entry.all_calls or entry.skipped for entry in entries):
+        silent = ", ".join(map(repr, operation.at.unmatched(operation.memory)))
+        if silent:
+            operation.note(f"nothing was selected by {silent}, a part of it")
+    return operation.notes
