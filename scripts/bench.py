@@ -11,6 +11,7 @@ python scripts/bench.py telemetry                         measurements of gradie
 python scripts/bench.py examples [--rounds 60]            gradients of single examples
 python scripts/bench.py start [--rounds 8]                processes: imports, help, dry run
 python scripts/bench.py catalogue                         oracles and costs of all transforms
+python scripts/bench.py compiled [--rounds 60]            compiled models and hooks by hand
 python scripts/bench.py kernel [--rounds 60]              sums of effects and torch.clamp
 """
 
@@ -21,6 +22,7 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
+import bench_compiled
 import bench_engines
 import bench_examples
 import bench_kernel
@@ -127,7 +129,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     whats = ["training", "sites", "nodes", "report", "runner", "multitask", "engines"]
-    whats += ["telemetry", "examples", "start", "catalogue", "kernel"]
+    whats += ["telemetry", "examples", "start", "catalogue", "kernel", "compiled"]
     parser.add_argument("what", nargs="?", choices=whats)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -148,6 +150,8 @@ def main() -> None:
             print(bench_engines.table(args.rounds))
         case "examples":
             print(bench_examples.table(args.rounds))
+        case "compiled":
+            print(bench_compiled.table(args.rounds))
         case "kernel":
             print(bench_kernel.table(args.rounds))
         case "telemetry":

@@ -157,11 +157,11 @@ class Shared:
             stack.callback(threads.remove, thread)
         return thread
 
-    def untraced(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def untraced(self, hook: Callable[..., None]) -> Callable[..., object]:
         """Wrap a hook of the model: compiled code does without it if no kind needs numbers there,
         and is left otherwise, as it would lose the side effects.
         """
-        return (compiling.untraced if self._breaking else _left_out)(hook)
+        return (compiling.untraced if self._breaking else compiling.left_out)(hook)
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, ...]]:
@@ -216,14 +216,6 @@ class Shared:
         self._stack.close()
 
 
-def nothing(*args: object) -> None:
-    """A hook that takes the place of one in compiled code that does without it."""
-
-
-def _left_out(hook: Callable[..., None]) -> Callable[..., None]:
-    return compiling.traceable(hook, nothing)
-
-
 def register(
     door: Door,
     found: Sequence[Named],
@@ -232,12 +224,12 @@ def register(
     *,
     makes_alias: bool = False,
     always: bool = False,
-    traced: Mapping[nn.Module, tuple[Callable[..., object], Callable[..., object]]] | None = None,
+    traced: Mapping[nn.Module, Callable[..., object]] | None = None,
 ) -> None:
     """Register a pre-hook and a hook with keyword arguments on modules.
 
-    `traced` has the functions that take their places in compiled code; a module without them breaks
-    the compiled graph.
+    `traced` has the function that takes the place of both in compiled code: of the pre-hook if that
+    makes aliases, else of the hook. A module without one breaks the compiled graph.
 
     `always` calls the hook after a call that raises, too. `makes_alias` says that the pre-hook puts
     aliases in the place of inputs: it runs after those that do not, as these hook the inputs
@@ -249,8 +241,12 @@ def register(
         assert isinstance(module, nn.Module)
         first, last = plain_before, plain_after
         if traced and module in traced:
-            first = compiling.traceable(before, traced[module][0])
-            last = compiling.traceable(after, traced[module][1])
+            if makes_alias:
+                first = compiling.traceable(before, traced[module])
+                last = compiling.left_out(after)
+            else:
+                first = compiling.left_out(before)
+                last = compiling.traceable(after, traced[module])
             vars(first)["makes_alias"] = makes_alias
         handle = module_hooks.register_pre_hook_before(_makes_alias, module, first)
         door.stack.callback(handle.remove)

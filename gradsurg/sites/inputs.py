@@ -16,7 +16,6 @@ from gradsurg.sites.calls import (
     Shared,
     hook_tensor,
     modules_of,
-    nothing,
     refuse_scripted,
     register,
 )
@@ -78,7 +77,7 @@ class _Watched:
             self.after,
             makes_alias=self.is_branch,
             always=True,
-            traced={module: (self._traced(hook), nothing) for module, hook in hooks.items()},
+            traced={module: self._traced(hook) for module, hook in hooks.items()},
         )
 
     # Any: a user's values

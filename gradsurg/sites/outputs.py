@@ -13,7 +13,6 @@ from gradsurg.sites.calls import (
     Shared,
     hook_tensor,
     modules_of,
-    nothing,
     refuse_scripted,
     register,
 )
@@ -96,7 +95,7 @@ def watch(door: Door, found: Sequence[Named], shared: Shared) -> None:
 
         return acting
 
-    pairs = {module: (nothing, traced(hook)) for module, hook in hooks.items()}
+    pairs = {module: traced(hook) for module, hook in hooks.items()}
     register(door, found, before, after, traced=pairs)
 
 

@@ -61,6 +61,16 @@ def traceable(function: Function, traced: Function) -> Function:
     return _hook(run)
 
 
+def left_out(function: Callable[..., object]) -> Callable[..., object]:
+    """Wrap a hook of a module that compiled code does without."""
+
+    def run(*args: object) -> object:
+        # Dynamo guards on all that it reads: here on nothing.
+        return None if torch.compiler.is_dynamo_compiling() else function(*args)
+
+    return _hook(run)
+
+
 def called_when_traced(function: Function) -> Function:
     """Mark a function that Dynamo calls once, while it traces; its result is a constant."""
     # As `torch.compiler.assume_constant_result`, which imports Dynamo.
