@@ -14,8 +14,8 @@ from tests.contexts.kinds import KINDS, Kind, Net
 from tests.nets import num_hooks, sgd
 
 
-def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> None:
-    """Make a step, of several losses if there is an aggregator, and let go of its graph."""
+def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Make a step, of several losses if there is an aggregator, and return its graph."""
     optimizer.zero_grad()
     y = model(torch.ones(3, 4, requires_grad=True))
     if any(item.aggregator is not None for item in live.interventions):
@@ -26,6 +26,7 @@ def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> Non
         y.sum().backward()
     optimizer.step()
     live.effects.rows()
+    return y
 
 
 def _of_kind(kind: Kind) -> Callable[[], gs.Surgery]:
@@ -60,12 +61,13 @@ def test_a_name_given_to_a_new_handle_detaches_the_old_one_at_once(name: str) ->
     model = Net()
     optimizer = sgd(model)
     handles, live = list[ref[Live]](), None
+    graphs = list[torch.Tensor]()  # neither hooks of modules nor those of nodes hold the handle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         for _ in range(3):  # as a cell of a notebook that is run again
             live = SURGERIES[name]().start(model, optimizer)
             handles.append(ref(live))
-            _pass(model, live, optimizer)
+            graphs.append(_pass(model, live, optimizer))
             assert [held() for held in handles[:-1]] == [None] * (len(handles) - 1)
         del live
     assert handles[-1]() is None
