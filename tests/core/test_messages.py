@@ -1,5 +1,6 @@
 """Errors and warnings: each call, the class, and the names that the text must contain."""
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from tests.sites.points import Answer, Double, InPlace, Made, recomputed
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward hooks to be called"),  # of PyTorch
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning"),
 ]
 
 P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
@@ -613,7 +615,69 @@ def of_integers(model: nn.Module) -> None:
     model(torch.ones(1, dtype=torch.long)).sum().backward()
 
 
+def thawed() -> nn.Module:
+    model = small()
+    model.last.requires_grad_(False)
+    return model
+
+
+def between(change: Callable[[Any], object]) -> Callable[[nn.Module], None]:
+    """Make a step before and one after a change of the model, in the open block."""
+
+    def run(model: nn.Module) -> None:
+        backward(model)
+        change(model)
+        backward(model)
+
+    return run
+
+
+def grow(model: Any) -> None:
+    model.last = nn.Linear(5, 5)
+    model.append(nn.Linear(5, 3))
+
+
+def thaw(model: nn.Module) -> None:
+    model.last.requires_grad_(True)
+
+
+def put_back(model: Any) -> None:
+    first, model.first = model.first, nn.Linear(6, 5)
+    model.first = first
+
+
+GREW = "modules replaced block last, 3; attach"
+OWN = gs.Identity()
+CAME = {
+    GREW: (
+        *(kind() for kind in (M, gs.Inputs, gs.ModuleGradients, gs.Activations, gs.SavedTensors)),
+        *(gs.SavedTensors(node="Relu"), EVERY("re:last|3"), N("Addmm"), M() & M(types="Linear")),
+    ),
+    f"{GREW} parameters last.weight, last.bias, 3.wei": (gs.Uses("*"),),
+    "parameters unfrozen block last.weight, last.bias, 3.wei": (P(), P(stage="backward_end")),
+    "": (
+        *(M("first"), M(types="ReLU"), M().first(2), P("first.*"), gs.SavedTensors("block")),
+        *(EVERY(), EVERY("Linear") | EVERY("first")),
+    ),
+}
+"""The names in the warning that modules and parameters came into the open block."""
+
 WARNED: Sequence[tuple[Call, str]] = [
+    *((attach(at, OWN, run=between(grow)), names) for names, kinds in CAME.items() for at in kinds),
+    *(
+        (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias;")
+        for at in (P(), P(stage="backward_end"))
+    ),
+    *((attach(at, OWN, thawed, run=between(thaw)), "") for at in (P("first.*"), gs.Uses("*"), M())),
+    *(
+        (attach(M("*"), OWN, run=between(change)), "")
+        for change in (
+            put_back,
+            lambda model: copy.deepcopy(model).append(nn.Linear(3, 3)),
+            lambda model: model.__delitem__(2),
+            lambda model: model.__setitem__(2, torch.compile(model.last, backend="eager")),
+        )
+    ),
     (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
     (attach(N("Relu") & ~N("Nope")), f"zero {N('Nope')!r}"),
     (attach(P() & ~P("nope")), f"zero {P('nope')!r}"),

@@ -1,5 +1,6 @@
 """Attaching and detaching, again and again, leaves nothing alive."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from weakref import getweakrefs, ref
@@ -11,7 +12,7 @@ from torch import nn
 import gradsurg as gs
 from gradsurg.core.live import Live
 from tests.contexts.kinds import KINDS, Kind, Net
-from tests.nets import num_hooks, sgd
+from tests.nets import attached, backward, num_hooks, sgd, small
 
 
 def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -85,3 +86,15 @@ def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
             _pass(model, live, optimizer)
     assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
     assert live.ledger.table()
+
+
+@pytest.mark.usefixtures("frozen_heap")
+def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
+    model = small()
+    at = gs.Parameters("*.weight")
+    with pytest.warns(gs.SurgeryWarning, match="new ones"), attached(model, gs.Identity(), at):
+        backward(model)
+        gone = ref(model.last.weight)
+        model.last = nn.Linear(5, 3)
+        gc.collect()
+        assert gone() is None
