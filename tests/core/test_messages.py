@@ -223,6 +223,23 @@ RELU_VALUE = gs.ScaleBySign(of="value")
 CLIPS = gs.Chain(gs.Clip(), gs.ClipGlobalNorm())
 
 
+OF_SIZE = (gs.Threshold(above=1.0), gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"))
+NOT_OF_SIZE = (
+    *(gs.Threshold(above=0.1, measure="nan"), gs.AllSameSign(), gs.Shape(above=1, source="grad")),
+    *(gs.Threshold(above=1.0, source=source) for source in ("batch", "value")),
+)
+
+
+def scaled(when: gs.Trigger, stage: Any = None) -> Call:
+    """Start with a trigger where gradients are scaled; not at stage "step"."""
+
+    def call() -> None:
+        surgery = gs.Surgery(gs.Intervention(gs.GradientReversal(), P(stage=stage), when))
+        surgery.start(model := small(), sgd(model), scaler=SCALER).abort()
+
+    return call
+
+
 def _leaf() -> Tensor:
     return torch.ones(2, requires_grad=True)
 
@@ -386,16 +403,7 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
             (attach(at, gs.Clip(0.1), scaler=SCALER), "Clip scale stage='step'")
             for at in (P(), P(stage="accumulated"), M(), N("*"))
         ),
-        *(
-            (
-                attach(P(), gs.GradientReversal(), when=when, scaler=SCALER),
-                "Threshold(above=1.0 scale",
-            )
-            for when in (
-                gs.Threshold(above=1.0),
-                gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"),
-            )
-        ),
+        *((scaled(when), "Threshold(above=1.0 scale") for when in OF_SIZE),
         (attach(P(stage="step"), optimizer=None), "'step' optimizer attach start bind"),
         (route([]), "Route live.set_example_labels(labels)"),
         (route([torch.zeros(3, dtype=torch.long)]), "3 labels"),
@@ -663,6 +671,8 @@ CAME = {
 """The names in the warning that modules and parameters came into the open block."""
 
 WARNED: Sequence[tuple[Call, str]] = [
+    *((scaled(when), "") for when in NOT_OF_SIZE),
+    *((scaled(when, "step"), "") for when in OF_SIZE),
     *((attach(at, OWN, run=between(grow)), names) for names, kinds in CAME.items() for at in kinds),
     *(
         (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias;")
