@@ -396,7 +396,10 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
                 *((kind("scripted"), "scripted") for kind in (gs.Activations, gs.ModuleGradients)),
             )
         ),
-        (attach(gs.ModuleGradients("last"), model=deprecated), "'last' deprecated"),
+        *(
+            (attach(gs.ModuleGradients("last", kind=kind), model=deprecated), "'last' deprecated")  # pyright: ignore[reportArgumentType]
+            for kind in ("full_backward_pre", "full_backward")
+        ),
         (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
         (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
         *(
@@ -717,6 +720,8 @@ WARNED: Sequence[tuple[Call, str]] = [
     ),
     *((attach(at, run=traced), "zero torch.jit.trace") for at in (M("first"), N("Relu"))),
     (attach(M("inner.*").expect(3), model=in_reentrant, run=forward), "zero 3"),
+    (attach(N("Tahn"), model=in_reentrant, run=backward), "zero none met"),
+    (attach(gs.Captured("re:first.weight|act"), run=backward), "first.weight autograd.grad act#0"),
     (waiting, "live.bind(optimizer)"),
     (
         attach(gs.Inputs("0"), model=lambda: nn.Sequential(nn.Embedding(3, 2)), run=of_integers),
