@@ -1,5 +1,6 @@
 """Errors and warnings: each call, the class, and the names that the text must contain."""
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from tests.sites.points import Answer, Double, InPlace, Made, recomputed
 pytestmark = [
     pytest.mark.filterwarnings("ignore:For backward hooks to be called"),  # of PyTorch
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:Full backward hook:UserWarning"),
 ]
 
 P, M, N = gs.Parameters, gs.Outputs, gs.Nodes
@@ -221,6 +223,23 @@ RELU_VALUE = gs.ScaleBySign(of="value")
 CLIPS = gs.Chain(gs.Clip(), gs.ClipGlobalNorm())
 
 
+OF_SIZE = (gs.Threshold(above=1.0), gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"))
+NOT_OF_SIZE = (
+    *(gs.Threshold(above=0.1, measure="nan"), gs.AllSameSign(), gs.Shape(above=1, source="grad")),
+    *(gs.Threshold(above=1.0, source=source) for source in ("batch", "value")),
+)
+
+
+def scaled(when: gs.Trigger, stage: Any = None) -> Call:
+    """Start with a trigger where gradients are scaled; not at stage "step"."""
+
+    def call() -> None:
+        surgery = gs.Surgery(gs.Intervention(gs.GradientReversal(), P(stage=stage), when))
+        surgery.start(model := small(), sgd(model), scaler=SCALER).abort()
+
+    return call
+
+
 def _leaf() -> Tensor:
     return torch.ones(2, requires_grad=True)
 
@@ -377,23 +396,17 @@ ERRORS: dict[type[Exception], list[tuple[Call, str]]] = {
                 *((kind("scripted"), "scripted") for kind in (gs.Activations, gs.ModuleGradients)),
             )
         ),
-        (attach(gs.ModuleGradients("last"), model=deprecated), "'last' deprecated"),
+        *(
+            (attach(gs.ModuleGradients("last", kind=kind), model=deprecated), "'last' deprecated")  # pyright: ignore[reportArgumentType]
+            for kind in ("full_backward_pre", "full_backward")
+        ),
         (attach(gs.SavedTensors("block"), gs.GrokfastEMA()), "'block' GrokfastEMA"),
         (attach(P(), gs.NormRescale(per="row col -> row")), "'first.bias'"),
         *(
             (attach(at, gs.Clip(0.1), scaler=SCALER), "Clip scale stage='step'")
             for at in (P(), P(stage="accumulated"), M(), N("*"))
         ),
-        *(
-            (
-                attach(P(), gs.GradientReversal(), when=when, scaler=SCALER),
-                "Threshold(above=1.0 scale",
-            )
-            for when in (
-                gs.Threshold(above=1.0),
-                gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"),
-            )
-        ),
+        *((scaled(when), "Threshold(above=1.0 scale") for when in OF_SIZE),
         (attach(P(stage="step"), optimizer=None), "'step' optimizer attach start bind"),
         (route([]), "Route live.set_example_labels(labels)"),
         (route([torch.zeros(3, dtype=torch.long)]), "3 labels"),
@@ -613,7 +626,71 @@ def of_integers(model: nn.Module) -> None:
     model(torch.ones(1, dtype=torch.long)).sum().backward()
 
 
+def thawed() -> nn.Module:
+    model = small()
+    model.last.requires_grad_(False)
+    return model
+
+
+def between(change: Callable[[Any], object]) -> Callable[[nn.Module], None]:
+    """Make a step before and one after a change of the model, in the open block."""
+
+    def run(model: nn.Module) -> None:
+        backward(model)
+        change(model)
+        backward(model)
+
+    return run
+
+
+def grow(model: Any) -> None:
+    model.last = nn.Linear(5, 5)
+    model.append(nn.Linear(5, 3))
+
+
+def thaw(model: nn.Module) -> None:
+    model.last.requires_grad_(True)
+
+
+def put_back(model: Any) -> None:
+    first, model.first = model.first, nn.Linear(6, 5)
+    model.first = first
+
+
+GREW = "modules replaced block last, 3; attach"
+OWN = gs.Identity()
+CAME = {
+    GREW: (
+        *(kind() for kind in (M, gs.Inputs, gs.ModuleGradients, gs.Activations, gs.SavedTensors)),
+        *(gs.SavedTensors(node="Relu"), EVERY("re:last|3"), N("Addmm"), M() & M(types="Linear")),
+    ),
+    f"{GREW} parameters last.weight, last.bias, 3.wei": (gs.Uses("*"),),
+    "parameters unfrozen block last.weight, last.bias, 3.wei": (P(), P(stage="backward_end")),
+    "": (
+        *(M("first"), M(types="ReLU"), M().first(2), P("first.*"), gs.SavedTensors("block")),
+        *(EVERY(), EVERY("Linear") | EVERY("first")),
+    ),
+}
+"""The names in the warning that modules and parameters came into the open block."""
+
 WARNED: Sequence[tuple[Call, str]] = [
+    *((scaled(when), "") for when in NOT_OF_SIZE),
+    *((scaled(when, "step"), "") for when in OF_SIZE),
+    *((attach(at, OWN, run=between(grow)), names) for names, kinds in CAME.items() for at in kinds),
+    *(
+        (attach(at, OWN, thawed, run=between(thaw)), "parameters not last.weight, last.bias;")
+        for at in (P(), P(stage="backward_end"))
+    ),
+    *((attach(at, OWN, thawed, run=between(thaw)), "") for at in (P("first.*"), gs.Uses("*"), M())),
+    *(
+        (attach(M("*"), OWN, run=between(change)), "")
+        for change in (
+            put_back,
+            lambda model: copy.deepcopy(model).append(nn.Linear(3, 3)),
+            lambda model: model.__delitem__(2),
+            lambda model: model.__setitem__(2, torch.compile(model.last, backend="eager")),
+        )
+    ),
     (attach(N("Nope") | N("Relu")), f"zero {N('Nope')!r}"),
     (attach(N("Relu") & ~N("Nope")), f"zero {N('Nope')!r}"),
     (attach(P() & ~P("nope")), f"zero {P('nope')!r}"),
@@ -643,6 +720,8 @@ WARNED: Sequence[tuple[Call, str]] = [
     ),
     *((attach(at, run=traced), "zero torch.jit.trace") for at in (M("first"), N("Relu"))),
     (attach(M("inner.*").expect(3), model=in_reentrant, run=forward), "zero 3"),
+    (attach(N("Tahn"), model=in_reentrant, run=backward), "zero none met"),
+    (attach(gs.Captured("re:first.weight|act"), run=backward), "first.weight autograd.grad act#0"),
     (waiting, "live.bind(optimizer)"),
     (
         attach(gs.Inputs("0"), model=lambda: nn.Sequential(nn.Embedding(3, 2)), run=of_integers),

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import gradsurg as gs
 from tests.nets import attached
-from tests.sites.points import TEN, Made, Times, TimesValue, grad_of, met, names_of_sites
+from tests.sites.points import TEN, Made, Times, TimesValue, met, names_of_sites
 
 
 class Chain(Made):
@@ -155,17 +155,6 @@ def test_many_gradients_at_once_are_refused_by_name() -> None:
         rows = torch.autograd.grad(x * 2, x, torch.eye(2), is_grads_batched=True)
         assert rows[0].tolist() == [[2.0, 0.0], [0.0, 2.0]]
         torch.autograd.grad(model(), model.a)
-
-
-def test_backward_is_not_captured_and_the_ledger_says_so() -> None:
-    model = Chain()
-    message = r"passed at: a \(not asked of autograd.grad\), three#0 \(not asked of autograd.grad"
-    with (
-        pytest.warns(gs.SurgeryWarning, match=message),
-        attached(model, gs.Zero(), gs.Captured("re:a|three")),
-    ):
-        model().backward()
-    assert grad_of(model.a) == [15.0, 15.0]
 
 
 # The mode

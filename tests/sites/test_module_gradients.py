@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradsurg as gs
 from gradsurg.sites.places import Selector
-from tests.nets import attached, backward, num_hooks, small
+from tests.nets import attached, backward, small
 from tests.sites.points import TEN, Double, Made, calls_of, grad_of, passed, point
 
 KINDS = ("full_backward_pre", "full_backward")
@@ -67,19 +67,6 @@ def test_pytorchs_warning_about_such_inputs_is_suppressed_only_inside_the_block(
     model[0].register_full_backward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match="Full backward hook is firing"):
         backward(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_module_with_a_deprecated_hook_is_refused_and_may_have_one_after_the_block(
-    kind: Any,
-) -> None:
-    model, at = small(), gs.ModuleGradients("last", kind=kind)
-    with attached(model, gs.Identity(), at):
-        backward(model)
-    model.last.register_backward_hook(lambda module, entering, leaving: None)
-    with pytest.raises(ValueError, match=r"'last': it had hooks of the deprecated"):
-        attached(model, gs.Zero(), at)
-    assert num_hooks(model) == 1
 
 
 def test_an_aborted_inner_call_does_not_replace_the_outer_one() -> None:

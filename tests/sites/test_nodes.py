@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradsurg as gs
-from gradsurg.effects.ledger import SurgeryWarning
 from gradsurg.sites.nodes import FAMILIES, fits_node
 from gradsurg.torch_internals import autograd
 from tests.nets import COMPILES_LAYERS, attached
@@ -89,20 +88,6 @@ def test_a_backward_inside_a_forward_does_not_end_the_call() -> None:
     assert found == ([120.0], {"root#0/ReluBackward[0]": 1})
 
 
-def _twin(reentrant: bool | None = None) -> Made:
-    """One body, called twice, perhaps in checkpoints, then a ReLU of its own."""
-
-    def run(self: Made, x: Tensor) -> Tensor:
-        return self.body(x) if reentrant is None else recomputed(self.body, x, reentrant)
-
-    body = Made(
-        lambda self, x: self.act(self.act(self.linear(x))) * 2,
-        linear=nn.Linear(3, 3),
-        act=nn.Tanh(),
-    )
-    return Made(lambda self, x: functional.relu(run(self, run(self, x))).sum(), body=body)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     def nest(depth: int, saves: bool) -> Made:
@@ -117,12 +102,6 @@ def test_reentrant_checkpoints_inside_one_another_are_followed() -> None:
     plain = passed(nest(2, False), triple, at, point(0.3))
     assert passed(nest(2, True), triple, at, point(0.3)) == plain
     assert len(plain[1]) == 7
-
-
-def test_a_misspelt_node_in_a_reentrant_checkpoint_is_reported_on_detach() -> None:
-    model, at = _twin(True), gs.Nodes("Tahn")
-    with pytest.warns(SurgeryWarning, match="none of its sites was met"):
-        passed(model, gs.Zero(), at, torch.randn(2, 3, requires_grad=True))
 
 
 # What HOOKS.md calls the care that spans need

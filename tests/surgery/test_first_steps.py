@@ -253,3 +253,33 @@ def test_several_backward_passes_without_an_optimizer_are_not_parts_of_one() -> 
     with attached(clipped := small(), gs.Clip(1.0)):
         for step in range(3):
             backward(clipped, step)
+
+
+def test_a_clock_that_stands_says_where_the_block_began() -> None:
+    surgery = gs.Surgery(gs.Intervention(gs.Identity(), when=gs.Steps(stop=2)))
+    model, optimizer = trainee()
+    with surgery.attach(model, optimizer):
+        train(model, optimizer, 3)
+    text = "never fired in 8 gradients; this block began at step 3"
+    with pytest.warns(gs.SurgeryWarning, match=text), surgery.attach(model, optimizer):
+        train(model, optimizer, 2)
+    with pytest.warns(gs.SurgeryWarning) as caught, surgery.attach(model):
+        backward(model)
+    text = " ".join(str(warning.message) for warning in caught)
+    assert "no optimizer step was counted since this block began, at step 5;" in text
+
+
+def test_hooks_that_cpp_code_has_discarded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # experiments/hooks_tour/native_hooks.py does so; here the probe stands in for a compiler.
+    monkeypatch.setattr("gradsurg.torch_internals.autograd.without_hooks", list)
+    model, optimizer = trainee()
+    text = r"C\+\+ code registered on first\.weight has discarded .* use stage='accumulated'"
+    at = gs.Parameters("first.weight")
+    with pytest.warns(gs.SurgeryWarning, match=text), attached(model, gs.Identity(), at):
+        backward(model, 0)
+    with attached(model, gs.Identity(), gs.Parameters(stage="accumulated")):
+        backward(model, 0)
+    with attached(model, gs.Identity(), gs.Parameters("first.*"), optimizer):
+        train(model, optimizer, 1)
+        with pytest.warns(gs.SurgeryWarning, match=r"code .* first\.weight, first\.bias"):
+            train(model, optimizer, 1)

@@ -1,5 +1,6 @@
 """Attaching and detaching, again and again, leaves nothing alive."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from weakref import getweakrefs, ref
@@ -11,11 +12,11 @@ from torch import nn
 import gradsurg as gs
 from gradsurg.core.live import Live
 from tests.contexts.kinds import KINDS, Kind, Net
-from tests.nets import num_hooks, sgd
+from tests.nets import attached, backward, num_hooks, sgd, small
 
 
-def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> None:
-    """Make a step, of several losses if there is an aggregator, and let go of its graph."""
+def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Make a step, of several losses if there is an aggregator, and return its graph."""
     optimizer.zero_grad()
     y = model(torch.ones(3, 4, requires_grad=True))
     if any(item.aggregator is not None for item in live.interventions):
@@ -26,6 +27,7 @@ def _pass(model: nn.Module, live: Live, optimizer: torch.optim.Optimizer) -> Non
         y.sum().backward()
     optimizer.step()
     live.effects.rows()
+    return y
 
 
 def _of_kind(kind: Kind) -> Callable[[], gs.Surgery]:
@@ -60,12 +62,13 @@ def test_a_name_given_to_a_new_handle_detaches_the_old_one_at_once(name: str) ->
     model = Net()
     optimizer = sgd(model)
     handles, live = list[ref[Live]](), None
+    graphs = list[torch.Tensor]()  # neither hooks of modules nor those of nodes hold the handle
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gs.SurgeryWarning)
         for _ in range(3):  # as a cell of a notebook that is run again
             live = SURGERIES[name]().start(model, optimizer)
             handles.append(ref(live))
-            _pass(model, live, optimizer)
+            graphs.append(_pass(model, live, optimizer))
             assert [held() for held in handles[:-1]] == [None] * (len(handles) - 1)
         del live
     assert handles[-1]() is None
@@ -83,3 +86,15 @@ def test_after_the_block_nothing_refers_to_a_parameter(name: str) -> None:
             _pass(model, live, optimizer)
     assert [getweakrefs(param) for param in model.parameters()] == [[]] * 3
     assert live.ledger.table()
+
+
+@pytest.mark.usefixtures("frozen_heap")
+def test_what_was_in_the_model_is_not_held_by_the_block() -> None:
+    model = small()
+    at = gs.Parameters("*.weight")
+    with pytest.warns(gs.SurgeryWarning, match="new ones"), attached(model, gs.Identity(), at):
+        backward(model)
+        gone = ref(model.last.weight)
+        model.last = nn.Linear(5, 3)
+        gc.collect()
+        assert gone() is None

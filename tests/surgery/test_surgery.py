@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradsurg as gs
-from gradsurg.sites.places import Selector, Stage
+from gradsurg.sites.places import Selector
 from gradsurg.transforms.base import Stateless, Transform, TransformContext
 from tests.nets import (
     attached,
@@ -145,9 +145,6 @@ def test_a_plan_says_how_much_state_there_will_be_as_far_as_shapes_are_known() -
     assert sum(tensor.nbytes for tensor in held) == 74
 
 
-# State
-
-
 # Randomness
 
 
@@ -240,36 +237,6 @@ def _scaled_step(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradS
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-
-
-@pytest.mark.parametrize(
-    ("when", "refused"),
-    [
-        (gs.Threshold(above=1.0), True),
-        (gs.Steps() & ~gs.Threshold(above=1.0, measure="norm"), True),
-        (gs.Threshold(above=0.1, measure="nan"), False),
-        (gs.AllSameSign(), False),
-        (gs.Shape(above=1, source="grad"), False),
-        (gs.Threshold(above=1.0, source="batch"), False),
-        (gs.Threshold(above=1.0, source="value"), False),
-    ],
-    ids=repr,
-)
-def test_a_trigger_that_depends_on_size_is_refused_on_scaled_gradients(
-    when: gs.Trigger, refused: bool
-) -> None:
-    model = small()
-    scaler = torch.amp.GradScaler("cpu")
-
-    def attach(stage: Stage | None) -> None:
-        item = gs.Intervention(gs.GradientReversal(), gs.Parameters(stage=stage), when)
-        with gs.Surgery(item).attach(model, sgd(model), scaler=scaler) as live:
-            live.remove("gradient_reversal")
-
-    attach("step")
-    text = r"Threshold\(above=1.0.*loss scale, and this trigger depends"
-    with pytest.raises(ValueError, match=text) if refused else nullcontext():
-        attach(None)
 
 
 SIZED = [
