@@ -57,7 +57,7 @@ DOORS = {
     "wandb": ("loggers.wandb",),
     "tensorboard": ("loggers.tensorboard",),
     "rich": ("effects.tables", "loggers.console", "report", "experiment"),
-    "polars": ("experiment.frames", "report", "comparison", "reproduce"),
+    "polars": ("experiment.frames", "effects.effects", "report", "comparison", "reproduce"),
     "altair": ("report", "reproduce"),
     "vl_convert": ("report",),
     "matplotlib": ("report",),

@@ -5,48 +5,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple, TypedDict
+from importlib.util import find_spec
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from gradsurg.effects.ledger import Entry, Ledger
-from gradsurg.effects.numbers import EFFECT_NAMES
+from gradsurg.effects.measured import Measured, Values
+from gradsurg.effects.numbers import EFFECT_NAMES, EFFECT_NUMBERS, EXTREME_NAMES, EXTREMES
 from gradsurg.effects.summary import AUTO, effects_by_path
 from gradsurg.effects.sums import (
     NUM_SUMS,
-    Array,
     add_on_cpu,
     eager_sums,
     effect_numbers,
     is_in_memory,
 )
-from gradsurg.effects.tables import effect_table
+from gradsurg.effects.tables import effect_html, effect_table
 from gradsurg.torch_internals import autograd
 
 MAX_PAIRS = 4096  # pairs whose sums are kept until they are converted to numbers
 SKETCH = 512  # entries of a gradient kept for the quantiles of its magnitude
-
-
-_zeros = partial(np.zeros, (2, len(EFFECT_NAMES)))  # sums, and numbers of gradients
+REST = 'live.effects.table(sites="*")'
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One transform at one site; `fresh` are numbers since the last fetch, `totals` those before.
-
-    `sketch` has magnitudes of entries and, in a second row, the number of entries each represents.
-    """
+    """One transform at one site; `sketch` has entries, each of which represents `stride`."""
 
     transform: str
     entry: Entry
     fetched_fired: int = 0
     fetched_calls: int = 0
     fetched_sent: int = 0  # bytes
-    fresh: Array = field(default_factory=_zeros)
-    totals: Array = field(default_factory=_zeros)
     sketch: Tensor | None = None
+    stride: int = 1
     is_sketched: bool = False  # since the last fetch
 
 
@@ -67,6 +62,7 @@ class SlotState(TypedDict):
     fetched_fired: int
     fetched_calls: int
     totals: list[list[float]]
+    extremes: NotRequired[list[float]]  # not in earlier checkpoints
 
 
 class EffectsState(TypedDict):
@@ -91,6 +87,9 @@ class Effects:
     _step: int = 0
     _first_nonfinite: "NonFinite | None" = None
     _slots: list[_Slot] = field(default_factory=list)
+    _fresh: Measured = field(default_factory=Measured)  # since the last fetch
+    _totals: Measured = field(default_factory=Measured)  # before it
+    _num_measured: int = 0  # pairs that were converted to numbers
     _places: dict[tuple[str, str, str], int] = field(default_factory=dict)
     _pairs: list[tuple[int, int, int]] = field(default_factory=list)  # slot, size and step of each
     _sums: Tensor = field(
@@ -133,9 +132,13 @@ class Effects:
             add_on_cpu(before, after, self._sums, row)
         else:
             self._elsewhere[row] = eager_sums(before, after)
-        if not self._slots[slot].is_sketched:
-            self._slots[slot].is_sketched = True
-            self._slots[slot].sketch = _sketch(before.detach())
+        owner = self._slots[slot]
+        if not owner.is_sketched:
+            owner.is_sketched = True
+            entries, owner.stride = before.detach(), max(1, before.numel() // SKETCH)
+            if owner.stride > 1:
+                entries = entries.reshape(-1)[:: owner.stride]
+            owner.sketch = entries.clone()  # the gradient may be changed; magnitudes can wait
 
     @contextmanager
     def of_shards(
@@ -180,18 +183,19 @@ class Effects:
         counted but not sampled has a row too, with means None.
         """
         self._collect()
+        self._totals.merge(self._fresh)
+        fresh = self._fresh.values()
+        self._fresh.clear()
         rows = []
-        for slot in self._slots:
+        for slot, fired, values in zip(self._slots, self._fired(), fresh, strict=True):
             slot.is_sketched = False
-            fired, calls = slot.entry.all_fired, slot.entry.all_calls
+            entry, calls = slot.entry, slot.entry.all_calls
             counts = fired - slot.fetched_fired, calls - slot.fetched_calls
             unfired = self.every and not counts[0]
-            if slot.fresh.any() or (counts[1] and (counted or unfired)):
-                sent = slot.entry.sent - slot.fetched_sent
-                rows.append(_row(slot, slot.fresh, *counts, sent / max(1, counts[1])))
-                slot.fetched_sent = slot.entry.sent
-                slot.totals += slot.fresh
-                slot.fresh = _zeros()
+            if values.sampled or (counts[1] and (counted or unfired)):
+                sent = entry.sent - slot.fetched_sent
+                rows.append(_row(slot, values, *counts, sent / max(1, counts[1])))
+                slot.fetched_sent = entry.sent
                 slot.fetched_fired, slot.fetched_calls = fired, calls
         return rows
 
@@ -205,23 +209,46 @@ class Effects:
         pattern (`log="*.weight"`) those of the sites that match it, beside the summary. LookupError
         if none matches.
         """
-        numbers = effects_by_path(self.fetch(), self.rows(), log, prefix)
-        return {path: float(value) for path, value in numbers.items()}
+        rows = self.fetch()
+        seen = [
+            {"transform": slot.transform, "site": slot.entry.site}
+            for slot, sampled in zip(self._slots, self._totals.sampled(), strict=True)
+            if sampled or (self.every and slot.entry.all_calls and not slot.fetched_fired)
+        ]
+        return effects_by_path(rows, seen, log, prefix)
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""
         self._collect()
+        both = Measured(self._totals.sums.copy(), self._totals.extremes.copy())
+        both.merge(self._fresh)
         rows = []
-        for slot in self._slots:
-            numbers = slot.totals + slot.fresh
-            fired, calls = slot.entry.all_fired, slot.entry.all_calls
-            if numbers.any() or (self.every and calls and not fired):
+        for slot, fired, values in zip(self._slots, self._fired(), both.values(), strict=True):
+            calls = slot.entry.all_calls
+            if values.sampled or (self.every and calls and not fired):
                 sent = slot.entry.sent / max(1, slot.entry.calls)
-                rows.append(_row(slot, numbers, fired, calls, sent))
+                rows.append(_row(slot, values, fired, calls, sent))
         return rows
+
+    def frame(self) -> Any:  # Any: polars is an optional dependency
+        """Return `rows` as a polars DataFrame, or as they are if polars is not installed."""
+        rows = self.rows()
+        if find_spec("polars") is None:
+            return rows
+        import polars as pl  # imported here: few who import gradsurg use a frame
+
+        columns: dict[str, pl.DataType] = dict.fromkeys(("transform", "site"), pl.String())
+        columns |= dict.fromkeys(("seen", "calls", "sampled"), pl.Int64())
+        for number in (*EFFECT_NUMBERS, *EXTREMES):
+            columns[number.name] = pl.Int64() if number.unit == "count" else pl.Float64()
+        if any("bytes" in row for row in rows):
+            columns["bytes"] = pl.Float64()
+        return pl.DataFrame(rows, schema=columns)
 
     def state(self) -> EffectsState:
         """Return the state for a checkpoint, right after a fetch."""
+        self._fit()
+        totals = zip(self._totals.sums.tolist(), self._totals.extremes.tolist(), strict=True)
         slots = [
             SlotState(
                 transform=slot.transform,
@@ -229,14 +256,15 @@ class Effects:
                 site=slot.entry.site,
                 fetched_fired=slot.fetched_fired,
                 fetched_calls=slot.fetched_calls,
-                totals=slot.totals.tolist(),
+                totals=sums,
+                extremes=extremes,
             )
-            for slot in self._slots
+            for slot, (sums, extremes) in zip(self._slots, totals, strict=True)
         ]
         sketches: dict[str, dict[str, Tensor]] = {}
         for slot in self._slots:
             if slot.sketch is not None:
-                sketches.setdefault(slot.transform, {})[slot.entry.site] = slot.sketch
+                sketches.setdefault(slot.transform, {})[slot.entry.site] = _magnitudes(slot)
         return EffectsState(slots=slots, sketches=sketches)
 
     def resume(self, state: EffectsState, ledger: Ledger) -> None:
@@ -245,10 +273,17 @@ class Effects:
             name, site = saved["intervention"], saved["site"]
             # Another name of a site has no entry in the ledger.
             entry = ledger.sites.get(name, {}).get(site) or Entry(name, site)
-            slot = self._slots[self.slot(saved["transform"], entry)]
+            number = self.slot(saved["transform"], entry)
+            slot = self._slots[number]
             slot.fetched_fired, slot.fetched_calls = saved["fetched_fired"], saved["fetched_calls"]
-            slot.totals = np.array(saved["totals"])
-            slot.sketch = state["sketches"].get(slot.transform, {}).get(slot.entry.site)
+            self._fit()
+            self._totals.sums[number] = saved["totals"]
+            self._totals.extremes[number] = saved.get("extremes", -1)
+            sketch = state["sketches"].get(slot.transform, {}).get(slot.entry.site)
+            if sketch is not None and sketch.numel():
+                slot.sketch, slot.stride = sketch[0], int(sketch[1, 0])
+        # Gradients that are measured from now on come after all those before.
+        self._num_measured = 1 + int(self._totals.extremes[:, 3].max(initial=-1))
 
     @property
     def first_nonfinite(self) -> NonFinite | None:
@@ -264,19 +299,25 @@ class Effects:
         """
         rows = self.rows()
         if sites is None:
-            table = effect_table(rows, rest='live.effects.table(sites="*")')
+            table = effect_table(rows, rest=REST)
         else:
             chosen = [row for row in rows if fnmatchcase(str(row["site"]), sites)]
             table = effect_table(chosen, most=len(chosen))
-        notes = (
+        return "\n".join([table, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook, which shows it where `live.effects` ends a cell."""
+        return effect_html(self.rows(), REST, self._notes())
+
+    def _notes(self) -> list[str]:
+        return [
             f"{label}: the numbers are of {of}, not gradients" for label, of in self.others.items()
-        )
-        return "\n".join([table, *notes])
+        ]
 
     def quantiles(self, transform: str, at: Sequence[float]) -> list[float]:
         """Quantiles of |g| before `transform`, from entries of a recent gradient of each site."""
-        sketches = [slot.sketch for slot in self._slots if slot.transform == transform]
-        rows = [sketch.cpu() for sketch in sketches if sketch is not None]
+        slots = [slot for slot in self._slots if slot.transform == transform]
+        rows = [_magnitudes(slot).cpu() for slot in slots if slot.sketch is not None]
         if not rows:
             return []
         magnitudes, weights = torch.cat(rows, dim=1)
@@ -291,6 +332,7 @@ class Effects:
 
     def _collect(self) -> None:
         """Convert the sums to numbers, after one copy to the host a device, and add them up."""
+        self._fit()
         if not self._pairs:
             return
         self._add_parts()
@@ -304,41 +346,56 @@ class Effects:
             self._sums[rows] = stacked.cpu().double()
         sums = self._sums[: len(pairs)].numpy()
         numbers = effect_numbers(sums, [size for _, size, _ in pairs])
-        made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
-        if len(made) and self._first_nonfinite is None:
-            number, _, step = pairs[made[0]]
-            slot = self._slots[number]
-            self._first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
-        self._sums[: len(pairs)] = 0
-        fresh = np.stack([slot.fresh for slot in self._slots])
-        np.add.at(fresh, [slot for slot, *_ in pairs], numbers)  # one after the other
-        for slot, row in zip(self._slots, fresh, strict=True):
-            slot.fresh = row
+        if self._first_nonfinite is None and sums[:, 7].any():
+            made = np.flatnonzero(np.isfinite(sums[:, 0]) & (sums[:, 7] > 0))
+            if len(made):
+                number, _, step = pairs[made[0]]
+                slot = self._slots[number]
+                self._first_nonfinite = NonFinite(slot.transform, slot.entry.site, step)
+        sums[:] = 0
+        slots, _, steps = np.array(pairs).T
+        self._fresh.add(slots, numbers, steps, self._num_measured)
+        self._num_measured += len(pairs)
+
+    def _fit(self) -> None:
+        """Make room for the numbers of new slots."""
+        self._fresh.fit(len(self._slots))
+        self._totals.fit(len(self._slots))
+
+    def _fired(self) -> list[int]:
+        """How often the trigger of each slot fired, after one copy to the host a device."""
+        fired = [slot.entry.earlier_fired + slot.entry.fired for slot in self._slots]
+        elsewhere: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for number, slot in enumerate(self._slots):
+            if isinstance(count := slot.entry.fired_on_device, Tensor):
+                elsewhere.setdefault(count.device, []).append((number, count))
+            else:
+                fired[number] += count
+        for pairs in elsewhere.values():
+            counts = torch.stack([count.reshape(()) for _, count in pairs]).tolist()
+            for (number, _), count in zip(pairs, counts, strict=True):
+                fired[number] += int(count)
+        return fired
 
 
-def _sketch(grad: Tensor) -> Tensor:
-    """About SKETCH magnitudes of a gradient, and the number of entries that each represents:
-    (2, n).
-    """
-    flat = grad.reshape(-1)
-    stride = max(1, len(flat) // SKETCH)
-    magnitudes = flat[::stride].abs().float()
-    return torch.stack([magnitudes, torch.full_like(magnitudes, stride)])
+def _magnitudes(slot: _Slot) -> Tensor:
+    """The magnitudes in a sketch, and the number of entries that each represents: (2, n)."""
+    assert slot.sketch is not None
+    magnitudes = slot.sketch.reshape(-1).abs().float()
+    return torch.stack([magnitudes, torch.full_like(magnitudes, slot.stride)])
 
 
-def _row(slot: _Slot, numbers: Array, fired: int, calls: int, sent: float) -> dict[str, object]:
+def _row(slot: _Slot, values: Values, fired: int, calls: int, sent: float) -> dict[str, object]:
     """A row of effects; `bytes`, the mean bytes sent for a gradient, if any were sent."""
-    sums, counts = numbers.tolist()
     row: dict[str, object] = {
         "transform": slot.transform,
         "site": slot.entry.site,
         "seen": calls,
         "calls": fired,
-        "sampled": int(counts[0]),
+        "sampled": values.sampled,
+        **dict(zip(EFFECT_NAMES, values.numbers, strict=True)),
+        **dict(zip(EXTREME_NAMES, values.extremes, strict=True)),
     }
-    means = [value / count if count else None for value, count in zip(sums, counts, strict=True)]
-    row |= dict(zip(EFFECT_NAMES, means, strict=True))
-    row["nonfinite"] = int(sums[-1])
     if sent:
         row["bytes"] = sent
     return row

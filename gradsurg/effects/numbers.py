@@ -36,6 +36,19 @@ the total of entries that are NaN or infinite before or after. A gradient that i
 cosine and no `zeroed`: it is left out of their means, which are None if all gradients were zero.
 At `Buckets` a row has `bytes` too, the mean number that this process sent for a gradient."""
 
+EXTREMES = (
+    Number("norm_max", "max norm"),
+    Number("norm_max_step", "at step", "count"),
+    Number("nonfinite_step", "since step", "count"),
+    Number("nonfinite_rank", "non-finite rank", "count"),
+)
+"""The extremes of a site over the sampled gradients, None if there are none.
+
+The largest finite L2 norm before the transform and the step of the first gradient that had it. The
+step of the first gradient with an entry that is NaN or infinite, before or after, and the rank of
+the site among those that had one: they are ordered by the moment of their first one, so that rank 1
+is where the backward pass met the first. Steps count from 0. Only `norm_max` is logged."""
+
 NORMS = ("norm_before", "norm_after")
 NORM_RATIO = Number("norm_ratio", "norm ratio")
 """norm_after / norm_before, in summaries over many sites and in W&B."""
@@ -71,6 +84,7 @@ TASK_METRICS = (
 )
 """Metrics of tasks with a known unit and direction, logged as `train/loss` or `test/<task>/r2`."""
 
+EXTREME_NAMES = tuple(number.name for number in EXTREMES)
 EFFECT_NAMES = tuple(number.name for number in EFFECT_NUMBERS)
 CONFLICT_NAMES = tuple(number.name for number in CONFLICT_NUMBERS)
 CONFLICT_TASK_NAMES = tuple(number.name for number in CONFLICT_TASK_NUMBERS)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import pairwise
 from math import isfinite
 from operator import itemgetter
@@ -11,16 +12,22 @@ from statistics import fmean
 
 from gradsurg.effects.numbers import EFFECT_NAMES, NORM_RATIO, NORMS
 
+LARGEST, MEAN = "norm_max", "norm_before"
 AUTO, SITES = "auto", "sites"
 MAX_SITES = 12  # of a transform; with more it is summarized
 NUM_WORST = 3
 NUM_BLOCKS = 6
 COUNTS = ("seen", "calls", "bytes", "nonfinite")
 MEANS = (*(name for name in EFFECT_NAMES if name not in COUNTS), NORM_RATIO.name)
+FINITE = tuple(dict.fromkeys((*COUNTS, *EFFECT_NAMES, LARGEST)))
+LOGGED = ("seen", "calls", *EFFECT_NAMES, LARGEST, NORM_RATIO.name, "bytes")
+REAL = (int, float)
 COMPARED = ("cosine", NORM_RATIO.name)
 LAYER = re.compile(r"(?:.*\.)?\d+(?=\.|$)")  # to the last number: `h.0`, `layer1.2`
 
 Row = Mapping[str, object]
+Finite = dict[str, float]
+"""The numbers of a row that are finite."""
 
 
 def effects_by_path(
@@ -40,16 +47,19 @@ def effects_by_path(
         rule = f"must be '{AUTO}', '{SITES}' or a pattern that matches a site"
         close = ", ".join(get_close_matches(log, known, cutoff=0))
         raise LookupError(f"log: {rule}, found '{log}'. Nearest of {len(known)} sites: {close}")
-    numbers = {}
+    numbers: dict[str, float] = {}
     for transform, own in by_transform(rows).items():
         is_summarized = log != SITES and len(sites.get(transform, ())) > MAX_SITES
         shown = [*_summarized(own, sites[transform])] if is_summarized else []
-        if log != AUTO or not is_summarized:
+        if pattern != "*":
             shown += [row for row in own if fnmatchcase(str(row["site"]), pattern)]
+        elif log != AUTO or not is_summarized:
+            shown += own
         for row in shown:
-            for name in ("seen", "calls", *EFFECT_NAMES, NORM_RATIO.name, "bytes"):
-                if isinstance(value := row.get(name), int | float):
-                    numbers[f"{prefix}/{transform}/{row['site']}/{name}"] = value
+            place = f"{prefix}/{transform}/{row['site']}/"
+            for name in LOGGED:
+                if isinstance(value := row.get(name), REAL):
+                    numbers[place + name] = value
     return numbers
 
 
@@ -64,31 +74,84 @@ def by_transform(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def _summarized(rows: Sequence[Row], sites: Sequence[str]) -> Iterator[Row]:
     """Yield about 30 numbers about one transform at many `sites`, in rows by place.
 
-    `mean` has the means over the sites, `total` the sums of counts. `worst_cosine/1` to `/3` are
-    the lowest cosines, `worst_norm_ratio/1` to `/3` the ratios farthest from 1. `block/<layers>`
-    has the mean cosine and norm ratio of one of at most 6 blocks of consecutive layers. A number
-    that is not finite counts in `nonfinite` alone.
+    `mean` has the means over the sites, `total` the sums of counts, `max` the largest norm.
+    `worst_cosine/1` to `/3` are the lowest cosines, `worst_norm_ratio/1` to `/3` the ratios
+    farthest from 1. `block/<layers>` has the mean cosine and norm ratio of one of at most 6 blocks
+    of consecutive layers. A number that is not finite counts in `nonfinite` alone.
     """
-    yield {**over_sites(rows, MEANS), "site": "mean"}
-    yield {**over_sites(rows, COUNTS), "site": "total"}
+    known = [_finite(row) for row in rows]
+    yield {**_over(known, MEANS), "site": "mean"}
+    yield {**_over(known, COUNTS), "site": "total"}
+    largest = (row[LARGEST] for row in known if LARGEST in row)
+    yield {"site": "max", LARGEST: max(largest, default=None)}
     for name in COMPARED:
-        for rank, row in enumerate(worst(rows, name), 1):
-            yield {"site": f"worst_{name}/{rank}", name: _number(row, name)}
-    for block, members in _blocks(sites):
-        inside = [row for row in rows if row["site"] in members]
-        yield {**over_sites(inside, COMPARED), "site": f"block/{block}"}
+        for rank, index in enumerate(_worst(known, name), 1):
+            yield {"site": f"worst_{name}/{rank}", name: known[index][name]}
+    for block, members in _blocks(tuple(sites)):
+        inside = [one for row, one in zip(rows, known, strict=True) if row["site"] in members]
+        yield {**_over(inside, COMPARED), "site": f"block/{block}"}
 
 
-def over_sites(rows: Sequence[Row], names: Iterable[str]) -> Row:
+def over_sites(rows: Iterable[Row], names: Iterable[str]) -> Row:
     """Return the sums of the counts and the means of other numbers, None without a value.
 
     The means of both norms are over the same rows, those with both, if there are any.
     """
-    both = [row for row in rows if all(_number(row, name) is not None for name in NORMS)] or rows
-    rows_of = {name: both if name in NORMS else rows for name in names}
+    return _over([_finite(row) for row in rows], names)
+
+
+def worst(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return the rows with the lowest cosine, or with the norm ratio farthest from 1."""
+    return [rows[index] for index in _worst([_finite(row) for row in rows], name)]
+
+
+def extremes(rows: Sequence[Row]) -> dict[str, list[tuple[str, float, object]]]:
+    """Return the sites with the largest and with the smallest norms, each with its norm and step.
+
+    The largest norms are those at one step, the smallest are means, for which the step is None. A
+    row of earlier versions has the mean alone, one with a NaN the largest norm alone.
+    """
+    found = {}
+    for title, names in (
+        ("largest norms", (LARGEST, MEAN)),
+        ("smallest norms", (MEAN, LARGEST)),
+    ):
+        known = []
+        for row in rows:
+            numbers = _finite(row)
+            name = next((name for name in names if name in numbers), None)
+            if name is not None:
+                step = row.get("norm_max_step") if name == LARGEST else None
+                known.append((str(row["site"]), numbers[name], step))
+        known.sort(key=itemgetter(1), reverse=names[0] == LARGEST)
+        if known:
+            found[title] = known[:NUM_WORST]
+    return found
+
+
+def first_nonfinite(rows: Iterable[Row]) -> Row | None:
+    """Return the row where the backward pass met the first NaN or infinity, if there is one."""
+    known = [row for row in rows if row.get("nonfinite_step") is not None]
+    return min(known, key=itemgetter("nonfinite_step", "nonfinite_rank"), default=None)
+
+
+def _finite(row: Row) -> Finite:
+    """Return the finite numbers of a row, and the ratio of its norms."""
+    known: Finite = {}
+    for name in FINITE:
+        if isinstance(value := row.get(name), REAL) and isfinite(value):
+            known[name] = value
+    before, after = (known.get(name) for name in NORMS)
+    if before and after is not None:
+        known[NORM_RATIO.name] = after / before
+    return known
+
+
+def _over(rows: Sequence[Finite], names: Iterable[str]) -> Row:
+    both = [row for row in rows if all(name in row for name in NORMS)] or rows
     values = {
-        name: [v for row in own if (v := _number(row, name)) is not None]
-        for name, own in rows_of.items()
+        name: [row[name] for row in (both if name in NORMS else rows) if name in row]
+        for name in names
     }
     return {
         name: (sum if name in COUNTS else fmean)(column) if column else None
@@ -96,30 +159,25 @@ def over_sites(rows: Sequence[Row], names: Iterable[str]) -> Row:
     }
 
 
-def worst(rows: Iterable[Row], name: str) -> list[Row]:
-    """Return the rows with the lowest cosine, or with the norm ratio farthest from 1."""
-    is_ratio = name == NORM_RATIO.name
-    known = [(value, row) for row in rows if (value := _number(row, name)) is not None]
-    ranked = [(min(v, 1 / v) if is_ratio and v else v, row) for v, row in known]
-    return [row for _, row in sorted(ranked, key=itemgetter(0))[:NUM_WORST]]
-
-
-def _number(row: Row, name: str) -> float | None:
-    """Return a finite number of a row, or None."""
+def _worst(rows: Iterable[Finite], name: str) -> list[int]:
+    """Return the indices of the worst rows."""
+    known = [(row[name], index) for index, row in enumerate(rows) if name in row]
     if name == NORM_RATIO.name:
-        before, after = _number(row, "norm_before"), _number(row, "norm_after")
-        return after / before if before and after is not None else None
-    value = row.get(name)
-    return value if isinstance(value, int | float) and isfinite(value) else None
+        known = [(min(v, 1 / v) if v else v, index) for v, index in known]
+    return [index for _, index in sorted(known)[:NUM_WORST]]
 
 
-def _blocks(sites: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the sites of each block of consecutive layers, named by the first and the last one."""
+@lru_cache(maxsize=8)  # the sites of a transform seldom change between logs
+def _blocks(sites: tuple[str, ...]) -> list[tuple[str, frozenset[str]]]:
+    """The sites of each block of consecutive layers, named by the first and the last one."""
     layers: dict[str, list[str]] = {}
     for site in sites:
         layer = match[0] if (match := LAYER.match(site)) else site.rpartition(".")[0] or site
         layers.setdefault(layer, []).append(site)
     names, count = [*layers], min(len(layers), NUM_BLOCKS)
+    blocks = []
     for start, end in pairwise(len(names) * index // count for index in range(count + 1)):
         name = "..".join(dict.fromkeys((names[start], names[end - 1])))
-        yield name, [site for layer in names[start:end] for site in layers[layer]]
+        members = (site for layer in names[start:end] for site in layers[layer])
+        blocks.append((name, frozenset(members)))
+    return blocks

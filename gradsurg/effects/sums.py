@@ -18,6 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from gradsurg.effects.numbers import EFFECT_NAMES
 from gradsurg.plugins.extras import need
 from gradsurg.torch_internals import autograd
 
@@ -111,20 +112,23 @@ def effect_numbers(sums: Array, sizes: ArrayLike) -> Array:
     The result has the shape (rows, 2, numbers). A gradient with norm 0 has no cosine, one of zeros
     alone no share of entries that became zero; these are 0 with a count of 0.
     """
-    counts = np.maximum(sizes, 1)
+    xx, yy, dd, xy, changed, flipped, zeroed, nonfinite, nonzero = sums.T
+    sizes = np.maximum(sizes, 1)
     with np.errstate(all="ignore"):
-        before, after, distance = np.sqrt(sums.T[:3])
+        before, after = np.sqrt(xx), np.sqrt(yy)
         product = before * after
-        cosine = np.where(product > 0, (sums.T[3] / product).clip(-1, 1), 0.0)
-        cosine = np.where(np.isnan(product) & (before != 0), product, cosine)
-        relative = np.where(before > 0, distance / before, after > 0)
-        relative = np.where(np.isnan(product), product, relative)
-        changed, flipped = sums.T[4:6] / counts
-        zeroed = sums.T[6] / np.maximum(sums.T[8], 1)
-    columns = [before, after, cosine, changed, flipped, zeroed, relative, sums.T[7]]
-    ones = np.ones_like(before)
-    known = [ones, ones, before != 0, ones, ones, sums.T[8] > 0, ones, ones]
-    return np.stack([np.stack(columns, axis=1), np.stack(known, axis=1)], axis=1)
+        cosine = np.where(product > 0, (xy / product).clip(-1, 1), 0.0)
+        relative = np.where(before > 0, np.sqrt(dd) / before, after > 0)
+        is_nan = np.isnan(product)
+        if is_nan.any():
+            cosine = np.where(is_nan & (before != 0), product, cosine)
+            relative = np.where(is_nan, product, relative)
+    result = np.ones((len(sums), 2, len(EFFECT_NAMES)))
+    numbers, known = result.transpose(1, 2, 0)
+    numbers[:3], numbers[6:] = (before, after, cosine), (relative, nonfinite)
+    numbers[3:6] = changed / sizes, flipped / sizes, zeroed / np.maximum(nonzero, 1)
+    known[2], known[5] = before != 0, nonzero > 0
+    return result
 
 
 @cache

@@ -1,10 +1,19 @@
 """Text tables of numbers, for the library, the terminal and the README: the only renderer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from html import escape
 from io import StringIO
 
 from gradsurg.effects.numbers import EFFECT_NAMES, EFFECT_NUMBERS
-from gradsurg.effects.summary import COMPARED, COUNTS, by_transform, over_sites, worst
+from gradsurg.effects.summary import (
+    COMPARED,
+    COUNTS,
+    by_transform,
+    extremes,
+    first_nonfinite,
+    over_sites,
+    worst,
+)
 from gradsurg.plugins.messages import folded
 
 MAX_ROWS = 20  # of a transform; of more sites a few are shown
@@ -33,20 +42,66 @@ def effect_table(
     """Format effects, one row a site, transform by transform.
 
     A transform with more than `most` sites has one row over all of them, with means and total
-    counts, and its sites with the lowest cosine and the norm ratio farthest from 1; a last line
-    says that the others are `rest`. Columns in which no row differs from an unchanged gradient are
-    left out. Names are folded if the table would have more than `width` columns.
+    counts, and its sites with the lowest cosine and the norm ratio farthest from 1. Lines below
+    name the largest and the smallest gradients and say that the other sites are `rest`. A line
+    names the first site with a gradient that is not finite, if there is one. Columns in which no
+    row differs from an unchanged gradient are left out. Names are folded if the table would have
+    more than `width` columns.
     """
     if not rows:
         return "no gradient was measured"
-    parts = [(own, _few(own) if len(own) > most else []) for own in by_transform(rows).values()]
-    hidden = sum(len(own) - len(few) + 1 for own, few in parts if few)
-    rows = [{**row, "fired": _fired(row)} for own, few in parts for row in few or own]
+    cells, lines = _table(rows, most, rest)
+    table = aligned(cells, 2 if cells[0][0] == "transform" else 1, width)
+    return "\n".join([table, *(folded(line, width) for line in lines)])
+
+
+def effect_html(rows: Sequence[Mapping[str, object]], rest: str, notes: Sequence[str]) -> str:
+    """Return the table of effects with the lines and notes below it as HTML."""
+    if not rows:
+        return "<p>no gradient was measured</p>"
+    (head, *body), lines = _table(rows, MAX_ROWS, rest)
+    cells = [("th", head), *(("td", row) for row in body)]
+    text = [
+        f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
+        for tag, row in cells
+    ]
+    below = [f"<p>{escape(line)}</p>" for line in (*lines, *notes)]
+    return "\n".join(["<table>", *text, "</table>", *below])
+
+
+def _table(
+    rows: Sequence[Mapping[str, object]], most: int, rest: str
+) -> tuple[list[list[str]], list[str]]:
+    """Return the cells of a table of effects, first its head, and the lines below it."""
+    parts = by_transform(rows)
+    few = {name: _few(own) if len(own) > most else [] for name, own in parts.items()}
+    lines = [
+        f"{name}: {line}" if len(parts) > 1 else line
+        for name, own in parts.items()
+        for line in _extreme_lines(own, bool(few[name]))
+    ]
+    if hidden := sum(len(parts[name]) - len(shown) + 1 for name, shown in few.items() if shown):
+        lines.append(f"{hidden} other sites: {rest}")
+    rows = [
+        {**row, "fired": _fired(row)} for name, own in parts.items() for row in few[name] or own
+    ]
     shown = [key for key in _COLUMNS if _is_shown(key, rows)]
-    cells = [[_COLUMNS[key] for key in shown]]
-    cells += [[_cell(key, row.get(key)) for key in shown] for row in rows]
-    table = aligned(cells, 2 if "transform" in shown else 1, width)
-    return f"{table}\n{folded(f'{hidden} other sites: {rest}', width)}" if hidden else table
+    head = [_COLUMNS[key] for key in shown]
+    return [head, *([_cell(key, row.get(key)) for key in shown] for row in rows)], lines
+
+
+def _extreme_lines(rows: Sequence[Mapping[str, object]], is_summary: bool) -> Iterator[str]:
+    """Yield the extremes of a transform; those of the norms only if its sites are not shown."""
+    if is_summary:
+        for name, found in extremes(rows).items():
+            sites = (f"{site} {number(norm)}{_at(step)}" for site, norm, step in found)
+            yield f"{name}: {', '.join(sites)}"
+    if (first := first_nonfinite(rows)) is not None:
+        yield f"first NaN or infinity: {first['site']}{_at(first['nonfinite_step'])}"
+
+
+def _at(step: object) -> str:
+    return "" if step is None else f" (step {step})"
 
 
 def aligned(

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import polars as pl
 
-from gradsurg.effects.numbers import CONFLICT_NAMES, CONFLICT_TASK_NAMES, EFFECT_NAMES, NORMS
+from gradsurg.effects.numbers import (
+    CONFLICT_NAMES,
+    CONFLICT_TASK_NAMES,
+    EFFECT_NAMES,
+    EXTREME_NAMES,
+    NORMS,
+)
 from gradsurg.experiment.run_directory import (
     CONFLICTS,
     EFFECTS,
@@ -35,6 +41,7 @@ EFFECTS_KEYS: Schema = {
     "site": pl.String,
     **dict.fromkeys(TOTALS, pl.Int64),
 }
+STEPS: Schema = dict.fromkeys(EXTREME_NAMES[1:], pl.Int64)  # that rows of earlier versions lack
 CONFLICTS_KEYS: Schema = {
     **METRICS_KEYS,
     "aggregator": pl.String,
@@ -55,8 +62,10 @@ def read_metrics(paths: Iterable[str | Path]) -> pl.DataFrame:
 def read_effects(paths: Iterable[str | Path]) -> pl.DataFrame:
     """Return the effects of run directories; a number that no row has is a column of nulls."""
     rows = _read(paths, EFFECTS, EFFECTS_KEYS)
-    missing = [name for name in EFFECT_NAMES if name not in rows.columns]
-    return rows.with_columns(pl.lit(None, pl.Float64).alias(name) for name in missing)
+    names = (*EFFECT_NAMES, *EXTREME_NAMES)
+    missing = [name for name in names if name not in rows.columns]
+    kinds = {**dict.fromkeys(names, pl.Float64), **STEPS}
+    return rows.with_columns(pl.lit(None, kinds[name]).alias(name) for name in missing)
 
 
 def read_conflicts(paths: Iterable[str | Path]) -> pl.DataFrame:
@@ -81,12 +90,14 @@ def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[di
 
     Intervals are weighted by their calls of the site; all runs have equal weight. An interval in
     which a number is null (not sampled, or not finite) does not count for it; one with a null norm,
-    before or after, for neither. `runs`, `seen`, `calls`, `sampled` and `nonfinite` are totals.
+    before or after, for neither. `runs`, `seen`, `calls`, `sampled` and `nonfinite` are totals. The
+    largest norm and the first step that is not finite are those over all intervals of all runs.
     Rows are in order of first appearance. `examined` reads the effects of the examination after the
     training instead.
     """
     rows = _read(paths, EXAMINED_EFFECTS if examined else EFFECTS, EFFECTS_KEYS)
-    numbers = [name for name in rows.columns if name not in (*EFFECTS_KEYS, NOT_FINITE)]
+    no_means = (*EFFECTS_KEYS, NOT_FINITE, *EXTREME_NAMES)
+    numbers = [name for name in rows.columns if name not in no_means]
     calls, keys = pl.col("calls"), ["transform", "site"]
     if norms := [name for name in numbers if name in NORMS]:
         finite = pl.all_horizontal(pl.col(norms).is_not_null())
@@ -95,18 +106,27 @@ def effect_table(paths: Iterable[str | Path], examined: bool = False) -> list[di
         (pl.col(name) * calls).sum() / calls.filter(pl.col(name).is_not_null()).sum()
         for name in numbers
     ]
-    return (
+    table = (
         rows.group_by(*keys, "run", maintain_order=True)
         .agg(*means, pl.col(TOTALS).sum())
         .group_by(keys, maintain_order=True)
         .agg(pl.len().alias("runs"), pl.col(TOTALS).sum(), pl.col(numbers).fill_nan(None).mean())
-        .to_dicts()
     )
+    if set(EXTREME_NAMES) <= set(rows.columns):
+        largest, largest_step, first, rank = map(pl.col, EXTREME_NAMES)
+        extremes = rows.group_by(keys).agg(
+            largest.max(),
+            largest_step.sort_by(largest, descending=True, nulls_last=True).first(),
+            first.min(),
+            rank.sort_by(first, rank, nulls_last=True).first(),
+        )
+        table = table.join(extremes, on=keys, maintain_order="left")
+    return table.to_dicts()
 
 
 def _read(paths: Iterable[str | Path], name: str, schema: Schema) -> pl.DataFrame:
     frames = [pl.DataFrame(schema=schema)]
-    kinds = {NOT_FINITE: pl.String, **schema}
+    kinds = {NOT_FINITE: pl.String, **STEPS, **schema}
     for path in map(Path, paths):
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run directory {path}")

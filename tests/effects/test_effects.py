@@ -322,6 +322,106 @@ def test_quantiles(grads: list[list[float]], levels: list[float], quantiles: lis
     assert effects.quantiles("t", levels) == quantiles
 
 
+def extremes_by_hand(norms: list[float]) -> tuple[float | None, int | None, int | None]:
+    """The largest finite norm, its step, and the first step that is not finite."""
+    finite = [norm for norm in norms if np.isfinite(norm)]
+    bad = [step for step, norm in enumerate(norms) if not np.isfinite(norm)]
+    largest = max(finite, default=None)
+    step = None if largest is None else norms.index(largest)
+    return largest, step, bad[0] if bad else None
+
+
+@pytest.mark.parametrize("most", [effects_module.MAX_PAIRS, 5])
+@pytest.mark.parametrize("read_every", [1, 3, 100])
+def test_the_extremes_over_the_steps_are_the_first_ones(most, read_every, monkeypatch) -> None:
+    monkeypatch.setattr(effects_module, "MAX_PAIRS", most)
+    effects, places = slots("up", "tie", "bad", "spike", "never finite")
+    norms = {
+        "up": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+        "tie": [0.0, 2.0, 2.0, 1.0, 2.0, 0.0, 0.0],
+        "bad": [1.0, 3.0, 2.0, NAN, INF, 2.0, 9.0],
+        "spike": [1.0, 1.0, 1.0, 1.0, 50.0, INF, INF],
+        "never finite": [NAN, NAN, NAN, NAN, NAN, INF, 3.0],
+    }
+    for step in range(7):
+        effects.begin(step)
+        for name, slot in reversed([*zip(norms, places, strict=True)]):
+            grad = torch.tensor([0.0, norms[name][step]])
+            effects.add(slot, grad, grad)
+        if step % read_every == 0:
+            effects.fetch()
+    for row, (name, own) in zip(effects.rows(), norms.items(), strict=True):
+        found = row["norm_max"], row["norm_max_step"], row["nonfinite_step"]
+        assert found == extremes_by_hand(own), name
+    ranks = {row["site"]: row["nonfinite_rank"] for row in effects.rows()}
+    assert ranks == {"never finite": 1, "bad": 2, "spike": 3, "up": None, "tie": None}
+
+
+def test_the_rank_is_that_in_the_backward_pass() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    model[1].weight.register_hook(lambda grad: grad / 0)
+    model[1].register_full_backward_hook(lambda module, entering, leaving: (entering[0] / 0,))
+    x = torch.ones(1, 2, requires_grad=True)
+    with attached(model, gs.Identity()) as live:
+        model(x).sum().backward()
+        ranks = {row["site"]: row["nonfinite_rank"] for row in live.effects.rows()}
+        assert "first NaN or infinity" in live.effects.table()
+    known = {site: rank for site, rank in ranks.items() if rank is not None}
+    assert sorted(known.values()) == [1, 2, 3]
+    assert known["1.weight"] == 1
+    assert {"0.weight", "0.bias"} < known.keys()
+
+
+def test_an_infinite_norm_of_finite_entries_is_the_largest() -> None:
+    effects, (slot, other) = slots("w", "v")
+    for grad in (torch.tensor([3.0]), torch.tensor([3e38, 3e38]), torch.tensor([4.0])):
+        effects.add(slot, grad, grad)
+        effects.add(other, grad / 0, grad)
+    row, unknown = effects.rows()
+    assert (row["norm_max"], row["nonfinite_step"]) == (INF, None)
+    assert (unknown["norm_max"], unknown["nonfinite_step"]) == (None, 0)
+
+
+def test_a_transform_that_makes_a_gradient_infinite_leaves_the_norm_before() -> None:
+    effects, (slot,) = slots("w")
+    effects.add(slot, torch.tensor([3.0]), torch.tensor([INF]))
+    (row,) = effects.rows()
+    assert (row["norm_max"], row["nonfinite_step"], row["nonfinite_rank"]) == (3.0, 0, 1)
+
+
+def test_a_frame_has_the_rows_and_all_columns_also_without_a_row() -> None:
+    pl = pytest.importorskip("polars", reason="frames are those of polars")
+    effects, (slot,) = slots("w")
+    empty = effects.frame()
+    effects.add(slot, BASE, BASE.relu())
+    frame = effects.frame()
+    assert frame.to_dicts() == effects.rows()
+    assert frame.schema == empty.schema
+    assert frame.schema["nonfinite_step"] == pl.Int64
+    assert frame.filter(pl.col("norm_max") > 0)["site"].to_list() == ["w"]
+
+
+def test_a_frame_without_polars_is_a_list_of_rows(monkeypatch) -> None:
+    monkeypatch.setattr(effects_module, "find_spec", lambda name: None)
+    effects, (slot,) = slots("w")
+    effects.add(slot, BASE, BASE)
+    assert effects.frame() == effects.rows()
+    assert len(effects.rows()) == 1
+
+
+def test_a_notebook_shows_a_table() -> None:
+    effects, (slot,) = slots("a<b>")
+    effects.others["t"] = "activations"
+    effects.add(slot, torch.tensor([3.0, NAN]), torch.tensor([3.0, NAN]))
+    html = vars(Effects)["_repr_html_"](effects)
+    assert "<tr><th>site</th><th>norm before</th>" in html
+    assert "<tr><td>a&lt;b&gt;</td><td>nan</td>" in html
+    assert "<p>first NaN or infinity: a&lt;b&gt; (step 0)</p>" in html
+    assert "activations, not gradients</p>" in html
+    assert html.count("<table>") == html.count("</table>") == 1
+    assert "no gradient" in vars(Effects)["_repr_html_"](Effects(1))
+
+
 def test_effects_go_on_where_a_checkpoint_ended() -> None:
     pairs = [(random(11, seed=seed), random(11, seed=seed + 1)) for seed in range(4)]
     whole, (slot,) = slots("w")
@@ -343,6 +443,23 @@ def test_effects_go_on_where_a_checkpoint_ended() -> None:
         again.add(resumed, *pair)
     assert again.fetch() == whole.fetch()
     assert again.rows() == whole.rows()
+
+
+def test_effects_of_an_earlier_checkpoint_load_without_extremes() -> None:
+    effects, ledger = Effects(1), Ledger()
+    effects.add(effects.slot("t", ledger.enter("t", "w")), BASE, BASE)
+    effects.fetch()
+    state, entries = effects.state(), ledger.state()
+    for slot in state["slots"]:
+        assert slot.pop("extremes")
+    ledger, again = Ledger(), Effects(1)
+    ledger.resume(entries)
+    again.resume(state, ledger)
+    (old,), (row,) = again.rows(), effects.rows()
+    assert old == row | {"norm_max": None, "norm_max_step": None}
+    again.begin(9)
+    again.add(again.slot("t", ledger.enter("t", "w")), BASE / 2, BASE)
+    assert again.rows()[0]["norm_max_step"] == 9
 
 
 def test_calls_are_all_calls_since_the_last_row_not_only_those_sampled() -> None:

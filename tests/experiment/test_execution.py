@@ -13,7 +13,7 @@ from gradsurg.experiments.liu2021.task import CAGradToy
 from torch import nn
 
 import gradsurg as gs
-from gradsurg.effects.numbers import EFFECT_NAMES
+from gradsurg.effects.numbers import EFFECT_NAMES, EXTREME_NAMES
 from gradsurg.experiment import logged_numbers
 from gradsurg.experiment.execution import execute
 from gradsurg.experiment.idle import suggested_bounds
@@ -65,7 +65,7 @@ def test_a_run_writes_its_files_into_a_directory_of_its_own(tmp_path) -> None:
     ]
     assert {row["transform"] for row in effects} == {"clip"}
     assert [row["sampled"] for row in effects[:: len(sites)]] == [2, 1, 1, 1, 2, 1]
-    assert set(EFFECT_NAMES) < set(effects[0])
+    assert {*EFFECT_NAMES, *EXTREME_NAMES} < set(effects[0])
     assert json.loads(read(record, "summary.json")) == record.summary
     expected = {"state": "finished", "arm": "treated", "label": "clip", "seed": 0, "steps": 30}
     assert {key: record.summary[key] for key in expected} == expected
@@ -113,7 +113,7 @@ def assert_effects_match(
     expected = {
         (row["step"], f"effect/{row['transform']}/{row['site']}/{name}"): row[name]
         for row in effects
-        for name in ("seen", "calls", *EFFECT_NAMES)
+        for name in ("seen", "calls", *EFFECT_NAMES, "norm_max")
     }
     assert expected == {
         (step, key): value

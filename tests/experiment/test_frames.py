@@ -3,6 +3,7 @@
 import polars as pl
 import pytest
 
+from gradsurg.effects.numbers import EXTREME_NAMES
 from gradsurg.experiment.frames import effect_table, read_effects, read_metrics
 from gradsurg.experiment.run_directory import RunDirectory
 from gradsurg.experiment.run_reader import BrokenFile
@@ -89,6 +90,33 @@ def test_effect_table_equals_one_computed_by_hand(tmp_path):
     }
     assert (bias["site"], bias["runs"], bias["cosine"]) == ("b", 1, pytest.approx(0.1))
     assert bias["changed"] is None
+
+
+def test_the_extremes_of_an_effect_table_are_those_over_all_runs(tmp_path):
+    first, second = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
+
+    def at(step, site, norm, norm_step, bad=None, rank=None):
+        names = ("norm_max", "norm_max_step", "nonfinite_step", "nonfinite_rank")
+        values = zip(names, (norm, norm_step, bad, rank), strict=True)
+        return {**effect(step, 10, 1), "site": site, **dict(values)}
+
+    first.append("effects.jsonl", [at(10, "v", 3.0, 4), at(10, "w", 1.0, 4, 8, 2)])
+    first.append("effects.jsonl", [at(20, "v", 5.0, 12345), at(20, "w", None, None, 11, 1)])
+    second.append("effects.jsonl", [at(10, "v", 4.0, 9, 8, 3), effect(10, 10, 1)])
+    v, w = effect_table([first.path, second.path])
+    assert [v[name] for name in EXTREME_NAMES] == [5.0, 12345, 8, 3]
+    assert [w[name] for name in EXTREME_NAMES] == [1.0, 4, 8, 2]
+    assert isinstance(v["norm_max_step"], int)
+    schema = read_effects([second.path]).schema
+    assert schema == read_effects([first.path]).schema
+    assert schema["nonfinite_step"] == pl.Int64
+
+
+def test_the_effects_of_an_earlier_version_have_no_extremes(run):
+    run.append("effects.jsonl", [effect(1, 5, 5, cosine=0.5)])
+    assert not {*EXTREME_NAMES} & effect_table([run.path])[0].keys()
+    frame = read_effects([run.path])
+    assert frame.select(EXTREME_NAMES).rows() == [(None,) * 4]
 
 
 def test_effect_table_of_numbers_that_are_never_finite_is_null(run):
