@@ -2,20 +2,22 @@
 
 python scripts/bench.py multitask [--rounds 10] [--only UPGrad] [--sizes 8x1000000] [--threads 1]
 
-Both run alternately on the same float32 matrix in one process, in reversed order every other round.
-The minimum time measures the work, the median also the load of the machine. `apart` is the ratio
-of the minima of two halves of TorchJD's rounds, an estimate of the noise. A ratio of minima that
-exceeds its bound by more than the noise is marked by `> bound`. `reads` is the ratio of our least
-time and that of summing all entries of the matrix twice. Errors are those of 8 x 10,000
-matrices with row norms from 1 to the ratio, relative to the exact solution; TorchJD has its
-defaults.
+Both run alternately in one process, in reversed order every other round. Each round has a new
+random float32 matrix for both, as a training step has, so that no result can be reused. Small
+matrices get more rounds. The times are CPU times of the process: the minimum measures the work, the
+median also the load of the machine. `apart` is the ratio of the minima of two halves of TorchJD's
+rounds, an estimate of the noise. A ratio of minima that exceeds its bound by more than the noise is
+marked by `> bound`. `reads` is the ratio of our least time and that of summing all entries of the
+matrix twice. Errors are those of 8 x 10,000 matrices with row norms from 1 to the ratio, relative
+to the exact solution; TorchJD has its defaults. Methods of TorchJD that need a package that is not
+installed are left out.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 from warnings import filterwarnings
 
@@ -33,7 +35,10 @@ from gradsurg.plugins.registry import names
 # What ECOS and CVXPY say of every problem that Nash-MTL poses to them.
 filterwarnings("ignore", module="torchjd|cvxpy")
 
-SIZES = ("2x1000000", "8x1000000", "8x10000000", "32x1000000")
+SIZES = (
+    *("2x1000", "2x10000", "2x1000000"),
+    *("8x1000", "8x10000", "8x1000000", "8x10000000", "32x1000000"),
+)
 RATIOS = (1.0, 30.0, 1e3, 1e6)
 # The largest ratio of the least times: at (method, size), then by the size, then everywhere.
 BOUNDS = {
@@ -45,6 +50,9 @@ BOUNDS = {
 LARGE = "8x10000000"
 GRAMIAN = 0.8
 OTHERS = ("Mean", "GradDrop")
+SMALL = 1.1  # the same for matrices of at most SMALL_ENTRIES, of which the calls are the cost
+SMALL_ENTRIES = 100_000
+MOST_ROUNDS, ENTRIES = 200, 20_000_000  # of one method at one size, for small matrices
 LONGEST = 20.0  # seconds for one method at one size
 
 
@@ -54,12 +62,14 @@ def fields() -> dict[str, dict[str, Any]]:  # Any: fields have many types
         "Mean": {},
         "PCGrad": {},
         "UPGrad": {},
+        "DualProj": {},
         "MGDA": {},
         "CAGrad": {"c": 0.5},
         "IMTLG": {},
         "NashMTL": {},
         "AlignedMTL": {},
         "ConFIG": {},
+        "Krum": {},
     }
     return chosen | ({"GradDrop": {}} if "grad_drop" in names("aggregators") else {})
 
@@ -78,6 +88,8 @@ def theirs(name: str, count: int) -> Callable[[Tensor], Tensor]:
             return made(c=0.5)
         case "NashMTL":
             return made(n_tasks=count)
+        case "Krum":
+            return made(n_byzantine=0)
         case _:
             return made()
 
@@ -95,14 +107,18 @@ def times(chosen: list[str], sizes: list[str], rounds: int) -> str:
     lines = []
     for size in sizes:
         count, width = map(int, size.split("x"))
-        rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+        turns = max(rounds, min(MOST_ROUNDS, ENTRIES // (count * width)))
         for name in chosen:
-            arms = {"ours": getattr(gs, name)(**fields()[name]), "theirs": theirs(name, count)}
-            taken = measured({**arms, "reads": read_twice}, rows, rounds)
+            own = getattr(gs, name)(**fields()[name])
+            if count < own.least_tasks:
+                continue
+            arms = {"ours": own, "theirs": theirs(name, count)}
+            taken = measured({**arms, "reads": read_twice}, count, width, turns)
             reads = min(taken["ours"]) / min(taken.pop("reads"))
             row = [name, size]
-            for own in taken.values():
-                row += [f"{1e3 * median(own):.2f}", f"({1e3 * min(own):.2f})"]
+            for seconds in taken.values():
+                row += [f"{1e3 * how(seconds):.3f}" for how in (median, min)]
+                row[-1] = f"({row[-1]})"
             ratio, least = (how(taken["ours"]) / how(taken["theirs"]) for how in (median, min))
             bound, apart = bound_of(name, size), apart_of(taken["theirs"])
             late = "" if least <= bound * apart else f" > {bound:g}"
@@ -116,7 +132,10 @@ def read_twice(rows: Tensor) -> Tensor:
 
 
 def bound_of(name: str, size: str) -> float:
-    everywhere = GRAMIAN if size == LARGE and name not in OTHERS else 1.0
+    count, width = map(int, size.split("x"))
+    everywhere = SMALL if count * width <= SMALL_ENTRIES else 1.0
+    if size == LARGE and name not in OTHERS:
+        everywhere = GRAMIAN
     return BOUNDS.get((name, size), everywhere)
 
 
@@ -128,16 +147,18 @@ def apart_of(seconds: list[float]) -> float:
 
 
 def measured(
-    arms: dict[str, Callable[[Tensor], Tensor]], rows: Tensor, rounds: int
+    arms: dict[str, Callable[[Tensor], Tensor]], count: int, width: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each call but the first."""
+    """Return the seconds of each call but the first, all of a round on the same new matrix."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
+    generator = torch.Generator().manual_seed(0)
     started = perf_counter()
     for turn in range(rounds + 1):
+        rows = torch.randn(count, width, generator=generator)
         for name in list(arms)[:: 1 if turn % 2 else -1]:
-            began = perf_counter()
+            began = process_time()
             arms[name](rows)
-            taken[name].append(perf_counter() - began)
+            taken[name].append(process_time() - began)
         if turn > 2 and perf_counter() - started > LONGEST:
             break
     return {name: own[1:] for name, own in taken.items()}
