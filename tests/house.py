@@ -17,13 +17,13 @@ NEW = 300
 """Lines that new plug-ins, and their tests, may add before a limit must be raised."""
 
 ROOMS = {
-    "core": (("core", "effects", "torch_internals"), 7440),
+    "core": (("core", "effects", "torch_internals"), 7960),
     "sites": (("sites",), 6299 + NEW),
     "transforms": (("transforms",), 4148 + NEW),
     "aggregators": (("aggregators",), 3959 + NEW),
     "triggers models tasks loggers": (("triggers", "models", "tasks", "loggers"), 4527 + NEW),
     "multitask per_example": (("multitask", "per_example"), 4245),
-    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7955),
+    "experiment": (("experiment", "run.py", "__main__.py", "packaging.py"), 7975),
     "report": (("report",), 5681),
     "stats": (("stats.py",), 600),
     "reproduce": (("reproduce",), 1942),
@@ -35,7 +35,7 @@ A change that adds to what users can do raises the limit of its room by its own 
 change keeps within it. A room that is rebuilt beside the old one gets a row of its own until the
 old one is deleted."""
 
-REST, TESTS = 2642, 53_400 + NEW
+REST, TESTS = 2642, 53_500 + NEW
 """The lines that other files of `gradsurg/` and those of `tests/` without its oracle may have."""
 
 

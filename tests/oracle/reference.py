@@ -8,7 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-REFERENCE = "f170ac1a1af102a24e41013f6ec3eb1054df5169"
+REFERENCE = "4f89e01c44b0baf46c3b6b8898827ae2753d887c"
 """The commit that the working tree must agree with."""
 
 WORKING_TREE = Path(__file__).resolve().parents[2]
