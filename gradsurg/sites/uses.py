@@ -14,6 +14,7 @@ from gradsurg.core.pitfalls import refusal
 from gradsurg.plugins.fields import SelectionError, validated
 from gradsurg.sites.call_graphs import FORWARD, CallGraph, Edge, follow
 from gradsurg.sites.calls import Shared, modules_of
+from gradsurg.sites.node_names import plain
 from gradsurg.sites.nodes import changed_by
 from gradsurg.sites.places import (
     NO_GRADIENT,
@@ -43,6 +44,7 @@ class _Watched:
         self.door, self.shared, self.has_acted = door, shared, False
         self.held = {name: ref(named.owners[0]) for named in found for name in named.names}
         params = [named for named in found if isinstance(named.thing, Tensor)]
+        self.modules = self.held.keys() - {name for named in params for name in named.names}
         self.params = [(each.place(USES), ref(each.owners[0]), each.is_frozen) for each in params]
         # By the places of a tensor, as modules may return the same one, and the number of the use.
         self.hooks: dict[tuple[tuple[Place, ...], int], Hook | None] = {}
@@ -53,6 +55,8 @@ class _Watched:
             return
         is_whole = graph.task == FORWARD and graph.outer() is self.door.model
         tensors, without = self._tensors(graph, is_whole)
+        if is_whole and any(plain(node.name()) == compiling.COMPILED for _, node in graph.reached):
+            self._reject_hidden(graph)
         owners = {edge: tuple(places) for edge, places in tensors.items()}
         counts: Counter[Edge] = Counter()
         hooks: defaultdict[Node, list[tuple[int, Hook | None]]] = defaultdict(list)
@@ -75,6 +79,13 @@ class _Watched:
                 self.door.none(place, why)
             else:  # the error that nothing is picked lists it
                 self.door.wants(replace(place, occurrence=UNUSED))
+
+    def _reject_hidden(self, graph: CallGraph) -> None:
+        """Have modules without a call refused, if no use is picked: it may be in compiled code."""
+        called = {returned.call[0] for returned in graph.returned}
+        for name, held in self.held.items():
+            if name not in called and name in self.modules:
+                self.door.wants(Place(USES, (name,), held, 0, occurrence=UNUSED))
 
     def _tensors(
         self, graph: CallGraph, is_whole: bool

@@ -181,3 +181,18 @@ def test_a_parameter_not_passed_to_torch_func_is_reported_as_a_constant() -> Non
         attached(model, gs.Scale(10.0), gs.Uses("0.weight")),
     ):
         func.jacrev(model)(x)
+
+
+def test_a_module_inside_code_compiled_before_is_refused() -> None:
+    # Its hooks are not called, and the uses of its output are in one node.
+    model, x = _using(lambda y: y * 2), point()
+    compiled = torch.compile(model, backend="aot_eager")
+    try:
+        compiled(x)
+        with (
+            pytest.raises(LookupError, match=r"part#0: 0\. .*Nor is one in what is compiled"),
+            attached(compiled, gs.Zero(), gs.Uses("part")),
+        ):
+            compiled(x)
+    finally:
+        torch.compiler.reset()

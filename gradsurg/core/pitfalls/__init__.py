@@ -219,8 +219,9 @@ def refuse_at_once(model: nn.Module, selected: Iterable[tuple[Selected, str]]) -
     `selected` are the selectors with their stages.
     """
     is_static = any(vars(module).get("static_graph") for module in model.modules())
-    sharded = [autograd.is_sharded(param) for param in model.parameters()]
-    are_sharded = bool(sharded) and all(sharded)
+    # Most often the first parameter is not sharded, and the others are not asked for.
+    has_params = next(model.parameters(), None) is not None
+    are_sharded = has_params and all(map(autograd.is_sharded, model.parameters()))
     certain = [*["static_graph"] * is_static, *["FSDP2"] * are_sharded]
     for at, stage in selected if certain else ():
         for kind in at.leaves:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gradsurg.effects.ledger import Ledger
+from gradsurg.torch_internals import autograd
 from gradsurg.triggers.base import Clock
 
 Outcome = Literal["refused", "warned", "reported", "n/a"]
@@ -66,6 +67,14 @@ class AttachmentLike(Protocol):
 
 
 Texts = Iterable[str] | None
+
+
+def params_of(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a model, each once, in their order."""
+    # As `model.parameters()`, in a part of its time: it is read at each attach.
+    tables, _ = autograd.tensor_tables(model)
+    tensors = (tensor for table in tables for tensor in table.values() if tensor is not None)
+    return list(dict.fromkeys(tensors))
 
 
 class Pitfall:

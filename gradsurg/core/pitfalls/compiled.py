@@ -33,7 +33,7 @@ class OneNodeBefore(OneNode):
 class HiddenUses(OneNodeBefore):
     """The uses of a tensor are nodes, too."""
 
-    kinds, outcome = "Uses", "reported"
+    kinds = "Uses"
     why = "the uses inside compiled code are not found"
     instead = "Attach before its first call, or call torch.compiler.reset()"
 

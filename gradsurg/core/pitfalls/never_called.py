@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from gradsurg.core.pitfalls.base import ENOUGH, AttachmentLike, Operation, Pitfall
+from gradsurg.core.pitfalls.base import ENOUGH, AttachmentLike, Operation, Pitfall, params_of
 from gradsurg.core.pitfalls.compiled import LateHooks
 from gradsurg.core.pitfalls.discarded_hooks import DiscardedHooks
 from gradsurg.core.pitfalls.uncounted_steps import OtherOptimizer, uncounted
@@ -53,7 +53,7 @@ class NeverCalled(Pitfall):
             each.stage == "forward" and each.intervention.at.changed_tensors == "weights"
             for each in attachment.operations
         ):
-            params = attachment.model.parameters()
+            params = params_of(attachment.model)
             trained = [p for p in params if p.requires_grad and not is_lazy(p)]
             watched = trained[:: -(-len(trained) // WATCHED) or 1]
             self._watched = {id(param) for param in watched}

@@ -1,11 +1,8 @@
 """A parametrized tensor is computed from parameters of other names."""
 
-from collections.abc import Mapping
+from torch.nn.utils.parametrize import ParametrizationList
 
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-
-from gradsurg.core.pitfalls.base import PARAMETERS, AttachmentLike, Operation, Pitfall
+from gradsurg.core.pitfalls.base import PARAMETERS, AttachmentLike, Pitfall
 
 
 class Parametrized(Pitfall):
@@ -23,32 +20,24 @@ class Parametrized(Pitfall):
     why = "'{name}' is parametrized and not selected: its parameters are {parameters}"
 
     def attached(self, attachment: AttachmentLike) -> None:
-        for prefix, module in attachment.model.named_modules():
-            tensors = getattr(module, "parametrizations", None) if is_parametrized(module) else None
-            for tensor, parametrization in tensors.items() if tensors else ():
-                inside = f"{prefix}.parametrizations.{tensor}".lstrip(".")
-                behind = dict(parametrization.named_parameters(inside, recurse=False))
-                name = f"{prefix}.{tensor}".lstrip(".")
-                for operation in attachment.operations:
-                    if self._misses(attachment, operation, name, module, behind):
-                        text = self.why.format(name=name, parameters=", ".join(behind))
-                        operation.note(text)
-
-    def _misses(
-        self,
-        attachment: AttachmentLike,
-        operation: Operation,
-        name: str,
-        module: nn.Module,
-        behind: Mapping[str, Tensor],
-    ) -> bool:
-        """Whether an intervention picks the name of a tensor, and no parameter behind it."""
-        for kind in operation.kinds:
-            own = [each for each in kind.things(attachment.model) if each.names[0] in behind]
-            named = [each._replace(names=(name,), owners=(module,)) for each in own]
-            is_picked = any((kind, each.names[0]) in operation.near for each in own)
-            if not is_picked and any(
-                leaf.near(each) for leaf in operation.leaves for each in named
-            ):
-                return True
-        return False
+        model = attachment.model
+        lists = [
+            (path, module)
+            for path, module in model.named_modules()
+            if isinstance(module, ParametrizationList)
+        ]
+        for operation in attachment.operations if lists else ():
+            kinds = operation.kinds
+            things = {kind: {each.names[0]: each for each in kind.things(model)} for kind in kinds}
+            for path, module in lists:
+                prefix, _, tensor = path.rpartition("parametrizations.")
+                names, name = dict(module.named_parameters(path, recurse=False)), prefix + tensor
+                owners = (model.get_submodule(prefix.rstrip(".")),)
+                # The selector misses what it would pick under the name of the tensor.
+                for kind in kinds:
+                    behind = [things[kind][each] for each in names if each in things[kind]]
+                    named = [each._replace(names=(name,), owners=owners) for each in behind]
+                    if not any((kind, each.names[0]) in operation.near for each in behind) and any(
+                        leaf.near(each) for leaf in operation.leaves for each in named
+                    ):
+                        operation.note(self.why.format(name=name, parameters=", ".join(names)))

@@ -11,6 +11,7 @@ from gradsurg.core.pitfalls.base import (
     AttachmentLike,
     Operation,
     Pitfall,
+    params_of,
 )
 from gradsurg.torch_internals import autograd
 
@@ -61,11 +62,12 @@ class Replaced(NewParameters):
         self._frozen: dict[Operation, set[int]] = {}
 
     def attached(self, attachment: AttachmentLike) -> None:
-        model = attachment.model
         fresh = [each for each in attachment.operations if each not in self._known]
         if fresh:
-            known = {id(thing): ref(thing) for thing in (*model.modules(), *model.parameters())}
-            frozen = {id(param) for param in model.parameters() if not param.requires_grad}
+            model = attachment.model
+            params = params_of(model)
+            known = {id(thing): ref(thing) for thing in (*model.modules(), *params)}
+            frozen = {id(param) for param in params if not param.requires_grad}
             self._known |= dict.fromkeys(fresh, known)
             self._frozen |= dict.fromkeys(fresh, frozen)
 
