@@ -7,7 +7,7 @@ from tests import house
 
 @pytest.mark.parametrize(
     ("stage", "functions", "files"),
-    [("attach", 58, 18), ("first step", 28, 8), ("later step", 13, 8)],
+    [("attach", 59, 19), ("first step", 27, 9), ("later step", 13, 8)],
 )
 def test_few_functions_run_to_attach_a_clip_and_to_step(
     stage: str, functions: int, files: int
@@ -23,8 +23,8 @@ def test_few_docstrings_are_built_around_what_and_few_modules_have_a_single_impo
     figures = house.figures()
     assert float(str(figures["docstrings with a 'what'"]).rstrip("%")) <= 3
     assert figures["root modules"] == 7
-    assert int(str(figures["modules with a single importer"])) <= 26
-    assert int(str(figures["files outside the plug-ins"])) <= 193
+    assert int(str(figures["modules with a single importer"])) <= 28
+    assert int(str(figures["files outside the plug-ins"])) <= 198
 
 
 def test_no_room_has_more_lines_than_its_budget() -> None:

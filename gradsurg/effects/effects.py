@@ -135,10 +135,9 @@ class Effects:
         owner = self._slots[slot]
         if not owner.is_sketched:
             owner.is_sketched = True
-            entries, owner.stride = before.detach(), max(1, before.numel() // SKETCH)
-            if owner.stride > 1:
-                entries = entries.reshape(-1)[:: owner.stride]
-            owner.sketch = entries.clone()  # the gradient may be changed; magnitudes can wait
+            owner.stride = max(1, before.numel() // SKETCH)
+            # A copy, as the gradient may be changed; its magnitudes can wait.
+            owner.sketch = before.detach().reshape(-1)[:: owner.stride].clone()
 
     @contextmanager
     def of_shards(
@@ -215,7 +214,8 @@ class Effects:
             for slot, sampled in zip(self._slots, self._totals.sampled(), strict=True)
             if sampled or (self.every and slot.entry.all_calls and not slot.fetched_fired)
         ]
-        return effects_by_path(rows, seen, log, prefix)
+        numbers = effects_by_path(rows, seen, log, prefix)
+        return {path: float(value) for path, value in numbers.items()}
 
     def rows(self) -> list[dict[str, object]]:
         """Return the rows of all gradients so far; the next `fetch` is not affected."""

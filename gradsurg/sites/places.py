@@ -92,7 +92,7 @@ Ask = Literal[
     "skip",  # a way to skip the step of the optimizer
     "whole",  # whole gradients of sharded parameters, and not the parts of this process
 ]
-"""What a hook needs to be called with besides the gradient."""
+"""An argument that a hook needs besides the gradient."""
 
 
 class Named(NamedTuple):
@@ -201,7 +201,7 @@ Things = Mapping[Kind, Sequence[Named]]
 
 @dataclass(eq=False)
 class Memory:
-    """What one attached intervention remembers of its selector, which is a constant by itself.
+    """The memory of one attached intervention; its selector is a constant.
 
     `stage` is that of the intervention; None means the first one that a selector may have. `near`
     has the names at which the selector and each of its parts may pick places, `admitted` the places
@@ -455,7 +455,7 @@ class Leaf(Selector):
 
 
 class Hook(Protocol):
-    """What acts at a place: one function for all interventions there.
+    """One function for all interventions at a place.
 
     `asks` are the arguments that it needs besides the gradient. `stateful` is the first transform
     or trigger that keeps a state for each site, as text; `varies` says why it may draw or decide
@@ -491,7 +491,7 @@ class Hook(Protocol):
 
 
 class Traced(Protocol):
-    """What acts at each call of a module, for code that torch.compile traces.
+    """A function that acts at each call of a module, for code that torch.compile traces.
 
     `mark(key)` is called while it is traced: it notes the site in the ledger, and returns whether
     to act there. `call` is a function of the gradient without side effects.
@@ -621,7 +621,7 @@ class Door(Protocol):
     def traced(
         self, kind: Kind, found: Sequence[Named], suffix: str = ""
     ) -> "Mapping[nn.Module, Traced]":
-        """Return what acts in compiled code at each of these modules; others break its graph.
+        """Return the hook of each of these modules in compiled code; others break its graph.
 
         Called in `watch` alone. `suffix` is that of the site ids.
         """
